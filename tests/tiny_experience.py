@@ -10,22 +10,31 @@ from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.types import Experience, ScoredRollout
 
 
+def record(kind, mask: torch.Tensor, **changes):
+    """A record of `kind` for rows with this response mask (B, R): prompts of one token, and 0 or None where `changes`
+    says nothing."""
+    rows, zeros = len(mask), torch.zeros(mask.shape)
+    made = {field.name: zeros for field in fields(kind)}
+    made |= {
+        "prompt_ids": torch.ones(rows, 1).long(), "prompt_mask": torch.ones(rows, 1).bool(),
+        "response_ids": torch.ones(mask.shape).long(), "response_mask": mask, "loss_mask": mask,
+        "finish_reason": torch.zeros(rows, dtype=torch.int8), "source_scores": torch.zeros(rows, 1),
+        "scores": torch.zeros(rows), "groups": torch.arange(rows),
+    }  # fmt: skip
+    made |= dict.fromkeys(("entropies", "selected", "baselines", "data_sources", "numbers", "answer_scores")) | changes
+    return kind(**{field.name: made[field.name] for field in fields(kind)})
+
+
 def experience(**changes) -> Experience:
     """Three answers of 3, 0 and 1 tokens."""
     mask = torch.tensor([[True, True, True], [False, False, False], [True, False, False]])
-    numbers = {name: torch.zeros(3, 3) for name in (
-        "rollout_logprobs", "old_logprobs", "ref_logprobs", "kl", "values", "rewards", "advantages", "returns",
-        "loss_weights",
-    )}  # fmt: skip
     made = {
         "prompt_ids": torch.tensor([[0, 7], [8, 9], [5, 6]]),
         "prompt_mask": torch.tensor([[False, True], [True, True], [True, True]]),
-        "response_ids": torch.arange(9).view(3, 3), "response_mask": mask, "loss_mask": mask,
-        "finish_reason": torch.zeros(3, dtype=torch.int8), "entropies": None, "selected": None, "baselines": None,
-        "source_scores": torch.zeros(3, 2), "scores": torch.tensor([1.0, 2.0, 3.0]), "groups": torch.arange(3),
-        **numbers,
+        "response_ids": torch.arange(9).view(3, 3), "source_scores": torch.zeros(3, 2),
+        "scores": torch.tensor([1.0, 2.0, 3.0]),
     }  # fmt: skip
-    return Experience(**{**made, **changes})
+    return record(Experience, mask, **{**made, **changes})
 
 
 def scored(**changes) -> ScoredRollout:

@@ -129,30 +129,25 @@ def gmpo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
 
 def clip_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """ppo without the `selected` tokens, which add neither loss nor gradient (Clip-Cov, Cui et al. 2025)."""
-    selected = _selected(terms)
+    assert terms.selected is not None
     all_tokens = ppo(terms, settings)
-    losses = all_tokens.losses.masked_fill(selected, 0.0)
-    left_out = selected & (zero_outside(terms.advantages, terms.mask) != 0)
+    losses = all_tokens.losses.masked_fill(terms.selected, 0.0)
+    left_out = terms.selected & (zero_outside(terms.advantages, terms.mask) != 0)
     return TokenLosses(losses, all_tokens.ratio, all_tokens.clipped | left_out)
 
 
 def kl_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """`-A rho`, plus `kl_cov_coef |lp - lp_old|` on the `selected` tokens; no clip (KL-Cov, Cui et al. 2025). The
     absolute value is `smooth_abs`: in the first update of a PPO step the difference is rounding noise."""
+    assert terms.selected is not None
     ratio = terms.log_ratio.exp()
     distance = smooth_abs(zero_outside(terms.logprobs - terms.old_logprobs, terms.mask))
-    penalty = zero_outside(distance, _selected(terms))
+    penalty = zero_outside(distance, terms.selected)
     return _unclipped(-zero_outside(terms.advantages, terms.mask) * ratio + settings.kl_cov_coef * penalty, ratio)
 
 
 def _unclipped(losses: Tensor, ratio: Tensor) -> TokenLosses:
     return TokenLosses(losses, ratio.detach(), torch.zeros_like(losses, dtype=torch.bool))
-
-
-def _selected(terms: PolicyTerms) -> Tensor:
-    if terms.selected is None:
-        raise ValueError("clip_cov and kl_cov need `selected`, the tokens that they act on")
-    return terms.selected
 
 
 POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses]] = {

@@ -80,8 +80,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     the last token 0. Where the mask has gaps, t + 1 is the row's next True token: a token that the policy did not
     choose is not a step of the episode.
     """
-    if inputs.values is None:
-        raise ValueError("gae needs the values of a critic")
+    assert inputs.values is not None
     mask, gamma, lam = inputs.response_mask, inputs.gamma, inputs.lam
     values = zero_outside(inputs.values, mask)  # (B, R)
     length = mask.shape[1]
@@ -188,8 +187,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """The return-to-go, with the score of the greedy answer as the baseline (ReMax, Li et al. 2024)."""
-    if inputs.baselines is None:
-        raise ValueError("remax needs the scores of the greedy answers")
+    assert inputs.baselines is not None
     return _above_baseline(inputs.baselines, inputs)
 
 

@@ -59,12 +59,7 @@ def aggregate(losses: Tensor, mask: Tensor, mode: LossAggregation, denominators:
     `losses` (B, R) fp32: values outside `mask` (B, R) bool, NaN too, affect neither value nor gradient. Rows may have
     no True token. The denominators are counts over the whole optimizer step.
     """
-    if mode == "token_mean":
-        return masked_sum(losses, mask) / denominators.tokens
-    if mode == "seq_mean_token_sum":
-        return masked_sum(losses, mask) / denominators.rows
     if mode == "seq_mean_token_mean":
         return row_means(losses, mask).sum() / denominators.rows  # (B, R) -> (B,) -> scalar
-    if mode == "constant":
-        return masked_sum(losses, mask) / denominators.constant
-    raise ValueError(f"unknown loss aggregation {mode!r}")
+    counts = {"token_mean": denominators.tokens, "seq_mean_token_sum": denominators.rows}
+    return masked_sum(losses, mask) / counts.get(mode, denominators.constant)

@@ -33,8 +33,6 @@ class AdaptiveKL:
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
-        if target <= 0 or horizon <= 0:
-            raise ValueError(f"target and horizon must be above 0, got {target} and {horizon}")
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, count: int) -> None:
@@ -54,14 +52,13 @@ class AdaptiveKL:
 class AdaptiveEntropy:
     """A coefficient that grows by `delta` after a step with an entropy of at most `target`, and else shrinks by it.
 
-    It starts at `value`, stays between `smallest` and `largest`, and is 0 while the last entropy (nats per token) is
+    It starts at `value`, stays between 0 and `largest`, and is 0 while the last entropy (nats per token) is
     above the target: the bonus shall stop a collapse and not raise the entropy further (Skywork-OR1, He et al. 2025).
     """
 
-    def __init__(self, value: float, target: float, delta: float, smallest: float, largest: float) -> None:
-        self.target, self.delta, self.smallest, self.largest = target, delta, smallest, largest
-        self._coefficient = value
-        self._applied = True
+    def __init__(self, value: float, target: float, delta: float, largest: float) -> None:
+        self.target, self.delta, self.largest = target, delta, largest
+        self._coefficient, self._applied = value, True
 
     @property
     def value(self) -> float:
@@ -72,7 +69,7 @@ class AdaptiveEntropy:
         """Adapt the coefficient after a PPO step with a mean entropy of `entropy` nats; `count` is not used."""
         self._applied = entropy <= self.target
         moved = self._coefficient + (self.delta if self._applied else -self.delta)
-        self._coefficient = min(max(moved, self.smallest), self.largest)
+        self._coefficient = min(max(moved, 0.0), self.largest)
 
     def state_dict(self) -> dict[str, float]:
         """The state, for `load_state_dict`."""

@@ -36,15 +36,9 @@ def importance_weights(
     log_weights = zero_outside(old_logprobs - rollout_logprobs, mask).detach()
     if level == "sequence":
         log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)  # (B, R) -> (B, 1) -> (B, R)
-    elif level != "token":
-        raise ValueError(f"unknown level of importance weights {level!r}")
     weights = log_weights.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
-    if mode == "truncate":
-        weights = weights.clamp_max(cap)
-    elif mode == "mask":
-        weights = weights.masked_fill((weights > cap) | (weights < 1 / cap), 0.0)
-    else:
-        raise ValueError(f"unknown mode of importance weights {mode!r}")
+    outside = (weights > cap) | (weights < 1 / cap)
+    weights = weights.clamp_max(cap) if mode == "truncate" else weights.masked_fill(outside, 0.0)
     return zero_outside(weights, mask)
 
 
@@ -91,10 +85,7 @@ def clip_cov_tokens(
     """
     candidates = (mask & (covariances > low) & (covariances < high)).nonzero()  # (N, 2) row and column
     order = torch.randperm(len(candidates), generator=generator, device=generator.device).to(mask.device)
-    rows, columns = candidates[order[: _token_count(mask, share)]].unbind(dim=1)  # (n, 2) -> (n,) each
-    chosen = torch.zeros_like(mask)
-    chosen[rows, columns] = True
-    return chosen
+    return _at(candidates[order[: _token_count(mask, share)]], mask)
 
 
 def kl_cov_tokens(covariances: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -103,7 +94,12 @@ def kl_cov_tokens(covariances: Tensor, mask: Tensor, share: float) -> Tensor:
     tokens = mask.nonzero()  # (N, 2) row and column
     # A stable sort: of equal covariances (all advantages 0) every rank must choose the same tokens.
     highest = covariances[mask].sort(descending=True, stable=True).indices[: _token_count(mask, share)]  # (n,)
-    rows, columns = tokens[highest].unbind(dim=1)  # (n, 2) -> (n,) each
+    return _at(tokens[highest], mask)
+
+
+def _at(places: Tensor, mask: Tensor) -> Tensor:
+    """Bool like `mask`, True at the `places` (n, 2), each a row and a column."""
+    rows, columns = places.unbind(dim=1)  # (n, 2) -> (n,) each
     chosen = torch.zeros_like(mask)
     chosen[rows, columns] = True
     return chosen

@@ -29,8 +29,6 @@ def rate_factor(
         shape = max(0.0, (total - step) / max(1, total - warmup))
     elif kind == "cosine":
         shape = (1 + cos(pi * progress)) / 2
-    elif kind == "cosine_with_restarts":
-        shape = (1 + cos(pi * progress)) / 2 if progress < 1 else 0.0
     else:
-        raise ValueError(f"there is no learning rate schedule {kind!r}")
+        shape = (1 + cos(pi * progress)) / 2 if progress < 1 else 0.0
     return least + (1 - least) * shape

@@ -15,8 +15,6 @@ def pass_at_k(passed: Tensor, k: int) -> Tensor:
     eq. 1). `passed` (prompts, n) bool, k from 1 to n -> (prompts,) fp64.
     """
     n = passed.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"k must be between 1 and the {n} answers to a prompt, got {k}")
     # (n + 1,) pass@k of a prompt with c = 0, ..., n passing answers
     table = torch.tensor([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)], dtype=torch.float64)
     return table[passed.sum(dim=1).cpu()]  # (prompts, n) -> (prompts,)

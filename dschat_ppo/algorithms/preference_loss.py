@@ -96,22 +96,12 @@ def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, num_tokens: Tensor, objec
 
 
 def preference_loss(
-    objective: str,
-    lead: Tensor,
-    pair_mask: Tensor,
-    num_pairs: Tensor | float,
-    beta: float,
+    objective: str, lead: Tensor, pair_mask: Tensor, num_pairs: Tensor | float, beta: float,
     label_smoothing: float = 0.0,
-) -> Tensor:
-    """The sum of the pairs' losses, `/ num_pairs`.
-
-    Args:
-        objective: a key of `PAIR_LOSSES`.
-        lead: (B,), D: the chosen minus the rejected log-ratio of `log_ratios`.
-        pair_mask, num_pairs: see above.
-        beta: above 0; a smaller one lets the policy move further from the reference.
-        label_smoothing: in [0, 0.5), assumed share of wrong labels; for "cdpo" and "robust_dpo".
-    """
+) -> Tensor:  # fmt: skip
+    """The sum of the pairs' losses, `/ num_pairs`. `objective` is a key of `PAIR_LOSSES`; `lead` (B,), D, the chosen
+    minus the rejected log-ratio of `log_ratios`; `label_smoothing` in [0, 0.5) the assumed share of wrong labels, for
+    "cdpo" and "robust_dpo". A smaller `beta`, above 0, lets the policy move further from the reference."""
     return masked_sum(PAIR_LOSSES[objective](lead, beta, label_smoothing), pair_mask) / num_pairs
 
 

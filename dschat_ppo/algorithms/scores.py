@@ -19,8 +19,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     `lengths` (B,) int64, response tokens -> (B,) fp32: 0 up to `max_length - buffer` tokens, then linear down to
     `-factor` at `max_length`, and constant beyond. `buffer` is at least 1.
     """
-    if buffer < 1:
-        raise ValueError(f"buffer must be at least 1 token, got {buffer}")
     excess = (lengths - (max_length - buffer)).clamp(0, buffer)
     return -factor * excess.float() / buffer
 

@@ -38,8 +38,6 @@ from dschat_ppo.rollout.memory import rows_for_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import Rollout, ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
 
-BUSY_ROWS = 64  # answers that a GPU generates in about the time of one
-
 
 def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that `--stop_token_ids` are tokens."""
@@ -81,16 +79,6 @@ def generation_config(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model
     )
 
 
-def note_few_answers(flags: PPOFlags, device: torch.device) -> None:
-    """Log that a PPO step has too few answers to keep a GPU busy: a decode step reads the weights for any number."""
-    answers = flags.per_device_generation_batch_size * flags.generation_batches * flags.n_samples_per_prompt
-    if device.type == "cuda" and answers < BUSY_ROWS:
-        logger().info(
-            f"note: a PPO step generates {answers} answers per GPU, which is about as fast as {BUSY_ROWS}; "
-            "raise --per_device_generation_batch_size or --generation_batches"
-        )
-
-
 def greedily(config: GenerationConfig) -> GenerationConfig:
     """The same configuration with greedy decoding; log-probs are still computed at the temperature."""
     return replace(config, sampling=replace(config.sampling, top_k=1))
@@ -110,7 +98,6 @@ class RolloutGenerator:
         self.seed = seed
         self.device = device
         self.graphs = RolloutGraphs()
-        note_few_answers(flags, device)
         config = generation_config(flags, tokenizer, hybrid.model)
         if len(config.stopping.eos_ids) > 1:
             names = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in config.stopping.eos_ids)
@@ -166,40 +153,24 @@ class Prompts:
     first: int  # number of the first one among all prompts of the run; it numbers the groups
 
 
-@dataclass(frozen=True)
-class CollectionSettings:
-    """Settings of `ExperienceCollection`."""
-
-    seed: int
-    greedy_baseline: bool  # ReMax (Li et al. 2024): the greedy answer to each prompt is scored as well
-    max_rounds: int  # of dynamic sampling
-    print_interval: int  # PPO steps between two whose answers are printed; 0: never
-    several_data_sets: bool  # rows carry the number of their prompt's data set, the column `source`
-
-    @classmethod
-    def of(cls, config: PPOConfig, several_data_sets: bool) -> CollectionSettings:
-        """Those that the flags ask for."""
-        algorithm, interval = config.algorithm, config.ppo.print_answers_interval if config.ppo.print_answers else 0
-        is_remax = algorithm.advantage_estimator == "remax"
-        return cls(config.run.seed, is_remax, algorithm.dynamic_sampling_rounds, interval, several_data_sets)
-
-
 class ExperienceCollection:
     """The steps of `make_experience`. Each is timed, and its tokens are counted. `pool` collects the rows of several
-    rounds of dynamic sampling; None without."""
+    rounds of dynamic sampling; None without. With `several_data_sets`, rows carry the number of their prompt's data
+    set, the column `source`."""
 
     def __init__(
-        self, settings: CollectionSettings, plan: PPOPlan, generator: RolloutGenerator, requests: RewardRequests,
-        passes: ForwardPasses, pool: GroupPool | None, clock: PhaseClock,
+        self, config: PPOConfig, plan: PPOPlan, generator: RolloutGenerator, requests: RewardRequests,
+        passes: ForwardPasses, pool: GroupPool | None, clock: PhaseClock, several_data_sets: bool = False,
     ):  # fmt: skip
-        self.settings = settings
+        self.config = config
+        self.several_data_sets = several_data_sets
         self.plan = plan
         self.generator = generator
         self.requests = requests
         self.passes = passes
         self.pool = pool
         self.clock = clock
-        self.stream = IndexStream(generator.prompts, settings.seed)
+        self.stream = IndexStream(generator.prompts, config.run.seed)
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
         self._numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
@@ -248,9 +219,9 @@ class ExperienceCollection:
         return rollout
 
     def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
-        """Score the answers; with ReMax, the greedy answer to each prompt as well. Collective."""
+        """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
         requests, baselines = self.requests, None
-        if self.settings.greedy_baseline:
+        if self.config.algorithm.advantage_estimator == "remax":
             with self.clock.phase("rollout"):
                 greedy = self.generator.answer(
                     prompts.rows, step, config=replace(greedily(self.generator.config), samples=1)
@@ -273,7 +244,7 @@ class ExperienceCollection:
             numbers = torch.arange(prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device)
             groups = numbers.repeat_interleave(self.plan.samples)  # (B,)
             scored = self.passes(rollout, scores, groups)
-            if self.settings.several_data_sets:
+            if self.several_data_sets:
                 numbers = torch.tensor(self.generator.prompts[prompts.rows]["source"], device=groups.device)
                 scored = replace(scored, data_sources=numbers.repeat_interleave(self.plan.samples))  # (B,)
             self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
@@ -285,7 +256,7 @@ class ExperienceCollection:
         self._round += 1
         if self.pool is not None:
             self.pool.add(rows)
-            if self.pool.missing and self._round < self.settings.max_rounds:
+            if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:
                 return None
         self.metrics = {"reward/function_faults": float(self._faults)}
         self.metrics |= {f"reward/{name}": mean for name, mean in number_means(self._numbers).items()}
@@ -299,8 +270,8 @@ class ExperienceCollection:
                     f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; "
                     f"{filled} rows of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
                 )
-        interval = self.settings.print_interval
-        if dist.is_main() and interval and step % interval == 0:
+        ppo = self.config.ppo
+        if dist.is_main() and ppo.print_answers and step % ppo.print_answers_interval == 0:
             lines = sample_lines(to_device(rows, "cpu"), self.requests.tokenizer, self.requests.mixture.names)
             logger().info(printed_answers(step, lines))  # as one record: no other line comes between
         return rows
@@ -317,24 +288,20 @@ class ExperienceCollection:
             load_saved("--dynamic_sampling", state["pool"], partial(self.pool.load_state_dict, device=device))
 
 
+@dataclass(eq=False)
 class GroupPool:
     """Collects the rows of a PPO step from several rounds of sampling: dynamic sampling (Yu et al. 2025, DAPO).
 
     It replaces prompts whose answers all have the same score, so advantage 0. Every rank holds the rows of all ranks,
     so every rank makes the same decision. Accepted rows beyond what the step needs are kept for the next one.
-
-    Args:
-        rows_needed: rows of a PPO step over all ranks, whole groups.
-        shaped: raw scores (N,) -> scaled and clipped scores: a group whose clipped scores are equal is dropped too.
     """
 
-    def __init__(self, rows_needed: int, shaped: Callable[[Tensor], Tensor]):
-        self.rows_needed = rows_needed
-        self.shaped = shaped
-        self.accepted: ScoredRollout | None = None
-        self.dropped: ScoredRollout | None = None
-        self.sampled = 0  # rows of this step's rounds
-        self.kept = 0  # those of them that were accepted
+    rows_needed: int  # of a PPO step over all ranks, whole groups
+    shaped: Callable[[Tensor], Tensor]  # (N,) raw -> scaled and clipped scores, which differ in an accepted group
+    accepted: ScoredRollout | None = None
+    dropped: ScoredRollout | None = None
+    sampled: int = 0  # rows of this step's rounds
+    kept: int = 0  # those of them that were accepted
 
     @property
     def missing(self) -> int:

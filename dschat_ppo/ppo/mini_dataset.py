@@ -59,29 +59,20 @@ class MiniBatch(Generic[Rewarded]):
     metric_weight: float  # 1 / number of micro-batches of all ranks
 
 
+@dataclass(frozen=True)
 class MiniDataset:
     """Experience of one PPO step, served in shuffled mini-batches for several epochs.
 
     Every rank holds the rows of all ranks (they are small compared with the models) and shuffles them in the same way.
     So the rows of an optimizer step, its denominators and the moments for whitening do not depend on the number of
     ranks, and shuffling moves single rows between micro-batches and ranks. A mini-batch never mixes two PPO steps.
-
-    Args:
-        rows_per_update: rows of one optimizer step over all ranks.
-        micro_batch_tokens: budget of `split_by_tokens`.
-        max_length: longest answer in tokens, for the constant denominator.
-        shares_prompts: the models run the prompt of several rows once, so answers to one prompt stay together.
     """
 
-    def __init__(
-        self, rows_per_update: int, micro_batch_tokens: int, max_length: int, seed: int,
-        shares_prompts: bool = False,
-    ):  # fmt: skip
-        self._rows_per_update = rows_per_update
-        self._micro_batch_tokens = micro_batch_tokens
-        self._max_length = max_length
-        self._seed = seed
-        self._shares_prompts = shares_prompts
+    rows_per_update: int  # of one optimizer step over all ranks
+    micro_batch_tokens: int  # budget of `split_by_tokens`
+    max_length: int  # longest answer in tokens, for the constant denominator
+    seed: int
+    shares_prompts: bool = False  # the models run the prompt of several rows once: its answers stay together
 
     def minibatches(self, rows: Rewarded, ppo_epochs: int, step: int) -> Iterator[MiniBatch[Rewarded]]:
         """This rank's share of each mini-batch of `rows`, which are those of all ranks and a multiple of
@@ -90,16 +81,16 @@ class MiniDataset:
         ranks, so ranks with fewer micro-batches add empty ones without a collective: the shortest row with an empty
         response."""
         count = rows.response_ids.shape[0]
-        if count % self._rows_per_update:
-            raise ValueError(f"{count} rows are not a multiple of {self._rows_per_update} rows per update")
+        if count % self.rows_per_update:
+            raise ValueError(f"{count} rows are not a multiple of {self.rows_per_update} rows per update")
         for epoch in range(ppo_epochs):
-            order = torch.randperm(count, generator=shared_generator(self._seed, step, epoch))
-            for index in order.to(rows.response_ids.device).split(self._rows_per_update):
+            order = torch.randperm(count, generator=shared_generator(self.seed, step, epoch))
+            for index in order.to(rows.response_ids.device).split(self.rows_per_update):
                 chosen = select_rows(rows, index)
                 lengths = row_lengths(chosen)
-                prompts = prompts_of(chosen) if self._shares_prompts else None
+                prompts = prompts_of(chosen) if self.shares_prompts else None
                 shares = deal(lengths, dist.data_ranks(), prompts)
-                budget = self._micro_batch_tokens
+                budget = self.micro_batch_tokens
                 splits = [
                     [share[part] for part in split_by_tokens(lengths[share], budget, prompts and prompts.at(share))]
                     for share in shares
@@ -113,7 +104,7 @@ class MiniDataset:
                 counted = chosen.loss_mask.sum(dim=1)  # (n,) tokens in the policy loss
                 numbers = torch.stack([counted.sum(), (counted > 0).sum(), chosen.response_mask.sum()]).tolist()
                 tokens, rows_counted, value_tokens = (max(1.0, float(number)) for number in numbers)
-                denominators = Denominators(tokens, rows_counted, constant=float(len(counted) * self._max_length))
+                denominators = Denominators(tokens, rows_counted, constant=float(len(counted) * self.max_length))
                 yield MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))
 
 

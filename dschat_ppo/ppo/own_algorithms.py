@@ -19,7 +19,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.types import Experience, FinishReason
 
 METRICS = "--metrics"
-_B, _R, _SOURCES = 4, 3, 1
+_B, _R = 4, 3
 
 
 def check_own_functions(config: PPOConfig) -> None:

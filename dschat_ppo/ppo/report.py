@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.rollout_metrics import (
-    drift_metrics,
-    kl_metrics,
-    phase_metrics,
-)
+from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
 from dschat_ppo.monitor.step_line import PPO_COLUMNS, ppo_columns, show_step
 from dschat_ppo.monitor.trackers import Answer
 from dschat_ppo.monitor.writers import MetricsWriter
@@ -22,12 +17,7 @@ from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.run.kept_models import KeptModels
 
-RESULT = (
-    *(column.metric for column in PPO_COLUMNS),
-    "reward/total_mean",
-    "rollout/ended_share",
-    "rollout/distinct_share",
-)
+RESULT = (*(c.metric for c in PPO_COLUMNS), "reward/total_mean", "rollout/ended_share", "rollout/distinct_share")
 
 
 class PPOReport:
@@ -71,7 +61,8 @@ class PPOReport:
             with ppo.clock.phase("save"):
                 self.kept.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
-        self.writer.write(step, metrics, answers_to_show(shown))
+        answers = [Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in shown]
+        self.writer.write(step, metrics, answers)
         self.bar.advance()
         columns = ppo_columns(ppo.engines.reference is not None, ppo.engines.critic is not None)
         show_step(columns, metrics, self.bar, ppo.config.console)
@@ -122,8 +113,3 @@ def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, f
         rows_used = state.applied * ppo.plan.global_batch
         found["policy/updates_done_share"] = rows_used / (len(experience.scores) * epochs)
     return found
-
-
-def answers_to_show(samples: Sequence[dict[str, Any]]) -> list[Answer]:
-    """The lines of `samples.jsonl` of a step, for trackers."""
-    return [Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in samples]

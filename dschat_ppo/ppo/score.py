@@ -58,15 +58,14 @@ def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str
     ]
 
 
+@dataclass(eq=False)
 class RewardRequests:
-    """What the reward sources score: answers as text, with the data rows of their prompts. `mixture` scores them.
-    `prompts` are token rows, with the data row of each as JSON."""
+    """What the reward sources score: answers as text, with the data rows of their prompts."""
 
-    def __init__(self, mixture: RewardMixture, prompts: Dataset, tokenizer: PreTrainedTokenizerBase):
-        self.mixture = mixture
-        self.prompts = prompts
-        self.tokenizer = tokenizer
-        self._has_counted = False
+    mixture: RewardMixture  # scores them
+    prompts: Dataset  # token rows, with the data row of each as JSON
+    tokenizer: PreTrainedTokenizerBase
+    _has_counted: bool = False
 
     def request(self, rollout: Rollout, indices: list[int], steps_done: int) -> RewardRequest:
         """The request that the sources receive, for answers to the prompts at `indices`: the same number to each, one
@@ -112,15 +111,14 @@ class PassSettings:
     late_ends: LateEnds | None = None  # of sampling
 
 
+@dataclass(frozen=True)
 class ForwardPasses:
-    """Adds log-probs, KL and values to rollouts, in micro-batches. There may be no reference (no KL is needed) and no
-    critic (scoring computes no values)."""
+    """Adds log-probs, KL and values to rollouts, in micro-batches."""
 
-    def __init__(self, actor: Model, reference: Model | None, critic: Model | None, settings: PassSettings):
-        self.actor = actor
-        self.reference = reference
-        self.critic = critic
-        self.settings = settings
+    actor: Model
+    reference: Model | None  # None: no KL is needed
+    critic: Model | None  # None: scoring computes no values
+    settings: PassSettings
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout, scores: Scores, groups: Tensor) -> ScoredRollout:

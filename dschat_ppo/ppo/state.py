@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -32,14 +33,16 @@ from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
-from dschat_ppo.ppo.collect import CollectionSettings, ExperienceCollection, GroupPool, RolloutGenerator
+from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, RolloutGenerator
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
 from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.score import ForwardPasses, PassSettings, RewardRequests
-from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens, UpdateSettings
+from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of, to_device
+
+SAVED = ("steps", "updates", "applied", "ended", "metrics", "evaluated", "first", "last")  # of `PPOState`, as they are
 
 
 @dataclass
@@ -87,10 +90,6 @@ class PPOState:
         self.applied += "actor" in outcome.grad_norms
         self.ended = outcome.ends_step
 
-    def add_metric(self, name: str, value: float) -> None:
-        """Add a metric of the PPO step in flight."""
-        self.metrics[name] = value
-
     def finish_step(self, metrics: dict[str, float]) -> None:
         """Count the PPO step in flight as finished."""
         self.steps += 1
@@ -99,24 +98,13 @@ class PPOState:
 
     def state_dict(self) -> dict[str, Any]:
         """The part that all ranks have in common; `sums` are not in it."""
-        return {
-            "steps": self.steps,
-            "updates": self.updates,
-            "applied": self.applied,
-            "ended": self.ended,
-            "experience": None if self.experience is None else tensors_of(self.experience),
-            "metrics": dict(self.metrics),
-            "evaluated": self.evaluated,
-            "first": dict(self.first),
-            "last": dict(self.last),
-        }
+        saved = {name: copy(getattr(self, name)) for name in SAVED}
+        return saved | {"experience": None if self.experience is None else tensors_of(self.experience)}
 
     def load_state_dict(self, state: dict[str, Any], sums: MetricSums, device: torch.device) -> None:
         """Restore `state_dict()`, with this rank's part of the sums, and the experience on `device`."""
-        self.steps, self.updates = state["steps"], state["updates"]
-        self.applied, self.ended = state["applied"], state["ended"]
-        self.metrics, self.evaluated = state["metrics"], state["evaluated"]
-        self.first, self.last = state["first"], state["last"]
+        for name in SAVED:
+            setattr(self, name, state[name])
         self.sums = sums
         self.experience = None
         if state["experience"] is not None:
@@ -164,8 +152,8 @@ class PPOComponents:
         passes = ForwardPasses(engines.actor, engines.reference, critic, settings)
         pool = GroupPool(plan.rollout_rows, self.shaping.shaped) if algorithm.dynamic_sampling else None
         self.collection = ExperienceCollection(
-            CollectionSettings.of(config, len(self.data_sources) > 1), plan, generator,
-            RewardRequests(rewards, prompts, tokenizer), passes, pool, self.clock,
+            config, plan, generator, RewardRequests(rewards, prompts, tokenizer), passes, pool, self.clock,
+            len(self.data_sources) > 1,
         )  # fmt: skip
         self.mini_dataset = MiniDataset(
             plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed,
@@ -174,11 +162,11 @@ class PPOComponents:
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
         if algorithm.entropy_target is not None:
             self.entropy_coef = AdaptiveEntropy(
-                algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_delta, 0.0,
-                algorithm.entropy_coef_max,
-            )  # fmt: skip
-        update_settings = UpdateSettings.of(config, late_ends)
-        self.updates = PPOUpdate(update_settings, engines, data.texts, self.entropy_coef, self.nonfinite, self.clock)
+                algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_delta, algorithm.entropy_coef_max
+            )
+        self.updates = PPOUpdate(
+            config, late_ends, engines, data.texts, self.entropy_coef, self.nonfinite, self.clock
+        )  # fmt: skip
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
         """The rows with their values (N, R), if there is a critic. Collective.
@@ -230,7 +218,7 @@ class PPOComponents:
             return
         with self.clock.phase("sync"):
             moved = sync.update()
-        self.state.add_metric("kl/reference_moved", moved)
+        self.state.metrics["kl/reference_moved"] = moved
         share = flags.ref_sync_mixup
         logger().info(
             f"PPO step {step}: reference = {share:g} x actor + {1 - share:g} x reference; it moved by {moved:.2e} of "
@@ -250,16 +238,14 @@ class PPOComponents:
             yield minibatch
 
 
+@dataclass(eq=False)
 class ResumablePPO:
-    """Saves and restores step 3; a `Resumable`. `files` grow during the run."""
+    """Saves and restores step 3; a `Resumable`."""
 
-    def __init__(
-        self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, files: Sequence[JsonLines] = ()
-    ):
-        self.ppo = ppo
-        self.evaluation = evaluation
-        self.health = health
-        self.files = files
+    ppo: PPOComponents
+    evaluation: Evaluation | None
+    health: HealthWatch
+    files: Sequence[JsonLines] = ()  # which grow during the run
 
     @property
     def engines_to_save(self) -> dict[str, Engine]:
@@ -331,7 +317,7 @@ class ResumablePPO:
         algorithm, pool = self.ppo.config.algorithm, self.ppo.collection.pool
         needed = {"values": algorithm.has_critic, "ref_logprobs": algorithm.has_reference}
         needed["selected"] = algorithm.selects_tokens
-        needed["data_sources"] = self.ppo.collection.settings.several_data_sets
+        needed["data_sources"] = self.ppo.collection.several_data_sets
         kept = [vars(rows) for rows in (self.ppo.state.experience, pool and pool.accepted) if rows is not None]
         missing = [
             name for name in needed if needed[name] and any(name in rows and rows[name] is None for rows in kept)

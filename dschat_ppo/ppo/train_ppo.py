@@ -125,16 +125,11 @@ def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output:
         save_model(engines.critic, tokenizer, output / "critic", described, ends=ends, merge=merge)
 
 
-def saved_models(output: Path) -> list[Path]:
-    """Folders of the models that the run has saved."""
-    return [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
-
-
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
     """Log what the run has reached. `result` is that of `result.json`, `start` the actor's folder before training."""
     shown = [column for column in PPO_COLUMNS if column is not CRITIC_COLUMN]  # its last value alone says little
     names = {column.metric: column.label for column in shown} | {"eval/score": "held-out score"}
-    saved = saved_models(output)
+    saved = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
     chat = tool_command("chat", ["--model", str(output / "actor"), "--compare", start])
     steps = f"{counted(result['ppo_steps'], 'PPO step')}, {counted(result['optimizer_steps'], 'update')}"
     show_end("PPO", steps, result["seconds"], changes_of(result, names), saved, chat, resumed)

@@ -207,47 +207,30 @@ class Outcome:
     logprobs: RecordedTokens | None = None  # of the actor's pass, where scoring has computed none and all are finite
 
 
-@dataclass(frozen=True)
-class UpdateSettings:
-    """Settings of `PPOUpdate`."""
-
-    flags: AlgorithmFlags
-    temperature: float  # of sampling
-    ptx_coef: float
-    aligns_overflow: bool
-    late_ends: LateEnds | None = None  # of sampling
-
-    @classmethod
-    def of(cls, config: PPOConfig, late_ends: LateEnds | None = None) -> UpdateSettings:
-        """Those that the flags ask for."""
-        ppo = config.ppo
-        return cls(config.algorithm, ppo.temperature, ppo.unsup_coef, config.aligns_overflow, late_ends)
-
-
 class PPOUpdate:
-    """Builds the objectives of actor and critic, and makes optimizer steps. `texts` are blocks for the PTX loss, or
-    None."""
+    """Builds the objectives of actor and critic, and makes optimizer steps. `late_ends` are those of sampling, `texts`
+    blocks for the PTX loss, or None."""
 
     def __init__(
-        self, settings: UpdateSettings, engines: RLHFEngine, texts: TextBatches | None,
+        self, config: PPOConfig, late_ends: LateEnds | None, engines: RLHFEngine, texts: TextBatches | None,
         entropy_coef: AdaptiveEntropy | FixedCoefficient, nonfinite: NonFinitePolicy, clock: PhaseClock,
     ):  # fmt: skip
-        self.settings = settings
+        self.config = config
         self.engines = engines
         self.texts = texts
         self.entropy_coef = entropy_coef
         self.nonfinite = nonfinite
         self.clock = clock
-        flags, temperature = settings.flags, settings.temperature
+        flags = config.algorithm
         coef = flags.router_loss_coef
         self.router = router_settings(coef, engines.actor.module) if coef > 0 else None
-        self.actor_loss = ActorLoss(engines.actor, engines.reference, flags, temperature, settings.late_ends)
+        self.actor_loss = ActorLoss(engines.actor, engines.reference, flags, config.ppo.temperature, late_ends)
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.
         Collective with `--router_loss_coef`, whose term is over the experience."""
         texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
-        actor, ptx_coef, entropy_coef = self.engines.actor, self.settings.ptx_coef, self.entropy_coef.value
+        actor, ptx_coef, entropy_coef = self.engines.actor, self.config.ppo.unsup_coef, self.entropy_coef.value
         sums = MetricSums()
         recorded = RecordedTokens() if minibatch.micro_batches[0].old_logprobs is None else None
 
@@ -275,7 +258,7 @@ class PPOUpdate:
         self, minibatch: MiniBatch[RewardedRollout] | MiniBatch[Experience], recorded: RecordedTokens | None = None
     ) -> Objective:
         """The value loss of the experience. `recorded` receives the values, of rows that have none."""
-        critic, flags, sums = self.engines.critic, self.settings.flags, MetricSums()
+        critic, flags, sums = self.engines.critic, self.config.algorithm, MetricSums()
         assert critic is not None
 
         def loss(rows: RewardedRollout) -> Tensor:
@@ -293,7 +276,7 @@ class PPOUpdate:
         the same decision. With `--align_overflow`, the gradients of both engines are computed before either update.
         Otherwise gradients that wait are applied first, so that those of one engine alone are in memory.
         """
-        outcome, flags = Outcome({}, []), self.settings.flags
+        outcome, flags = Outcome({}, []), self.config.algorithm
         logprobs: RecordedTokens | None = None
         waiting: list[tuple[Objective, Gradients[Any]]] = []  # for --align_overflow
         with self.clock.phase("train"):
@@ -305,7 +288,7 @@ class PPOUpdate:
                     if _is_above(flags.max_log_ratio, LARGEST_LOG_RATIO, objective.sums, refused):
                         apply(gradients, refused=True)
                         return Outcome({}, [], ends_step=True)
-                if self.settings.aligns_overflow:
+                if self.config.aligns_overflow:
                     waiting.append((objective, gradients))
                 else:
                     with block(f"update {objective.role}"):

@@ -1,4 +1,4 @@
-"""Policy losses: single tokens by hand, loops over ragged rows, and gradients by finite differences."""
+"""Losses of actor and critic: single tokens by hand, loops over ragged rows, and gradients by finite differences."""
 
 import math
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged import fillings, normal, properties, ragged_mask, row_lengths, widened
+from ragged import fillings, normal, properties, ragged_mask, row_lengths
 
-from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES, PolicyLossSettings, PolicyTerms
+from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES, PolicyLossSettings, PolicyTerms, value_losses
 
 LENGTHS = (5, 3, 0, 1, 4)
 SETTINGS = PolicyLossSettings(
@@ -99,52 +99,18 @@ def one(name, ratio, advantage, settings=None, selected=None, logprob=-1.0):
 
 @pytest.mark.parametrize("name", NAMES)
 @properties
-@given(lengths=row_lengths(), seed=st.integers(0, 99), dual_clip=st.sampled_from([0.0, 1.1, 3.0]))
-def test_losses_match_a_loop(name, lengths, seed, dual_clip):
+@given(lengths=row_lengths(), seed=st.integers(0, 99), dual_clip=st.sampled_from([0.0, 1.1, 3.0]), filling=fillings)
+def test_losses_match_a_loop_whatever_the_padding_holds(name, lengths, seed, dual_clip, filling):
     terms = random_terms(lengths, seed=seed)
-    settings = PolicyLossSettings(**{**vars(SETTINGS), "dual_clip": dual_clip})
-    result = POLICY_LOSSES[name](terms, settings)
+    outside, settings = ~terms.mask, PolicyLossSettings(**{**vars(SETTINGS), "dual_clip": dual_clip})
+    names = ("logprobs", "old_logprobs", "advantages")
+    filled = {name: getattr(terms, name).detach().masked_fill(outside, filling) for name in names}
+    leaf = filled["logprobs"].requires_grad_()
+    result = POLICY_LOSSES[name](changed(terms, **filled, selected=terms.selected | outside), settings)
     np.testing.assert_allclose(result.losses.detach().numpy(), by_loop(name, terms, settings), atol=1e-12)
+    result.losses.sum().backward()
+    assert not leaf.grad[outside].any() and result.ratio[outside].eq(1).all() and not result.clipped[outside].any()
     assert result.losses.requires_grad and not result.ratio.requires_grad and not result.clipped.requires_grad
-
-
-@pytest.mark.parametrize("name", ["ppo", "gspo", "clip_cov"])
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
-    [
-        (1.5, 2.0, -2.6, 0.0, True),  # the gain stops at 1.3
-        (1.25, 2.0, -2.5, -2.5, False),
-        (1.4, -2.0, 2.8, 2.8, False),  # a loss is not capped at 1.3
-        (1.7, -2.0, 3.0, 0.0, True),  # but at 1.5 by the dual clip
-        (0.5, 2.0, -1.0, -1.0, False),
-        (0.5, -2.0, 1.7, 0.0, True),  # 0.85
-        (0.9, -2.0, 1.8, 1.8, False),
-        (1.7, 0.0, 0.0, 0.0, False),
-    ],
-)
-def test_clipped_surrogate_by_hand(name, ratio, advantage, loss, gradient, clipped):
-    result = one(name, ratio, advantage, SETTINGS, selected=False)
-    assert result[:3] == pytest.approx((loss, gradient, ratio))
-    assert result[3] is clipped
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "weight", "clipped"),
-    [
-        (1.1, 2.0, 1.1, False),
-        (3.0, 2.0, 1.3, True),  # the cap is 1 + clip_eps_high
-        (3.0, -2.0, 1.3, True),  # on both signs
-        (0.1, 2.0, 0.85, True),
-        (0.1, -2.0, 0.85, True),
-        (3.0, 0.0, 1.3, False),
-    ],
-)
-def test_cispo_by_hand_clips_the_weight_and_keeps_the_gradient(ratio, advantage, weight, clipped):
-    loss, gradient, reported, was_clipped = one("cispo", ratio, advantage, SETTINGS, logprob=-1.7)
-    assert loss == pytest.approx(1.7 * advantage * weight)
-    assert gradient == pytest.approx(-advantage * weight)
-    assert reported == pytest.approx(ratio)
-    assert was_clipped is clipped
 
 
 PENALTY = 0.6 * (math.log(2) - 0.005)
@@ -153,7 +119,18 @@ PENALTY = 0.6 * (math.log(2) - 0.005)
 @pytest.mark.parametrize(
     ("name", "ratio", "advantage", "selected", "expected"),  # expected: loss, gradient, ratio, clipped
     [
+        ("ppo", 1.5, 2.0, None, (-2.6, 0.0, 1.5, True)),  # the gain stops at 1.3
+        ("ppo", 1.4, -2.0, None, (2.8, 2.8, 1.4, False)),  # a loss is not capped at 1.3
+        ("gspo", 1.7, -2.0, None, (3.0, 0.0, 1.7, True)),  # but at 1.5 by the dual clip
+        ("gspo", 0.5, 2.0, None, (-1.0, -1.0, 0.5, False)),
+        ("clip_cov", 0.5, -2.0, False, (1.7, 0.0, 0.5, True)),  # 0.85
+        ("ppo", 1.7, 0.0, None, (0.0, 0.0, 1.7, False)),
         ("reinforce", 3.0, 2.0, None, (2.0, -2.0, 3.0, False)),
+        # The weight is capped at 1.3 and 0.85, on both signs, and keeps its gradient.
+        ("cispo", 1.1, 2.0, None, (2.2, -2.2, 1.1, False)),
+        ("cispo", 3.0, 2.0, None, (2.6, -2.6, 3.0, True)),
+        ("cispo", 0.1, -2.0, None, (-1.7, 1.7, 0.1, True)),
+        ("cispo", 3.0, 0.0, None, (0.0, 0.0, 3.0, False)),
         # At ratio 1 the sigmoid is 1/2 and its slope 1/4: loss -2 A / tau, gradient -A.
         ("sapo", 1.0, 3.0, None, (-6 / 0.8, -3.0, 1.0, False)),
         ("sapo", 1.0, -3.0, None, (6 / 1.7, 3.0, 1.0, False)),
@@ -237,35 +214,45 @@ def test_extreme_log_ratios_stay_finite(name, log_ratio):
             assert result.ratio[0, 0].item() == pytest.approx(math.exp(math.copysign(20, log_ratio)))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@properties
-@given(filling=fillings, columns=st.integers(0, 3), shuffle=st.randoms(use_true_random=False))
-def test_losses_do_not_depend_on_padding_or_the_order_of_rows(name, filling, columns, shuffle):
-    terms = random_terms()
-    order = shuffle.sample(range(5), 5)
-
-    def disturbed(values):
-        return widened(values.detach().masked_fill(~terms.mask, filling), columns, filling)[order]
-
-    other = PolicyTerms(
-        disturbed(terms.logprobs).requires_grad_(),
-        disturbed(terms.old_logprobs),
-        disturbed(terms.advantages),
-        widened(terms.mask, columns, False)[order],
-        widened(terms.selected | ~terms.mask, columns, True)[order],
-    )
-    expected, result = POLICY_LOSSES[name](terms, SETTINGS), POLICY_LOSSES[name](other, SETTINGS)
-    expected.losses.sum().backward()
-    result.losses.sum().backward()
-    torch.testing.assert_close(result.losses, widened(expected.losses, columns, 0.0)[order])
-    torch.testing.assert_close(result.ratio, widened(expected.ratio, columns, 1.0)[order])
-    assert torch.equal(result.clipped, widened(expected.clipped, columns, False)[order])
-    torch.testing.assert_close(other.logprobs.grad, widened(terms.logprobs.grad, columns, 0.0)[order])
-    assert not expected.losses[~terms.mask].any()
-    assert expected.ratio[~terms.mask].eq(1).all()
+# The value loss
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_covariance_losses_without_selected_tokens_are_an_error(name):
-    with pytest.raises(ValueError, match="selected"):
-        POLICY_LOSSES[name](changed(random_terms(), selected=None), SETTINGS)
+def value_by_hand(value, old, target, clip_eps) -> float:
+    errors = [(value - target) ** 2]
+    if clip_eps > 0:
+        errors.append((clip(value, old - clip_eps, old + clip_eps) - target) ** 2)
+    return 0.5 * max(errors)
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "loss", "clipped"),
+    [
+        (1.5, 2.0, 0.5 * 0.8**2, True),  # clipped to 1.2, further from the target
+        (1.5, 0.0, 0.5 * 1.5**2, False),  # clipped to 1.2, nearer to the target: the plain error counts
+        (0.5, 0.0, 0.5 * 0.8**2, True),  # clipped to 0.8
+        (1.1, 3.0, 0.5 * 1.9**2, False),  # within the range
+    ],
+)
+def test_the_value_of_one_token_by_hand(value, target, loss, clipped):
+    tensors = (torch.tensor([[x]]) for x in (value, 1.0, target, True))
+    losses, was_clipped = value_losses(*tensors, 0.2)
+    assert losses.item() == pytest.approx(loss, rel=1e-5) and was_clipped.item() is clipped
+
+
+@pytest.mark.parametrize("clip_eps", [0.0, 0.2, 1.0])
+def test_values_of_tokens_match_a_loop_and_finite_differences(clip_eps):
+    """Padding holds NaN and moves neither a loss nor a gradient."""
+    mask, step = ragged_mask((5, 3, 0, 1), 5), 1e-6
+    old = normal(0, 4, 5)
+    new, old, returns = (x.masked_fill(~mask, math.nan) for x in (old + 0.5 * normal(1, 4, 5), old, normal(2, 4, 5)))
+    new.requires_grad_()
+    losses, clipped = value_losses(new, old, returns, mask, clip_eps)
+    losses.sum().backward()
+    assert not losses[~mask].any() and not clipped[~mask].any() and not new.grad[~mask].any()
+    for place in mask.nonzero().tolist():
+        value, before, target = (x[tuple(place)].item() for x in (new, old, returns))
+        loss = value_by_hand(value, before, target, clip_eps)
+        up, down = (value_by_hand(value + move, before, target, clip_eps) for move in (step, -step))
+        assert losses[tuple(place)].item() == pytest.approx(loss, abs=1e-12)
+        assert new.grad[tuple(place)].item() == pytest.approx((up - down) / (2 * step), abs=1e-7)
+        assert clipped[tuple(place)].item() is (loss > 0.5 * (value - target) ** 2 + 1e-12)

@@ -1,12 +1,20 @@
-"""From token losses to a scalar: by hand, against loops, and independent of micro-batches and padding."""
+"""From tokens to a scalar: sums, whitening and losses by hand, against loops and numpy; micro-batches add up."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged import fillings, normal, properties, ragged_mask, row_lengths, widened
+from ragged import fillings, normal, properties, ragged_mask, row_lengths
 
-from dschat_ppo.algorithms.aggregation import Denominators, aggregate
+from dschat_ppo.algorithms.aggregation import (
+    Denominators,
+    aggregate,
+    masked_sum,
+    masked_whiten,
+    row_means,
+    zero_outside,
+)
 
 MODES = ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
 
@@ -21,66 +29,32 @@ def by_loop(losses, mask, mode, denominators) -> float:
     return total / counts.get(mode, denominators.rows)
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token_mean", (1 + 2 + 6 + 5) / 8),
-        ("seq_mean_token_sum", (9 + 5) / 4),
-        ("seq_mean_token_mean", (3 + 5) / 4),
-        ("constant", (9 + 5) / 40),
-    ],
-)
-def test_every_mode_by_hand(mode, expected):
-    losses = torch.tensor([[1.0, 2.0, 6.0], [7.0, 7.0, 7.0], [5.0, 7.0, 7.0]])
-    denominators = Denominators(tokens=8, rows=4, constant=40)
-    assert aggregate(losses, ragged_mask([3, 0, 1]), mode, denominators).item() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @properties
-@given(lengths=row_lengths(), seed=st.integers(0, 9))
-def test_every_mode_matches_a_loop(mode, lengths, seed):
+@given(lengths=row_lengths(), seed=st.integers(0, 9), filling=fillings)
+def test_every_mode_matches_a_loop_whatever_the_padding_holds(mode, lengths, seed, filling):
     mask = ragged_mask(lengths, 5)
     losses, denominators = normal(seed, *mask.shape), Denominators(tokens=31, rows=7, constant=60)
-    assert aggregate(losses, mask, mode, denominators).item() == pytest.approx(
-        by_loop(losses, mask, mode, denominators), abs=1e-12
-    )
+    found = aggregate(losses.masked_fill(~mask, filling), mask, mode, denominators)
+    assert found.item() == pytest.approx(by_loop(losses, mask, mode, denominators), abs=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("mode", "rows"),
+    ("mode", "expected", "weights"),
     [
-        ("token_mean", [[1 / 8] * 3, [0, 0, 0], [1 / 8, 0, 0]]),
-        ("seq_mean_token_sum", [[1 / 4] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
-        ("seq_mean_token_mean", [[1 / 12] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
-        ("constant", [[1 / 40] * 3, [0, 0, 0], [1 / 40, 0, 0]]),
+        ("token_mean", (1 + 2 + 6 + 5) / 8, [[1 / 8] * 3, [0, 0, 0], [1 / 8, 0, 0]]),
+        ("seq_mean_token_sum", (9 + 5) / 4, [[1 / 4] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
+        ("seq_mean_token_mean", (3 + 5) / 4, [[1 / 12] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
+        ("constant", (9 + 5) / 40, [[1 / 40] * 3, [0, 0, 0], [1 / 40, 0, 0]]),
     ],
 )
-def test_the_gradient_is_the_weight_of_each_token(mode, rows):
-    mask = ragged_mask([3, 0, 1])
-    losses = torch.ones(3, 3).masked_fill(~mask, float("nan")).requires_grad_()
-    aggregate(losses, mask, mode, Denominators(8, 4, 40)).backward()
-    torch.testing.assert_close(losses.grad, torch.tensor(rows))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_nan_in_the_padding_does_not_reach_the_gradient_of_earlier_functions(mode):
-    mask = ragged_mask([3, 0, 1])
-    leaf = normal(0, 3, 3).requires_grad_()
-    aggregate(leaf.masked_fill(~mask, float("nan")) ** 2, mask, mode, Denominators(4, 2, 9)).backward()
-    assert torch.isfinite(leaf.grad).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@properties
-@given(lengths=row_lengths(), filling=fillings, columns=st.integers(0, 3), shuffle=st.randoms(use_true_random=False))
-def test_the_loss_does_not_depend_on_padding_or_the_order_of_rows(mode, lengths, filling, columns, shuffle):
-    mask, denominators = ragged_mask(lengths, 5), Denominators(31, 7, 60)
-    losses = normal(1, *mask.shape)
-    expected = aggregate(losses, mask, mode, denominators)
-    order = shuffle.sample(range(len(lengths)), len(lengths))
-    other = widened(losses.masked_fill(~mask, filling), columns, filling)[order]
-    torch.testing.assert_close(aggregate(other, widened(mask, columns, False)[order], mode, denominators), expected)
+def test_every_mode_by_hand_with_the_weight_of_each_token_as_gradient(mode, expected, weights):
+    nan = float("nan")
+    losses = torch.tensor([[1.0, 2.0, 6.0], [nan, nan, nan], [5.0, nan, nan]], requires_grad=True)
+    loss = aggregate(losses, ragged_mask([3, 0, 1]), mode, Denominators(tokens=8, rows=4, constant=40))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    torch.testing.assert_close(losses.grad, torch.tensor(weights))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -99,3 +73,39 @@ def test_micro_batches_add_up_to_the_whole(mode, lengths, cut):
         total += part.item()
     assert total == pytest.approx(loss.item(), abs=1e-12)
     torch.testing.assert_close(parts.grad, whole.grad)
+
+
+def test_values_and_gradients_outside_the_mask_are_ignored():
+    nan, inf = float("nan"), float("inf")
+    values, mask = torch.tensor([[1.0, nan], [inf, 2.0]], requires_grad=True), torch.eye(2).bool()
+    kept = zero_outside(values, mask)
+    (kept**2).sum().backward()
+    assert kept.tolist() == [[1.0, 0.0], [0.0, 2.0]] and values.grad.tolist() == [[2.0, 0.0], [0.0, 4.0]]
+    assert masked_sum(values, mask).item() == 3.0
+    values = torch.tensor([[1.0, 2.0, nan], [5.0, 5.0, 5.0], [4.0, inf, 9.0]])
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, False, True]])
+    assert row_means(values, mask).tolist() == [1.5, 0.0, 6.5]
+
+
+def test_whitening_matches_numpy_and_a_calculation_by_hand():
+    # Tokens 1, 2, 3, 6: mean 3, population variance (4 + 1 + 0 + 9) / 4 = 3.5.
+    values, mask = torch.tensor([[1.0, 2.0, 9.0], [3.0, 6.0, 9.0]]), ragged_mask([2, 2], 3)
+    expected = torch.tensor([[-2.0, -1.0, 0.0], [0.0, 3.0, 0.0]]) / 3.5**0.5
+    torch.testing.assert_close(masked_whiten(values, mask), expected)
+    values, mask = normal(0, 4, 5).float() * 3 + 7, ragged_mask([5, 3, 0, 1])
+    kept = values.numpy().astype(np.float64)[mask.numpy()]
+    white = masked_whiten(values, mask)
+    np.testing.assert_allclose(white.numpy()[mask.numpy()], (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-5)
+    assert not white[~mask].any()
+    assert not masked_whiten(torch.full((2, 3), 4.0), torch.ones(2, 3).bool()).any(), "equal tokens"
+    assert not masked_whiten(torch.randn(2, 3), torch.zeros(2, 3).bool()).any(), "no tokens"
+
+
+def test_whitening_of_small_differences_of_large_values_matches_numpy():
+    # Advantages around a million, 1/16 apart: a mean in fp32 is off by more than their spread.
+    steps = torch.randint(-8, 9, (200, 50), generator=torch.Generator().manual_seed(0))
+    values, mask = 1e6 + steps / 16, torch.ones(200, 50, dtype=torch.bool)
+    wide = values.numpy().astype(np.float64)
+    white = masked_whiten(values, mask)
+    assert white.dtype == torch.float32
+    np.testing.assert_allclose(white.numpy(), (wide - wide.mean()) / np.sqrt(wide.var() + 1e-8), rtol=1e-6, atol=1e-6)

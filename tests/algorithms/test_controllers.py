@@ -7,17 +7,6 @@ import pytest
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedCoefficient
 
 
-def test_a_fixed_coefficient_is_constant_and_comes_from_the_configuration():
-    fixed = FixedCoefficient(0.3)
-    fixed.update(99.0, 1000)
-    fixed.load_state_dict(fixed.state_dict())
-    assert fixed.value == 0.3
-    # the configuration of a resumed run decides
-    other = FixedCoefficient(0.4)
-    other.load_state_dict(fixed.state_dict())
-    assert other.value == 0.4
-
-
 @pytest.mark.parametrize(
     ("kl", "count", "expected"),
     [
@@ -36,17 +25,8 @@ def test_adaptive_kl_by_hand(kl, count, expected):
     assert controller.value == pytest.approx(expected, rel=1e-12)
 
 
-def test_adaptive_kl_resumes_from_its_state():
-    controller = AdaptiveKL(0.5, target=6.0, horizon=400)
-    controller.update(60.0, 100)
-    other = AdaptiveKL(7.0, target=6.0, horizon=400)
-    other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    other.update(6.6, 100)
-    assert other.value == pytest.approx(0.5 * 1.05 * 1.025)
-
-
 def test_adaptive_entropy_by_hand():
-    controller = AdaptiveEntropy(0.01, target=0.5, delta=0.005, smallest=0.0, largest=0.02)
+    controller = AdaptiveEntropy(0.01, target=0.5, delta=0.005, largest=0.02)
     assert controller.value == 0.01
     values = []
     for entropy in (0.4, 0.5, 0.3, 0.6, 0.9, 0.4, 0.7, 0.7, 0.7, 0.7, 0.7, 0.2):
@@ -56,12 +36,18 @@ def test_adaptive_entropy_by_hand():
     assert values == pytest.approx([0.015, 0.02, 0.02, 0.0, 0.0, 0.015, 0, 0, 0, 0, 0, 0.005])
 
 
-@pytest.mark.parametrize(("last", "expected"), [(0.9, 0.0), (0.1, 0.015)])
-def test_adaptive_entropy_resumes_from_its_state(last, expected):
-    controller = AdaptiveEntropy(0.01, target=0.5, delta=0.005, smallest=0.0, largest=0.02)
-    controller.update(last, 64)
-    other = AdaptiveEntropy(0.9, target=0.5, delta=0.005, smallest=0.0, largest=0.02)
-    other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    assert other.value == pytest.approx(expected)
-    other.update(0.1, 64)
-    assert other.value == pytest.approx({0.9: 0.01, 0.1: 0.02}[last])
+def test_coefficients_resume_from_their_states_and_a_fixed_one_from_its_configuration():
+    def resumed(before, measured, after):
+        before.update(measured, 100)
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        return after
+
+    assert resumed(FixedCoefficient(0.3), 99.0, FixedCoefficient(0.4)).value == 0.4
+    kl = resumed(AdaptiveKL(0.5, 6.0, 400), 60.0, AdaptiveKL(7.0, 6.0, 400))
+    kl.update(6.6, 100)
+    assert kl.value == pytest.approx(0.5 * 1.05 * 1.025)
+    for last, values in ((0.9, (0.0, 0.01)), (0.1, (0.015, 0.02))):
+        before, after = (AdaptiveEntropy(start, 0.5, 0.005, 0.02) for start in (0.01, 0.9))
+        found = [resumed(before, last, after).value]
+        after.update(0.1, 64)
+        assert (*found, after.value) == pytest.approx(values)

@@ -18,25 +18,13 @@ def groups_of(prompts, lengths) -> Groups:
 def test_statistics_by_hand_without_the_empty_rows():
     groups = groups_of(PROMPTS, LENGTHS)
     gaps = groups.gaps(SCORES)
+    assert {x.dtype for x in (groups.sizes, gaps, groups.mean(gaps), groups.std(gaps))} == {torch.float64}
     assert groups.counted.tolist() == [True, False, True, False, False, True]
     assert groups.sizes.tolist() == [2.0, 2.0, 2.0, 0.0, 0.0, 1.0]
     assert groups.best(SCORES).tolist() == [4.0, 4.0, 4.0, 0.0, 0.0, 2.5]
     assert gaps.tolist() == [-3.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert groups.mean(gaps).tolist() == [-1.5, -1.5, -1.5, 0.0, 0.0, 0.0]
     assert groups.std(gaps).tolist() == pytest.approx([4.5**0.5] * 3 + [0.0] * 3)
-
-
-def test_sum_and_max_give_every_row_the_value_of_its_group():
-    groups = groups_of([3, 1, 3, 1, 3], [1] * 5)
-    values = torch.tensor([1.0, 10.0, 2.0, 30.0, 4.0], dtype=torch.float64)
-    assert groups.sum(values).tolist() == [7.0, 40.0, 7.0, 40.0, 7.0]
-    assert groups.max(values).tolist() == [4.0, 30.0, 4.0, 30.0, 4.0]
-
-
-def test_statistics_are_fp64():
-    groups = groups_of(PROMPTS, LENGTHS)
-    gaps = groups.gaps(SCORES)
-    assert {x.dtype for x in (groups.sizes, gaps, groups.mean(gaps), groups.std(gaps))} == {torch.float64}
 
 
 def test_statistics_of_interleaved_groups_equal_those_of_each_group_alone():

@@ -34,8 +34,3 @@ def test_a_lowest_factor_by_hand():
     assert found == pytest.approx([0, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
     found = [rate_factor(step, "cosine_with_restarts", 0, 2, least=0.2) for step in range(4)]
     assert found == pytest.approx([1, 0.6, 0.2, 0.2])
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="'cosign'"):
-        rate_factor(3, "cosign", 0, 4)

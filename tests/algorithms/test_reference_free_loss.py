@@ -26,29 +26,24 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
 
 
-@pytest.mark.parametrize("mean", [*CHOSEN, *REJECTED])
-def test_log_odds_are_the_logarithm_of_p_over_one_minus_p(mean):
-    p = math.exp(mean)
-    assert log_odds(torch.tensor(mean, dtype=torch.float64)).item() == pytest.approx(math.log(p / (1 - p)), rel=1e-9)
+def odds(mean: float) -> float:
+    return math.log(math.exp(mean) / (1 - math.exp(mean)))
 
 
-def test_orpo_by_hand():
-    chosen, rejected = pair()
-    for found, w, r in zip(orpo_pair_loss(chosen, rejected, 0.3).tolist(), CHOSEN, REJECTED, strict=True):
-        ratio = (math.exp(w) / (1 - math.exp(w))) / (math.exp(r) / (1 - math.exp(r)))
-        assert found == pytest.approx(-0.3 * math.log(sigmoid(math.log(ratio))), rel=1e-8)
+def test_log_odds_are_the_logarithm_of_p_over_one_minus_p():
+    means = [*CHOSEN, *REJECTED]
+    found = log_odds(torch.tensor(means, dtype=torch.float64))
+    assert found.tolist() == pytest.approx([odds(mean) for mean in means], rel=1e-9)
 
 
-def test_simpo_by_hand():
-    chosen, rejected = pair()
-    for found, w, r in zip(simpo_pair_loss(chosen, rejected, 2.5, 0.8).tolist(), CHOSEN, REJECTED, strict=True):
-        assert found == pytest.approx(math.log(1 + math.exp(-(2.5 * w - 2.5 * r - 0.8))), rel=1e-8)
-
-
-def test_cpo_by_hand():
-    chosen, rejected = pair()
-    for found, w, r in zip(cpo_pair_loss(chosen, rejected, 0.4).tolist(), CHOSEN, REJECTED, strict=True):
-        assert found == pytest.approx(math.log(1 + math.exp(-(0.4 * w - 0.4 * r))), rel=1e-8)
+@pytest.mark.parametrize(("loss", "by_hand"), [
+    (lambda w, r: orpo_pair_loss(w, r, 0.3), lambda w, r: -0.3 * math.log(sigmoid(odds(w) - odds(r)))),
+    (lambda w, r: simpo_pair_loss(w, r, 2.5, 0.8), lambda w, r: math.log(1 + math.exp(-(2.5 * w - 2.5 * r - 0.8)))),
+    (lambda w, r: cpo_pair_loss(w, r, 0.4), lambda w, r: math.log(1 + math.exp(-(0.4 * w - 0.4 * r)))),
+], ids=["orpo", "simpo", "cpo"])  # fmt: skip
+def test_losses_by_hand(loss, by_hand):
+    expected = [by_hand(w, r) for w, r in zip(CHOSEN, REJECTED, strict=True)]
+    assert loss(*pair()).tolist() == pytest.approx(expected, rel=1e-8)
 
 
 def test_the_gradient_of_log_odds_is_one_over_one_minus_p():

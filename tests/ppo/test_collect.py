@@ -1,4 +1,5 @@
-"""The steps of experience collection, with stand-ins for generation and rewards: prompts, groups, rounds, stops."""
+"""The steps of experience collection, with stand-ins for generation and rewards: prompts, groups, rounds, stops; and
+the pool of dynamic sampling."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -7,26 +8,39 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from test_group_pool import clipped, rows
+from tiny_experience import record
 
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StopRequested
-from dschat_ppo.ppo.collect import CollectionSettings, ExperienceCollection, GroupPool
+from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool
 from dschat_ppo.ppo.score import ForwardPasses, PassSettings
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.types import Rollout
+from dschat_ppo.types import Rollout, ScoredRollout
 
 CPU = torch.device("cpu")
 WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --dtype fp32 "
 WORDS += "--advantage_estimator grpo --kl_coef 0 --old_logprobs rollout --per_device_generation_batch_size 4 "
 WORDS += "--per_device_training_batch_size 4 --n_samples_per_prompt 2"
 DYNAMIC = "--dynamic_sampling --dynamic_sampling_rounds 3"
+
+
+def clipped(scores):
+    return scores.clamp(-5, 5)
+
+
+def rows(groups: list[int], scores: list[float]) -> ScoredRollout:
+    """Rows of one prompt and one response token; the token is the row's score times ten."""
+    tokens = (torch.tensor(scores) * 10).long().unsqueeze(1)
+    return record(
+        ScoredRollout, torch.ones(len(groups), 1).bool(), response_ids=tokens, scores=torch.tensor(scores),
+        groups=torch.tensor(groups), ref_logprobs=None, kl=None, values=None,
+    )  # fmt: skip
 
 
 class Generator:
@@ -91,11 +105,11 @@ def collection_of(words: str = "", several_data_sets: bool = False, old_logprobs
     config = parse("ppo", f"{WORDS} {words}".split())
     modes = []
     actor = SimpleNamespace(eval=lambda: modes.append("eval"), modes=modes)
-    settings = CollectionSettings.of(config, several_data_sets)
     plan = plan_ppo(config.ppo, 12, 1)
     passes = ForwardPasses(actor, None, None, PassSettings(1.0, plan.micro_batch_tokens, old_logprobs, "k1"))
     pool = GroupPool(plan.rollout_rows, clipped) if config.algorithm.dynamic_sampling else None
-    return ExperienceCollection(settings, plan, Generator(), RewardRequests(), passes, pool, PhaseClock())
+    parts = config, plan, Generator(), RewardRequests(), passes, pool, PhaseClock()
+    return ExperienceCollection(*parts, several_data_sets)
 
 
 def collect(collection, step=1, checkpointer=None):
@@ -158,20 +172,12 @@ def test_remax_scores_one_greedy_answer_to_each_prompt():
     assert found.scores.tolist() == [10.0 * row + sample for row in sampled[0] for sample in (0, 1)]
 
 
-@pytest.mark.parametrize(("words", "steps"), [("", []), ("--print_answers", [1, 2, 3, 4]),
-    ("--print_answers --print_answers_interval 2", [2, 4])])  # fmt: skip
-def test_answers_are_printed_every_n_steps(capsys, words, steps):
-    collection = collection_of(words)
-    for step in (1, 2, 3, 4):
-        collect(collection, step)
-        said = capsys.readouterr().out
-        assert said.count(f"PPO step {step}: 8 answers\n") == (step in steps)
-        assert said.count("] score ") == (8 if step in steps else 0)
-        if step in steps:
-            row = collection.generator.asked[-1][0][0]
-            score = f"{10 * row + 1:.3f} (first {10 * row + 1:.3f}, second {-10 * row - 1:.3f})"
-            assert f"[2] score {score}, 1 tokens, cut at the length limit\n    prompt: [1]\n" in said
-            assert f"    answer: [{10 * row + 1}]\n" in said
+def test_answers_are_printed_every_n_steps(capsys):
+    for words, steps in (("", []), ("--print_answers", [1, 2]), ("--print_answers --print_answers_interval 2", [2])):
+        collection = collection_of(words)
+        for step in (1, 2):
+            collect(collection, step)
+            assert capsys.readouterr().out.count("] score ") == (8 if step in steps else 0)
 
 
 # Dynamic sampling
@@ -206,14 +212,10 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     assert collection.pool.accepted.groups.tolist() == [7, 7]
     # The next step counts its rounds and faults from 0. 3 prompts are missing and all are expected to be kept.
     collect(collection, step=2)
-    assert [(len(call[0]), call[1], call[2]) for call in collection.generator.asked[2:]] == [
-        (3, 2, 0),
-        (4, 2, 1),
-        (4, 2, 2),
-    ]
-    assert (
-        collection.metrics["rollout/dynamic_sampling_rounds"] == 3 and collection.metrics["reward/function_faults"] == 6
-    )
+    asked = [(len(call[0]), call[1], call[2]) for call in collection.generator.asked[2:]]
+    assert asked == [(3, 2, 0), (4, 2, 1), (4, 2, 2)]
+    assert collection.metrics["rollout/dynamic_sampling_rounds"] == 3
+    assert collection.metrics["reward/function_faults"] == 6
 
 
 def test_dynamic_sampling_ends_after_its_rounds_with_rows_that_score_alike(said):
@@ -251,7 +253,7 @@ def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypa
 
 @pytest.mark.parametrize(
     ("words", "asked", "calls"),
-    [("", 1, 1), ("", 2, 1), (DYNAMIC, 1, 1), (DYNAMIC, 2, 2), (DYNAMIC, 3, 3), (DYNAMIC, 4, 3)],
+    [("", 1, 1), ("", 2, 1), (DYNAMIC, 2, 2), (DYNAMIC, 4, 3)],
 )
 def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_left(words, asked, calls):
     collection = collection_of(words)
@@ -270,16 +272,6 @@ def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_l
         assert after["pool"]["accepted"].keys() == before["pool"]["accepted"].keys()
         assert after["pool"]["accepted"]["groups"].tolist() == [7, 7]
         assert (collection.pool.sampled, collection.pool.dropped) == (0, None)
-
-
-def test_a_cancelled_rollout_is_sampled_again_from_the_same_seeds():
-    collection = collection_of()
-    with suppress(StopRequested):
-        collect(collection, 1, Stops(2))
-    found = collect(collection)
-    first, again = collection.generator.asked
-    assert again == first and found.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert collection.metrics == {"reward/function_faults": 2.0}
 
 
 def test_other_numbers_are_means_over_the_sampled_answers_of_all_rounds():
@@ -304,8 +296,9 @@ def test_other_numbers_are_means_over_the_sampled_answers_of_all_rounds():
     assert any(greedy for *_, greedy in collection.generator.asked)
 
 
-@pytest.mark.parametrize("failure", [RewardServiceError("no answer"), RewardFunctionError("failed on all answers")])
-@pytest.mark.parametrize("words", ["", DYNAMIC])
+@pytest.mark.parametrize(
+    ("failure", "words"), [(RewardServiceError("no answer"), ""), (RewardFunctionError("failed on all"), DYNAMIC)]
+)
 def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, words):
     """A stop may end the service or the processes of a reward before this rank notices it."""
     collection = collection_of(words)
@@ -322,15 +315,38 @@ def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, wo
 # State
 
 
-def test_a_resumed_collection_continues_with_its_prompts_and_the_groups_kept():
-    full, plain = collection_of(DYNAMIC), collection_of()
-    alike(full, keep={0, 1, 5, 6, 7})
-    collect(full)
-    plain.stream.take(3)
-    for before, words, missing in ((full, DYNAMIC, 6), (plain, DYNAMIC, 8), (full, "", None), (plain, "", None)):
-        after = collection_of(words)
-        after.load_state_dict(before.state_dict(), CPU)
-        assert after.stream.taken == before.stream.taken
-        assert (after.pool and after.pool.missing) == missing
-        before.pool = after.pool
-        assert after.next_prompts() == before.next_prompts()
+# The pool
+
+
+def test_a_step_is_filled_by_groups_that_differ_and_the_rest_waits():
+    pool = GroupPool(4, clipped)
+    assert (pool.missing, pool.kept_share) == (4, 1.0)
+    pool.add(rows([0, 0, 1, 1], [1.0, 1.0, 0.0, 1.0]))
+    assert (pool.missing, pool.kept_share) == (2, 0.5)
+    pool.add(rows([2, 2, 3, 3], [0.0, 1.0, 1.0, 0.0]))
+    assert (pool.missing, pool.kept_share) == (0, 0.75)
+    step, filled = pool.take()
+    assert (step.groups.tolist(), step.scores.tolist(), filled) == ([1, 1, 2, 2], [0.0, 1.0, 0.0, 1.0], 0)
+    assert step.response_ids.squeeze(1).tolist() == [0, 10, 0, 10]
+    assert (pool.missing, pool.kept_share) == (2, 1.0)  # group 3 was accepted and waits
+    pool.add(rows([4, 4], [1.0, 0.0]))
+    step, _ = pool.take()
+    assert step.groups.tolist() == [3, 3, 4, 4]
+    assert pool.missing == 4
+
+
+def test_groups_that_were_kept_are_restored():
+    pool, other = GroupPool(4, clipped), GroupPool(4, clipped)
+    pool.add(rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0]))
+    pool.take()
+    other.add(rows([8, 8, 9, 9], [0.0, 1.0, 1.0, 1.0]))
+    other.load_state_dict(pool.state_dict(), torch.device("cpu"))
+    assert other.missing == pool.missing == 2
+    assert (other.dropped, other.kept_share) == (None, 1.0), "rounds before are forgotten"
+    for kept in (pool, other):
+        kept.add(rows([7, 7], [1.0, 0.0]))
+    (mine, _), (theirs, _) = pool.take(), other.take()
+    assert theirs.groups.tolist() == mine.groups.tolist() == [2, 2, 7, 7]
+    assert theirs.scores.tolist() == [5.0, 3.0, 1.0, 0.0]
+    other.load_state_dict(pool.state_dict(), torch.device("cpu"))
+    assert other.missing == 4

@@ -24,11 +24,8 @@ from dschat_ppo.types import FinishReason, Rollout
     [
         ("so 3 + 4 = 7\n#### 7", "7"),
         (r"first \boxed{5}, no: \boxed{x+1}.", "x+1"),
-        (r"\boxed{\frac{1}{3}}, no: \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{5}, no: \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("a line\nthe last line \n\n", "the last line"),
-        ("42", "42"),
-        ("", ""),
         ("#### ", ""),
     ],
 )
@@ -111,14 +108,11 @@ class Generator:
 
 
 class RewardRequests:
-    """The score of an answer is its number / 10, or what `scores` gives."""
+    """The score of an answer is its number / 10, or what `scores` gives; odd answers have a further number."""
 
     def __init__(self, prompts=3, scores=None, faults=0):
         self.prompts, self.scores, self.faults = Dataset.from_dict({"row": ["{}"] * prompts}), scores, faults
-        self.mixture, self.names, self.closed = self, ["number"], False
-
-    def close(self):
-        self.closed = True
+        self.mixture, self.names = self, ["number"]
 
     def request(self, rollout, indices, steps_done):
         self.step = steps_done
@@ -134,7 +128,9 @@ class RewardRequests:
         total = rollout.response_ids[:, 0] / 10
         if self.scores is not None:
             total = torch.tensor(next(self.scores))
-        return Scores(total, total.unsqueeze(1))
+        number = rollout.response_ids[:, 0].double()
+        numbers = {"f/odd": number.where(number % 2 == 1, math.nan), "g/none": number * math.nan}
+        return Scores(total, total.unsqueeze(1), numbers=numbers)
 
     def count_failed_rows(self):
         if isinstance(self.faults, Exception):
@@ -155,31 +151,15 @@ def lines_of(folder, step: int) -> list[dict]:
     return [json.loads(line, parse_constant=no_constant) for line in lines]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 64])
-def test_other_numbers_of_reward_functions_are_means_over_the_answers_that_have_them(tmp_path, batch):
-    """Answers 0 to 5; the copies that fill up the last batch do not count."""
-
-    class Scorer(RewardRequests):
-        def __call__(self, request, rollout):
-            found, number = super().__call__(request, rollout), rollout.response_ids[:, 0].double()
-            return replace(
-                found, numbers={"f/odd": number.where(number % 2 == 1, math.nan), "g/none": number * math.nan}
-            )
-
-    scorer = Scorer()
-    metrics = evaluation_of(tmp_path, scorer, eval_samples=2, eval_batch_size=batch).run(4)
-    assert metrics["eval/f/odd"] == (1 + 3 + 5) / 3 and "eval/g/none" not in metrics and scorer.step == 4
-    assert [line["numbers"]["f/odd"] for line in lines_of(tmp_path, 4)] == [[None, 1], [None, 3], [None, 5]]
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 64])
+@pytest.mark.parametrize("batch", [1, 2, 64])
 def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
     """Answers 0 to 5, two of each prompt; the last batch is filled up with copies that do not count."""
     evaluation = evaluation_of(tmp_path, RewardRequests(faults=2), eval_samples=2, eval_batch_size=batch)
     metrics = evaluation.run(4)
+    assert evaluation.requests.step == 4
     assert metrics == pytest.approx({
         "eval/score": 0.25, "eval/length_mean": 2.0, "eval/ended_share": 0.5, "eval/pass@1": 0.0, "eval/pass@2": 0.0,
-        "eval/majority@2": 0.0, "eval/function_faults": 2.0,
+        "eval/majority@2": 0.0, "eval/function_faults": 2.0, "eval/f/odd": (1 + 3 + 5) / 3,
     })  # fmt: skip
     for indices, config, first, path in evaluation.generator.asked:
         assert (config.samples, config.sampling.top_k) == (2, 0) and path == (5, 0, 0)
@@ -190,12 +170,13 @@ def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
             "scores": pytest.approx([row / 5, row / 5 + 0.1]), "lengths": [2 * row % 3 + 1, (2 * row + 1) % 3 + 1],
             "ended": ["eos", "length"], "kl": None,
             "scores_by_source": {"number": pytest.approx([row / 5, row / 5 + 0.1])},
+            "numbers": {"f/odd": [None, 2 * row + 1], "g/none": [None, None]},
         }
         for row in range(3)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", [1, 2, 64])
+@pytest.mark.parametrize("batch", [1, 64])
 def test_each_data_set_has_its_own_summary_beside_that_of_all_prompts(tmp_path, batch):
     scorer = RewardRequests()
     scorer.prompts = scorer.prompts.add_column("source", [2, 0, 2])
@@ -207,6 +188,7 @@ def test_each_data_set_has_its_own_summary_beside_that_of_all_prompts(tmp_path, 
     assert {name: value for name, value in metrics.items() if name in whole} == whole
     assert {name: value for name, value in metrics.items() if name not in whole} == pytest.approx({
         "eval/score/maths": 0.1, "eval/length_mean/maths": 2.0, "eval/ended_share/maths": 0.0, "eval/pass@1/maths": 0.0,
+        "eval/f/odd/maths": 1.0,
         "eval/score/chat": 0.1, "eval/length_mean/chat": 2.0, "eval/ended_share/chat": 1.0, "eval/pass@1/chat": 0.5,
     })  # fmt: skip
     assert [line["data_source"] for line in lines_of(tmp_path, 4)] == ["chat", "maths", "chat"]
@@ -231,37 +213,20 @@ def test_ranks_answer_different_prompts_and_all_of_them_know_all_answers(tmp_pat
     assert [run_on(rank, lambda mine: parts) for rank in (0, 1)] == [alone, alone]
 
 
-def test_a_greedy_evaluation_takes_the_most_likely_token(tmp_path):
-    evaluation = evaluation_of(tmp_path, eval_greedy=True)
-    evaluation.run(0)
-    [(_, config, _, _)] = evaluation.generator.asked
-    assert (config.samples, config.sampling.top_k) == (1, 1)
-    assert config.stopping == Generator.config.stopping
+def test_the_kl_is_the_sum_of_k1_over_each_answer_and_the_answers_to_a_prompt_are_a_group(tmp_path):
+    """Micro-batches of scoring count the prompt of a group once."""
 
-
-def test_the_kl_is_the_sum_of_k1_over_each_answer(tmp_path):
     def passes(rollout, scores, groups):
-        assert len(groups) == len(scores.total) == 3
-        mask = rollout.response_mask
-        logprobs = torch.where(mask, 0.25, 0.0)
+        assert groups.tolist() == [0, 0, 1, 1, 2, 2]
+        logprobs = torch.where(rollout.response_mask, 0.25, 0.0)
         return SimpleNamespace(old_logprobs=logprobs, ref_logprobs=logprobs * 3)
 
-    metrics = evaluation_of(tmp_path, passes=passes).run(0)
-    # Answers of 1, 2 and 3 tokens, -0.5 each; the mean is one over tokens.
-    assert [line["kl"] for line in lines_of(tmp_path, 0)] == [[-0.5], [-1.0], [-1.5]]
+    evaluation = evaluation_of(tmp_path, passes=passes, eval_samples=2, eval_greedy=True)
+    metrics = evaluation.run(0)
+    assert {config.sampling.top_k for _, config, _, _ in evaluation.generator.asked} == {1}
+    # Answers of 1, 2, 3, 1, 2 and 3 tokens, -0.5 each; the mean is one over tokens.
+    assert [line["kl"] for line in lines_of(tmp_path, 0)] == [[-0.5, -1.0], [-1.5, -0.5], [-1.0, -1.5]]
     assert metrics["eval/kl_ref_k1"] == -0.5
-
-
-def test_only_the_answers_to_one_prompt_are_a_group(tmp_path):
-    """Micro-batches of scoring count the prompt of a group once."""
-    seen = []
-
-    def passes(rollout, scores, groups):
-        seen.extend(groups.tolist())
-        return SimpleNamespace(old_logprobs=torch.zeros(6, 3), ref_logprobs=torch.zeros(6, 3))
-
-    evaluation_of(tmp_path, passes=passes, eval_samples=2).run(0)
-    assert seen == [0, 0, 1, 1, 2, 2]
 
 
 def test_an_evaluation_in_which_a_function_fails_on_every_answer_writes_nothing(tmp_path):
@@ -297,9 +262,3 @@ def test_the_best_models_are_those_of_the_highest_finite_score(tmp_path, save_be
 def test_when_an_evaluation_is_due(tmp_path, interval, due):
     evaluation = evaluation_of(tmp_path, eval_interval=interval)
     assert [step for step in range(8) if evaluation.is_due(step, 7)] == due
-
-
-def test_closing_ends_the_processes_of_the_rewards(tmp_path):
-    evaluation = evaluation_of(tmp_path)
-    evaluation.close()
-    assert evaluation.requests.closed

@@ -122,25 +122,40 @@ def test_a_run_on_the_cpu_of_a_machine_with_gpus_calls_none(assets, tmp_path, mo
         assert called == ["get_rng_state in random_state"]
 
 
-def resumed_equals(whole, before, did_before, after, did_after, result) -> None:
-    assert after.lines == whole[0].lines and result == whole[2]
-    assert did_before + did_after == whole[1]
-    for name, weight in whole[0].weights.items():
-        assert torch.equal(after.weights[name], weight), name
-
-
-@pytest.mark.parametrize("at", [(0, 1), (0, 4), (1, 0), (1, 2), (1, 4), (2, 0), (2, 3), (3, 0)])
-def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path, whole, at):
-    """Position (1, 4) is behind the last update of a PPO step: the resumed run finishes the step without another."""
-    before, checkpointer, did_before = started(assets, tmp_path / "run", position=at)
+def stopped(assets, tmp_path, words=EVERYTHING, **stop):
+    """(a run that has stopped and saved its state, what it did, the resumed run, a function that runs it and
+    compares)"""
+    before, checkpointer, did_before = started(assets, tmp_path / "run", words, **stop)
     with pytest.raises(StopRequested):
         before.run(checkpointer)
     before.save(tmp_path / "saved")
-    after, checkpointer, did_after = started(assets, tmp_path / "run", resume_from=tmp_path / "saved")
+    after, checkpointer, did_after = started(assets, tmp_path / "run", words, tmp_path / "saved")
+
+    def require_equal(whole) -> None:
+        length = (tmp_path / "run/metrics.jsonl").stat().st_size
+        result = after.run(checkpointer, (length, after.ppo.state.steps + 1))
+        assert after.lines == whole[0].lines and result == whole[2]
+        assert did_before + did_after == whole[1]
+        for name, weight in whole[0].weights.items():
+            assert torch.equal(after.weights[name], weight), name
+
+    return before, did_before, after, require_equal
+
+
+@pytest.mark.parametrize("at", [(0, 1), (1, 4), (2, 0), (2, 3)])
+def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path, whole, at):
+    """Position (1, 4) is behind the last update of a PPO step: the resumed run finishes the step without another."""
+    before, _, after, require_equal = stopped(assets, tmp_path, position=at)
     assert after.resumable.position == at and after.resumable.is_best is before.resumable.is_best is (at == (2, 0))
-    length = (tmp_path / "run/metrics.jsonl").stat().st_size
-    result = after.run(checkpointer, (length, at[0] + 1))
-    resumed_equals(whole, before, did_before, after, did_after, result)
+    require_equal(whole)
+
+
+def test_a_step_that_a_limit_has_ended_is_not_resumed_with_further_updates(assets, tmp_path):
+    words = "--target_kl 0.0001"
+    run, checkpointer, did = started(assets, tmp_path / "whole", words)
+    *_, after, require_equal = stopped(assets, tmp_path, words, position=(0, 2))
+    assert after.ppo.state.ended
+    require_equal((run, did, run.run(checkpointer)))
 
 
 @pytest.mark.parametrize(("at", "files"), [((1, 0), 1), ((0, 2), 0)])
@@ -155,19 +170,13 @@ def test_the_trace_of_a_step_is_kept_if_the_run_stops_after_it_and_not_inside(as
 def test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_again(
     assets, tmp_path, whole, question, last
 ):
-    before, checkpointer, did_before = started(assets, tmp_path / "run", question=question)
-    with pytest.raises(StopRequested):
-        before.run(checkpointer)
+    before, did_before, _, require_equal = stopped(assets, tmp_path, question=question)
     assert did_before[-2:] == [last, ("save_if_due", (1, 0), False)]
     state, collection = before.ppo.state, before.ppo.collection
     assert (state.experience, collection.stream.taken, before.ppo.shaping.running.count) == (None, 4, 4)
     assert [line["step"] for line in before.lines] == [0, 1]
-    before.save(tmp_path / "saved")
-    after, checkpointer, did_after = started(assets, tmp_path / "run", resume_from=tmp_path / "saved")
-    length = (tmp_path / "run/metrics.jsonl").stat().st_size
-    result = after.run(checkpointer, (length, 2))
     del did_before[did_before.index("take 4", did_before.index("advantages 1")) :]
-    resumed_equals(whole, before, did_before, after, did_after, result)
+    require_equal(whole)
 
 
 SYNCED = "--eval_data_path unused --eval_interval 2 --eval_batch_size 2 --ref_sync_interval 2 --ref_sync_mixup 0.5"
@@ -198,16 +207,10 @@ def test_the_reference_moves_between_the_last_update_of_a_step_and_its_evaluatio
     assert third["kl/ref_k1"] < 0.8 * before.lines[3]["kl/ref_k1"]
 
 
-@pytest.mark.parametrize("at", [(1, 4), (2, 0), (2, 2)])
+@pytest.mark.parametrize("at", [(1, 4), (2, 2)])
 def test_a_stopped_run_resumes_with_the_reference_where_it_was(assets, tmp_path, synced, at):
-    before, checkpointer, did_before = started(assets, tmp_path / "run", SYNCED, position=at)
-    with pytest.raises(StopRequested):
-        before.run(checkpointer)
-    before.save(tmp_path / "saved")
-    after, checkpointer, did_after = started(assets, tmp_path / "run", SYNCED, resume_from=tmp_path / "saved")
-    length = (tmp_path / "run/metrics.jsonl").stat().st_size
-    result = after.run(checkpointer, (length, at[0] + 1))
-    resumed_equals(synced, before, did_before, after, did_after, result)
+    *_, after, require_equal = stopped(assets, tmp_path, SYNCED, position=at)
+    require_equal(synced)
     references = [run.ppo.engines.reference.state_dict() for run in (after, synced[0])]
     assert all(torch.equal(references[0][name], weight) for name, weight in references[1].items())
 
@@ -246,18 +249,6 @@ def test_target_kl_ends_the_updates_of_its_step_alone(assets, tmp_path):
     assert [updates_of(did, step) for step in (1, 2, 3)] == [2, 2, 2]
     assert did.count("average") == 6 and checkpointer.passed[:3] == [((0, 1), False), ((0, 2), False), ((1, 0), False)]
     assert [line["policy/updates_done_share"] for line in run.lines] == [0.5, 0.5, 0.5]
-
-
-def test_a_step_that_a_limit_has_ended_is_not_resumed_with_further_updates(assets, tmp_path):
-    words = "--target_kl 0.0001"
-    whole, before = PlainRun(assets, tmp_path / "whole", words), PlainRun(assets, tmp_path / "run", words)
-    result = whole.run()
-    with pytest.raises(StopRequested):
-        before.run(StopAt(before, (0, 2)))
-    before.save(tmp_path / "saved")
-    after, checkpointer, did = started(assets, tmp_path / "run", words, tmp_path / "saved")
-    assert after.run(checkpointer, (0, 1)) == result and after.lines == whole.lines
-    assert updates_of(did, 1) == 0
 
 
 def test_max_log_ratio_skips_the_update_and_ends_the_step(assets, tmp_path):
@@ -305,14 +296,6 @@ def test_updates_of_the_critic_alone_do_not_adapt_the_entropy_coefficient(assets
     assert did.count("average") == 8 and did.index("average") > did.index((2, "actor", "critic", "train"))
 
 
-def test_without_a_critic_the_actor_alone_is_trained(assets, tmp_path):
-    words = "--advantage_estimator grpo --n_samples_per_prompt 2 --per_device_generation_batch_size 2"
-    run, checkpointer, did = started(assets, tmp_path / "run", words)
-    run.run(checkpointer)
-    assert {what for what in did if what[0] in (1, 2, 3)} == {(step, "actor", "train") for step in (1, 2, 3)}
-    assert "optim/grad_norm/critic" not in run.lines[0] and "kl/ref_k1" not in run.lines[0]
-
-
 def test_dynamic_sampling_takes_rounds_until_the_step_is_full(assets, tmp_path):
     words = "--advantage_estimator grpo --n_samples_per_prompt 2 --per_device_generation_batch_size 2"
     run, checkpointer, did = started(assets, tmp_path / "run", f"{words} --dynamic_sampling")
@@ -334,20 +317,6 @@ def test_dynamic_sampling_takes_rounds_until_the_step_is_full(assets, tmp_path):
         run.lines[0]["rollout/dynamic_sampling_kept_share"] == 0.5
         and run.lines[0]["rollout/dynamic_sampling_filled_rows"] == 0
     )
-
-
-def test_evaluation_that_is_turned_on_in_a_resumed_run_starts_after_the_next_step(assets, tmp_path):
-    """`--resume_force`: the weights of before the first step are gone."""
-    before = PlainRun(assets, tmp_path / "run")
-    with pytest.raises(StopRequested):
-        before.run(StopAt(before, (1, 0)))
-    before.save(tmp_path / "saved")
-    after, checkpointer, did = started(
-        assets, tmp_path / "run", "--eval_data_path unused --eval_interval 1", tmp_path / "saved"
-    )
-    after.run(checkpointer, ((tmp_path / "run/metrics.jsonl").stat().st_size, 2))
-    assert [line["step"] for line in after.lines] == [1, 2, 3]
-    assert [what for what in did if what in WHOLE] == WHOLE[2:]
 
 
 @pytest.mark.parametrize(
@@ -374,16 +343,6 @@ def test_best_models_that_another_output_folder_does_not_hold_are_looked_for_aga
     assert after.saved_best == ([best] if best == (2.0, 3) else [])
     told = [line for line in said if line.endswith("the run looks for the best from here on")]
     assert len(told) == (best == (2.0, 3)) and all("does not hold the models of step 2" in line for line in told)
-
-
-def test_evaluation_is_made_before_the_first_step_and_after_it_too_if_due(assets, tmp_path):
-    run, checkpointer, did = started(
-        assets, tmp_path / "run", "--eval_data_path unused --eval_interval 1 --enable_test_mode --test_stop_step 1"
-    )
-    result = run.run(checkpointer)
-    assert [what for what in did if what in WHOLE] == WHOLE[:2]
-    assert (result["eval/score_before"], result["eval/score_after"], result["best_step"]) == (1.0, 0.5, 0)
-    assert run.saved_best == []
 
 
 def test_a_health_event_stops_the_run_after_its_step(assets, tmp_path, monkeypatch):

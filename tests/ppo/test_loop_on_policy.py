@@ -23,48 +23,19 @@ CASES = {
 }
 
 
-def count_rows(run: PlainRun) -> dict[str, int]:
-    """Rows that the models see in forward passes of scoring and training, from now on."""
-    seen = dict.fromkeys(("actor", "reference", "critic"), 0)
-    engines = run.ppo.engines
-    modules = {"actor": engines.actor.module, "reference": engines.reference}
-    if engines.critic is not None:
-        modules["critic"] = engines.critic.module
-
-    def counted(role: str):
-        def hook(module, arguments, output) -> None:
-            seen[role] += arguments[0].shape[0]
-
-        return hook
-
-    for role, module in modules.items():
-        if module is not None:
-            module.register_forward_hook(counted(role))
-    return seen
-
-
-def run_of(assets, folder, words: str) -> tuple[PlainRun, dict[str, int]]:
-    run = PlainRun(assets, folder, words)
-    seen = count_rows(run)
-    run.run()
-    return run, seen
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_metrics_and_weights_are_those_of_recomputed_log_probs(assets, tmp_path, case):
-    run, seen = run_of(assets, tmp_path / "update", CASES[case])
-    other, seen_before = run_of(assets, tmp_path / "recompute", f"{CASES[case]} --old_logprobs recompute")
+    run = PlainRun(assets, tmp_path / "update", CASES[case])
+    other = PlainRun(assets, tmp_path / "recompute", f"{CASES[case]} --old_logprobs recompute")
+    run.run()
+    other.run()
     assert (run.ppo.old_logprobs, other.ppo.old_logprobs) == ("update", "recompute")
-    rows = 4 * run.ppo.state.steps
-    evaluated = 9 if case == "everything" else 0  # three prompts three times; scored by the actor with `recompute`
-    assert seen_before["actor"] - seen["actor"] == rows + evaluated, "each row has one pass of the actor fewer"
-    assert seen_before["critic"] - seen["critic"] == (rows if run.ppo.engines.critic else 0)
-    assert seen_before["reference"] == seen["reference"]
-    if case != "everything":  # whose evaluations score further rows, and whose first step trains no actor
-        assert seen["actor"] == rows
     assert len(run.lines) == len(other.lines) >= STEPS
     for line, expected in zip(run.lines, other.lines, strict=True):
-        assert line == pytest.approx(expected | own_names(line, expected), abs=1e-5, rel=1e-5)
+        # without a pass of the actor, in the warm-up of the critic, nothing tells the drift of sampling
+        missing = set(expected) - set(line)
+        assert missing <= {"rollout/logprob_diff_mean", "rollout/logprob_diff_max"}
+        assert line == pytest.approx({name: expected[name] for name in set(expected) - missing}, abs=1e-5, rel=1e-5)
         if "policy/ratio_mean" in line:
             assert line["policy/ratio_mean"] == line["policy/ratio_max"] == 1.0
             assert line["policy/first_log_ratio_abs_max"] == line["policy/kl_k3"] == 0.0
@@ -96,17 +67,7 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
     assert scorer.late_ends == run.ppo.updates.actor_loss.late_ends == LateEnds(ends, 3)
 
 
-def own_names(line: dict, expected: dict) -> dict:
-    """Without a pass of the actor, in the warm-up of the critic, nothing tells the drift of sampling."""
-    assert set(line) <= set(expected)
-    missing = set(expected) - set(line)
-    assert missing <= {"rollout/logprob_diff_mean", "rollout/logprob_diff_max"}
-    for name in missing:
-        del expected[name]
-    return {}
-
-
-@pytest.mark.parametrize("at", [(0, 1), (1, 0), (1, 1), (2, 1)])
+@pytest.mark.parametrize("at", [(0, 1), (1, 1)])
 def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path, at):
     words = CASES["everything"]
     whole, before = PlainRun(assets, tmp_path / "whole", words), PlainRun(assets, tmp_path / "run", words)
@@ -122,8 +83,7 @@ def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     assert after.run(StopAt(after), (length, at[0] + 1)) == result
     assert after.lines == whole.lines
-    for name, weight in whole.weights.items():
-        assert torch.equal(after.weights[name], weight), name
+    assert all(torch.equal(after.weights[name], weight) for name, weight in whole.weights.items())
 
 
 def spoil_values(run: PlainRun, step: int) -> None:
@@ -169,13 +129,3 @@ def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path
     what, records = read_bundle(folder)
     assert (what["role"], what["fault"]["kind"]) == ("critic", "gradient")
     assert all(type(record) is RewardedRollout and record.values is None for record in records)
-
-
-def test_the_start_of_the_log_says_where_old_log_probs_come_from(assets, tmp_path, said):
-    PlainRun(assets, tmp_path / "one", ONE_UPDATE)
-    PlainRun(assets, tmp_path / "two", "")
-    assert [line for line in said if line.startswith("old log-probs: ")] == [
-        "old log-probs: those of the update, which also gives the values; ratios are 1",
-        "old log-probs: those recorded while sampling, because a PPO step makes 4 optimizer steps "
-        "(--old_logprobs auto)",
-    ]

@@ -1,10 +1,13 @@
-"""Serving experience in mini-batches, in one process."""
+"""Serving experience and plain text in mini-batches, and the way back of their numbers; in one process."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from datasets import Dataset
+from tiny_experience import record
 from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
@@ -13,7 +16,8 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.ppo.mini_dataset import MiniDataset, gather_rows
+from dschat_ppo.ppo.mini_dataset import MiniDataset, TextBatches, gather_rows
+from dschat_ppo.ppo.update import RecordedTokens
 from dschat_ppo.types import Experience, concat_rows
 
 LENGTHS = (3, 1, 4, 0, 2, 5, 1, 3)
@@ -27,36 +31,19 @@ SMALL = {
 
 def experience(rows: range) -> Experience:
     """Rows known by their score; each per-token value is 100 x row + column."""
-    lengths = torch.tensor([LENGTHS[row] for row in rows])
-    width = max(1, int(lengths.max()))
-    mask = torch.arange(width) < lengths.unsqueeze(1)
-    numbers = torch.tensor(list(rows)).unsqueeze(1) * 100 + torch.arange(width)
-    value = torch.where(mask, numbers.float(), 0.0)
-    prompt_lengths = torch.tensor([row % 3 + 1 for row in rows])
-    prompt_width = int(prompt_lengths.max())
-    return Experience(
-        prompt_ids=torch.tensor(list(rows)).unsqueeze(1).expand(-1, prompt_width),
+    number, lengths = torch.tensor(list(rows)), torch.tensor([LENGTHS[row] for row in rows])
+    width, prompt_lengths = max(1, int(lengths.max())), number % 3 + 1
+    mask, prompt_width = torch.arange(width) < lengths.unsqueeze(1), int(prompt_lengths.max())
+    tokens = number.unsqueeze(1) * 100 + torch.arange(width)
+    names = ("rollout", "old", "ref")
+    per_token = [*(f"{name}_logprobs" for name in names), "entropies", "values", "rewards", "advantages", "returns"]
+    return record(
+        Experience, mask, **dict.fromkeys([*per_token, "loss_weights"], torch.where(mask, tokens.float(), 0.0)),
+        prompt_ids=number.unsqueeze(1).expand(-1, prompt_width), response_ids=tokens, groups=number,
         prompt_mask=torch.arange(prompt_width) >= prompt_width - prompt_lengths.unsqueeze(1),
-        response_ids=numbers,
-        response_mask=mask,
-        rollout_logprobs=value,
-        finish_reason=torch.tensor([row % 2 * 2 for row in rows], dtype=torch.int8),
-        old_logprobs=value,
-        ref_logprobs=value,
-        entropies=value,
-        kl=None,
-        values=value,
-        source_scores=torch.tensor([[float(row), 0.0] for row in rows]),
-        scores=torch.tensor([float(row) for row in rows]),
-        baselines=torch.tensor([float(row) for row in rows]),
-        groups=torch.tensor(list(rows)),
-        rewards=value,
-        advantages=value,
-        returns=value,
-        loss_mask=mask & (torch.tensor(list(rows)) != CUT).unsqueeze(1),
-        loss_weights=value,
-        selected=None,
-    )
+        finish_reason=(number % 2 * 2).to(torch.int8), scores=number.float(), baselines=number.float(),
+        source_scores=torch.stack([number.float(), 0 * number], dim=1), loss_mask=mask & (number != CUT).unsqueeze(1),
+    )  # fmt: skip
 
 
 def collected(rows_per_update=2, budget=1000, seed=0) -> tuple[MiniDataset, Experience]:
@@ -81,19 +68,11 @@ def check_row(part: Experience, place: int) -> None:
     assert part.ended[place].item() is (row % 2 == 0)
 
 
-def test_one_rank_gathers_all_its_rows_in_order():
-    _, rows = collected()
-    assert rows.scores.tolist() == list(range(8))
-    for place in range(8):
-        check_row(rows, place)
-
-
 def tokens_of(row: int) -> int:
     return row % 3 + 1 + LENGTHS[row]
 
 
-@pytest.mark.parametrize("budget", [1, 5, 9, 14, 1000])
-@pytest.mark.parametrize("rows_per_update", [1, 2, 4, 8])
+@pytest.mark.parametrize(("rows_per_update", "budget"), [(1, 1000), (2, 9), (4, 1), (8, 14)])
 def test_every_row_is_served_once_an_epoch_within_the_budget(rows_per_update, budget):
     dataset, rows = collected(rows_per_update, budget)
     updates = list(dataset.minibatches(rows, ppo_epochs=3, step=1))
@@ -111,6 +90,9 @@ def test_every_row_is_served_once_an_epoch_within_the_budget(rows_per_update, bu
 
 def test_rows_stay_whole_in_micro_batches_and_are_cut_to_their_longest():
     dataset, rows = collected(4, 10)
+    assert rows.scores.tolist() == list(range(8)), "gathered in order"
+    with pytest.raises(ValueError, match="8 rows are not a multiple of 3 rows per update"):
+        list(collected(3)[0].minibatches(rows, ppo_epochs=1, step=1))
     sizes = set()
     for update in dataset.minibatches(rows, ppo_epochs=2, step=1):
         for part in update.micro_batches:
@@ -132,9 +114,9 @@ def updates_of_two_ranks(dataset, rows, monkeypatch) -> list[list]:
     return ranks
 
 
-@pytest.mark.parametrize("budget", [4, 5, 7, 9, 1000])
-@pytest.mark.parametrize("rows_per_update", [4, 8])
+@pytest.mark.parametrize(("rows_per_update", "budget"), [(4, 5), (8, 7), (8, 1000)])
 def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(monkeypatch, rows_per_update, budget):
+    """Rows without tokens in their mask fill up the rank with fewer micro-batches."""
     dataset, rows = collected(rows_per_update, budget)
     ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
     for first, second, whole in zip(*ranks, dataset.minibatches(rows, ppo_epochs=2, step=1), strict=True):
@@ -150,20 +132,6 @@ def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(monkeypatch, 
         assert counted == {row: LENGTHS[row] for row in served([whole])}
 
 
-def test_a_rank_with_fewer_micro_batches_fills_up_with_rows_that_count_for_nothing(monkeypatch):
-    # Rows 5, 2, 7, 0 have 8, 7, 5, 4 tokens: rank 0 is dealt 5 and 0, rank 1 is dealt 2 and 7. In 14 tokens, 2 and 7
-    # make one pass, 5 and 0 two.
-    dataset = MiniDataset(4, 14, LONGEST, 0)
-    rows = concat_rows([experience(range(row, row + 1)) for row in (0, 2, 5, 7)])
-    ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
-    sizes = [[part.scores.tolist() for part in rank[0].micro_batches] for rank in ranks]
-    assert sizes == [[[5.0], [0.0]], [[2.0, 7.0], [0.0]]]
-    filler = ranks[1][0].micro_batches[1]
-    assert not filler.response_mask.any()
-    assert not filler.loss_mask.any()
-    assert ranks[0][0].micro_batches[1].response_mask.any()
-
-
 def test_denominators_count_the_whole_update():
     dataset, rows = collected(4, 8)
     for update in dataset.minibatches(rows, ppo_epochs=2, step=1):
@@ -173,11 +141,65 @@ def test_denominators_count_the_whole_update():
         assert update.metric_weight == 1 / len(update.micro_batches)
 
 
-@pytest.mark.parametrize("rows_per_update", [3, 5, 6, 16])
-def test_rows_that_do_not_fill_the_updates_are_an_error(rows_per_update):
-    dataset, rows = collected(rows_per_update)
-    with pytest.raises(ValueError, match=f"8 rows are not a multiple of {rows_per_update}"):
-        list(dataset.minibatches(rows, ppo_epochs=1, step=1))
+# Numbers of micro-batches return to the places of their tokens
+
+
+def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
+    """Rows of 2 to 8 tokens: one share has fewer micro-batches, and a row that fills it up counts nothing."""
+    rows, parts, filled = replace(experience(range(8)), numbers=torch.arange(8)), [], 0
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        recorded = RecordedTokens()
+        [minibatch] = MiniDataset(8, 7, 9, seed=0).minibatches(rows, 1, step=1)
+        for part in minibatch.micro_batches:
+            recorded.record(part, torch.full_like(part.values, 7.0))  # a first pass, which the second replaces
+            recorded.record(part, torch.where(part.response_mask, part.values, torch.nan).requires_grad_())
+            filled += not part.response_mask.any()
+        parts.append(recorded.gathered(rows))
+    assert filled and not any(part.requires_grad for part in parts) and torch.equal(parts[0] + parts[1], rows.values)
+    assert all(part.any() for part in parts)
+    recorded = RecordedTokens()
+    recorded.record(rows, rows.values)
+    recorded.record(
+        replace(rows, response_mask=torch.zeros_like(rows.response_mask)), torch.full_like(rows.values, 5.0)
+    )
+    assert torch.equal(recorded.gathered(rows), rows.values), "a row that fills a share keeps its numbers"
+    monkeypatch.setattr(dist, "sequence_rank", lambda: 1)
+    assert not recorded.gathered(rows).any(), "ranks that share rows count them once"
+
+
+# Plain text for the PTX loss
+
+
+def test_ranks_share_the_next_blocks_and_divide_by_the_tokens_of_all(monkeypatch):
+    lengths = (3, 2, 5, 4, 2, 3, 4)
+    answers = [[[9] * (length - 1)] for length in lengths]  # the first token of a block is not predicted
+    blocks = Dataset.from_dict({"prompt_ids": [[row] for row in range(7)], "answers": answers})
+
+    def texts(micro_batch=2) -> TextBatches:
+        return TextBatches(blocks, 4, micro_batch, 3, 0, torch.device("cpu"))
+
+    def tokens_of(rows) -> int:
+        return sum(lengths[row] - 1 for row in rows)
+
+    served, order = texts(), texts().stream
+    for _ in range(3):
+        batches, tokens = served.take()
+        expected = order.take(4)
+        assert [batch.input_ids[:, 0].tolist() for batch in batches] == [expected[:2], expected[2:]]
+        assert [int(batch.loss_mask.sum()) for batch in batches] == [tokens_of(expected[:2]), tokens_of(expected[2:])]
+        assert float(tokens) == tokens_of(expected)
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda count: count + 100)
+    expected, found = texts().stream.take(4), []
+    for rank, micro_batch in ((0, 1), (1, 2)):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        batches, tokens = texts(micro_batch).take()
+        own = [row for batch in batches for row in batch.input_ids[:, 0].tolist()]
+        assert len(batches) == 2 // micro_batch and float(tokens) == 100 + tokens_of(own)
+        found += own
+    assert sorted(found) == sorted(expected)
 
 
 # Shared prompts
@@ -190,12 +212,10 @@ def grouped() -> Experience:
     prompts = torch.randint(2, VOCABULARY, (5, 24), generator=generator)
     mask = torch.arange(12) < torch.randint(1, 13, (20, 1), generator=generator)
     noise = torch.randn(mask.shape, generator=generator) * mask
-    return Experience(
-        prompts[numbers], torch.arange(24) >= numbers.unsqueeze(1),
-        torch.randint(2, VOCABULARY, mask.shape, generator=generator), mask, noise, torch.zeros(20, dtype=torch.int8),
-        old_logprobs=noise, ref_logprobs=noise, entropies=noise, kl=None, values=noise,
-        source_scores=torch.zeros(20, 1), scores=torch.arange(20.0), baselines=None, groups=numbers, rewards=noise,
-        advantages=noise, returns=noise, loss_mask=mask, loss_weights=noise, selected=None,
+    return record(
+        Experience, mask, prompt_ids=prompts[numbers], prompt_mask=torch.arange(24) >= numbers.unsqueeze(1),
+        response_ids=torch.randint(2, VOCABULARY, mask.shape, generator=generator), scores=torch.arange(20.0),
+        groups=numbers, advantages=noise,
     )  # fmt: skip
 
 

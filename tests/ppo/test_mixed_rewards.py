@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 from datasets import Dataset
-from plain_ppo import PROMPTS, STEPS, PlainRun, StopAt
+from plain_ppo import PROMPTS, PlainRun
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
-from dschat_ppo.errors import StopRequested
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.reward_source import RewardFunctionError
 
@@ -83,46 +81,13 @@ def test_the_metrics_of_routed_functions_by_hand(assets, tmp_path, functions):
     run.run()
     run.ppo.collection.requests.mixture.close()
     assert sorted(n for numbers in run.taken for n in numbers) == list(range(PROMPTS))
-    names = {
-        "reward/score_std",
-        "reward/total_mean",
-        "reward/kl_penalty",
-        "reward/clipped_share",
-    }  # and deviations: test_rollout_metrics.py
+    names = {f"reward/{name}" for name in ("score_std", "total_mean", "kl_penalty", "clipped_share")}
     for step, (numbers, line) in enumerate(zip(run.taken, run.lines, strict=True), 1):
         found = {name: value for name, value in line.items() if name.startswith("reward/") and name not in names}
-        found = {name: value for name, value in found.items() if not name.endswith("_std")}
+        found = {name: value for name, value in found.items() if not name.endswith("_std")}  # test_rollout_metrics.py
         assert found == pytest.approx(expected_metrics(numbers, step)), numbers
         assert line["optim/nonfinite_skipped"] == 0 and line["policy/updates_done_share"] == 1
     assert sum(line["reward/function_faults"] for line in run.lines) == 6, "1, 7 and the four others"
-
-
-def test_a_resumed_run_with_unscored_responses_equals_the_whole_run(assets, tmp_path, functions):
-    """The experience in the checkpoint holds NaN where a source does not score a response."""
-    whole = RoutedRun(assets, tmp_path / "whole", functions)
-    whole.run()
-    before = RoutedRun(assets, tmp_path / "run", functions)
-    with pytest.raises(StopRequested):
-        before.run(StopAt(before, (1, 2)))
-    assert before.ppo.state.experience.source_scores.isnan().any()
-    before.save(tmp_path / "saved")
-    after = RoutedRun(assets, tmp_path / "run", functions)
-    after.load(tmp_path / "saved")
-    after.run(StopAt(after), ((tmp_path / "run/metrics.jsonl").stat().st_size, 2))
-    assert after.lines == whole.lines and len(whole.lines) == STEPS
-    for name, weight in whole.weights.items():
-        assert torch.equal(after.weights[name], weight), name
-    for run in (whole, before, after):
-        run.ppo.collection.requests.mixture.close()
-
-
-def test_running_statistics_use_the_default_of_unscored_responses(assets, tmp_path, functions):
-    run = RoutedRun(assets, tmp_path / "run", functions, "--normalize_rewards running")
-    run.run()
-    run.ppo.collection.requests.mixture.close()
-    scores = [line["reward/score_mean"] * 4 for line in run.lines]
-    running = run.ppo.shaping.running
-    assert running.count == 12 and float(running.mean) == pytest.approx(sum(scores) / 12)
 
 
 def test_a_run_whose_first_responses_nobody_scores_ends(assets, tmp_path, functions):

@@ -6,19 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_advantages import computation
-from test_advantages import scored as scored_rows
-from test_collect import CPU, DYNAMIC, collection_of
-from test_group_pool import rows
+from test_collect import CPU, DYNAMIC, collection_of, rows
 from test_mini_dataset import experience
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.manager import RankStates
+from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.json_lines import JsonLines
+from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo.state import PPOState, ResumablePPO
 from dschat_ppo.ppo.update import Outcome
@@ -57,7 +57,7 @@ def resumable(words: str = "", texts=False, average=False, evaluation=False, col
     )  # fmt: skip
     entropy_coef = FixedCoefficient(algorithm.entropy_coef)
     if algorithm.entropy_target:
-        entropy_coef = AdaptiveEntropy(algorithm.entropy_coef, algorithm.entropy_target, 0.005, 0.0, 1.0)
+        entropy_coef = AdaptiveEntropy(algorithm.entropy_coef, algorithm.entropy_target, 0.005, 1.0)
     ppo = SimpleNamespace(
         config=config, device=CPU, engines=engines, entropy_coef=entropy_coef, state=PPOState(),
         texts=SimpleNamespace(stream=IndexStream(range(5), seed=2)) if texts else None,
@@ -114,15 +114,6 @@ def test_every_part_is_restored():
     assert after.engines_to_save == {"actor": "A", "critic": "C"}
 
 
-def test_is_best_holds_at_the_boundary_of_the_best_step_alone():
-    whole = resumable(evaluation=True)
-    assert not whole.is_best and not resumable().is_best
-    whole.evaluation.best = (0.5, 3)
-    for position, best in (((2, 0), False), ((3, 0), True), ((3, 1), False), ((4, 0), False)):
-        whole.ppo.state.steps, whole.ppo.state.updates = position
-        assert whole.is_best is best, position
-
-
 @pytest.mark.parametrize(("ranks", "rank", "mine"), [(1, 0, 6.0), (2, 0, 2.0), (2, 1, 4.0), (3, 0, 6.0), (3, 2, 0.0)])
 def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(monkeypatch, ranks, rank, mine):
     """Two ranks have saved, with sums 2 and 4."""
@@ -141,40 +132,16 @@ def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(monkeypa
     assert after.ppo.engines.actor_average.did == ["parts of 2"]
 
 
-def test_a_reference_that_moves_is_restored():
-    before, after = resumable(sync=True), resumable(sync=True)
-    resume(before, after)
-    assert after.ppo.engines.reference_sync.did == ["parts of 1"]
-
-
-def test_a_reference_that_did_not_move_starts_from_its_folder(capsys):
-    before, after = resumable(), resumable(sync=True)
-    state = before.rank_state()
-    after.load_state(before.shared_state(), RankStates(state, lambda: iter([state])))
-    assert capsys.readouterr().out == f"--ref_sync_interval{BEGINS}"
-    assert after.ppo.engines.reference_sync.did == []
-
-
-def test_a_kl_coefficient_and_a_scale_that_are_off_now_are_ignored(capsys):
-    was_on, now_off = computation(kl_target=0.01, normalize_rewards="running"), computation()
-    was_on(scored_rows(), step=1)
-    now_off.load_state_dict(was_on.state_dict())
-    assert was_on.kl_coef.value != 0.1 == now_off.kl_coef.value
-    assert now_off.running.count == 0 and capsys.readouterr().out == ""
-    same = computation(kl_target=0.01, normalize_rewards="running")
-    same.load_state_dict(was_on.state_dict())
-    assert same.kl_coef.value == was_on.kl_coef.value and same.running.count == 6
-    assert capsys.readouterr().out == ""
-
-
 def test_what_was_off_starts_from_the_flags(capsys):
-    after = resume(resumable(), resumable(ENTROPY, texts=True, average=True, evaluation=True))
+    after = resume(resumable(), resumable(ENTROPY, texts=True, average=True, evaluation=True, sync=True))
     said = capsys.readouterr().out
     assert sorted(said.splitlines(keepends=True)) == [
-        f"{flag}{BEGINS}" for flag in ("--enable_ema", "--entropy_target", "--unsupervised_dataset_name")
+        f"{flag}{BEGINS}"
+        for flag in ("--enable_ema", "--entropy_target", "--ref_sync_interval", "--unsupervised_dataset_name")
     ]
     assert after.ppo.entropy_coef.value == 0.01 and after.ppo.texts.stream.taken == 0
     assert after.ppo.engines.actor_average.did == ["begun"] and after.evaluation.best is None
+    assert after.ppo.engines.reference_sync.did == []
 
 
 def test_what_is_off_now_is_ignored_and_what_stays_continues(capsys):
@@ -209,18 +176,27 @@ def test_rows_in_flight_that_lack_a_field_the_flags_now_need_are_refused(lacking
         assert resume(before, after).ppo.state.experience is not None
 
 
-def test_rows_in_flight_without_their_data_set_are_refused_if_there_are_several():
-    before, after = resumable(), resumable()
-    before.ppo.state.begin_updates(experience(range(3)), {})
-    settings = after.ppo.collection.settings
-    after.ppo.collection.settings = replace(settings, several_data_sets=True)
-    with pytest.raises(UserError, match="have no data_sources, which the flags now need"):
-        resume(before, after)
-
-
 def test_rows_kept_for_the_next_step_that_lack_a_field_the_flags_now_need_are_refused():
     before, after = resumable(GRPO, collection=DYNAMIC), resumable(collection=DYNAMIC)
     resume(before, after)
     before.ppo.collection.pool.add(rows([0, 0], [0.0, 1.0]))
     with pytest.raises(UserError, match="have no values, ref_logprobs, which"):
         resume(before, after)
+
+
+def test_gradient_norms_are_counted_once_over_all_ranks(monkeypatch):
+    """Every rank knows them. So a run that resumes on another number of ranks has the same mean."""
+    ranks = []
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "is_main", lambda rank=rank: rank == 0)
+        state = PPOState()
+        state.begin_updates(experience(range(3)), {})
+        sums = MetricSums()
+        sums.add_mean("loss", torch.tensor([1.0 + rank]))
+        state.count_update(Outcome({"actor": 2.0}, [sums]))
+        ranks.append(state.sums.state_dict())
+    means = [{name: part.tolist() for name, part in state["means"].items()} for state in ranks]
+    assert means == [
+        {"loss": [1, 1], "optim/grad_norm/actor": [2, 1]},
+        {"loss": [2, 1], "optim/grad_norm/actor": [0, 0]},
+    ]

@@ -16,10 +16,9 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.score import ForwardPasses, PassSettings, texts_of
+from dschat_ppo.ppo.score import texts_of
 from dschat_ppo.ppo.update import ActorLoss, critic_loss
-from dschat_ppo.rewards.reward_source import Scores
-from dschat_ppo.types import Experience, Rollout, record_of, tensors_of
+from dschat_ppo.types import Experience, record_of, tensors_of
 
 MINIBATCH = MiniBatch([], Denominators(tokens=4.0, rows=2.0, constant=9.0), value_tokens=4.0, metric_weight=0.5)
 # Per forward pass, all before any layer: the longest row, transformers' check of positions, and the number of wanted
@@ -56,8 +55,8 @@ def operations(waits: Counter[tuple[str, str]]) -> Counter[str]:
 
 
 FLAGS = [
-    {}, {"policy_loss": "gspo"}, {"policy_loss": "sapo"}, {"kl_loss_coef": 0.1}, {"entropy_coef": 0.1},
-    {"off_policy_delta": 0.1}, {"loss_aggregation": "seq_mean_token_mean"}, {"dual_clip": 3.0},
+    {}, {"policy_loss": "gspo", "dual_clip": 3.0}, {"policy_loss": "sapo", "loss_aggregation": "seq_mean_token_mean"},
+    {"kl_loss_coef": 0.1, "entropy_coef": 0.1, "off_policy_delta": 0.1},
 ]  # fmt: skip
 
 
@@ -117,51 +116,6 @@ def test_a_micro_batch_of_the_critic_waits_only_before_its_layers():
     assert metrics == pytest.approx(real.reduce(), rel=1e-4, abs=1e-6)
 
 
-def test_scoring_waits_a_few_times_for_each_model():
-    names = [field for field in tensors_of(rows()) if field in Rollout.__dataclass_fields__]
-    rollout = record_of(Rollout, {name: tensors_of(rows())[name] for name in names})
-    scores, groups = Scores(torch.zeros(3), torch.zeros(3, 1)), torch.arange(3)
-    settings = PassSettings(0.7, 1000, "recompute", "k1")
-    expected = ForwardPasses(policy(), policy(), critic(), settings)(rollout, scores, groups)
-    with pretended_gpu() as seen:
-        batch = record_of(Rollout, {name: on_gpu(value) for name, value in tensors_of(rollout).items()})
-        scorer = ForwardPasses(moved(policy()), moved(policy()), moved(critic()), settings)
-        scores, groups = Scores(on_gpu(scores.total), on_gpu(scores.by_source)), on_gpu(groups)
-        seen.waits.clear()
-        found = scorer(batch, scores, groups)
-        of_models = OF_LOGPROBS + OF_LOGPROBS + OF_VALUES
-        assert not seen.mixed
-        assert seen.waits.total() <= of_models.total() + 8, seen.waits  # 8 of dealing the rows to the only micro-batch
-    for name in ("old_logprobs", "ref_logprobs", "kl", "values"):
-        torch.testing.assert_close(getattr(found, name).held, getattr(expected, name), rtol=1e-4, atol=1e-5)
-
-
-def test_metrics_make_the_host_wait_only_when_they_are_reduced():
-    values, mask = torch.tensor([1.0, torch.nan, 3.0, -5.0]), torch.tensor([True, False, True, True])
-    sources = torch.tensor([0, 1, 1, 0])
-
-    def fill(sums: MetricSums, *tensors: torch.Tensor) -> MetricSums:
-        values, mask, sources = tensors
-        sums.add_mean("mean", values, mask)
-        sums.add_mean("all", sources.float())
-        sums.add_mean_if_any("some", values, mask)
-        sums.add_mean_if_any("none", values, torch.zeros_like(mask))
-        sums.add_max("max", values, mask)
-        sums.add_max("nothing", values[:0])
-        sums.add_by_source("part", values, sources, mask)
-        return sums
-
-    expected = fill(MetricSums(["a", "b"]), values, mask, sources).reduce()
-    assert expected == {
-        "mean": -1 / 3, "all": 0.5, "some": -1 / 3, "max": 3.0, "nothing": 0.0, "part/a": -2.0, "part/b": 3.0,
-    }  # fmt: skip
-    with pretended_gpu() as seen:
-        sums = fill(MetricSums(["a", "b"]), *map(on_gpu, (values, mask, sources)))
-        assert not seen.waits and not seen.mixed
-        assert sums.reduce() == expected
-        assert operations(seen.waits) == {"tolist": 1}
-
-
 def test_texts_leave_the_gpu_at_once():
     class Tokenizer:
         def batch_decode(self, rows, skip_special_tokens):
@@ -171,8 +125,4 @@ def test_texts_leave_the_gpu_at_once():
     with pretended_gpu() as seen:
         found = texts_of(Tokenizer(), on_gpu(ids), on_gpu(mask), skip_special_tokens=True)
         assert operations(seen.waits) == {"to": 2}
-    assert (
-        found
-        == texts_of(Tokenizer(), ids, mask, skip_special_tokens=True)
-        == ["[0]", "[3, 4]", "[6, 7, 8]", "[9, 10, 11]"]
-    )
+    assert found == ["[0]", "[3, 4]", "[6, 7, 8]", "[9, 10, 11]"]
