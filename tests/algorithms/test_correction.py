@@ -81,16 +81,6 @@ def test_far_off_policy_rows_with_a_negative_advantage_are_dropped():
     assert off_policy_rows(new, old, advantages, mask, 0.25).tolist()[5] is True
 
 
-def test_the_entropy_threshold_is_over_all_rows():
-    entropies = torch.tensor([[0.1, 3.0, 9.9], [2.0, 9.9, 9.9], [9.9, 9.9, 9.9], [1.0, 2.5, 9.9]])
-    mask = ragged_mask([2, 1, 0, 2], 3)
-    # 0.1, 1, 2, 2.5, 3: the upper 40 % are those at or above the quantile 0.6, which is 2.2 by interpolation
-    chosen = high_entropy_tokens(entropies, mask, 0.4)
-    assert chosen.nonzero().tolist() == [[0, 1], [3, 1]]
-    assert torch.equal(high_entropy_tokens(entropies, mask, 1.0), mask)
-    assert high_entropy_tokens(entropies, mask, 1e-9).nonzero().tolist() == [[0, 1]]
-
-
 @properties
 @given(
     lengths=row_lengths(largest=9),

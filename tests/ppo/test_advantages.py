@@ -9,7 +9,7 @@ from tiny_experience import record
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.ppo.advantages import AdvantageComputation
-from dschat_ppo.types import FinishReason, RewardedRollout, ScoredRollout, tensors_of
+from dschat_ppo.types import FinishReason, ScoredRollout
 
 LENGTHS = (3, 1, 0, 4, 2, 4)
 GROUPS = (5, 5, 9, 9, 2, 2)
@@ -94,21 +94,6 @@ def test_gae_whitened_over_all_tokens():
     np.testing.assert_allclose(found.advantages.numpy()[mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
     plain = computation(gamma=0.9, gae_lambda=0.8, whiten_advantages=False)(rows, step=1)
     np.testing.assert_allclose(plain.advantages.numpy()[mask], kept, atol=1e-5)
-
-
-def test_values_that_scoring_did_not_compute_follow_from_the_rewards():
-    flags = {"kl_target": 0.05, "kl_horizon": 10, "normalize_rewards": "running", "mask_truncated_answers": True}
-    computations = [computation(**flags), computation(**flags)]
-    rewarded = computations[0].with_rewards(scored(values=None, old_logprobs=None))
-    found = computations[0].advantages(replace(rewarded, values=scored().values), step=4)
-    expected = computations[1](replace(scored(), old_logprobs=scored().rollout_logprobs), step=4)
-    for name, value in tensors_of(expected).items():
-        if name != "old_logprobs":
-            assert torch.equal(getattr(found, name), value), name
-    assert computations[0].state_dict() == computations[1].state_dict()
-    assert type(rewarded) is RewardedRollout and rewarded.values is None
-    assert torch.equal(rewarded.rewards, expected.rewards) and torch.equal(rewarded.loss_mask, expected.loss_mask)
-    assert rewarded.numbers.tolist() == [0, 1, 2, 3, 4, 5] and found.old_logprobs is None
 
 
 def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():

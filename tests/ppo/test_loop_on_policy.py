@@ -120,11 +120,8 @@ def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path
     weight.register_hook(lambda grad: grad * math.nan if run.ppo.state.steps == 1 else grad)
     run.run()
     second = run.lines[1]
-    assert (
-        second["optim/nonfinite_skipped"] == 1
-        and "optim/grad_norm/critic" not in second
-        and second["optim/grad_norm/actor"] > 0
-    )
+    assert second["optim/nonfinite_skipped"] == 1 and second["optim/grad_norm/actor"] > 0
+    assert "optim/grad_norm/critic" not in second
     [folder] = (tmp_path / "run/nonfinite").iterdir()
     what, records = read_bundle(folder)
     assert (what["role"], what["fault"]["kind"]) == ("critic", "gradient")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,16 +80,6 @@ def rollout(padding_seed: int = 0) -> Rollout:
         rollout_logprobs=torch.where(response_mask, -1.0, 0.0),
         finish_reason=torch.tensor([0, 2, 1, 2, 0], dtype=torch.int8),
     )
-
-
-class NotRun:
-    """A model whose forward pass would be a mistake."""
-
-    def eval(self):
-        pass
-
-    def __call__(self, *_):
-        raise AssertionError("the actor was run")
 
 
 def scored(models, rows: Rollout, budget=20, source="recompute", kl="k1", baselines=None, **changes) -> ScoredRollout:
@@ -185,7 +176,7 @@ def test_recorded_logprobs_replace_the_actors_pass(models, source):
     """They give the KL; with "update", the old log-probs are left to the update."""
     rows = rollout()
     noisy = replace(rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0))
-    found = scored({**models, "actor": NotRun()}, noisy, source=source)
+    found = scored({**models, "actor": SimpleNamespace(eval=lambda: None)}, noisy, source=source)
     assert torch.equal(found.policy_logprobs, rows.rollout_logprobs), "0 outside the mask"
     assert (found.old_logprobs is None) is (source == "update") and found.entropies is None
     expected = scored(models, rows)

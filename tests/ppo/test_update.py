@@ -1,26 +1,205 @@
-"""One optimizer step of actor and critic and what each outcome leads to; engines are stand-ins."""
+"""The update of actor and critic: losses of a micro-batch by hand, and what each outcome of a step leads to."""
 
 import dataclasses
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_experience import record
+from tiny_models import new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.algorithms.controllers import FixedCoefficient
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS
 from dschat_ppo.common.phases import PhaseClock
+from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Fault, StepResult
+from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs
+from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
 from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
-from dschat_ppo.ppo.update import PPOUpdate
+from dschat_ppo.ppo.update import ActorLoss, PPOUpdate, RecordedTokens, critic_loss
+from dschat_ppo.types import Experience, LateEnds, RewardedRollout
+
+# Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.
+RESPONSE = torch.tensor([[True, True, True], [True, True, False]])
+COUNTED = torch.tensor([[True, True, True], [False, False, False]])
+LOG_RATIOS = torch.tensor([[0.0, 0.5, -0.1], [-0.9, 0.3, 9.0]])
+ADVANTAGES = torch.tensor([[1.0, 2.0, -1.0], [3.0, -3.0, 9.0]])
+WEIGHTS = torch.tensor([[1.0, 0.5, 2.0], [1.0, 1.0, 9.0]])
+ENTROPIES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]])
+MINIBATCH = MiniBatch([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=10.0, metric_weight=0.25)
+# -min(r A, clip(r, 0.8, 1.2) A), with its weight
+TOKEN_LOSSES = [-1.0, -1.2 * 2 * 0.5, math.exp(-0.1) * 2]
+POLICY = sum(TOKEN_LOSSES) / 6
+
+
+def rows_of(**changes) -> Experience:
+    old = torch.full((2, 3), -2.0)
+    made = {"loss_mask": COUNTED, "old_logprobs": old, "ref_logprobs": old - 0.25, "advantages": ADVANTAGES}
+    return record(Experience, RESPONSE, **{**made, "loss_weights": WEIGHTS, **changes})
+
+
+ENDS = LateEnds((2,), 1)
+
+
+@pytest.fixture
+def loss_of(monkeypatch):
+    """(loss, metrics, what the forward pass was asked for) of flags, with log-probs that have these log-ratios."""
+    asked = []
+
+    def response_logprobs(engine, rows, temperature, entropy_grad=False, distributions=False, late_ends=None):
+        assert late_ends is ENDS
+        asked.append((engine, temperature, entropy_grad, distributions))
+        tokens = int(rows.response_mask.sum())
+        spread = torch.tensor([0.5, 0.5] if engine == "actor" else [0.25, 0.75]).log().expand(tokens, 2)
+        logprobs = rows.old_logprobs + LOG_RATIOS
+        return ResponseLogprobs(logprobs, ENTROPIES, spread if distributions else None)
+
+    def loss_of(rows=None, entropy_coef=0.0, **flags):
+        asked.clear()
+        monkeypatch.setattr(update, "response_logprobs", response_logprobs)
+        sums = MetricSums()
+        loss = ActorLoss("actor", "reference", AlgorithmFlags(**flags), 0.7, late_ends=ENDS)
+        return float(loss(rows or rows_of(), MINIBATCH, entropy_coef, sums)), sums, asked
+
+    return loss_of
+
+
+def test_the_policy_loss_is_a_mean_over_the_counted_tokens_of_the_optimizer_step(loss_of):
+    loss, sums, asked = loss_of()
+    assert loss == pytest.approx(POLICY) and asked == [("actor", 0.7, False, False)]
+    assert loss_of(loss_aggregation="constant")[0] == pytest.approx(sum(TOKEN_LOSSES) / 12)
+    assert loss_of(loss_aggregation="seq_mean_token_sum")[0] == pytest.approx(sum(TOKEN_LOSSES) / 4)
+    assert loss_of(rows_of(loss_mask=RESPONSE))[0] != pytest.approx(POLICY)
+    # the clips come from their flags: the ratio of the second token is 1.65, that of the third 0.90
+    wide = [TOKEN_LOSSES[0], -1.3 * 2 * 0.5, TOKEN_LOSSES[2]]
+    assert loss_of(clip_eps_low=0.05, clip_eps_high=0.3)[0] == pytest.approx((wide[0] + wide[1] + 0.95 * 2) / 6)
+    assert loss_of(clip_eps=0.3)[0] == pytest.approx(sum(wide) / 6)
+
+
+def test_metrics_count_the_tokens_of_their_mask(loss_of):
+    _, sums, _ = loss_of()
+    counted = LOG_RATIOS[COUNTED].double()
+    k3 = (torch.exp(counted) - 1 - counted).mean()
+    found = sums.reduce()
+    assert found == pytest.approx({
+        "policy/loss": POLICY / 0.25, "policy/entropy": 3.0, "policy/ratio_mean": float(counted.exp().mean()),
+        "policy/ratio_max": math.exp(0.5), "policy/clip_fraction": 1 / 3, "policy/approx_kl": 0.2 / 5,
+        "policy/log_ratio_abs_mean": 1.8 / 5, "policy/log_ratio_abs_max": 0.9, "policy/kl_k3": float(k3),
+        "policy/counted_log_ratio_abs_max": 0.5,
+    }, rel=1e-5)  # fmt: skip
+
+
+def test_the_kl_loss_of_sampled_tokens_is_added(loss_of):
+    gaps = [0.25 + ratio for ratio in LOG_RATIOS[0].tolist()]  # log p - log reference
+    k3 = sum(math.exp(-gap) - 1 + gap for gap in gaps) / 6
+    for straight_through in (True, False):
+        loss, sums, asked = loss_of(kl_loss_coef=0.5, kl_straight_through=straight_through)
+        assert loss == pytest.approx(POLICY + 0.5 * k3, rel=1e-5) and len(asked) == 1
+        assert sums.reduce()["policy/kl_loss"] == pytest.approx(k3 / 0.25, rel=1e-5)
+
+
+def test_the_full_kl_loss_takes_whole_distributions_of_actor_and_reference(loss_of):
+    kl = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    loss, _, asked = loss_of(kl_loss_coef=0.5, kl_loss_estimator="full")
+    assert loss == pytest.approx(POLICY + 0.5 * 3 * kl / 6)
+    assert asked == [("actor", 0.7, False, True), ("reference", 0.7, False, True)]
+
+
+def test_the_router_loss_beside_the_full_kl_is_that_of_the_actor_alone():
+    rows = rows_of(prompt_ids=torch.full((2, 1), 3), response_ids=torch.tensor([[4, 5, 6], [7, 8, 9]]))
+    actor, reference = PolicyModel(new_model("mixtral")), PolicyModel(new_model("mixtral"))
+    flags = AlgorithmFlags(kl_loss_coef=0.5, kl_loss_estimator="full")
+    loads = []
+    for model in (None, reference):
+        with recorded_router(torch.ones(2, dtype=torch.bool), 2) as recorder:
+            if model is None:
+                response_logprobs(actor, rows, 1.0)
+            else:
+                ActorLoss(actor, model, flags, 1.0)(rows, MINIBATCH, 0.0, MetricSums())
+        [load] = recorder.loads
+        loads.append(load)
+    assert torch.equal(loads[0].chosen, loads[1].chosen) and loads[1].probability.requires_grad
+    assert float(loads[1].count) == (3 + 2) * 2, "tokens before the last one, in two layers"
+
+
+@pytest.mark.parametrize(("delta", "advantage", "kept"), [(0.25, -1.0, 1), (0.35, -1.0, 2), (0.25, 1.0, 2)])
+def test_rows_that_are_off_policy_with_negative_advantages_are_left_out(loss_of, delta, advantage, kept):
+    """Mean log p_old - log p_new: -0.4 / 3 of the first row, 0.6 / 2 of the second."""
+    rows = rows_of(loss_mask=RESPONSE, loss_weights=torch.ones(2, 3), advantages=torch.full((2, 3), advantage))
+    loss, sums, _ = loss_of(rows, off_policy_delta=delta, policy_loss="reinforce")
+    logprobs = (rows.old_logprobs + LOG_RATIOS)[:kept][RESPONSE[:kept]]
+    assert loss == pytest.approx(float(-advantage * logprobs.sum()) / 6)
+    assert sums.reduce()["policy/off_policy_share"] == 1 - kept / 2
+    assert "policy/off_policy_share" not in loss_of(rows)[1].reduce()
+
+
+def test_the_value_loss_is_a_mean_over_all_response_tokens(monkeypatch):
+    now = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.1, 9.0]])
+    monkeypatch.setattr(update, "response_values", lambda critic, rows: now if critic == "critic" else None)
+    rows, sums = rows_of(returns=torch.full((2, 3), 1.0)), MetricSums()
+    # old values 0, clip 0.5: max((v - 1)^2, (clipped - 1)^2) / 2, with clipped values 0.5, 0.5, 0.5, 0.5, 0.1
+    expected = (max(0, 0.25) + max(1, 0.25) + max(4, 0.25) + max(9, 0.25) + 0.81) / 2
+    assert float(critic_loss("critic", rows, MINIBATCH, AlgorithmFlags(value_clip_eps=0.5), sums)) == pytest.approx(
+        expected / 10
+    )
+    found = sums.reduce()
+    assert found["value/loss"] == pytest.approx(expected / 10 / 0.25)
+    assert found["value/clip_fraction"] == pytest.approx(1 / 5), "where the clipped error is the larger one"
+
+
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "sapo", "gmpo"])
+def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log_probs(monkeypatch, policy_loss):
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 9.0]], requires_grad=True)
+    monkeypatch.setattr(update, "response_logprobs", lambda *_, **__: ResponseLogprobs(logprobs, ENTROPIES))
+    rows, sums, recorded = rows_of(old_logprobs=None, numbers=torch.arange(2)), MetricSums(), RecordedTokens()
+    # one advantage for each row, with which the losses of sequences agree with those of tokens
+    rows = replace(rows, advantages=torch.tensor([[2.0] * 3, [-3.0] * 3]), loss_weights=torch.ones(2, 3))
+    flags = AlgorithmFlags(policy_loss=policy_loss, loss_aggregation="token_mean", off_policy_delta=0.01)
+    loss = ActorLoss("actor", None, flags, 1.0)(rows, MINIBATCH, 0.0, sums, recorded)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.where(COUNTED, -2.0 / 6, 0.0))
+    found = sums.reduce()
+    assert found["policy/ratio_mean"] == found["policy/ratio_max"] == 1.0
+    assert found["policy/log_ratio_abs_max"] == found["policy/kl_k3"] == found["policy/clip_fraction"] == 0.0
+    assert found["policy/off_policy_share"] == 0.0
+    assert torch.equal(recorded.gathered(rows), torch.where(RESPONSE, logprobs.detach(), 0.0))
+
+
+@pytest.mark.parametrize("clip_eps", [0.0, 0.2])
+def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatch, clip_eps):
+    """gamma 0.5, lambda 0.5; rewards 0, 0, 1 and 0, 2. Errors are -A, as returns are A + V with the same V."""
+    values = torch.tensor([[1.0, 2.0, 4.0], [3.0, 1.0, 99.0]], requires_grad=True)
+    monkeypatch.setattr(update, "response_values", lambda critic, rows: values)
+    whole = vars(rows_of(rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 50.0]]), values=None))
+    rows = RewardedRollout(**{name: whole[name] for name in RewardedRollout.__dataclass_fields__ if name != "numbers"},
+                           numbers=torch.arange(2))  # fmt: skip
+    flags = AlgorithmFlags(gamma=0.5, gae_lambda=0.5, value_clip_eps=clip_eps)
+    sums, recorded = MetricSums(), RecordedTokens()
+    loss = critic_loss("critic", rows, MINIBATCH, flags, sums, recorded)
+    # A_t = r_t + 0.5 V_{t+1} - V_t + 0.25 A_{t+1}
+    last, middle = 1.0 - 4.0, 0.5 * 4 - 2 + 0.25 * -3.0
+    advantages = [0.5 * 2 - 1 + 0.25 * middle, middle, last, 0.5 * 1 - 3 + 0.25 * 1.0, 2.0 - 1.0]
+    assert loss.item() == pytest.approx(sum(a * a for a in advantages) / 2 / 10)
+    loss.backward()
+    assert values.grad[RESPONSE].tolist() == pytest.approx([-a / 10 for a in advantages]), "targets are constants"
+    assert values.grad[1, 2] == 0 and sums.reduce()["value/clip_fraction"] == 0.0
+    assert torch.equal(recorded.gathered(rows), torch.where(RESPONSE, values.detach(), 0.0))
+
+
+# One optimizer step; engines are stand-ins
+
 
 ROWS = [SimpleNamespace(old_logprobs=torch.zeros(1)) for _ in range(2)]  # stand for micro-batches
-MINIBATCH = MiniBatch(ROWS, Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
+STEP = MiniBatch(ROWS, Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
 CONSTANTS = {"over": {"tokens": 3.0, "rows": 2.0, "constant": 9.0}, "value_tokens": 5.0, "share": 0.25}
 TEXT = SFTBatch(*[None] * len(dataclasses.fields(SFTBatch)))
 GOOD, NOT_APPLIED = StepResult(2.0, applied=True), StepResult(math.inf, applied=False)
@@ -77,7 +256,7 @@ def one_step(monkeypatch, words="", actor=GOOD, critic=GOOD, texts=None, policy=
     policy = policy or NonFinitePolicy(config.safety)
     roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
     updates = PPOUpdate(config, None, roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
-    outcome = updates.minimise([updates.actor_objective(MINIBATCH), updates.critic_objective(MINIBATCH)], 3)
+    outcome = updates.minimise([updates.actor_objective(STEP), updates.critic_objective(STEP)], 3)
     measured = sorted(name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen"))
     return engines, outcome, measured, policy
 
