@@ -31,7 +31,7 @@ from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.report import PPOReport
-from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.state import PPOComponents, PPOData, ResumablePPO
 from dschat_ppo.rewards.reward_source import RewardMixture
 
@@ -178,8 +178,7 @@ class PlainRun:
         if config.validation.eval_data_path:
             collection = self.ppo.collection
             source = "recompute" if config.recompute_old_logprobs else "rollout"
-            scoring = replace(collection.passes.settings, old_logprobs=source)
-            scorer = ForwardPasses(engines.actor, engines.reference, None, scoring)
+            scorer = replace(collection.passes, critic=None, old_logprobs=source)
             held_out = RewardRequests(RewardMixture([(ScoreOfStep(self), 1.0)]), prompts_of(3, first=40), tokenizer)
             self.evaluation = Evaluation(
                 config.validation, collection.generator, held_out, scorer if engines.reference else None, folder,

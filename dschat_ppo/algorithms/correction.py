@@ -26,10 +26,8 @@ def importance_weights(
 
     `w = exp(old - rollout)` for each token, or with the sum over the row in the exponent (clamped to +-20).
 
-    - truncate: `min(w, cap)` (truncated importance sampling, Ionides 2008; Yao et al. 2025). The upper bound limits the
-      variance; a lower bound would only add bias.
-    - mask: w where `1 / cap <= w <= cap`, 0 elsewhere. Both bounds apply, because the aim is to drop tokens on which
-      the two engines disagree, in either direction.
+    - truncate: `min(w, cap)` (Ionides 2008; Yao et al. 2025), which limits the variance.
+    - mask: w where `1 / cap <= w <= cap`, 0 elsewhere: drops tokens on which the two engines disagree.
 
     All (B, R): log-probs and weights fp32, `mask` bool; 0 outside the mask. `cap` is at least 1.
     """

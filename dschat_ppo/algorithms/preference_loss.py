@@ -1,4 +1,5 @@
-"""Losses on preference pairs: reward model (Bradley-Terry) and direct preference optimisation.
+"""Losses on preference pairs: reward model (Bradley-Terry), direct preference optimisation, and without a reference
+ORPO, SimPO and CPO.
 
 `pair_mask` (B,) bool is False on filler pairs. `num_pairs` are the real pairs of the whole optimizer step, over all
 micro-batches and ranks. Losses divided by it are scalars with gradient.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -111,3 +113,36 @@ def chosen_nll_loss(
     """`sum (-log pi(chosen) / tokens) / num_pairs`, the NLL term of dpo_nll (Pang et al. 2024, eq. 1).
     `chosen_logprobs` (B,), summed over the tokens of each chosen answer; `num_tokens` (B,) int64, 0 counts as 1."""
     return masked_sum(-chosen_logprobs / num_tokens.clamp_min(1), pair_mask) / num_pairs
+
+
+LARGEST_MEAN = -1e-6  # mean log-prob of an answer in `log_odds`: above it the odds exceed 10^6
+
+
+def log_odds(mean_logprobs: Tensor) -> Tensor:
+    """`log(p / (1 - p))` with p = exp(mean log-prob of an answer's tokens), of any shape (Hong et al. 2024, eq. 4). A
+    mean above `LARGEST_MEAN` counts as that, without gradient: the odds of a certain answer are infinite."""
+    mean = mean_logprobs.clamp_max(LARGEST_MEAN)
+    # log(1 - e^x): `log1p` is exact for small e^x, `expm1` for e^x near 1 (Maechler 2012); each sees harmless values
+    # where the other one is used, because the gradient of both is computed
+    near = mean > -0.6931
+    from_log1p = torch.log1p(-torch.exp(mean.masked_fill(near, -1.0)))
+    from_expm1 = torch.log(-torch.expm1(mean.masked_fill(~near, -0.5)))
+    return mean - torch.where(near, from_expm1, from_log1p)
+
+
+def orpo_pair_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """`-beta log sigmoid(log odds(chosen) - log odds(rejected))`, (B,): the second term of ORPO (Hong et al. 2024).
+    `chosen`, `rejected`: (B,), log-probs averaged over tokens; `beta`: lambda in the paper (eq. 6)."""
+    return -beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def simpo_pair_loss(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> Tensor:
+    """`-log sigmoid(beta (chosen - rejected) - gamma)`, (B,) (SimPO, Meng et al. 2024, eq. 6). `chosen`, `rejected`:
+    (B,), log-probs averaged over tokens; `gamma`: required lead, in units of beta x log-prob."""
+    return -F.logsigmoid(beta * (chosen - rejected) - gamma)
+
+
+def cpo_pair_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """`-log sigmoid(beta (chosen - rejected))`, (B,): DPO with a uniform reference (CPO, Xu et al. 2024). `chosen`,
+    `rejected`: (B,), log-probs summed over tokens."""
+    return -F.logsigmoid(beta * (chosen - rejected))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ class AdvantageComputation:
         loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
         numbers = torch.arange(len(mask), device=mask.device)
         return RewardedRollout(
-            **_fields(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers, answer_scores=scores
+            **vars(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers, answer_scores=scores
         )
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
@@ -109,9 +108,7 @@ class AdvantageComputation:
         if step > self.warmup_rollouts and rows.ref_logprobs is not None:
             mean_kl = masked_sum(kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask) / mask.sum().clamp_min(1)
             self.kl_coef.update(float(mean_kl), len(rows.groups))
-        return Experience(
-            **_fields(rows), advantages=advantages, returns=returns, loss_weights=weights, selected=selected
-        )
+        return Experience(**vars(rows), advantages=advantages, returns=returns, loss_weights=weights, selected=selected)
 
     def undo(self) -> None:
         """Restore the state before the last `with_rewards`."""
@@ -136,8 +133,3 @@ class AdvantageComputation:
             load_saved("--kl_target", state["kl_coef"], self.kl_coef.load_state_dict)
         if self.flags.normalize_rewards == "running":
             load_saved("--normalize_rewards running", state["running"], self.running.load_state_dict)
-
-
-def _fields(rows: ScoredRollout) -> dict[str, Any]:
-    """The fields of a record, for one that has more."""
-    return {field.name: getattr(rows, field.name) for field in fields(rows)}

@@ -100,11 +100,9 @@ def report_lengths(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrain
     readers = {folders.actor, folders.reference, folders.critic}
     if folders.reward is not None and reward_tokenizer(config, folders.reward, tokenizer) is None:
         readers.add(folders.reward)
-    is_default = (ppo.max_prompt_seq_len, ppo.max_answer_seq_len) == (
-        PPOFlags.max_prompt_seq_len,
-        PPOFlags.max_answer_seq_len,
-    )
+    defaults = PPOFlags.max_prompt_seq_len, PPOFlags.max_answer_seq_len
     longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
+    is_default = (ppo.max_prompt_seq_len, ppo.max_answer_seq_len) == defaults
     report_length(sorted(filter(None, readers)), longest, LIMITS, is_default)
 
 
@@ -114,10 +112,9 @@ def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
     check_tensor_parallel(actor, size, dist.world_size(), lora_dim)
     reason = reason_not_to_divide(actor, lora_dim)
     if size > 1 and reason is not None:
-        instead = "generation gathers one layer at a time, as with --unpin_actor_parameters"
-        if config.ppo.actor_zero_stage != 3:
-            instead = "each rank generates with the whole model; use --actor_zero_stage 3 to gather one layer at a time"
-        logger().info(f"note: --inference_tp_size {size}: {reason}; {instead}")
+        at_zero_3 = "one layer at a time, as with --unpin_actor_parameters"
+        instead = at_zero_3 if config.ppo.actor_zero_stage == 3 else "the whole model (at ZeRO-3 one layer at a time)"
+        logger().info(f"note: --inference_tp_size {size}: {reason}; each rank generates with {instead}")
 
 
 def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
@@ -289,7 +286,7 @@ def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenR
 
 
 def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
-    """Log batch sizes, warm-up, and what the flags do to ratios."""
+    """Log batch sizes and warm-up."""
     ppo, schedule = config.ppo, config.schedule
     lines = plan.table()
     totals = (plan.actor_updates, plan.total_updates) if config.algorithm.has_critic else (plan.actor_updates,)
@@ -300,11 +297,6 @@ def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
             f"note: --critic_warmup_rollouts is {plan.warmup_rollouts} in place of "
             f"{config.algorithm.critic_warmup_rollouts}, so that the last of {counted(plan.ppo_steps, 'PPO step')} "
             "trains the actor"
-        )
-    if ppo.old_logprobs == "rollout" and config.run.dtype != "fp32":
-        logger().info(
-            f"note: in {config.run.dtype} log-probs recorded while sampling differ by about 0.01 from those of the "
-            "training forward, so ratios do not begin at 1 (--old_logprobs rollout)"
         )
 
 

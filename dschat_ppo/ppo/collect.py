@@ -33,7 +33,7 @@ from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores, number_means
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
-from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, engine_text, generate
+from dschat_ppo.rollout.generator import EngineName, GenerationConfig, choose_engine, engine_text, generate
 from dschat_ppo.rollout.memory import rows_for_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import Rollout, ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
@@ -57,26 +57,13 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple
 
 def generation_config(flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> GenerationConfig:
     """Sampling parameters, stopping criteria and engine that the flags ask for."""
-
-    def decode(rows: list[list[int]]) -> list[str]:
-        return list(tokenizer.batch_decode(rows))
-
     stopping = StoppingCriteria(
-        flags.max_answer_seq_len,
-        end_ids(tokenizer, model),
-        tuple(flags.stop_token_ids),
-        tuple(flags.stop_strings),
-        flags.min_answer_seq_len,
-        decode if flags.stop_strings else None,
-    )
+        flags.max_answer_seq_len, end_ids(tokenizer, model), tuple(flags.stop_token_ids), tuple(flags.stop_strings),
+        flags.min_answer_seq_len, tokenizer.batch_decode if flags.stop_strings else None,
+    )  # fmt: skip
     sampling = SamplingParameters(flags.temperature, flags.top_p, flags.top_k, flags.min_p, flags.repetition_penalty)
-    return GenerationConfig(
-        sampling,
-        stopping,
-        flags.n_samples_per_prompt,
-        flags.rollout_rows,
-        engine="padded" if flags.rollout_engine == "padded" else "continuous",
-    )
+    engine: EngineName = "padded" if flags.rollout_engine == "padded" else "continuous"
+    return GenerationConfig(sampling, stopping, flags.n_samples_per_prompt, flags.rollout_rows, engine=engine)
 
 
 def greedily(config: GenerationConfig) -> GenerationConfig:
@@ -89,14 +76,13 @@ class RolloutGenerator:
     checks the generation engine on the model."""
 
     def __init__(
-        self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int,
-        device: torch.device,
-    ):  # fmt: skip
+        self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int
+    ):
         self.hybrid = hybrid
         self.prompts = prompts
         self.pad_id = filler_id(tokenizer)
         self.seed = seed
-        self.device = device
+        self.device = dist.device()
         self.graphs = RolloutGraphs()
         config = generation_config(flags, tokenizer, hybrid.model)
         if len(config.stopping.eos_ids) > 1:
@@ -116,9 +102,8 @@ class RolloutGenerator:
         """Answer the prompts at `indices`, at least one and as many on every rank. Collective.
 
         An answer's seed is derived from the run's seed, `path` (the step, ...) and the answer's number over all ranks,
-        so the answer does not depend on the rank that generates it. This rank's numbers start at `first`; None: they
-        follow those of the ranks before it. Once `cancelled` returns True, this rank stops generating, and its answers
-        are to be discarded.
+        which start at `first` (None: after those of the ranks before), so it does not depend on the rank. Once
+        `cancelled` returns True, this rank stops generating, and its answers are to be discarded.
         """
         config = config or self.config
         first = dist.rank() * len(indices) * config.samples if first is None else first
@@ -153,24 +138,21 @@ class Prompts:
     first: int  # number of the first one among all prompts of the run; it numbers the groups
 
 
+@dataclass(eq=False)
 class ExperienceCollection:
-    """The steps of `make_experience`. Each is timed, and its tokens are counted. `pool` collects the rows of several
-    rounds of dynamic sampling; None without. With `several_data_sets`, rows carry the number of their prompt's data
-    set, the column `source`."""
+    """The steps of `make_experience`. Each is timed, and its tokens are counted."""
 
-    def __init__(
-        self, config: PPOConfig, plan: PPOPlan, generator: RolloutGenerator, requests: RewardRequests,
-        passes: ForwardPasses, pool: GroupPool | None, clock: PhaseClock, several_data_sets: bool = False,
-    ):  # fmt: skip
-        self.config = config
-        self.several_data_sets = several_data_sets
-        self.plan = plan
-        self.generator = generator
-        self.requests = requests
-        self.passes = passes
-        self.pool = pool
-        self.clock = clock
-        self.stream = IndexStream(generator.prompts, config.run.seed)
+    config: PPOConfig
+    plan: PPOPlan
+    generator: RolloutGenerator
+    requests: RewardRequests
+    passes: ForwardPasses
+    pool: GroupPool | None  # the rows of several rounds of dynamic sampling; None without
+    clock: PhaseClock
+    several_data_sets: bool = False  # rows carry the number of their prompt's data set, the column `source`
+
+    def __post_init__(self) -> None:
+        self.stream = IndexStream(self.generator.prompts, self.config.run.seed)
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
         self._numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
@@ -178,12 +160,9 @@ class ExperienceCollection:
     @contextmanager
     def cancelled_on_stop(self, checkpointer: CheckpointManager) -> Iterator[None]:
         """Collect the rows of one PPO step inside this block. If a stop is requested meanwhile, discard them, save the
-        state before the block, and raise `StopRequested`.
-
-        A resumed run samples the same answers again, because their seeds depend only on the step. A stop may end the
-        processes or the service of a reward before this rank notices the request. So scores computed meanwhile are
-        discarded too, and a failed reward is treated as part of the stop.
-        """
+        state before the block, and raise `StopRequested`: seeds depend only on the step, so a resumed run samples the
+        same answers. A stop may end the processes or the service of a reward before this rank notices the request, so
+        scores computed meanwhile are discarded too, and a failed reward is treated as part of the stop."""
         before = self.state_dict()
         self._round = self._faults = 0
         self._numbers = []

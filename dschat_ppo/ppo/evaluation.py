@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
+from dschat_ppo.algorithms.evaluation_statistics import pass_at_k
 from dschat_ppo.algorithms.kl import kl_k1
-from dschat_ppo.algorithms.pass_at_k import pass_at_k
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
@@ -120,17 +120,15 @@ def answered_rows(
     lengths, totals = rollout.response_mask.sum(dim=1).tolist(), scores.total.tolist()
     ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
     by_source = dict(zip(requests.mixture.names, scores.by_source.T.tolist(), strict=True))
-    rows = []
-    for number, index in enumerate(indices):
-        own = slice(number * samples, (number + 1) * samples)
-        rows.append(
-            Answered(
-                index, prompts[number], list(responses[own]), totals[own], lengths[own], ended[own],
-                None if kl is None else kl[own], {name: values[own] for name, values in by_source.items()},
-                {name: values[own].tolist() for name, values in scores.numbers.items()}, names[number],
-            )
-        )  # fmt: skip
-    return rows
+    parts = [slice(start, start + samples) for start in range(0, len(totals), samples)]  # a prompt's answers
+    return [
+        Answered(
+            index, prompt, list(responses[own]), totals[own], lengths[own], ended[own],
+            None if kl is None else kl[own], {source: values[own] for source, values in by_source.items()},
+            {key: values[own].tolist() for key, values in scores.numbers.items()}, name,
+        )
+        for index, prompt, own, name in zip(indices, prompts, parts, names, strict=True)
+    ]  # fmt: skip
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:
@@ -142,30 +140,22 @@ def shown_metrics(metrics: Mapping[str, float]) -> str:
     )  # fmt: skip
 
 
+@dataclass(eq=False)
 class Evaluation:
-    """Answers the held-out prompts and remembers the best evaluation.
+    """Answers the held-out prompts and remembers the best evaluation."""
 
-    Args:
-        passes: computes log-probs under actor and reference; None where there is no reference.
-        save_best: saves the models of the best evaluation; collective.
-        data_sources: names of the data sets, which the column `source` of the prompts numbers.
-    """
+    flags: EvaluationFlags
+    generator: RolloutGenerator
+    requests: RewardRequests
+    passes: ForwardPasses | None  # log-probs under actor and reference; None where there is no reference
+    folder: Path
+    save_best: Callable[[], None]  # saves the models of the best evaluation; collective
+    data_sources: Sequence[str] = ()  # names of the data sets, which the column `source` of the prompts numbers
+    best: tuple[float, int] | None = None  # (score, PPO step)
 
-    def __init__(
-        self, flags: EvaluationFlags, generator: RolloutGenerator, requests: RewardRequests,
-        passes: ForwardPasses | None, folder: Path, save_best: Callable[[], None],
-        data_sources: Sequence[str] = (),
-    ):  # fmt: skip
-        self.flags = flags
-        self.generator = generator
-        self.requests = requests
-        self.passes = passes
-        self.folder = folder
-        self.save_best = save_best
-        self.data_sources = data_sources
-        config = greedily(generator.config) if flags.eval_greedy else generator.config
-        self.config = replace(config, samples=flags.eval_samples)
-        self.best: tuple[float, int] | None = None  # (score, PPO step)
+    def __post_init__(self) -> None:
+        config = greedily(self.generator.config) if self.flags.eval_greedy else self.generator.config
+        self.config = replace(config, samples=self.flags.eval_samples)
 
     def close(self) -> None:
         """End the processes of the reward functions."""
@@ -201,11 +191,9 @@ class Evaluation:
 
     def require_best_models(self, before: Mapping[str, float]) -> None:
         """Forget the best evaluation of a resumed run if `best/` is not there, as with another `--output_dir`, so that
-        the best models from here on are kept. `before`, the metrics before training or {}, remains to be beaten.
-        Collective."""
-        if self.best is None or self.best[1] == 0 or not self.flags.save_best:
-            return
-        if dist.broadcast_object((self.folder / BEST).is_dir()):
+        the best models from here on are kept; `before`, the metrics before training, is to be beaten. Collective."""
+        needed = self.best is not None and self.best[1] > 0 and self.flags.save_best
+        if self.best is None or not needed or dist.broadcast_object((self.folder / BEST).is_dir()):
             return
         logger().info(
             f"evaluation: {self.folder / BEST} does not hold the models of step {self.best[1]}, the best so far; the "

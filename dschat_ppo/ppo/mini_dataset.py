@@ -61,12 +61,9 @@ class MiniBatch(Generic[Rewarded]):
 
 @dataclass(frozen=True)
 class MiniDataset:
-    """Experience of one PPO step, served in shuffled mini-batches for several epochs.
-
-    Every rank holds the rows of all ranks (they are small compared with the models) and shuffles them in the same way.
-    So the rows of an optimizer step, its denominators and the moments for whitening do not depend on the number of
-    ranks, and shuffling moves single rows between micro-batches and ranks. A mini-batch never mixes two PPO steps.
-    """
+    """Experience of one PPO step, served in shuffled mini-batches for several epochs. Every rank holds the rows of all
+    ranks and shuffles them in the same way, so the rows of an optimizer step, its denominators and the moments for
+    whitening do not depend on the number of ranks."""
 
     rows_per_update: int  # of one optimizer step over all ranks
     micro_batch_tokens: int  # budget of `split_by_tokens`
@@ -76,10 +73,8 @@ class MiniDataset:
 
     def minibatches(self, rows: Rewarded, ppo_epochs: int, step: int) -> Iterator[MiniBatch[Rewarded]]:
         """This rank's share of each mini-batch of `rows`, which are those of all ranks and a multiple of
-        `rows_per_update`, for `ppo_epochs` passes, shuffled again in each pass. Shuffling decides which rows form an
-        optimizer step. Inside the step, rows are sorted by prompt and length. Every rank computes the shares of all
-        ranks, so ranks with fewer micro-batches add empty ones without a collective: the shortest row with an empty
-        response."""
+        `rows_per_update`, shuffled again in each of `ppo_epochs` passes. Every rank computes the shares of all ranks,
+        so ranks with fewer micro-batches add empty ones without a collective: the shortest row, its response empty."""
         count = rows.response_ids.shape[0]
         if count % self.rows_per_update:
             raise ValueError(f"{count} rows are not a multiple of {self.rows_per_update} rows per update")
@@ -126,26 +121,25 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
     return replace(padded, **dict(zip(named, gathered, strict=True)))
 
 
+@dataclass(eq=False)
 class TextBatches:
-    """Serves to each optimizer step as many blocks of text, blocks of `text_blocks`, as the step has
-    answers: over all ranks `rows_per_update`, a multiple of `micro_batch` times the ranks. `pad_id` is any id; padding
-    is masked."""
+    """Serves to each optimizer step as many blocks of text as the step has answers."""
 
-    def __init__(
-        self, rows: Dataset, rows_per_update: int, micro_batch: int, seed: int, pad_id: int, device: torch.device
-    ):
-        self.rows = rows
-        self._rows_per_update = rows_per_update
-        self._micro_batch = micro_batch
-        self._pad_id = pad_id
-        self._device = device
-        self.stream = IndexStream(rows, seed)
+    rows: Dataset  # of `text_blocks`
+    rows_per_update: int  # over all ranks; a multiple of `micro_batch` times the ranks
+    micro_batch: int
+    seed: int
+    pad_id: int  # any id; padding is masked
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.stream = IndexStream(self.rows, self.seed)
 
     def take(self) -> tuple[list[SFTBatch], Tensor]:
         """This rank's micro-batches of the next optimizer step, and the number of tokens of all ranks. Collective."""
-        taken = self.stream.take(self._rows_per_update)[dist.data_rank() :: dist.data_ranks()]
-        parts = [taken[start : start + self._micro_batch] for start in range(0, len(taken), self._micro_batch)]
-        batches = [to_device(collate_sft(self.rows, part, self._pad_id, True), self._device) for part in parts]
+        taken = self.stream.take(self.rows_per_update)[dist.data_rank() :: dist.data_ranks()]
+        parts = [taken[start : start + self.micro_batch] for start in range(0, len(taken), self.micro_batch)]
+        batches = [to_device(collate_sft(self.rows, part, self.pad_id, True), self.device) for part in parts]
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
         return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()  # each block once
 

@@ -98,8 +98,7 @@ def _check_loss(function: Callable[..., Any], rows: Experience) -> None:
 
 def _require_per_token(word: str, values: Any, like: Tensor) -> None:
     if not isinstance(values, Tensor) or values.shape != like.shape or values.dtype != like.dtype:
-        is_tensor = isinstance(values, Tensor)
-        got = f"{tuple(values.shape)} {values.dtype}" if is_tensor else type(values).__name__
+        got = f"{tuple(values.shape)} {values.dtype}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"{word} must be a tensor {tuple(like.shape)} {like.dtype}, got {got}")
     if values.is_floating_point() and not bool(values.isfinite().all()):
         raise ValueError(f"{word} are not finite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from dschat_ppo.common import dist
@@ -20,20 +21,19 @@ from dschat_ppo.run.kept_models import KeptModels
 RESULT = (*(c.metric for c in PPO_COLUMNS), "reward/total_mean", "rollout/ended_share", "rollout/distinct_share")
 
 
+@dataclass(eq=False)
 class PPOReport:
     """Finishes PPO steps: reduces metrics, adapts the entropy coefficient, evaluates, saves models, and logs."""
 
-    def __init__(
-        self, ppo: PPOComponents, evaluation: Evaluation | None, health: HealthWatch, writer: MetricsWriter,
-        kept: KeptModels | None = None, samples: Samples | None = None,
-    ):  # fmt: skip
-        self.ppo = ppo
-        self.evaluation = evaluation
-        self.health = health
-        self.writer = writer
-        self.kept = kept
-        self.samples = samples
-        self.bar = Progress("PPO", ppo.plan.ppo_steps, ppo.state.steps)
+    ppo: PPOComponents
+    evaluation: Evaluation | None
+    health: HealthWatch
+    writer: MetricsWriter
+    kept: KeptModels | None = None
+    samples: Samples | None = None
+
+    def __post_init__(self) -> None:
+        self.bar = Progress("PPO", self.ppo.plan.ppo_steps, self.ppo.state.steps)
 
     def evaluate_before_training(self) -> None:
         """Evaluate the untrained actor, or, if the run resumes after that, look for the best models so far."""
@@ -93,11 +93,9 @@ class PPOReport:
 
 def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, float]:
     """Drift between sampling and training in the PPO step in flight, and the share of its updates that were applied.
-
     Rollout log-probs are compared with those of a training forward pass: over all tokens if `old_logprobs` come from
-    one, else over the first optimizer step, whose forward pass precedes every update of the policy. If that pass gives
-    the old log-probs, the KL to the reference is measured again with them.
-    """
+    one, and then the KL to the reference is measured with them again; else over the first optimizer step, whose pass
+    precedes every update."""
     state, epochs = ppo.state, ppo.config.ppo.ppo_epochs
     experience = state.experience
     assert experience is not None

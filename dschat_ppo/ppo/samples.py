@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +19,16 @@ from dschat_ppo.types import FinishReason, ScoredRollout, select_rows, to_device
 SAMPLES = "samples.jsonl"
 
 
+@dataclass(frozen=True)
 class Samples:
-    """Writes `count` answers of the first PPO step, and of every so many (`every`; 0: of none). `sources` names the
-    reward sources in the order of `source_scores`, `data_sources` the data sets in the order of their numbers in the
-    rows."""
+    """Writes `count` answers of the first PPO step, and of every so many."""
 
-    def __init__(
-        self, folder: Path, every: int, count: int, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str],
-        data_sources: Sequence[str] = (),
-    ):  # fmt: skip
-        self.lines = JsonLines(folder / SAMPLES)
-        self.every = every
-        self.count = count
-        self.tokenizer = tokenizer
-        self.sources = sources
-        self.data_sources = data_sources
+    lines: JsonLines
+    every: int  # 0: of none
+    count: int
+    tokenizer: PreTrainedTokenizerBase
+    sources: Sequence[str]  # names of the reward sources in the order of `source_scores`
+    data_sources: Sequence[str] = ()  # names of the data sets in the order of their numbers in the rows
 
     def is_due(self, step: int) -> bool:
         """Whether answers of PPO step `step` are written."""

@@ -101,24 +101,17 @@ class RewardRequests:
 
 
 @dataclass(frozen=True)
-class PassSettings:
-    """Settings of `ForwardPasses`."""
-
-    temperature: float  # of sampling; log-probs are computed at it
-    micro_batch_tokens: int  # budget of one forward pass
-    old_logprobs: OldLogprobs  # "recompute" also gives entropies; with "update", rows have no old log-probs
-    kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
-    late_ends: LateEnds | None = None  # of sampling
-
-
-@dataclass(frozen=True)
 class ForwardPasses:
     """Adds log-probs, KL and values to rollouts, in micro-batches."""
 
     actor: Model
     reference: Model | None  # None: no KL is needed
     critic: Model | None  # None: scoring computes no values
-    settings: PassSettings
+    temperature: float  # of sampling; log-probs are computed at it
+    micro_batch_tokens: int  # budget of one forward pass
+    old_logprobs: OldLogprobs  # "recompute" also gives entropies; with "update", rows have no old log-probs
+    kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
+    late_ends: LateEnds | None = None  # of sampling
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout, scores: Scores, groups: Tensor) -> ScoredRollout:
@@ -134,19 +127,19 @@ class ForwardPasses:
         )  # fmt: skip
         if dist.sequence_ranks() > 1:
             batch = gather_rows(batch, of_group=True)
-        shares = share_prompts(self.actor, self.reference, self.critic) and self.settings.kl_estimator != "full"
+        shares = share_prompts(self.actor, self.reference, self.critic) and self.kl_estimator != "full"
         prompts = prompts_of(batch) if shares else None
-        parts, own = even_passes(row_lengths(batch), self.settings.micro_batch_tokens, prompts)
-        temperature, estimator = self.settings.temperature, self.settings.kl_estimator
-        late_ends, full, done = self.settings.late_ends, estimator == "full" and self.reference is not None, []
+        parts, own = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
+        temperature, late_ends, done = self.temperature, self.late_ends, list[ScoredRollout]()
+        full = self.kl_estimator == "full" and self.reference is not None
         for number, part in enumerate(parts, start=1):  # one forward pass of each model; every tensor is (b, R)
             heartbeat()
             rows = select_rows(batch, part)
             mask = rows.response_mask
-            if self.settings.old_logprobs == "recompute":
+            if self.old_logprobs == "recompute":
                 actor = response_logprobs(self.actor, rows, temperature, distributions=full, late_ends=late_ends)
                 rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
-            elif self.settings.old_logprobs == "rollout":
+            elif self.old_logprobs == "rollout":
                 rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
             if self.reference is not None:
                 reference = response_logprobs(
@@ -155,7 +148,7 @@ class ForwardPasses:
                 if full:
                     kl = exact_kl(rows, actor, reference)
                 else:
-                    kl = KL_ESTIMATORS[estimator](rows.policy_logprobs, reference.logprobs)
+                    kl = KL_ESTIMATORS[self.kl_estimator](rows.policy_logprobs, reference.logprobs)
                 rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
             if self.critic is not None:
                 rows = replace(rows, values=torch.where(mask, response_values(self.critic, rows), 0.0))

@@ -37,7 +37,7 @@ from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, RolloutGener
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
 from dschat_ppo.ppo.own_algorithms import own_metrics
-from dschat_ppo.ppo.score import ForwardPasses, PassSettings, RewardRequests
+from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of, to_device
@@ -126,17 +126,17 @@ class PPOComponents:
 
     def __init__(self, config: PPOConfig, plan: PPOPlan, data: PPOData, engines: RLHFEngine, rewards: RewardMixture):
         ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
-        device, prompts, tokenizer = dist.device(), data.prompts, data.tokenizer
+        prompts, tokenizer = data.prompts, data.tokenizer
         self.config = config
         self.plan = plan
         self.engines = engines
-        self.device = device
+        self.device = dist.device()
         self.texts = data.texts
         self.data_sources = tuple(data.sources)
         self.state = PPOState()
         self.clock = PhaseClock()
         self.nonfinite = NonFinitePolicy(config.safety, ReproBundles("ppo", config, tokenizer))
-        generator = RolloutGenerator(ppo, engines.hybrid, prompts, tokenizer, seed, device)
+        generator = RolloutGenerator(ppo, engines.hybrid, prompts, tokenizer, seed)
         seed_this_rank(seed)
         model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
@@ -145,11 +145,10 @@ class PPOComponents:
             algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts
         )
         late_ends = generator.config.stopping.late_ends
-        settings = PassSettings(
-            ppo.temperature, plan.micro_batch_tokens, self.old_logprobs, algorithm.kl_estimator, late_ends
-        )
-        critic = None if self.old_logprobs == "update" else engines.critic
-        passes = ForwardPasses(engines.actor, engines.reference, critic, settings)
+        passes = ForwardPasses(
+            engines.actor, engines.reference, None if self.old_logprobs == "update" else engines.critic,
+            ppo.temperature, plan.micro_batch_tokens, self.old_logprobs, algorithm.kl_estimator, late_ends,
+        )  # fmt: skip
         pool = GroupPool(plan.rollout_rows, self.shaping.shaped) if algorithm.dynamic_sampling else None
         self.collection = ExperienceCollection(
             config, plan, generator, RewardRequests(rewards, prompts, tokenizer), passes, pool, self.clock,
@@ -169,11 +168,8 @@ class PPOComponents:
         )  # fmt: skip
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
-        """The rows with their values (N, R), if there is a critic. Collective.
-
-        Where the PPO step makes one update, scoring gives no values. The forward and backward pass of that update gives
-        them here, and its gradients wait in `state.critic_pass`.
-        """
+        """The rows with their values (N, R), if there is a critic. Where the PPO step makes one update, the forward and
+        backward pass of that update gives them here, and its gradients wait in `state.critic_pass`. Collective."""
         if rows.values is not None or self.engines.critic is None:
             return rows
         self.engines.train()
@@ -191,13 +187,10 @@ class PPOComponents:
         its rows. Collective in that case."""
         metrics, kept = dict(self.collection.metrics), None
         if self.nonfinite.is_finite(experience, step):
-            kl_coef = self.shaping.used_kl_coef
-            names = self.collection.requests.mixture.names
-            clip = None
+            kl_coef, names, clip = self.shaping.used_kl_coef, self.collection.requests.mixture.names, None
             if self.shaping.score_clip:
                 clip = self.shaping.scaled(experience.scores), self.shaping.shaped(experience.scores)
-            metrics |= experience_metrics(experience, kl_coef, names, self.data_sources, clip)
-            metrics["kl/coef"] = kl_coef
+            metrics |= experience_metrics(experience, kl_coef, names, self.data_sources, clip) | {"kl/coef": kl_coef}
             metrics |= own_metrics(self.config.ppo.metrics, experience)
             for role, engine in self.engines.trained.items():
                 metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}
@@ -213,17 +206,10 @@ class PPOComponents:
     def sync_reference(self, step: int) -> None:
         """Move the reference towards the actor, if that is due after PPO step `step`. `NonFiniteError` if a weight of
         the actor is not finite. Collective."""
-        sync, flags = self.engines.reference_sync, self.config.reference
-        if sync is None or step % flags.ref_sync_interval != 0:
-            return
-        with self.clock.phase("sync"):
-            moved = sync.update()
-        self.state.metrics["kl/reference_moved"] = moved
-        share = flags.ref_sync_mixup
-        logger().info(
-            f"PPO step {step}: reference = {share:g} x actor + {1 - share:g} x reference; it moved by {moved:.2e} of "
-            "its norm"
-        )
+        sync = self.engines.reference_sync
+        if sync is not None and step % self.config.reference.ref_sync_interval == 0:
+            with self.clock.phase("sync"):
+                self.state.metrics["kl/reference_moved"] = sync.update()
 
     def minibatches_left(self, experience: Experience | None, step: int) -> Iterator[MiniBatch]:
         """The mini-batches of a PPO step that no update has used yet; none once a limit has ended its updates."""

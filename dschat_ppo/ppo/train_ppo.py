@@ -24,14 +24,15 @@ from dschat_ppo.html_report.page import report_run
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
+from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.monitor.step_line import CRITIC_COLUMN, PPO_COLUMNS
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward, reward_tokenizer
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.report import PPOReport
-from dschat_ppo.ppo.samples import Samples
-from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.ppo.samples import SAMPLES, Samples
+from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.state import PPOComponents, PPOData, ResumablePPO
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
@@ -73,11 +74,12 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             logger().info(f"evaluation: {shown_metrics(found)}")
             return write_validation(output, found, time.perf_counter() - begun.started)
 
-        samples = Samples(output, config.ppo.sample_interval, SAMPLES_PER_STEP, tokenizer, rewards.names, rows.sources)
+        lines = JsonLines(output / SAMPLES)
+        samples = Samples(lines, config.ppo.sample_interval, SAMPLES_PER_STEP, tokenizer, rewards.names, rows.sources)
         announce("train")
-        resumable = ResumablePPO(components, evaluation, health, [samples.lines])
+        resumable = ResumablePPO(components, evaluation, health, [lines])
         with session.training(resumable) as (writer, checkpointer):
-            samples.lines.begin()
+            lines.begin()
             health.begin(output)
             report = PPOReport(components, evaluation, health, writer, kept, samples)
             with report.bar:
@@ -164,8 +166,7 @@ def evaluation_of(
     scorer = None
     if engines.reference is not None:
         old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
-        scoring = replace(collection.passes.settings, old_logprobs=old_logprobs)
-        scorer = ForwardPasses(engines.actor, engines.reference, None, scoring)
+        scorer = replace(collection.passes, critic=None, old_logprobs=old_logprobs)
 
     requests = RewardRequests(mixture, rows, tokenizer)
     return Evaluation(flags, collection.generator, requests, scorer, kept.output, kept.save_best, data_sources)

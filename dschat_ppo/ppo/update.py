@@ -73,18 +73,18 @@ KL_OF_UPDATE = "policy/kl_k3"
 LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 
+@dataclass(eq=False)
 class ActorLoss:
-    """Policy loss, entropy bonus and KL. Only the full KL as a loss needs `reference`."""
+    """Policy loss, entropy bonus and KL."""
 
-    def __init__(
-        self, actor: Model, reference: Model | None, flags: AlgorithmFlags, temperature: float,
-        late_ends: LateEnds | None = None,
-    ):  # fmt: skip
-        self.actor = actor
-        self.reference = reference
-        self.flags = flags
-        self.temperature = temperature
-        self.late_ends = late_ends
+    actor: Model
+    reference: Model | None  # only the full KL as a loss needs it
+    flags: AlgorithmFlags
+    temperature: float
+    late_ends: LateEnds | None = None
+
+    def __post_init__(self) -> None:
+        flags = self.flags
         self.full_kl = flags.full_kl_loss
         self.policy_loss = named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
         self.settings = PolicyLossSettings(
@@ -207,24 +207,23 @@ class Outcome:
     logprobs: RecordedTokens | None = None  # of the actor's pass, where scoring has computed none and all are finite
 
 
+@dataclass(eq=False)
 class PPOUpdate:
-    """Builds the objectives of actor and critic, and makes optimizer steps. `late_ends` are those of sampling, `texts`
-    blocks for the PTX loss, or None."""
+    """Builds the objectives of actor and critic, and makes optimizer steps."""
 
-    def __init__(
-        self, config: PPOConfig, late_ends: LateEnds | None, engines: RLHFEngine, texts: TextBatches | None,
-        entropy_coef: AdaptiveEntropy | FixedCoefficient, nonfinite: NonFinitePolicy, clock: PhaseClock,
-    ):  # fmt: skip
-        self.config = config
-        self.engines = engines
-        self.texts = texts
-        self.entropy_coef = entropy_coef
-        self.nonfinite = nonfinite
-        self.clock = clock
-        flags = config.algorithm
+    config: PPOConfig
+    late_ends: LateEnds | None  # of sampling
+    engines: RLHFEngine
+    texts: TextBatches | None  # blocks for the PTX loss
+    entropy_coef: AdaptiveEntropy | FixedCoefficient
+    nonfinite: NonFinitePolicy
+    clock: PhaseClock
+
+    def __post_init__(self) -> None:
+        flags, temperature, actor = self.config.algorithm, self.config.ppo.temperature, self.engines.actor
         coef = flags.router_loss_coef
-        self.router = router_settings(coef, engines.actor.module) if coef > 0 else None
-        self.actor_loss = ActorLoss(engines.actor, engines.reference, flags, config.ppo.temperature, late_ends)
+        self.router = router_settings(coef, actor.module) if coef > 0 else None
+        self.actor_loss = ActorLoss(actor, self.engines.reference, flags, temperature, self.late_ends)
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.
@@ -270,11 +269,10 @@ class PPOUpdate:
         """Forward, backward and one update of each engine; the actor's objective, if there is one, is the first.
         `NonFiniteError` if a loss or gradient is not finite, and the run is to stop. Collective.
 
-        An actor's update that `--max_log_ratio` forbids skips the critic's update of the same rows as well;
-        `--target_kl` makes an update the PPO step's last one. Both compare the policy in the update's forward pass with
-        the one that scored the answers, over the tokens of all ranks that the policy loss counts, so every rank makes
-        the same decision. With `--align_overflow`, the gradients of both engines are computed before either update.
-        Otherwise gradients that wait are applied first, so that those of one engine alone are in memory.
+        An actor's update that `--max_log_ratio` forbids skips the critic's as well; `--target_kl` makes an update the
+        PPO step's last one. Both compare the policy in this forward pass with the one that scored the answers, over the
+        tokens of all ranks, so every rank decides alike. With `--align_overflow`, the gradients of both engines are
+        computed before either update; otherwise those that wait are applied first, so that one engine's are in memory.
         """
         outcome, flags = Outcome({}, []), self.config.algorithm
         logprobs: RecordedTokens | None = None
@@ -305,9 +303,7 @@ class PPOUpdate:
 
     def _record_result(self, objective: Objective, result: StepResult, step: int, outcome: Outcome) -> None:
         """Record an update that was applied; handle a number that is not finite."""
-        self.nonfinite.handle(
-            objective.role, step, result, objective.engine, objective.batches, objective.constants
-        )  # fmt: skip
+        self.nonfinite.handle(objective.role, step, result, objective.engine, objective.batches, objective.constants)
         if result.applied:
             outcome.grad_norms[objective.role] = result.grad_norm
             outcome.sums.append(objective.sums)

@@ -23,8 +23,15 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import masked_sum
 from dschat_ppo.algorithms.kto_loss import balanced_weights, kto_baseline, kto_losses
-from dschat_ppo.algorithms.preference_loss import PAIR_LOSSES, chosen_nll_loss, log_ratios, preference_loss
-from dschat_ppo.algorithms.reference_free_loss import cpo_pair_loss, orpo_pair_loss, simpo_pair_loss
+from dschat_ppo.algorithms.preference_loss import (
+    PAIR_LOSSES,
+    chosen_nll_loss,
+    cpo_pair_loss,
+    log_ratios,
+    orpo_pair_loss,
+    preference_loss,
+    simpo_pair_loss,
+)
 from dschat_ppo.common import dist
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.heartbeat import heartbeat

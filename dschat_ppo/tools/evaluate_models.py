@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.win_rate import accuracy_of, wilson_interval, win_shares
+from dschat_ppo.algorithms.evaluation_statistics import accuracy_of, wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import short_names, shown_path

@@ -12,17 +12,15 @@ from dschat_ppo.algorithms.preference_loss import (
     PAIR_LOSSES,
     bradley_terry_loss,
     chosen_nll_loss,
-    log_ratios,
-    preference_loss,
-    reward_centering_loss,
-)
-from dschat_ppo.algorithms.process_loss import aggregate_steps, step_losses
-from dschat_ppo.algorithms.reference_free_loss import (
     cpo_pair_loss,
     log_odds,
+    log_ratios,
     orpo_pair_loss,
+    preference_loss,
+    reward_centering_loss,
     simpo_pair_loss,
 )
+from dschat_ppo.algorithms.process_loss import aggregate_steps, step_losses
 from dschat_ppo.algorithms.router_loss import load_balancing_loss, router_load
 
 CHOSEN = torch.tensor([1.0, -0.5, 3.0, 0.2, math.nan])

@@ -18,7 +18,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, check_stop_ids, generation_config, greedily
-from dschat_ppo.ppo.score import ForwardPasses, PassSettings
+from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.ppo.state import PPOComponents, PPOData
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
 from dschat_ppo.rollout.continuous_batching import never
@@ -184,7 +184,7 @@ def collection_of(words: str = "", several_data_sets: bool = False, old_logprobs
     modes = []
     actor = SimpleNamespace(eval=lambda: modes.append("eval"), modes=modes)
     plan = plan_ppo(config.ppo, 12, 1)
-    passes = ForwardPasses(actor, None, None, PassSettings(1.0, plan.micro_batch_tokens, old_logprobs, "k1"))
+    passes = ForwardPasses(actor, None, None, 1.0, plan.micro_batch_tokens, old_logprobs, "k1")
     pool = GroupPool(plan.rollout_rows, clipped) if config.algorithm.dynamic_sampling else None
     parts = config, plan, Generator(), RewardRequests(), passes, pool, PhaseClock()
     return ExperienceCollection(*parts, several_data_sets)

@@ -63,7 +63,7 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
     assert abs(run.lines[0]["kl/ref_k1"]) < 1e-5, "the policy was the reference"
     for line in run.lines:
         assert line["policy/first_log_ratio_abs_max"] < 1e-4 and line["rollout/logprob_diff_max"] < 1e-4
-    scorer = run.ppo.collection.passes.settings
+    scorer = run.ppo.collection.passes
     assert scorer.late_ends == run.ppo.updates.actor_loss.late_ends == LateEnds(ends, 3)
 
 

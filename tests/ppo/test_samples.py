@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_experience import record
 
+from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.ppo.samples import Samples, printed_answers, sample_lines, shown_rows
 from dschat_ppo.types import FinishReason, ScoredRollout
 
@@ -36,7 +37,7 @@ def scored() -> ScoredRollout:
 
 
 def samples_of(folder, every=2, count=8, data_sources=()) -> Samples:
-    return Samples(folder, every, count, TOKENIZER, ["learned", "rule"], data_sources)
+    return Samples(JsonLines(folder / "samples.jsonl"), every, count, TOKENIZER, ["learned", "rule"], data_sources)
 
 
 def lines_of(folder) -> list[dict]:

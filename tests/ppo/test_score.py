@@ -21,7 +21,7 @@ from dschat_ppo.models.forward import response_values
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.ppo import score
-from dschat_ppo.ppo.score import ForwardPasses, PassSettings
+from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.types import Rollout, ScoredRollout, row_lengths
 
@@ -84,8 +84,8 @@ def rollout(padding_seed: int = 0) -> Rollout:
 
 def scored(models, rows: Rollout, budget=20, source="recompute", kl="k1", baselines=None, **changes) -> ScoredRollout:
     """The rows with scores of their own number."""
-    roles = {name: models[name] for name in ("actor", "reference", "critic")} | changes
-    score = ForwardPasses(**roles, settings=PassSettings(TEMPERATURE, budget, source, kl))
+    roles = [({**models, **changes})[name] for name in ("actor", "reference", "critic")]
+    score = ForwardPasses(*roles, TEMPERATURE, budget, source, kl)
     return score(rows, Scores(SCORES, SOURCES, baselines), GROUPS)
 
 
