@@ -86,7 +86,6 @@ def test_the_answers_of_a_step_are_lines_with_its_number(tmp_path):
     assert [(line["step"], line["answer"]) for line in lines_of(tmp_path)] == [
         (step, answer) for step in (2, 4) for answer in (" 20", " 10 11 12", "")
     ]
-    assert list(lines_of(tmp_path)[0])[0] == "step"
 
 
 def test_printed_answers_are_aligned_and_cannot_change_the_terminal():
