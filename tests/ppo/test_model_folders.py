@@ -93,7 +93,6 @@ REFUSED = {
     "critic": (check, "critic=lm", "^--critic_model_name_or_path .*lm" + UNTRAINED),
     "critic, adapter": (check, "critic=shared_a", "^--critic_model_name_or_path .*shared_a" + UNTRAINED),
     "reward model": (check, "reward=lm", "^--reward_model_name_or_path .*lm" + UNTRAINED),
-    "attention": (check, "--attn_implementation flex_attention", "^--attn_implementation flex_attention needs a GPU"),
     "base": (check_bases, "actor=shared_a critic=shared_r reward=shared_other_r",
              "--share_base: the base of --reward_model_name_or_path .*shared_other_r is .*omit --share_base"),
     "base of critic": (check_bases, "actor=shared_a critic=reward reward=shared_r", "base of --critic_model_name_or_p"),
