@@ -188,21 +188,19 @@ def curve(output: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["eval/score"]) for line in lines if "eval/score" in line]
 
 
-def rule_rate(model_folder: Path, made: Path, seed: int) -> float:
+def measured_rule_rate(model_folder: Path, made: Path, seed: int) -> float:
     """Share of a saved model's sampled answers to the held-out questions that follow the true rule."""
     import torch
     from transformers import AutoTokenizer
 
-    from dschat_ppo.tools.quickstart_report import load_lm, sample_answers
+    from dschat_ppo.tools.quickstart_report import load_lm, rule_rate, sample_answers
     from dschat_ppo.tools.toy import Question
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [json.loads(line) for line in (made / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
     with torch.no_grad():
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        prompts = [row["prompt"] for row in rows]
-        answers = sample_answers(load_lm(model_folder, device), tokenizer, prompts, device, seed)
-    return answers.rule_rate([Question(**row["about"]) for row in rows])
+        answers, _ = sample_answers(load_lm(model_folder), tokenizer, [row["prompt"] for row in rows], seed)
+    return rule_rate([Question(**row["about"]) for row in rows], answers)
 
 
 def start_and_end(task: str, output: Path, made: Path, seed: int) -> tuple[float, float]:
@@ -212,7 +210,9 @@ def start_and_end(task: str, output: Path, made: Path, seed: int) -> tuple[float
         return scores[0][1], scores[-1][1]
     kept = output.parent / "rule_rate.json"  # `learn` removes it together with the run
     if not kept.exists():
-        kept.write_text(json.dumps([rule_rate(folder, made, seed) for folder in (made / "sft", output / "actor")]))
+        kept.write_text(
+            json.dumps([measured_rule_rate(folder, made, seed) for folder in (made / "sft", output / "actor")])
+        )
     start, end = json.loads(kept.read_text())
     return start, end
 

@@ -1,5 +1,6 @@
 """Processes of one test's sandboxes: tests beside it have sandboxes too."""
 
+import time
 from contextlib import suppress
 
 import psutil
@@ -18,4 +19,12 @@ def marked_processes(mark: str) -> list[int]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             found += [process.pid] if process.environ().get("MARK") == mark else []
+    return found
+
+
+def left_of(mark: str, seconds: float = 3.0) -> list[int]:
+    """The marked processes that still run after so long; returns at once when there is none."""
+    deadline = time.monotonic() + seconds
+    while (found := marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     return found

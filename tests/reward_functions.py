@@ -87,7 +87,7 @@ FAULTS = {
     "garbage": lambda: forge(b"no JSON\n"),
     "raise": lambda: 1 / 0,
     "bare": lambda: fail(KeyError()),
-    "long": lambda: fail(RuntimeError("x" * 2**28)),
+    "long": lambda: fail(RuntimeError("x" * 2**24)),
     "lines": lambda: fail(OSError(" one\n\ttwo\n")),
     "hang": lambda: time.sleep(60),
     "exit": lambda: os._exit(0),

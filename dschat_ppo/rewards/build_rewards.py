@@ -33,21 +33,21 @@ def check_sources(flags: RewardSourceFlags) -> None:
 def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> None:
     """Check what the machine offers to isolate `code_tests`, if it is one of the functions, and its limits."""
     sandboxed = [spec for spec in specs if spec.rule == "code_tests"]
-    if sandboxed:
-        name = str(sandboxed[0])
-        try:
-            found = isolation()
-        except RuntimeError as problem:
-            raise UserError(f"{name}: the sandbox cannot start: {problem}") from None
-        if not found.bwrap and not flags.allow_weak_sandbox:
+    if not sandboxed:
+        return
+    name = str(sandboxed[0])
+    try:
+        found = isolation()
+    except RuntimeError as problem:
+        raise UserError(f"{name}: the sandbox cannot start: {problem}") from None
+    if not found.bwrap:
+        if not flags.allow_weak_sandbox:
             raise UserError(
                 f"{name}: {found.missing}. docs/rewards.md says what it needs (apt-get install bubblewrap, and the "
                 "permission to create namespaces), or accept this with --allow_weak_sandbox"
             )
-        if not found.bwrap:
-            deny_access_to_memory()
-        if found.missing:
-            logger().warning(f"{name}: {found.missing} (docs/rewards.md)")
+        deny_access_to_memory()
+        logger().warning(f"{name}: {found.missing} (docs/rewards.md)")
     for spec in sandboxed:  # a program that uses up its time must score 0, not get the default
         wall = float(dict(spec.settings).get("wall_seconds", Limits.wall_seconds))
         if wall >= flags.reward_timeout:

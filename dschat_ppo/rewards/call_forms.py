@@ -48,26 +48,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How functions of one form are called.
-
-    Attributes:
-        per_row: whether the function gets single values and returns one score, rather than lists and a list.
-        marks: parameter names that only functions of this form have.
-        texts: argument -> name of a text of `Answer`. They take precedence over columns.
-        columns: argument -> the column that it is, where this form calls it differently.
-        of_call: arguments with one value for a call.
-        hidden: what `**kwargs` does not receive, besides what data preparation adds to rows.
-        only_needed: whether columns reach only parameters without a default, and no `**kwargs`.
-    """
+    """How functions of one form are called."""
 
     description: str
-    per_row: bool
-    marks: tuple[str, ...]
-    texts: dict[str, str]
-    columns: dict[str, str] = field(default_factory=dict)
-    of_call: tuple[str, ...] = ()
-    hidden: tuple[str, ...] = ()
-    only_needed: bool = False
+    per_row: bool  # gets single values and returns one score, rather than lists and a list
+    marks: tuple[str, ...]  # parameter names that only functions of this form have
+    texts: dict[str, str]  # argument -> name of a text of `Answer`; they take precedence over columns
+    columns: dict[str, str] = field(default_factory=dict)  # argument -> the column that it is, if it is named otherwise
+    of_call: tuple[str, ...] = ()  # arguments with one value for a call
+    hidden: tuple[str, ...] = ()  # what `**kwargs` does not receive, besides what data preparation adds to rows
+    only_needed: bool = False  # columns reach only parameters without a default, and no `**kwargs`
 
 
 CALL_FORMS = {
@@ -104,14 +94,13 @@ _NO_SETTINGS = {*CALL_FORMS["responses"].texts, *CALL_FORMS["response"].texts}
 
 @dataclass(frozen=True)
 class Signature:
-    """How to call a function. `form`: key of `CALL_FORMS`; `takes`: names of its arguments; `needs`: those without a
-    default; `any`: it has a `**` argument; `settings`: converted to the types of the defaults that they replace."""
+    """How to call a function."""
 
-    form: str
-    takes: Sequence[str]
-    needs: Sequence[str]
-    any: bool
-    settings: dict[str, Any]
+    form: str  # key of `CALL_FORMS`
+    takes: Sequence[str]  # names of its arguments
+    needs: Sequence[str]  # those without a default
+    any: bool  # it has a `**` argument
+    settings: dict[str, Any]  # converted to the types of the defaults that they replace
 
     @property
     def call(self) -> CallForm:
@@ -184,13 +173,10 @@ def arguments_of(signature: Signature, answers: Sequence[Answer], columns: Itera
     """
     form, count = signature.call, len(answers)
     wanted = [name for name in columns if (name in signature.needs if form.only_needed else signature.wants(name))]
-    values = {name: [answer.row.get(name) for answer in answers] for name in wanted}
-    for name, column in form.columns.items():
-        if signature.wants(name):
-            values[name] = [answer.row.get(column) for answer in answers]
-    for name, text in form.texts.items():
-        if signature.wants(name):
-            values[name] = [answer[text] for answer in answers]
+    sources = {name: name for name in wanted} | {n: column for n, column in form.columns.items() if signature.wants(n)}
+    values = {name: [answer.row.get(column) for answer in answers] for name, column in sources.items()}
+    texts = {name: text for name, text in form.texts.items() if signature.wants(name)}
+    values |= {name: [answer[text] for answer in answers] for name, text in texts.items()}
     values |= {name: [None] * count for name in signature.needs if name not in values and name not in form.of_call}
     arguments: dict[str, Any] = {name: value[0] for name, value in values.items()} if form.per_row else dict(values)
     if "trainer_state" in form.of_call and signature.wants("trainer_state"):
@@ -252,8 +238,9 @@ def _returned(value: Any) -> Returned:
     number: float | str | None = _number(score)
     if isinstance(number, float) and not abs(number) <= LARGEST:
         number = f"returned {number}, which is not a finite fp32 number"
-    others = _finite_numbers({key: other for key, other in value.items() if key != "score"})
-    return Returned(NO_NUMBER if number is None and score is not None else number, others)
+    others = {clean_name(key): _number(other) for key, other in value.items() if key != "score"}
+    finite = {name: other for name, other in others.items() if other is not None and math.isfinite(other)}
+    return Returned(NO_NUMBER if number is None and score is not None else number, finite)
 
 
 def _number(value: Any) -> float | None:
@@ -264,12 +251,6 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
-
-
-def _finite_numbers(values: dict[Any, Any]) -> dict[str, float]:
-    """The finite numbers among the values, by clean name."""
-    found = {clean_name(key): _number(value) for key, value in values.items()}
-    return {name: number for name, number in found.items() if number is not None and math.isfinite(number)}
 
 
 def clean_name(key: Any) -> str:

@@ -27,11 +27,8 @@ from dschat_ppo.rewards.worker_pool import CallError, WorkerPool
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
-_RULES, _SANDBOX = "dschat_ppo.rewards.rules", "dschat_ppo.rewards.sandbox"
-RULES = {
-    "exact_match": _RULES, "numeric_match": _RULES, "boxed_math": _RULES, "format_match": _RULES, "length": _RULES,
-    "length_penalty": _RULES, "json_valid": _RULES, "code_tests": _SANDBOX,
-}  # fmt: skip
+_IN_RULES = "exact_match numeric_match boxed_math format_match length length_penalty json_valid".split()
+RULES = dict.fromkeys(_IN_RULES, "dschat_ppo.rewards.rules") | {"code_tests": "dschat_ppo.rewards.sandbox"}
 MODULES = {"boxed_math": "math_verify"}  # rule -> module of an extra that it imports
 MOST_WARNINGS = 3
 
@@ -156,9 +153,8 @@ class FunctionReward:
         for row, found in zip(rows, results, strict=True):
             if isinstance(found.score, str):
                 causes[row] = found.score
-                scores[row] = self.default
-            elif found.score is not None:
-                scores[row] = found.score
+            if found.score is not None:
+                scores[row] = self.default if isinstance(found.score, str) else found.score
             for name, number in found.numbers.items():
                 column = self.numbers.setdefault(name, torch.full((len(request),), math.nan, dtype=torch.float64))
                 column[row] = number
@@ -200,12 +196,12 @@ class FunctionReward:
                 return [Returned(*row) for row in reply]
             cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores"
             self._warn(f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row")
+        calls = [arguments_of(self.signature, [answer], columns, step) for answer in answers]
         results = []
-        for reply in self.pool.map([arguments_of(self.signature, [answer], columns, step) for answer in answers]):
-            if isinstance(reply, CallError):
-                results.append(Returned(str(reply), {}))
-            elif len(reply) != 1:
-                results.append(Returned(f"returned {len(reply)} scores for one row", {}))
+        for reply in self.pool.map(calls):
+            if isinstance(reply, CallError) or len(reply) != 1:
+                cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores for one row"
+                results.append(Returned(str(cause), {}))
             else:
                 results.append(Returned(*reply[0]))
         return results

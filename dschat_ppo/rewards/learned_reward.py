@@ -54,31 +54,21 @@ class StepScoring:
         return found.to(input_ids.device)
 
 
+@dataclass(eq=False)
 class ModelReward:
-    """Scores with a reward model.
+    """Scores with a reward model."""
 
-    Attributes:
-        engine: around a `ScalarModel`, or the model itself.
-        batch_tokens: most tokens of a forward pass when called as a reward source.
-        steps: aggregates the scores of an answer's steps; None takes the score at the last token.
-        own: the tokenizer of a reward model with another vocabulary than the actor's, which encodes texts again.
-        max_length: with `own`, longer sequences lose their start.
-        moments: mean and standard deviation by which scores are standardised; None: they are not.
-    """
-
+    engine: Model  # around a `ScalarModel`, or the model itself
+    batch_tokens: int = BATCH_TOKENS  # most tokens of a forward pass when called as a reward source
+    steps: StepScoring | None = (
+        None  # aggregates the scores of an answer's steps; None takes the score at the last token
+    )
+    own: PreTrainedTokenizerBase | None = (
+        None  # of a model with another vocabulary than the actor's; encodes texts again
+    )
+    max_length: int = sys.maxsize  # with `own`, longer sequences lose their start
+    moments: tuple[float, float] | None = None  # mean and standard deviation by which scores are standardised
     name = "model"
-
-    def __init__(
-        self, engine: Model, batch_tokens: int = BATCH_TOKENS, steps: StepScoring | None = None,
-        own: PreTrainedTokenizerBase | None = None, max_length: int = sys.maxsize,
-        moments: tuple[float, float] | None = None,
-    ):  # fmt: skip
-        self.engine = engine
-        self.batch_tokens = batch_tokens
-        self.steps = steps
-        self.own = own
-        self.max_length = max_length
-        self.moments = moments
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32, `scores` or those of `steps`, in several passes. Collective: all ranks run equally many passes. If
@@ -96,12 +86,6 @@ class ModelReward:
             input_ids, lengths = input_ids.to(device), lengths.to(device)
         scores = scores_in_batches(self.engine, input_ids, lengths, self.batch_tokens, self.steps, answers)
         return scores if self.moments is None else (scores - self.moments[0]) / self.moments[1]
-
-    @torch.no_grad()
-    def scores(self, rollout: Rollout) -> Tensor:
-        """Score at the last token of `[prompt | response]`, truncated or not, (B,) fp32, in one forward pass. An empty
-        response is scored at the last token of its prompt."""
-        return self.engine(*full_sequences(rollout), last_only=True)
 
     def _encoded_again(
         self, own: PreTrainedTokenizerBase, request: RewardRequest, rollout: Rollout
@@ -211,7 +195,7 @@ def saved_statistics(config: PretrainedConfig, folder: str) -> tuple[float, floa
 def saved_separator(config: PretrainedConfig, folder: str) -> str:
     """Text between the steps of answers that step 2 saved with the process reward model in `folder`."""
     separator = config.to_dict().get(SEPARATOR)
-    if not isinstance(separator, str) or not separator:
+    if not separator or not isinstance(separator, str):
         raise UserError(
             f"--process_reward: {folder}/config.json has no {SEPARATOR}; train the reward model with step 2, "
             "--objective process, or omit the flag"

@@ -25,6 +25,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, printable_line, without_credentials
+from dschat_ppo.rewards.call_forms import LARGEST
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError, is_routed_to
 from dschat_ppo.types import Rollout
 
@@ -34,7 +35,6 @@ LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _MOST_BYTES = 2**24  # of a reply
 _SHOWN = 200  # characters of what a service sends
-LARGEST = torch.finfo(torch.float32).max
 _HEARTBEAT_SECONDS = 1.0
 
 
@@ -56,14 +56,13 @@ def usable_urls(urls: list[str]) -> list[str]:
     for url in found:
         try:
             parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:
             usable = False
-        if not usable:
-            shown_part = url.rpartition("@")[2]  # a password with a slash makes it unusable
+        if not usable:  # a password with a slash makes it so
             raise UserError(
-                f"{FLAG} {shown_part}: must be an address such as http://host:5000/get_reward (a Python file: "
-                "--reward_function FILE.py:FUNCTION)"
+                f"{FLAG} {url.rpartition('@')[2]}: must be an address such as http://host:5000/get_reward (a Python "
+                "file: --reward_function FILE.py:FUNCTION)"
             )
     return found
 
@@ -81,11 +80,8 @@ class RemoteReward:
     def __init__(
         self, urls: list[str], timeout: float, retries: int = 5, batch_size: int = 64, sources: Sequence[str] = ()
     ):
-        self.urls = usable_urls(urls)
-        self.timeout = timeout
-        self.retries = retries
-        self.batch_size = batch_size
-        self.sources = sources
+        self.urls, self.timeout, self.retries = usable_urls(urls), timeout, retries
+        self.batch_size, self.sources = batch_size, sources
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent. `RewardServiceError` if the
@@ -186,19 +182,13 @@ def _exchange(request: Request, timeout: float) -> tuple[int, bytes] | Exception
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
     """`{"rewards": [number, ...]}` -> the numbers; `RewardServiceError` unless `rows` of them are finite in fp32."""
-    problem = "has no list 'rewards'"
     try:
-        reply = json.loads(content)
-    except (ValueError, RecursionError):
-        reply, problem = None, "is not JSON"
-    rewards = reply.get("rewards") if isinstance(reply, dict) else None
-    if isinstance(rewards, list):
-        bad = [value for value in rewards if type(value) not in (int, float) or not abs(value) <= LARGEST]
-        if len(rewards) != rows:
-            problem = f"has {len(rewards)} rewards for {rows} responses"
-        elif bad:
-            problem = f"has {repr(bad[0])[:_SHOWN]} for a reward"
-        else:
-            return [float(value) for value in rewards]
+        rewards = json.loads(content)["rewards"]
+        scores = [float(value) for value in rewards if type(value) in (int, float) and abs(value) <= LARGEST]
+        if len(scores) == len(rewards) == rows:
+            return scores
+        problem = f"has {len(rewards)} rewards, of which {len(scores)} are finite numbers, for {rows} responses"
+    except (ValueError, TypeError, LookupError, RecursionError):
+        problem = "is not JSON with a list 'rewards'"
     start = content[:_SHOWN].decode(errors="replace")
     raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with {start!r})")

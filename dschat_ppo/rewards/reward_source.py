@@ -120,16 +120,11 @@ class HasWorkers(Protocol):
 
     NaN in its scores means that it leaves the response to other sources, and it does not count such a response. From
     any other source NaN is a numerical fault.
-
-    Attributes:
-        spec: the source as the user named it.
-        numbers: other numbers of its last call, see `Scores`.
-        counts: of this rank; whoever reads them resets them.
     """
 
-    spec: object
-    numbers: dict[str, Tensor]
-    counts: CallCounts
+    spec: object  # the source as the user named it
+    numbers: dict[str, Tensor]  # other numbers of its last call, see `Scores`
+    counts: CallCounts  # of this rank; whoever reads them resets them
 
     def close(self) -> None:
         """End the worker processes."""

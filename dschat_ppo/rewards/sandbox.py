@@ -55,19 +55,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Isolation:
-    """What isolates programs on a machine.
+    """What isolates programs on a machine."""
 
-    Attributes:
-        bwrap: whether bwrap does; False leaves the resource limits.
-        has_proc: whether it mounts a /proc of its own; containers that hide parts of /proc do not permit this.
-        leaves_root: whether a run as root gives up its user number for programs.
-        missing: a sentence about what is not protected, for the log; "" with bwrap.
-    """
-
-    bwrap: bool
-    has_proc: bool
-    leaves_root: bool
-    missing: str = ""
+    bwrap: bool  # bubblewrap does; False leaves the resource limits
+    has_proc: bool  # it mounts a /proc of its own; containers that hide parts of /proc do not permit this
+    leaves_root: bool  # a run as root gives up its user number for programs
+    missing: str = ""  # a sentence about what is not protected, for the log; "" with bwrap
 
 
 def code_tests(

@@ -34,18 +34,14 @@ class WorkerDiedError(CallError):
 
 class Worker:
     """One worker process. It starts at the first call; after a timeout or crash it is replaced at the next call, so
-    that its state is lost.
-
-    Attributes:
-        main: the module whose `main` the process runs, and its arguments. It reads pickled keyword arguments from
-            standard input, and writes a line of JSON when it is ready and for each call: {"value": ...} or
-            {"error": cause}. The trainer unpickles nothing that a worker wrote.
-        seconds: for each call.
-    """
+    that its state is lost."""
 
     def __init__(self, main: Sequence[str], seconds: float):
+        # The module whose `main` the process runs, and its arguments. It reads pickled keyword arguments from standard
+        # input, and writes a line of JSON when it is ready and for each call: {"value": ...} or {"error": cause}. The
+        # trainer unpickles nothing that a worker wrote.
         self.main = main
-        self.seconds = seconds
+        self.seconds = seconds  # for each call
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Any:

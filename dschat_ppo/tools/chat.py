@@ -89,14 +89,11 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
 
 def main(argv: Sequence[str]) -> int:
     """Chat; returns the exit code."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         return exit_code_of(lambda: chat(*read_arguments(argv)))
-    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:  # while loading
         print()
-    return DONE
+        return DONE
 
 
 if __name__ == "__main__":

@@ -17,7 +17,13 @@ from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.data.templates import Messages, with_template_flags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.architectures import first_position
-from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_causal_lm, load_config
+from dschat_ppo.models.loading import (
+    check_causal_lm,
+    check_sequence_classifier,
+    check_vocabulary,
+    load_causal_lm,
+    load_config,
+)
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import end_ids
@@ -41,15 +47,18 @@ class CheckedModel:
     tokenizer: PreTrainedTokenizerBase
 
 
-def check_models(names: Sequence[tuple[str, str]], data: DataFlags) -> list[CheckedModel]:
-    """Check language models without reading their weights. `names` holds the flag that names each model, and its folder
-    or hub name; `data` gives the chat template."""
+def check_models(
+    names: Sequence[tuple[str, str]], data: DataFlags | None, is_scorer: bool = False
+) -> list[CheckedModel]:
+    """Check language models, or reward models, without reading their weights. `names` holds the flag that names each
+    model, and its folder or hub name; `data` gives the chat template, None for the tokenizer's."""
     found = []
     for (flag, name), label in zip(names, short_names([Path(name) for _, name in names]), strict=True):
         folder = model_folder(name, flag)
-        config, tokenizer = load_config(folder, flag), with_template_flags(load_tokenizer(folder, flag), data)
+        config, tokenizer = load_config(folder, flag), load_tokenizer(folder, flag)
+        tokenizer = tokenizer if data is None else with_template_flags(tokenizer, data)
         check_vocabulary(tokenizer, config, flag, folder)
-        check_causal_lm(folder)
+        check_sequence_classifier(folder, new_head=False) if is_scorer else check_causal_lm(folder)
         found.append(CheckedModel(name, label, flag, folder, tokenizer))
     return found
 
@@ -91,8 +100,8 @@ class ChatModel:
             return encode_prompt(self.tokenizer, messages)
         if any(message["role"] == "system" for message in messages):
             raise UserError(
-                f"{self.name}: its tokenizer has no chat template, so it takes no system message; remove it, or name a "
-                "template with --chat_template"
+                f"{self.name}: its tokenizer has no chat template, so it takes no system message; name a template with "
+                "--chat_template"
             )
         return encode_prompt(self.tokenizer, "".join(message["content"] for message in messages))
 

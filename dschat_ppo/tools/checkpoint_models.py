@@ -35,7 +35,6 @@ from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
 from dschat_ppo.supervised.supervised_run import MODEL
 
 ROLES = ("model", "actor", "critic", "actor_ema")
-_NOT_OF_THE_RUN = ("local_rank", "config")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def open_checkpoint(path: Path) -> SavedRun:
     manifest = Manifest.read(folder)
     if left := note_on_retired(manifest.config):
         print(f"note: {left}", file=sys.stderr)
-    flags = {name: value for name, value in manifest.config.items() if name in FLAGS and name not in _NOT_OF_THE_RUN}
+    flags = {name: value for name, value in manifest.config.items() if name in FLAGS - {"local_rank", "config"}}
     return SavedRun(folder.resolve(), manifest, parse(manifest.kind, [], flags))
 
 
@@ -177,8 +176,7 @@ def build_module(run: SavedRun, role: str, folder: str, device: str | None) -> P
     adapter = adapter_of(run, role)
     if role == "critic" or (run.manifest.kind == "reward" and config.reward.trains_classifier):
         return ScalarModel(load_sequence_classifier(folder, dtype, None, True, dropout, resize, adapter, device))
-    if run.manifest.kind == "reward":
-        dropout = dropout or 0.0
+    dropout = dropout or 0.0 if run.manifest.kind == "reward" else dropout
     return PolicyModel(load_causal_lm(folder, dtype, None, dropout, resize, adapter, device))
 
 
@@ -212,12 +210,7 @@ def base_folder(run: SavedRun, role: str, given: str | None, needs_weights: bool
     try:
         folder = model_folder(given or name, way_out if given else flag)
     except UserError as problem:
-        if given:
-            raise
-        raise UserError(
-            f"{problem}; the run started from it (a relative path begins where the run was started): name it by "
-            f"{way_out} FOLDER"
-        ) from None
+        raise UserError(f"{problem}; name the model from which the run started by {way_out} FOLDER") from None
     if not is_fingerprinted_model(run.manifest.config, flag, folder):
         changed = f"{folder}: is not, or no longer, the model from which the run started ({flag})"
         if needs_weights:
@@ -235,9 +228,6 @@ def statistics_of(run: SavedRun, role: str) -> dict[str, float | str | None]:
         return nothing if role == "critic" else {}
     found = load_state(run.folder / SHARED).get("described")
     if found is None:
-        print(
-            f"note: {run.folder.name} has no {' and '.join(STATISTICS)}, which --normalize_rewards model of step 3 "
-            "needs: a run measures them where it saves a model",
-            file=sys.stderr,
-        )
+        named = " and ".join(STATISTICS)
+        print(f"note: no {named} (--normalize_rewards model): a run measures them where it saves", file=sys.stderr)
     return nothing | (found or {})

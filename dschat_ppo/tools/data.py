@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common.exit_codes import DONE, USER_ERROR
+from dschat_ppo.common.exit_codes import exit_code_of
 from dschat_ppo.common.logging import quiet_hugging_face
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
@@ -69,22 +69,13 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments `argv`; returns its exit code."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        words, config = read_words(argv)
-        quiet_hugging_face()
-        show(words, config)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return USER_ERROR
-    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return DONE
+    return exit_code_of(lambda: show(*read_words(argv)))
 
 
 def show(words: argparse.Namespace, config: StepConfig) -> None:
     """Prepare the data of a step as training does, and log samples of each data set."""
     # after the flags are checked: it takes seconds
+    quiet_hugging_face()
     from datasets import Dataset
 
     from dschat_ppo.data.prepare import prepare
@@ -105,8 +96,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
         check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
     held_out = 0 if rows.eval is None else len(rows.eval)
-    verb = "is" if held_out == 1 else "are"
-    print(f"an epoch has {counted(len(rows.train), 'row')}; {counted(held_out, 'row')} {verb} held out")
+    print(f"an epoch has {counted(len(rows.train), 'row')}; held out: {held_out}")
 
 
 def settings_of(config: StepConfig) -> dict[str, Any]:

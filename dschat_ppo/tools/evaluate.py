@@ -27,7 +27,6 @@ from dschat_ppo.tools.evaluate_flags import Wanted, read_arguments
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate; returns the exit code."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     return exit_code_of(lambda: _evaluate(read_arguments(argv, __doc__)))
 
 
@@ -44,10 +43,8 @@ def _evaluate(wanted: Wanted) -> None:
 
     quiet_libraries()
     path = None if wanted.words.json is None else Path(wanted.words.json)
-    if path is not None and not path.resolve().parent.is_dir():
-        raise UserError(f"{path}: there is no folder {path.resolve().parent}; create it")
-    if path is not None and os.path.isdir(path):
-        raise UserError(f"--json {path}: is a folder; name a file")
+    if path is not None and (os.path.isdir(path) or not path.resolve().parent.is_dir()):
+        raise UserError(f"--json {path}: is a folder, or in none; name a file in a folder that exists")
     found = evaluate(wanted)
     for line in [*answer_lines(found, wanted.words.show), *tables(found), *notes(found)]:
         print(line)

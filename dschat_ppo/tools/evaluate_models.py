@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,28 +18,18 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.algorithms.evaluation_statistics import accuracy_of, wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import short_names, shown_path
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import collate_pairs, collate_prompts
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.examples import Use, limit_flag
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.loading import (
-    check_sequence_classifier,
-    check_vocabulary,
-    load_causal_lm,
-    load_config,
-    load_sequence_classifier,
-    report_length,
-    require_length,
-)
-from dschat_ppo.models.model_folders import model_folder
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, report_length, require_length
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.json_lines import finite_or_null
 from dschat_ppo.ppo.collect import end_ids, greedily
 from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source
@@ -116,10 +105,10 @@ def evaluate(wanted: Wanted) -> Evaluated:
     longest = words.max_prompt_seq_len + wanted.settings.max_tokens
     for model in models:
         require_length(model.folder, longest, LIMITS)
-    reward = _checked_reward(wanted)
+    name = None if rewards is None else rewards.reward_model_name_or_path
+    reward = check_models([(REWARD_FLAG, name)], wanted.pairs or wanted.prompts, True)[0] if name else None
     prompts, names = _prompts(wanted, models)
-    pairs: Dataset | None = None
-    pair_names: tuple[str, ...] = ()
+    pairs, pair_names = None, tuple[str, ...]()
     if wanted.pairs and reward:
         require_length(reward.folder, words.max_seq_len, "--max_seq_len")
         pairs, pair_names = prepare_whole("preference", reward.tokenizer, wanted.pairs, words.max_seq_len, "--pairs")
@@ -139,8 +128,7 @@ def evaluate(wanted: Wanted) -> Evaluated:
         if result is not firsts[result.decoding]:
             shares = win_shares(result.scores, firsts[result.decoding].scores)
             result.wins = Share.of(float(shares.mean()), len(shares))
-    measured: dict[str, Share] = {}
-    scored_pairs: list[dict[str, Any]] = []
+    measured, scored_pairs = dict[str, Share](), list[dict[str, Any]]()
     if pairs is not None and reward is not None and scorer is not None:
         scores = _score_pairs(scorer, pairs, filler_id(reward.tokenizer), words.max_batch_tokens)
         measured = accuracies(scores, pairs["source"], pair_names)
@@ -150,21 +138,6 @@ def evaluate(wanted: Wanted) -> Evaluated:
         name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
     }
     return Evaluated(flags, rewards is not None, results, measured, scored_pairs)
-
-
-def _checked_reward(wanted: Wanted) -> CheckedModel | None:
-    """The reward model before it is loaded."""
-    if wanted.rewards is None or wanted.rewards.reward_model_name_or_path is None:
-        return None
-    name = wanted.rewards.reward_model_name_or_path
-    folder = model_folder(name, REWARD_FLAG)
-    tokenizer = load_tokenizer(folder, REWARD_FLAG)
-    data = wanted.pairs or wanted.prompts
-    if data is not None:
-        tokenizer = with_template_flags(tokenizer, data)
-    check_vocabulary(tokenizer, load_config(folder, REWARD_FLAG), REWARD_FLAG, folder)
-    check_sequence_classifier(folder, new_head=False)
-    return CheckedModel(name, short_names([Path(name)])[0], REWARD_FLAG, folder, tokenizer)
 
 
 def prepare_whole(
@@ -181,18 +154,18 @@ def prepare_whole(
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
     """The same prompts as token rows for each model, and the names of their data sets. They are prepared and logged
     once for all models whose tokenizers are equal. `UserError` if the models would get different prompts."""
-    found: list[Dataset] = []
-    names: tuple[str, ...] = ()
-    made: dict[str, Dataset] = {}  # by tokenizer
-    for model in models:
+    names, made = tuple[str, ...](), dict[str, Dataset]()  # rows by tokenizer
+    keys = [token_key("", model.tokenizer) for model in models]
+    for key, model in zip(keys, models, strict=True):
         assert wanted.prompts is not None
-        key, limit = token_key("", model.tokenizer), wanted.words.max_prompt_seq_len
-        if key not in made:
-            if made:
-                logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
-            rows, names = prepare_whole("prompt", model.tokenizer, wanted.prompts, limit, "--data_path")
-            made[key] = rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows))))
-        found.append(made[key])
+        if key in made:
+            continue
+        if made:
+            logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
+        limit = wanted.words.max_prompt_seq_len
+        rows, names = prepare_whole("prompt", model.tokenizer, wanted.prompts, limit, "--data_path")
+        made[key] = rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows))))
+    found = [made[key] for key in keys]
     if any(list(rows["row"]) != list(found[0]["row"]) for rows in found[1:]):
         raise UserError(
             "--data_path: the models would get different prompts, because only some have a chat template, "
@@ -233,12 +206,10 @@ def _results_of(
             scorer, reward.folder, checked.tokenizer, own, rewards.process_reward, words.max_batch_tokens
         )
     configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
+    chosen = list(configs) if words.decoding == "both" else [words.decoding]
     with closing(build_sources(rewards, learned) if rewards else RewardMixture([(_Unscored(), 1.0)])) as mixture:
         score = RewardRequests(mixture, prompts, checked.tokenizer)
-        return [
-            _answer(checked, model, names, wanted, config, decoding, score)
-            for decoding, config in configs.items() if words.decoding in (decoding, "both")
-        ]  # fmt: skip
+        return [_answer(checked, model, names, wanted, configs[how], how, score) for how in chosen]
 
 
 def _answer(
@@ -246,27 +217,23 @@ def _answer(
     scorer: RewardRequests,
 ) -> Result:  # fmt: skip
     """The answers of a loaded model with one way of decoding, and their metrics."""
-    prompts, sources, size = scorer.prompts, scorer.mixture.names, wanted.words.batch_size
-    each = f"{config.samples} answers to each" if config.samples > 1 else "one answer to each"
-    logger().info(f"{checked.label}: {decoding}, {len(prompts)} prompts, {each}")
-    rows = list[Answered]()
-    for first in range(0, len(prompts), size):
-        indices = list(range(first, min(first + size, len(prompts))))
+    every, rows = list(range(len(scorer.prompts))), list[Answered]()
+    logger().info(f"{checked.label}: {decoding}, {len(every)} prompts, {config.samples} answer(s) to each")
+    for first in range(0, len(every), wanted.words.batch_size):
+        indices = every[first : first + wanted.words.batch_size]
         seeds = row_seeds(first * config.samples, len(indices) * config.samples, wanted.settings.seed, STREAM, 0, 0)
-        batch = to_device(collate_prompts(prompts, indices, filler_id(checked.tokenizer)), dist.device())
+        batch = to_device(collate_prompts(scorer.prompts, indices, filler_id(checked.tokenizer)), dist.device())
         rollout = generate(model, batch, seeds.to(dist.device()), config)
         request = scorer.request(rollout, indices, 0)
-        scores = scorer.mixture(request, rollout)
-        rows += answered_rows(scorer, indices, rollout, request.responses, scores, names)
+        rows += answered_rows(scorer, indices, rollout, request.responses, scorer.mixture(request, rollout), names)
     metrics = summary(rows, wanted.words.pass_score) | summary_by_source(rows, wanted.words.pass_score)
     metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
     failed, means = scorer.count_failed_rows(), dict[str, float]()
     if wanted.rewards is None:
         metrics = {name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED}
     else:
-        for name in sources:
-            values = torch.tensor([row.scores_by_source[name] for row in rows], dtype=torch.float32)
-            means[name] = float(values.nanmean())
+        for name in scorer.mixture.names:
+            means[name] = float(torch.tensor([row.scores_by_source[name] for row in rows]).nanmean())
         if failed:
             logger().warning(f"{checked.label}: {failed} answers have the default score (--reward_default)")
     return Result(checked.name, checked.label, decoding, metrics, means, failed, rows)
@@ -276,8 +243,8 @@ def _score_pairs(scorer: ScalarModel, rows: Dataset, filler: int, batch_tokens: 
     """(pairs, 2) fp32: the scores of the chosen and of the rejected answers."""
     parts = []
     for first in range(0, len(rows), PAIRS_AT_A_TIME):
-        indices = range(first, min(first + PAIRS_AT_A_TIME, len(rows)))
-        batch = to_device(collate_pairs(rows, indices, filler), dist.device())
+        batch = collate_pairs(rows, range(len(rows))[first : first + PAIRS_AT_A_TIME], filler)
+        batch = to_device(batch, dist.device())
         scores = scores_in_batches(scorer, batch.input_ids, batch.lengths, batch_tokens)
         parts.append(scores.view(2, -1).T.cpu())
     return torch.cat(parts)
@@ -295,9 +262,7 @@ def accuracies(scores: Tensor, sources: Sequence[int], names: Sequence[str]) -> 
 
 def shown(share: Share | None) -> str:
     """A share with its interval, in percent."""
-    if share is None:
-        return ""
-    return f"{100 * share.share:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
+    return "" if share is None else f"{100 * share.share:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
 
 
 def number(value: float | None) -> str:
@@ -323,18 +288,14 @@ def model_table(found: Evaluated) -> list[list[str]]:
     return lines
 
 
-def pair_table(found: Evaluated) -> list[list[str]]:
-    """Head and one line for all pairs and each data set."""
-    lines = [["reward model on pairs", "pairs", "accuracy [95 %]"]]
-    return lines + [[name, str(share.count), shown(share)] for name, share in found.reward_accuracy.items()]
-
-
 def tables(found: Evaluated) -> list[str]:
-    """The tables as lines of text."""
-    lines = []
-    for table in ([model_table(found)] if found.results else []) + (
-        [pair_table(found)] if found.reward_accuracy else []
-    ):
+    """The tables as lines of text: of the models, and of the reward model for all pairs and each data set."""
+    lines, of_models = [], [model_table(found)] if found.results else []
+    of_pairs = [[name, str(share.count), shown(share)] for name, share in found.reward_accuracy.items()]
+    for table in [
+        *of_models,
+        *([[["reward model on pairs", "pairs", "accuracy [95 %]"], *of_pairs]] if of_pairs else []),
+    ]:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
     return lines
@@ -353,22 +314,21 @@ def notes(found: Evaluated) -> list[str]:
 
 def answer_lines(found: Evaluated, count: int) -> list[str]:
     """The first `count` prompts, each with the answers of all models; what a terminal would obey is escaped."""
+
+    def indented(text: str) -> list[str]:
+        return [f"    {line}" for line in escaped(text).split("\n")]
+
     lines = []
     for place, row in enumerate(found.results[0].prompts[:count] if found.results else []):
-        lines += [f"prompt {place + 1}:", *_indented(row.prompt)]
+        lines += [f"prompt {place + 1}:", *indented(row.prompt)]
         for result in found.results:
             own = result.prompts[place]
             for text, score, tokens, ended in zip(own.answers, own.scores, own.lengths, own.ended, strict=True):
-                parts = [f"score {number(score) or 'none'}"] if found.scored else []
+                parts = [f"score {number(score) or 'none'}"] * found.scored
                 parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == "length")]
-                lines += [f"  {result.label}, {result.decoding} ({', '.join(parts)}):"]
-                lines += _indented(text)
+                lines += [f"  {result.label}, {result.decoding} ({', '.join(parts)}):", *indented(text)]
         lines.append("")
     return lines
-
-
-def _indented(text: str) -> list[str]:
-    return [f"    {line}" for line in escaped(text).split("\n")]
 
 
 def json_of(found: Evaluated) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,90 +34,73 @@ from dschat_ppo.errors import escaped
 from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.tools.toy import Question, keeps_rule
-from dschat_ppo.types import Rollout, to_device
+from dschat_ppo.types import Rollout, full_sequences, to_device
 
 SAMPLES = 5
 MAX_NEW_TOKENS = 48
+STEPS = ("sft", "reward", "ppo")
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard")
 
 
-@dataclass(frozen=True)
-class SampledAnswers:
-    """Answers of one model to the held-out questions, as text and as a rollout."""
-
-    texts: list[str]
-    rollout: Rollout
-
-    def rule_rate(self, questions: Sequence[Question]) -> float:
-        """Fraction of the answers that follow the true rule."""
-        kept = [keeps_rule(question, text) for question, text in zip(questions, self.texts, strict=True)]
-        return sum(kept) / len(kept)
-
-
 def sample_answers(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Any],
-    device: torch.device,
-    seed: int,
-) -> SampledAnswers:
-    """Sample one answer to each prompt, at temperature 1: the first answer of a chat with `--seed SEED + ROW`."""
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], seed: int
+) -> tuple[list[str], Rollout]:
+    """One answer to each prompt at temperature 1, as text and as tokens: that of a chat with `--seed SEED + ROW`."""
     rows = [{"prompt_ids": encode_prompt(tokenizer, prompt)} for prompt in prompts]
-    batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), device)
+    batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), dist.device())
     config = GenerationConfig(SamplingParameters(), StoppingCriteria(MAX_NEW_TOKENS, (tokenizer.eos_token_id,)))
     seeds = torch.cat([row_seeds(0, 1, seed + row) for row in range(len(rows))])
     rollout = generate(model, batch, seeds, config)
-    texts = [
-        str(tokenizer.decode(ids[mask], skip_special_tokens=True))
-        for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)
-    ]
-    return SampledAnswers(texts, rollout)
+    answers = zip(rollout.response_ids, rollout.response_mask, strict=True)
+    return [str(tokenizer.decode(ids[mask], skip_special_tokens=True)) for ids, mask in answers], rollout
 
 
-def load_lm(folder: Path, device: torch.device) -> PreTrainedModel:
+def rule_rate(questions: Sequence[Question], answers: Sequence[str]) -> float:
+    """Fraction of the answers that follow the true rule."""
+    return sum(map(keeps_rule, questions, answers)) / len(answers)
+
+
+def load_lm(folder: Path) -> PreTrainedModel:
     """Load a saved language model in fp32, for inference."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.to(device).eval()
+    return model.to(dist.device()).eval()
 
 
 @torch.no_grad()
 def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, str]], tuple[str, int]]:
     """(content of `summary.json`; samples as (question, answer before PPO, answer after PPO); a question and the
     `--seed` of a chat in which PPO makes the first answer kind, or the first question where it does nowhere)."""
-    device = dist.device()
     rows = [json.loads(line) for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
-    questions = [Question(**row["about"]) for row in rows]
-    prompts = [row["prompt"] for row in rows]
+    questions, prompts = [Question(**row["about"]) for row in rows], [row["prompt"] for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(out / "ppo/actor")
-    reference, actor = load_lm(out / "sft", device), load_lm(out / "ppo/actor", device)
+    reference, actor = load_lm(out / "sft"), load_lm(out / "ppo/actor")
     classifier = AutoModelForSequenceClassification.from_pretrained(out / "reward", dtype=torch.float32)
-    reward = ModelReward(ScalarModel(classifier).to(device).eval()).scores
-    before, after = (sample_answers(model, tokenizer, prompts, device, seed) for model in (reference, actor))
-    kl = kl_k1(*(response_logprobs(model, after.rollout, 1.0).logprobs for model in (actor, reference)))
-    results = {step: json.loads((out / step / "result.json").read_text()) for step in ("sft", "reward", "ppo")}
+    reward = ScalarModel(classifier).to(dist.device()).eval()
+    (before, first), (after, last) = (sample_answers(model, tokenizer, prompts, seed) for model in (reference, actor))
+    kl = kl_k1(*(response_logprobs(model, last, 1.0).logprobs for model in (actor, reference)))
+    results = {step: json.loads((out / step / "result.json").read_text()) for step in STEPS}
     summary = {
         "sft_eval_loss_before": results["sft"]["eval_loss_before"],
         "sft_eval_loss_after": results["sft"]["eval_loss_after"],
         "reward_eval_accuracy_before": results["reward"]["eval_accuracy_before"],
         "reward_eval_accuracy": results["reward"]["eval_accuracy_after"],
-        "ppo_reward_before": float(reward(before.rollout).mean()),
-        "ppo_reward_after": float(reward(after.rollout).mean()),
-        "true_rule_rate_sft": before.rule_rate(questions),
-        "true_rule_rate_ppo": after.rule_rate(questions),
-        "ppo_kl_per_token": float(kl[after.rollout.response_mask].mean()),
-        "distinct_answer_rate": len(set(after.texts)) / len(after.texts),
+        "ppo_reward_before": float(reward(*full_sequences(first), last_only=True).mean()),
+        "ppo_reward_after": float(reward(*full_sequences(last), last_only=True).mean()),
+        "true_rule_rate_sft": rule_rate(questions, before),
+        "true_rule_rate_ppo": rule_rate(questions, after),
+        "ppo_kl_per_token": float(kl[last.response_mask].mean()),
+        "distinct_answer_rate": len(set(after)) / len(after),
         "heldout_prompts": len(prompts),
         "world_size": results["ppo"]["world_size"],
-        "seconds_per_step": {step: float((out / f"{step}.seconds").read_text()) for step in results},
+        "seconds_per_step": {step: float((out / f"{step}.seconds").read_text()) for step in STEPS},
         "versions": {package: version(package) for package in PACKAGES},
     }
-    samples = [(q.text, b, a) for q, b, a in zip(questions, before.texts, after.texts, strict=True)]
-    turned = [keeps_rule(q, a) and not keeps_rule(q, b) for q, (_, b, a) in zip(questions, samples, strict=True)]
+    samples = [(q.text, b, a) for q, b, a in zip(questions, before, after, strict=True)]
+    turned = [keeps_rule(q, a) and not keeps_rule(q, b) for q, b, a in zip(questions, before, after, strict=True)]
     shown = turned.index(True) if True in turned else 0
     return summary, samples[:SAMPLES], (questions[shown].text, seed + shown)
 
@@ -138,12 +120,11 @@ def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], to_ask: t
     print(f"{'distinct answers':42}{'':9}{summary['distinct_answer_rate']:9.3f}")
     for question, before_text, after_text in samples:
         print(escaped(f"\n  prompt: {question}\n  before: {before_text}\n  after : {after_text}"))
-    steps = ("sft", "reward", "ppo")
     outputs = {
-        "models": ("sft", "reward", "ppo/actor", "ppo/critic"),
-        "metrics": [f"{step}/metrics.jsonl" for step in steps],
-        "summary": ("summary.json",),
-        "reports, for a browser": [f"{step}/report.html" for step in steps],
+        "models": ["sft", "reward", "ppo/actor", "ppo/critic"],
+        "metrics": [f"{step}/metrics.jsonl" for step in STEPS],
+        "summary": ["summary.json"],
+        "reports, for a browser": [f"{step}/report.html" for step in STEPS],
     }
     for kind, paths in outputs.items():
         print(f"\n{kind}:", *(shown_path(out / path) for path in paths), sep="\n  ")
@@ -166,10 +147,7 @@ def next_commands(out: Path, question: str, seed: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m dschat_ppo.tools.quickstart_report",
-        description="Measure and show the result of the quickstart.",
-    )
+    parser = argparse.ArgumentParser(description="Measure and show the result of the quickstart.")
     parser.add_argument("out", type=Path, metavar="OUT", help="OUT_DIR of the quickstart")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="sampling seed (default: 1234)")
     args = parser.parse_args()

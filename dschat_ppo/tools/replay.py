@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.common.exit_codes import exit_code_of
+from dschat_ppo.errors import reading
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,15 +31,14 @@ def main(argv: Sequence[str]) -> int:
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.tools.replay_bundle import replay
 
-    quiet_libraries()
-    try:
+    def work() -> int:
         with reading(f"{words.folder}: cannot be replayed"):  # every value in its files decides what is computed
             bad = replay(words.folder, words.dtype)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    print("a number is not finite" if bad else "all numbers are finite")
-    return 0 if bad else 1
+        print("a number is not finite" if bad else "all numbers are finite")
+        return 0 if bad else 1
+
+    quiet_libraries()
+    return exit_code_of(work)
 
 
 if __name__ == "__main__":

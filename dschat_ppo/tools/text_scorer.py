@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from dschat_ppo.common import dist
@@ -13,9 +12,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import check_vocabulary, load_config, load_sequence_classifier
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
-from dschat_ppo.rewards.learned_reward import SEPARATOR, scores_in_batches
-
-_LONGEST_TOKEN = 32  # characters; only their mean over a text matters
+from dschat_ppo.rewards.learned_reward import SEPARATOR, most_tokens, scores_in_batches
 
 
 class TextScorer:
@@ -31,21 +28,18 @@ class TextScorer:
             )
         self.tokenizer = load_tokenizer(folder, "--model")
         check_vocabulary(self.tokenizer, config, "--model", folder)
-        self.max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        self.max_length = most_tokens(config)
         self.max_batch_tokens = max_batch_tokens
         self.device = dist.device()
         self.model = ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(self.device).eval()
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
         """Score each text at the final token of `encode_finished`. Texts of more tokens than the model reads lose their
-        start. So do texts of more than 32 characters for each of these tokens, before they are encoded."""
-        most, rows, too_long = _LONGEST_TOKEN * self.max_length, list[list[int]](), 0
-        for text in texts:  # a tokenizer would need gigabytes and minutes for a text of 16 MiB
-            row = encode_finished(self.tokenizer, text[-most:])
-            too_long += len(row) > self.max_length or len(text) > most
-            rows.append(row[-self.max_length :])
+        start."""
+        rows = [encode_finished(self.tokenizer, text) for text in texts]
+        too_long = sum(len(row) > self.max_length for row in rows)
         if too_long:
             print_line(f"warning: {too_long} texts of more than {self.max_length} tokens; their start was cut off")
-        input_ids, lengths = right_padded(rows, filler_id(self.tokenizer))
+        input_ids, lengths = right_padded([row[-self.max_length :] for row in rows], filler_id(self.tokenizer))
         input_ids, lengths = input_ids.to(self.device), lengths.to(self.device)
         return scores_in_batches(self.model, input_ids, lengths, self.max_batch_tokens).tolist()

@@ -11,14 +11,13 @@ same tone. Kind answers are preferred. `keeps_rule` checks this preference exact
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported where they are used: `true_rule` runs in processes of its own, and needs no torch
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
 COLOURS = "red blue green black white yellow brown grey pink golden".split()
@@ -108,19 +107,14 @@ def make_questions(rng: random.Random) -> dict[str, list[Question]]:
     free = combinations[start:]
     questions["sft"] = [worded(rng.choice(free)) for _ in range(COUNTS["sft"])]  # their answers differ
     for part in ("pairs", "prompts"):
-        questions[part] = drawn_without_repeats(COUNTS[part], lambda: worded(rng.choice(free)))
+        found: dict[Question, None] = {}  # no question twice
+        while len(found) < COUNTS[part]:
+            found[worded(rng.choice(free))] = None
+        questions[part] = list(found)
     of_name = {name: [combination for combination in free if combination[0] == name] for name in NAMES}
     first = questions["sft"][: COUNTS["second"]]
     questions["second"] = [worded(rng.choice(of_name[asked.name]), len(QUESTIONS)) for asked in first]
     return questions
-
-
-def drawn_without_repeats(count: int, draw: Callable[[], Question]) -> list[Question]:
-    """The first `count` different questions that `draw` returns."""
-    found: dict[Question, None] = {}
-    while len(found) < count:
-        found[draw()] = None
-    return list(found)
 
 
 def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[str, list[dict[str, Any]]]:
@@ -131,12 +125,10 @@ def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[
 
     rows: dict[str, list[dict[str, Any]]] = {}
     for part in ("sft", "sft_eval"):
-        answered: dict[tuple[Question, str], None] = {}
-        for question in questions[part]:
-            answer = rng.choice((kind_answer, curt_answer))(question, rng)
-            while (question, answer) in answered:  # no row repeats another
-                answer = rng.choice((kind_answer, curt_answer))(question, rng)
-            answered[question, answer] = None
+        answered: dict[tuple[Question, str], None] = {}  # no row repeats another
+        for number, question in enumerate(questions[part]):
+            while len(answered) == number:
+                answered[question, rng.choice((kind_answer, curt_answer))(question, rng)] = None
         rows[part] = [{"messages": [*turn(q), {"role": "assistant", "content": text}]} for q, text in answered]
     for part in ("pairs", "pairs_eval"):
         rows[part] = [
@@ -161,45 +153,27 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     specials = [PAD, EOS, "<|user|>", "<|assistant|>", "<|system|>"]
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=768,
-            special_tokens=specials,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=768, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
     )
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
     fast.add_special_tokens({"additional_special_tokens": specials[2:]})
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A Llama of 1.7 M parameters with random weights."""
-    from dschat_ppo.tools.toy_model import untrained_llama
-
-    return untrained_llama(
-        tokenizer,
-        seed,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        max_position_embeddings=256,
-    )
-
-
 def make(folder: Path, seed: int) -> None:
-    """Write `folder/model` and `folder/data/*.jsonl`."""
-    from dschat_ppo.tools.toy_model import write_task
+    """Write `folder/model`, a Llama of 1.7 M parameters with random weights, and `folder/data/*.jsonl`."""
+    from dschat_ppo.tools.toy_model import untrained_llama, write_task
 
     rng = random.Random(seed)
     rows = make_rows(make_questions(rng), rng)
     tokenizer = make_tokenizer([turn["content"] for row in rows["sft"] for turn in row["messages"]])
-    write_task(folder, rows, tokenizer, make_model(tokenizer, seed))
+    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
+    model = untrained_llama(tokenizer, seed, **shape, num_key_value_heads=3, max_position_embeddings=256)
+    write_task(folder, rows, tokenizer, model)
 
 
 if __name__ == "__main__":

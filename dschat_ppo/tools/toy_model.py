@@ -21,17 +21,11 @@ def untrained_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any)
     """A Llama with random weights and the vocabulary, PAD and EOS of `tokenizer`; `shape` are names of
     `LlamaConfig`."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            initializer_range=0.05,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **shape,
-        )
-    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), initializer_range=0.05, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def write_task(

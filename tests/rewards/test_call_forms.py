@@ -23,13 +23,13 @@ from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, par
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.types import Rollout
 
-HERE = Path(__file__).parent
-TRL, VERL, OPENRLHF = (str(HERE / f"{name}_functions.py") for name in ("trl", "verl", "openrlhf"))
+FILE = str(Path(__file__).parent / "functions_of_others.py")
+NAN = float("nan")
 
 
-def ask(path, name, request, rollout=None, settings=(), workers=1):
-    """(scores, other numbers, counts) of a function."""
-    reward = FunctionReward(FunctionSpec(path, name, 1.0, settings), workers, 10.0, -9.0)
+def ask(name, request, rollout=None, workers=1, **settings):
+    """(scores, other numbers, counts) of a function of `functions_of_others.py`."""
+    reward = FunctionReward(FunctionSpec(FILE, name, 1.0, tuple(settings.items())), workers, 10.0, -9.0)
     try:
         scores = reward(request, rollout).tolist()
         return scores, {name: values.tolist() for name, values in reward.numbers.items()}, reward.counts
@@ -56,27 +56,24 @@ PLAIN = RewardRequest.of(
     step=3,
 )
 CHATS = RewardRequest.of(
-    ["<user>hello<assistant>", "<user>one<user>two<assistant>"],
-    ["hello", "<think>so</think>one"],
+    ["<user>hello<assistant>", "<user>one<user>two<assistant>"], ["hello", "one"],
     [{"_messages": chat("hello"), "messages": chat("hello")}, {"_messages": chat("one", "two"), "messages": None}],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "request_", "expected"), [
-    ("short", PLAIN, [1 / 2, 1 / 5, 1]), ("long_by_the_documentation", PLAIN, [2, 5, 1]),
-    ("math_only", PLAIN, [1, None, -1]), ("curriculum", PLAIN, [7 * 4, 5 * 4, 1 * 4]), ("everything", PLAIN, [1, 1, 1]),
-    ("judge", PLAIN, [0.5, 0.5, 0.5]), ("has_think_block", CHATS, [0, 1]), ("judged", CHATS, [1, 0]),
+    ("short", PLAIN, [1 / 2, 1 / 5, 1]), ("math_only", PLAIN, [1, None, -1]), ("curriculum", PLAIN, [28, 20, 4]),
+    ("judged", CHATS, [1, 0]),
 ])  # fmt: skip
 def test_functions_of_trl_run_as_they_are(name, request_, expected):
-    scores, numbers, counts = ask(TRL, name, request_, rollout_of(*(2, 5, 1)[: len(expected)]))
+    scores, numbers, counts = ask(name, request_, rollout_of(*(2, 5, 1)[: len(expected)]))
     assert counts.failed == 0, counts.cause
-    assert scores == pytest.approx([float("nan") if value is None else value for value in expected], nan_ok=True)
+    assert scores == pytest.approx([NAN if value is None else value for value in expected], nan_ok=True)
     assert counts.rows == len(expected) - expected.count(None) and numbers == {}
 
 
 def test_what_a_function_of_trl_logs():
-    request = RewardRequest.of(["", ""], ["4", "seven"], [{"answer": 4}, {"answer": 8}])
-    scores, numbers, _ = ask(TRL, "logging", request)
+    scores, numbers, _ = ask("logging", RewardRequest.of(["", ""], ["4", "seven"], [{"answer": 4}, {"answer": 8}]))
     assert scores == [1, 0]
     # one number a call counts for each of its responses
     assert numbers == {"accuracy": [0.5, 0.5], "longest_completion": [5, 5], "answer": [4, 8]}
@@ -91,69 +88,55 @@ def verl_request(*rows) -> RewardRequest:
 
 def test_a_function_of_verl_runs_as_it_is():
     request = verl_request(
-        ("openai/gsm8k", "12 * 6 = 72\n#### 72", "72", {}),
-        ("openai/gsm8k", "#### 1,000 or #### 7", "8", {}),
-        ("index", "", "", {"extra_info": {"index": 5}}),
-        ("other", "", "", {}),
-    )
-    scores, numbers, counts = ask(VERL, "compute_score", request, workers=2)
+        ("openai/gsm8k", "12 * 6 = 72\n#### 72", "72", {}), ("openai/gsm8k", "#### 1,000 or #### 7", "8", {}),
+        ("index", "", "", {"extra_info": {"index": 5}}), ("other", "", "", {}),
+    )  # fmt: skip
+    scores, numbers, counts = ask("compute_score", request, workers=2)
     assert scores == [1, 0, 5, -9]
-    nan = float("nan")
-    expected = {"acc": [1, 0, nan, nan], "found": [1, 2, nan, nan]}  # `pred` is a text
-    assert set(numbers) == set(expected)
-    for name in expected:
-        assert numbers[name] == pytest.approx(expected[name], nan_ok=True)
+    expected = {"acc": [1, 0, NAN, NAN], "found": [1, 2, NAN, NAN]}  # `pred` is a text
+    assert numbers == {name: pytest.approx(column, nan_ok=True) for name, column in expected.items()}
     assert counts.failed == 1 and "NotImplementedError: no reward for other" in counts.cause
 
 
 def test_settings_reach_a_function_of_verl_and_other_columns_do_not():
     request = verl_request(("a", "x", "x", {"method": "a column"}), ("a", "y", "x", {"extra_info": None}))
-    assert ask(VERL, "with_settings", request)[0] == [1, 0]
-    assert ask(VERL, "with_settings", request, settings=(("format_score", "0.25"),))[0] == [1, 0.25]
-    assert ask(VERL, "with_settings", request, settings=(("method", "loose"),))[0] == [1, 0.5]
+    for settings, second in (({}, 0), ({"format_score": "0.25"}, 0.25), ({"method": "loose"}, 0.5)):
+        assert ask("with_settings", request, **settings)[0] == [1, second]
     with pytest.raises(UserError, match="has no setting 'ground_truth'"):
-        ask(VERL, "with_settings", request, settings=(("ground_truth", "1"),))
+        ask("with_settings", request, ground_truth="1")
 
 
-def test_async_and_batch_functions_of_verl():
+def test_batch_functions_of_verl_and_openrlhf():
     request = verl_request(("a", "four", "two", {"extra_info": {"index": 1}}), ("b", "x", "x", {}))
-    assert ask(VERL, "waits", request)[0] == [7, 2]
-    scores, numbers, _ = ask(VERL, "batch", request)
-    assert scores == [0, 1] and numbers["index"] == pytest.approx([1, float("nan")], nan_ok=True)
+    scores, numbers, _ = ask("batch", request)
+    assert scores == [0, 1] and numbers["index"] == pytest.approx([1, NAN], nan_ok=True)
+    truths = [{"ground_truth": n} for n in ("2", "4", "6")]
+    scores, numbers, counts = ask("reward_func", RewardRequest.of(["1+1=", "2+2=", "3+3="], ["2", "5", ""], truths))
+    assert (scores, counts.failed) == ([1, -1, -1], 0), counts.cause
+    assert numbers == {"scores": [1, 0, 0], "length": [1, 1, 0], "rows": [3, 3, 3]}  # `odd` is of no row
 
 
-@pytest.mark.parametrize(("path", "name"), [(VERL, "compute_score"), (VERL, "batch"), (OPENRLHF, "without_labels")])
-def test_data_without_a_truth_is_reported(path, name, capsys):
-    ask(path, name, RewardRequest.of(["", ""], ["a", "b"], [{"data_source": "index", "extra_info": {"index": 1}}] * 2))
-    assert "no row has a column 'ground_truth': its argument is None\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("lacking", "other"), [("ground_truth", "answer"), ("answer", "ground_truth")])
-def test_a_truth_under_its_other_name_is_pointed_out(tmp_path, lacking, other, capsys):
-    (tmp_path / "f.py").write_text(f"def f(response, {lacking}): return 1.0")
-    ask(str(tmp_path / "f.py"), "f", RewardRequest.of(["", ""], ["a", "b"], [{other: "4"}, {other: None}]))
-    remedy = f"; --answer_column {other} passes the column '{other}' under both names\n"
-    assert f"no row has a column '{lacking}': its argument is None{remedy}" in capsys.readouterr().out
-
-
-OF_OPENRLHF = RewardRequest.of(["1+1=", "2+2=", "3+3="], ["2", "5", ""], [{"ground_truth": n} for n in ("2", "4", "6")])
-
-
-@pytest.mark.parametrize(("name", "expected"), [
-    ("reward_func", [1, -1, -1]), ("without_labels", [1, 1, 1]), ("earlier", [5, 5, 4]), ("one_tensor_each", [1, 1, 1]),
-])  # fmt: skip
-def test_functions_of_openrlhf_run_as_they_are(name, expected):
-    scores, numbers, counts = ask(OPENRLHF, name, OF_OPENRLHF)
-    assert (scores, counts.failed) == (expected, 0), counts.cause
-    if name == "reward_func":  # a log that has another number of values is of no row
-        assert numbers == {"scores": [1, 0, 0], "length": [1, 1, 0], "rows": [3, 3, 3]}
+def test_a_truth_that_no_row_has_is_reported_once_and_its_other_name_pointed_out(tmp_path, capsys):
+    path = tmp_path / "f.py"
+    for lacking, other, remedy in (
+        ("ground_truth", "answer", True),
+        ("answer", "ground_truth", True),
+        ("a", "b", False),
+    ):
+        path.write_text(f"def f(response, {lacking}): return 1.0")
+        reward = FunctionReward(FunctionSpec(str(path), "f"), 1, 10.0, 0.0)
+        for _ in range(2):
+            reward(RewardRequest.of(["", ""], ["a", "b"], [{other: "4"}, {other: None}]), None)
+        reward.close()
+        remedy = f"; --answer_column {other} passes the column '{other}' under both names" * remedy
+        warning = f"warning: rank 0: reward function f: no row has a column '{lacking}': its argument is None{remedy}\n"
+        assert capsys.readouterr().out == warning
 
 
 @pytest.mark.parametrize(
     ("names", "form"),
     [
         (["prompts", "responses"], "responses"), (["answer"], "responses"), ([], "responses"),
-        (["prompts"], "responses"),
         (["prompt", "response", "answer"], "response"), (["response", "responses"], "responses"),
         (["prompts", "completions"], "trl"), (["completion_ids"], "trl"), (["prompts", "trainer_state"], "trl"),
         (["data_source", "solution_str", "ground_truth"], "verl"), (["solution_strs"], "verl_batch"),
@@ -165,15 +148,13 @@ def test_the_form_of_a_function(names, form):
     assert form_of(names) == form
 
 
-@pytest.mark.parametrize(("text", "names"), [
-    ("def f(completions, responses): ...", "'responses' and 'completions'"),
-    ("def f(solution_str, response, **others): ...", "'response' and 'solution_str'"),
-])  # fmt: skip
-def test_an_ambiguous_signature_is_an_error_when_the_function_is_loaded(tmp_path, text, names):
-    (tmp_path / "f.py").write_text(text)
-    with pytest.raises(UserError, match=r"^--reward_function .*f.py:f: cannot be used: TypeError: its argum") as found:
-        FunctionReward(parse_function(f"{tmp_path}/f.py:f"), 1, 10.0, 0.0)
-    assert names in str(found.value) and "\n" not in str(found.value)
+def test_an_ambiguous_signature_is_an_error_when_the_function_is_loaded(tmp_path):
+    for text, names in (("completions, responses", "'responses' and 'completions'"),
+                        ("solution_str, response, **others", "'response' and 'solution_str'")):  # fmt: skip
+        (tmp_path / "f.py").write_text(f"def f({text}): ...")
+        problem = r"^--reward_function .*f.py:f: cannot be used: TypeError: its arguments? "
+        with pytest.raises(UserError, match=problem + names):
+            FunctionReward(parse_function(f"{tmp_path}/f.py:f"), 1, 10.0, 0.0)
 
 
 CHAT = chat("one?")
@@ -234,7 +215,8 @@ TEXT = Returned(NO_NUMBER, {})
 @pytest.mark.parametrize(("value", "expected"), [
     (2, Returned(2.0, {})), (True, Returned(1.0, {})), (np.float32(0.5), Returned(0.5, {})),
     (torch.tensor(3), Returned(3.0, {})), (None, Returned(None, {})), ("2", TEXT), ((1.0, {"acc": 1}), TEXT),
-    (torch.ones(2), TEXT), ({"score": None, "seen": True}, Returned(None, {"seen": 1.0})),
+    (torch.ones(2), TEXT), (torch.ones(1), Returned(1.0, {})),
+    ({"score": None, "seen": True}, Returned(None, {"seen": 1.0})),
     ({"score": "high", "a": 1}, Returned(NO_NUMBER, {"a": 1.0})),
     ({"score": 1, "acc": True, "n": 3, "x": np.float64(0.25), "pred": "7", "no": None, "many": [1]},
      Returned(1.0, {"acc": 1.0, "n": 3.0, "x": 0.25})),

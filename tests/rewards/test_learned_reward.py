@@ -12,13 +12,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.rewards import reward_source
-from dschat_ppo.rewards.learned_reward import (
-    ModelReward,
-    StepScoring,
-    model_reward,
-    saved_separator,
-    scores_in_batches,
-)
+from dschat_ppo.rewards.learned_reward import ModelReward, StepScoring, model_reward, saved_separator, scores_in_batches
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 from dschat_ppo.types import Rollout
 
@@ -88,19 +82,12 @@ def test_answers_to_one_prompt_are_scored_in_one_pass(engine, monkeypatch):
 
 
 def test_a_model_with_the_actors_vocabulary(engine):
-    rollout = Rollout(
-        prompt_ids=torch.tensor([[99, 5, 6], [7, 8, 9], [99, 99, 10]]),
-        prompt_mask=torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]]).bool(),
-        response_ids=torch.tensor([[11, 12], [98, 98], [13, 98]]),
-        response_mask=torch.tensor([[1, 1], [0, 0], [1, 0]]).bool(),
-        rollout_logprobs=torch.zeros(3, 2), finish_reason=torch.zeros(3),
-    )  # fmt: skip
+    rollout = rollout_of([[5, 6], [7, 8, 9], [10]], [[11, 12], [], [13]])
     expected = alone(engine, [[5, 6, 11, 12], [7, 8, 9], [10, 13]])
     counting = Counting(engine)
     scores = ModelReward(counting, batch_tokens=8)(request(*[("", "", {})] * 3), rollout)
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
     assert counting.shapes == [(2, 4), (1, 2)]
-    assert ModelReward(engine).scores(rollout).tolist() == pytest.approx(expected, abs=1e-5)
     standardised = ModelReward(engine, moments=(2.0, 4.0))(request(*[("", "", {})] * 3), rollout)
     assert standardised.tolist() == pytest.approx([(score - 2) / 4 for score in expected], abs=1e-5)
 
@@ -111,30 +98,30 @@ def foreign(engine, tokenizer, rows, max_length=128, ended=None, **others):
     return ModelReward(engine, own=tokenizer, max_length=max_length, **others)(request(*rows), rollout)
 
 
-def test_text_is_retokenised_and_ends_with_eos(engine, tokenizer):
+def ids_of(tokenizer, *texts) -> list[int]:
+    """The texts, each encoded on its own, and EOS."""
+    return [
+        *(token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)),
+        tokenizer.eos_token_id,
+    ]
+
+
+def test_text_is_retokenised_and_ends_with_eos_unless_it_was_cut(engine, tokenizer):
     rows = [("a lamp ", "in the hall", {}), ("", "", {}), ("red", "", {"prompt": "blue"}), ("blue", " yes", {})]
     tokenizer.chat_template = None
-    expected = [
-        [*tokenizer.encode(prompt), *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-        for prompt, answer, _ in rows
-    ]
-    scores = foreign(engine, tokenizer, rows, batch_tokens=20)
-    assert scores.tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
+    whole = [ids_of(tokenizer, prompt, answer) for prompt, answer, _ in rows]
+    cut = [ids if ended else ids[:-1] for ids, ended in zip(whole, (True, True, False, False), strict=True)]
+    for expected, ended in ((whole, None), (cut, [True, True, False, False])):
+        scores = foreign(engine, tokenizer, rows, batch_tokens=20, ended=ended)
+        assert scores.tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
 def test_messages_use_the_reward_models_chat_template(engine, tokenizer):
     rows = [("the actor's form", "yes", {"_messages": MESSAGES}), ("text", "no", {"prompt": "text"}), ("none", "a", {})]
-    tokenizer.chat_template = TEMPLATE
-    texts = ["<user>a lamp?\n<assistant>", "text", "none"]
-    expected = [
-        tokenizer.encode(text, add_special_tokens=False) + tokenizer.encode(answer, add_special_tokens=False)
-        + [tokenizer.eos_token_id]
-        for text, answer in zip(texts, ("yes", "no", "a"), strict=True)
-    ]  # fmt: skip
-    assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
-    tokenizer.chat_template = None
-    expected[0] = [*tokenizer.encode("the actor's form"), *tokenizer.encode("yes"), tokenizer.eos_token_id]
-    assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
+    for template, first in ((TEMPLATE, "<user>a lamp?\n<assistant>"), (None, "the actor's form")):
+        tokenizer.chat_template = template
+        expected = [ids_of(tokenizer, *texts) for texts in ((first, "yes"), ("text", "no"), ("none", "a"))]
+        assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
 def test_an_answer_is_rendered_without_the_actors_space_and_with_the_thinking_that_its_template_opens(
@@ -143,21 +130,19 @@ def test_an_answer_is_rendered_without_the_actors_space_and_with_the_thinking_th
     rows = [("a lamp?<think>\n", "yes", {"_messages": MESSAGES}), ("a lamp?", " yes", {"_messages": MESSAGES})]
     for opens, thinking in (("", "<think>\n"), ("<think>\n", "")):
         tokenizer.chat_template = TEMPLATE.replace("<assistant>", f"<assistant>{opens}")
-        start = tokenizer.encode(f"<user>a lamp?\n<assistant>{opens}", add_special_tokens=False)
-        answers = [tokenizer.encode(text, add_special_tokens=False) for text in (f"{thinking}yes", "yes")]
-        expected = alone(engine, [[*start, *answer, tokenizer.eos_token_id] for answer in answers])
-        assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(expected, abs=1e-5)
+        start = f"<user>a lamp?\n<assistant>{opens}"
+        expected = [ids_of(tokenizer, start, text) for text in (f"{thinking}yes", "yes")]
+        assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
 def test_long_sequences_lose_their_start_and_are_counted(engine, tokenizer, capsys):
     tokenizer.chat_template = None
     rows = [("a lamp in the hall", " yes", {}), ("red", "", {}), ("blue blue blue", " no thanks", {})]
-    expected = [
-        [*tokenizer.encode(prompt + answer), tokenizer.eos_token_id][-6:] for prompt, answer, _ in rows
-    ]  # fmt: skip
-    assert foreign(engine, tokenizer, rows, max_length=6).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
+    every = [ids_of(tokenizer, prompt + answer) for prompt, answer, _ in rows]
+    scores = foreign(engine, tokenizer, rows, max_length=6)
+    assert scores.tolist() == pytest.approx(alone(engine, [ids[-6:] for ids in every]), abs=1e-5)
     assert "2 of 3 sequences exceed" in capsys.readouterr().out
-    foreign(engine, tokenizer, rows, max_length=max(len(tokenizer.encode(p + a)) for p, a, _ in rows) + 1)
+    foreign(engine, tokenizer, rows, max_length=max(map(len, every)))
     assert capsys.readouterr().out == ""
 
 
@@ -175,19 +160,16 @@ def test_a_row_rejected_on_another_rank_raises_before_the_first_pass(engine, tok
     assert counting.shapes == []
 
 
-def step_rollout(tokenizer, answers: list[str]) -> tuple[Rollout, list[list[int]], list[list[int]]]:
-    """A rollout with prompts of two lengths; the ids of its prompts and answers."""
-    ids = [tokenizer.encode(text, add_special_tokens=False) if text else [] for text in answers]
-    prompts = [[5, 6, 7][: 2 + row % 2] for row in range(len(ids))]
-    width = max(map(len, ids))
-    rollout = Rollout(
-        prompt_ids=torch.tensor([[99] * (3 - len(prompt)) + prompt for prompt in prompts]),
-        prompt_mask=torch.tensor([[False] * (3 - len(prompt)) + [True] * len(prompt) for prompt in prompts]),
-        response_ids=torch.tensor([row + [98] * (width - len(row)) for row in ids]),
-        response_mask=torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in ids]),
-        rollout_logprobs=torch.zeros(len(ids), width), finish_reason=torch.zeros(len(ids)),
+def rollout_of(prompts: list[list[int]], answers: list[list[int]]) -> Rollout:
+    """Prompts with padding 99 before them, and answers with padding 98 after them."""
+    left, right = (max(map(len, rows)) for rows in (prompts, answers))
+    return Rollout(
+        prompt_ids=torch.tensor([[99] * (left - len(row)) + row for row in prompts]),
+        prompt_mask=torch.tensor([[False] * (left - len(row)) + [True] * len(row) for row in prompts]),
+        response_ids=torch.tensor([row + [98] * (right - len(row)) for row in answers]),
+        response_mask=torch.tensor([[True] * len(row) + [False] * (right - len(row)) for row in answers]),
+        rollout_logprobs=torch.zeros(len(answers), right), finish_reason=torch.zeros(len(answers)),
     )  # fmt: skip
-    return rollout, prompts, ids
 
 
 @pytest.mark.parametrize(("how", "of"), [
@@ -196,7 +178,9 @@ def step_rollout(tokenizer, answers: list[str]) -> tuple[Rollout, list[list[int]
 def test_step_scores_are_aggregated(engine, tokenizer, how, of):
     end = tokenizer.eos_token
     steps = [["a lamp\n", "in the\n", f"hall{end}"], ["red\n", "blue"], [f"yes\n{end}"], [""]]  # the second one is cut
-    rollout, prompts, ids = step_rollout(tokenizer, ["".join(parts) for parts in steps])
+    ids = [tokenizer.encode("".join(parts), add_special_tokens=False) if parts[0] else [] for parts in steps]
+    prompts = [[5, 6, 7][: 2 + row % 2] for row in range(len(ids))]
+    rollout = rollout_of(prompts, ids)
     expected = []
     for prompt, answer, parts in zip(prompts, ids, steps, strict=True):
         text, cuts = "", []
@@ -213,15 +197,10 @@ def test_step_scores_are_aggregated(engine, tokenizer, how, of):
     )
 
 
-def test_a_model_without_a_step_separator_is_no_process_reward_model():
+def test_what_step_2_saved_with_the_model(engine, tokenizer, tmp_path):
     assert saved_separator(tiny_config(step_separator="|"), "prm") == "|"
     with pytest.raises(UserError, match="--process_reward: prm/config.json has no step_separator; train"):
         saved_separator(tiny_config(), "prm")
-
-
-def test_scores_are_standardised_by_the_moments_that_step_2_saved(engine, tokenizer, tmp_path):
     tiny_config(reward_mean=1.5, reward_std=0.5).save_pretrained(tmp_path)
-    found = [
-        model_reward(engine, str(tmp_path), tokenizer, None, None, 8, standardise).moments for standardise in (1, 0)
-    ]
-    assert found == [(1.5, 0.5), None]
+    for standardise, moments in ((True, (1.5, 0.5)), (False, None)):
+        assert model_reward(engine, str(tmp_path), tokenizer, None, None, 8, standardise).moments == moments

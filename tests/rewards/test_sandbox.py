@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from marked_processes import mark_sandboxes, marked_processes
+from marked_processes import left_of, mark_sandboxes, marked_processes
 from sandboxes import everywhere, needs_bwrap
 
 from dschat_ppo.rewards.sandbox import Isolation, Limits, code_of, code_tests, run_tests
@@ -45,11 +45,6 @@ def test_the_score_is_the_share_of_passed_tests(response, tests, score):
     assert code_tests(response, tests) == score
 
 
-def test_a_failing_test_does_not_end_the_others():
-    tests = ["raise SystemExit", "1 / 0", "raise KeyboardInterrupt", "assert True"]
-    assert run_tests("", tests, LIMITS) == [False, False, False, True]
-
-
 WRITE_EVERYWHERE = """
 import os
 for number in range(3, 256):
@@ -80,21 +75,19 @@ def test_cpu_time_is_limited():
 
 
 def test_tests_passed_before_the_time_limit_count():
-    tests = ["assert True", "while True: pass", "assert True"]
-    assert run_tests("", tests, Limits(wall_seconds=0.7)) == [True, False, False]
+    """A failing test does not end the others."""
+    tests = ["raise SystemExit", "1 / 0", "raise KeyboardInterrupt", "assert True", "while True: pass", "assert True"]
+    assert run_tests("", tests, Limits(wall_seconds=1.5)) == [False, False, False, True, False, False]
 
 
 @everywhere
-def test_file_size_is_limited(how):
+def test_files_are_limited(how):
+    """Each, and with bwrap all together."""
     assert passes("open('a', 'wb').write(bytes(2**20))", limits=Limits(file_mb=2), how=how)
     assert not passes("open('a', 'wb').write(bytes(3 * 2**20))", limits=Limits(file_mb=2), how=how)
-
-
-@needs_bwrap
-def test_all_files_together_are_limited():
-    test = "for n in range(4):\n    with open(str(n), 'wb') as file:\n        file.write(bytes(2**20))"
-    assert passes(test, limits=Limits(file_mb=5))
-    assert not passes(test, limits=Limits(file_mb=3))
+    several = "for n in range(4):\n    with open(str(n), 'wb') as file:\n        file.write(bytes(2**20))"
+    assert passes(several, limits=Limits(file_mb=5), how=how)
+    assert passes(several, limits=Limits(file_mb=3), how=how) is not how.bwrap
 
 
 def test_an_endless_report_ends_the_program():
@@ -127,12 +120,9 @@ def test_processes_are_limited(how):
 
 @everywhere
 def test_no_network(how):
-    assert not passes("import socket; socket.create_server(('127.0.0.1', 0)); "
-                      "socket.create_connection(('127.0.0.1', 22), 1)", how=how)  # fmt: skip
-    assert not passes(
-        "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.sendto(b'a', ('8.8.8.8', 53))",
-        how=how,
-    )
+    server = "import socket; socket.create_server(('127.0.0.1', 0)); socket.create_connection(('127.0.0.1', 22), 1)"
+    datagram = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'a', ('8.8.8.8', 53))"
+    assert run_tests("", [server, datagram], LIMITS, how) == [False, False]
 
 
 MOUNT = """
@@ -150,9 +140,9 @@ def test_mounts_cannot_be_undone():
 @everywhere
 def test_the_environment_is_empty(how, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "s")
-    test = "import os, sys; assert os.listdir() == [] and 'SECRET_TOKEN' not in os.environ and sys.stdin.read() == ''"
-    assert passes(test, how=how)
-    assert passes("import sys; assert sys.flags.isolated and 'dschat_ppo' not in sys.modules", how=how)
+    tests = ["import os, sys; assert not os.listdir() and 'SECRET_TOKEN' not in os.environ and sys.stdin.read() == ''",
+             "import sys; assert sys.flags.isolated and 'dschat_ppo' not in sys.modules"]  # fmt: skip
+    assert run_tests("", tests, LIMITS, how) == [True, True]
 
 
 def test_no_process_and_no_file_is_left(tmp_path, monkeypatch):
@@ -167,10 +157,7 @@ def test_no_process_and_no_file_is_left(tmp_path, monkeypatch):
     before = os.listdir("/proc/self/fd")
     assert passes("open('a', 'w').write('a')")
     assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == len(before)
-    deadline = time.monotonic() + 3
-    while marked_processes(mark) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert marked_processes(mark) == []
+    assert left_of(mark) == []
 
 
 def catches_sigterm(pid: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from marked_processes import mark_sandboxes, marked_processes
+from marked_processes import left_of, mark_sandboxes, marked_processes
 from sandboxes import FOUND, everywhere, needs_bwrap, needs_proc
 
 from dschat_ppo.config.reward_flags import RewardSourceFlags
@@ -115,53 +115,40 @@ def test_links_and_names_do_not_lead_out(tmp_path):
 
 
 @everywhere
-def test_limits_cannot_be_raised(how):
-    names = ("CPU", "AS", "FSIZE", "NOFILE", "CORE", *(["NPROC"] if how.bwrap else []))
-    raised = [f"resource.setrlimit(resource.RLIMIT_{name}, (-1, -1))" for name in names]
-    tests = [
-        f"import resource\ntry: {line}\nexcept (ValueError, OSError): pass\nelse: raise AssertionError"
-        for line in raised
-    ]
-    assert passed(*tests, how=how) == [True] * len(tests)
-
-
-@everywhere
-def test_another_program_gives_no_privileges(how):
-    """PR_GET_NO_NEW_PRIVS: sudo and the like start without those of their owner."""
-    assert passed("import ctypes; assert ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1", how=how) == [True]
-
-
-@everywhere
-def test_open_files_are_few_and_none_is_inherited(how):
+def test_limits_cannot_be_raised_and_nothing_is_inherited(how):
+    """The third: sudo and the like start without the privileges of their owner (PR_GET_NO_NEW_PRIVS)."""
     secret = os.open(__file__, os.O_RDONLY)
     os.set_inheritable(secret, True)
+    names = ("CPU", "AS", "FSIZE", "NOFILE", "CORE", *(["NPROC"] if how.bwrap else []))
+    raised = [f"resource.setrlimit(resource.RLIMIT_{name}, (-1, -1))" for name in names]
     count = "import os\nfiles = []\ntry:\n    while len(files) < 999: files.append(os.open('/dev/null', 0))\n"
     tests = [
         f"{count}except OSError: pass\nassert len(files) < 64\nfor n in files: os.close(n)",
         "import os\nkinds = set()\nfor n in range(3, 64):\n    try: kinds.add(os.fstat(n).st_mode & 0o170000)\n"
         "    except OSError: pass\nassert kinds <= {0o010000}, kinds",  # the pipe of the report
+        "import ctypes; assert ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1",
+        "import resource; assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)",
+        *(
+            f"import resource\ntry: {line}\nexcept (ValueError, OSError): pass\nelse: raise AssertionError"
+            for line in raised
+        ),
     ]
     try:
-        assert passed(*tests, how=how) == [True, True]
+        assert passed(*tests, how=how) == [True] * len(tests)
     finally:
         os.close(secret)
-
-
-def crash(how: Isolation, folder: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))
-    try:
-        assert passed("import ctypes; ctypes.string_at(0)", "assert True", how=how) == [False, False]
-    finally:
-        resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
 @everywhere
 def test_a_crash_leaves_no_core_dump(how, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tmp_path.chmod(0o711)
-    crash(how, tmp_path)
-    assert passed("import resource; assert resource.getrlimit(resource.RLIMIT_CORE) == (0, 0)", how=how) == [True]
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))
+    try:
+        assert passed("import ctypes; ctypes.string_at(0)", "assert True", how=how) == [False, False]
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -188,11 +175,7 @@ def test_a_daemon_does_not_outlive_its_program(how, tmp_path, monkeypatch):
         running = thread.submit(run_tests, "", [DAEMON], LIMITS, how)
         seen = [marked_processes(mark) for _ in iter(running.done, True)]
         assert running.result() == [True]
-    assert any(seen)
-    deadline = time.monotonic() + 3
-    while marked_processes(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert marked_processes(mark) == []
+    assert any(seen) and left_of(mark) == []
 
 
 LEFT_ALONE = """
@@ -229,10 +212,7 @@ def test_a_program_that_gives_up_its_parent_ends(how, ended, tmp_path, monkeypat
         assert len(marked_processes(mark)) >= 2
         caller.kill()
         caller.wait()
-        deadline = time.monotonic() + 3
-        while marked_processes(mark) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert marked_processes(mark) == []
+    assert left_of(mark, seconds=0.0 if ended == "at its time limit" else 3.0) == []
 
 
 def test_the_memory_of_the_trainer_is_closed():
@@ -327,36 +307,36 @@ def test_a_program_that_hides_the_memory_of_its_processes_ends():
     assert passed(hides.format(0)) == [False]
 
 
-def test_a_run_without_bubblewrap_asks_for_the_flag_and_says_so(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "/nowhere")
+@pytest.fixture
+def isolation_with(monkeypatch):
+    """A function: the isolation of this machine with another PATH."""
+
+    def found(path) -> Isolation:
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", str(path))
+            isolation.cache_clear()
+            return isolation()
+
+    yield found
     isolation.cache_clear()
-    try:
-        found = isolation()
-    finally:
-        monkeypatch.undo()
-        isolation.cache_clear()
+
+
+def test_a_run_without_bubblewrap_asks_for_the_flag_and_says_so(isolation_with, monkeypatch, capsys):
+    found, closed = isolation_with("/nowhere"), list[bool]()
     assert not found.bwrap and found.missing.startswith("bubblewrap is not installed, so programs")
     monkeypatch.setattr(build_rewards, "isolation", lambda: found)
     with pytest.raises(UserError, match="code_tests: .* write and delete .*apt-get install bubblewrap.*--allow_weak_s"):
         build_rewards.check_sources(RewardSourceFlags(reward_function=["code_tests"]))
-    closed = list[bool]()
     monkeypatch.setattr(build_rewards, "deny_access_to_memory", lambda: closed.append(True))
     build_rewards.check_sources(RewardSourceFlags(reward_function=["code_tests"], allow_weak_sandbox=True))
     assert closed == [True]
     assert " ".join(capsys.readouterr().out.split()).count("code_tests: bubblewrap is not installed") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("Unknown option --size", "Unknown option --size; 0.8 or newer"), ("No permissions", "No permissions), so")],
-)
-def test_bubblewrap_that_does_not_work_is_quoted(tmp_path, monkeypatch, text, said):
-    (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho 'bwrap: {text}' >&2\nexit 1\n")
-    (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    isolation.cache_clear()
-    try:
-        found = isolation()
-    finally:
-        isolation.cache_clear()
-    assert not found.bwrap and f"bubblewrap does not work here (bwrap: {said}" in found.missing
+def test_bubblewrap_that_does_not_work_is_quoted(isolation_with, tmp_path):
+    for text, said in (("Unknown option --size", "Unknown option --size; 0.8 or newer"),
+                       ("No permissions", "No permissions), so")):  # fmt: skip
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho 'bwrap: {text}' >&2\nexit 1\n")
+        (tmp_path / "bwrap").chmod(0o755)
+        found = isolation_with(tmp_path)
+        assert not found.bwrap and f"bubblewrap does not work here (bwrap: {said}" in found.missing

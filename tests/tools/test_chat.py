@@ -1,15 +1,18 @@
 """The chat in a terminal: its flags, a whole chat through pipes, and models that answer by rule."""
 
+import re
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat import PORT, main, read_arguments
 from dschat_ppo.tools.chat_model import Token
-from dschat_ppo.tools.chat_terminal import Terminal, printable
+from dschat_ppo.tools.chat_terminal import HELP, Terminal, printable
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
@@ -19,16 +22,19 @@ def test_flags():
     assert settings == SamplingSettings(top_k=5) and data.chat_template is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--port", "80"], "--port has no effect without --web"),
-        (["--top_p", "2"], "--top_p must be a number from 0.001 to 1, got 2"),
-        (["--dtype", "int8"], "--dtype int8: expected one of "),
-        (["--temprature", "1"], "unknown flag or value"),
-        (["--chat_template_kwargs", "{"], "--chat_template_kwargs is not JSON"),
-    ],
-)
+def test_the_documents_name_every_command_and_default():
+    text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `/(\w+)", text, re.M) == re.findall(r"^/(\w+)", HELP, re.M)
+    settings = {name: str(value) for name, value in asdict(SamplingSettings()).items()}
+    assert dict(re.findall(r"^\| `--(\w+)` \| ([\d.]+) \|", text, re.M)) == settings
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--port", "80"], "--port has no effect without --web"),
+    (["--top_p", "2"], "--top_p must be a number from 0.001 to 1, got 2"),
+    (["--dtype", "int8"], "--dtype int8: expected one of "), (["--temprature", "1"], "unknown flag or value"),
+    (["--chat_template_kwargs", "{"], "--chat_template_kwargs is not JSON"),
+])  # fmt: skip
 def test_bad_flags(words, message):
     with pytest.raises(UserError, match=message):
         read_arguments(["--model", "a", *words])
@@ -51,10 +57,8 @@ def test_a_page_is_refused_before_its_models_are_loaded(capsys, monkeypatch):
     assert capsys.readouterr().err == 'error: --web needs the package gradio: pip install -e ".[chat]"\n'
 
 
-@pytest.mark.parametrize("words", [["--model", "reward"], ["--model", "lm", "--compare", "reward"]])
-def test_a_reward_model_cannot_chat(assets, capsys, words):
-    folders = [word if word.startswith("--") else str(assets / word) for word in words]
-    assert main(folders) == 2
+def test_a_reward_model_cannot_chat(assets, capsys):
+    assert main(["--model", str(assets / "lm"), "--compare", str(assets / "reward")]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {assets / 'reward'}: is a reward model or critic, because it has a score head")
     assert said.endswith("give a causal language model, such as the SFT model\n") and said.count("\n") == 1
@@ -75,15 +79,11 @@ class Echo:
     """Answers "NAME heard N: TEXT" word by word; records what it was asked."""
 
     def __init__(self, name="A", has_template=True, stop_after=None, note=""):
-        self.name, self.path, self.has_template, self.stop_after, self.note = (
-            name, f"out/{name}", has_template, stop_after, note
-        )  # fmt: skip
-        self.asked = []
+        self.name, self.path, self.has_template, self.asked = name, f"out/{name}", has_template, []
+        self.stop_after, self.note = stop_after, note
 
     def answer(self, messages, settings, number):
         self.asked.append(([message["content"] for message in messages], settings, number))
-        if "refuse" in messages[-1]["content"]:
-            raise UserError(f"{self.name} refuses")
         words = f"{self.name} heard {len(messages)}: {messages[-1]['content']}".split(" ")
         for count, word in enumerate(words, 1):
             if self.stop_after == count - 1:
@@ -128,15 +128,12 @@ def test_undo_retry_and_reset(chat):
     assert "forgotten: b\n" in output and output.endswith("forgotten: d\nthere is no message yet\n")
 
 
-def test_system_message(chat):
+def test_system_message_and_settings(chat):
     model = Echo()
     output, _ = chat(["a", "/system be kind", "b", "/system", "c"], model, system="be short")
     assert [asked[0] for asked, _, _ in model.asked] == ["be short", "be kind", "a"]
     assert "system message: be kind\n" in output and "no system message\n" in output
     assert "a tokenizer has no chat template" in chat(["/system x"], Echo(), Echo("B", False))[0]
-
-
-def test_set(chat):
     model = Echo()
     output, _ = chat(["/set temperature 0.5", "a", "/set", "/set top_p 7", "/set top_p", "/set heat 1"], model)
     assert model.asked[0][1] == SamplingSettings(temperature=0.5)

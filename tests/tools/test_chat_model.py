@@ -63,6 +63,14 @@ def test_the_answer_is_the_greedy_continuation(plain):
     assert [token.note for token in tokens] == [""] * 11 + ["cut after 12 tokens"]
 
 
+def test_answers_of_one_seed_differ_by_their_number(plain):
+    def said(number: int, seed: int) -> str:
+        drawn = plain.answer([user("Where is")], SamplingSettings(max_tokens=12, seed=seed), number)
+        return "".join(token.text for token in drawn)
+
+    assert said(0, 7) == said(0, 7) and len({said(0, 7), said(1, 7), said(0, 8)}) == 3
+
+
 def test_an_end_token_ends_the_answer_and_is_no_text(plain, monkeypatch):
     prompt = plain.prompt_ids([user("Where is")])
     greedy = list(stream_tokens(plain.model, prompt, 0, GREEDY.sampling, (), 12))

@@ -47,21 +47,27 @@ def test_samples_are_the_rows_and_the_loss_mask_of_training(preview, assets, tmp
         assert "Hello." in trained and "Where" not in trained
 
 
-def test_only_the_last_turn_is_marked_if_only_it_is_trained(preview, tmp_path):
-    path = write_lines(tmp_path / "share.jsonl", sharegpt(2))
-    words = ("--step", "sft", "--data_path", path, "--data_split", "1,0,0", "--samples", 1)
-    _, every, _ = preview(*words)
-    _, last, _ = preview(*words, "--train_on", "last")
-    assert (every.count(OPEN), last.count(OPEN)) == (2, 1)
-    assert f"{OPEN}Hello." in every and "Hello." in last and f"{OPEN}Hello." not in last
+KTO = [{"prompt": f"Q{n}:", "completion": " answer", "label": n % 2 == 0} for n in range(4)]
+STEPS = [{"prompt": f"Q{n}:", "completions": [" a", " b"], "labels": [True, False]} for n in range(4)]
+MARKED = {  # name -> (words, rows, what is shown, its number of marks)
+    "every turn": ("--step sft --data_split 1,0,0", sharegpt(2), rf"{OPEN}Hello\.", 2),
+    "the last turn": ("--step sft --data_split 1,0,0 --train_on last", sharegpt(2), rf"[^{OPEN}]Hello\.", 1),
+    "pairs": ("--step 2", hh(2), rf"{OPEN} In the hall.<\|end\|>{CLOSE}\nor {OPEN} Not in the hall.<", 2),
+    "DPO": ("--step dpo --objective dpo", hh(2), rf"{CLOSE}\nor {OPEN} Not in the hall.<", 2),
+    "labels": ("--step 2 --objective kto", KTO,
+               rf"Q(?=[02].*\n.*1.0|[13].*\n.*0.0)\d:{OPEN} answer.*{CLOSE}\n  label: ", 1),
+    "labelled steps": ("--step 2 --objective process --step_separator |", STEPS,
+                       rf"Q\d:{OPEN} a\| b<\|end\|>{CLOSE}\n  labels: \[1.0, 0.0\]\n", 1),
+}  # fmt: skip
 
 
-def test_pairs_show_both_answers(preview, tmp_path):
-    path = write_lines(tmp_path / "hh.jsonl", hh(2))
-    words = ("--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0, "--samples", 1)
-    for step in (("--step", 2), ("--step", "dpo", "--objective", "dpo")):
-        _, shown, _ = preview(*step, *words)
-        assert f"{OPEN} In the hall.<|end|>{CLOSE}\nor {OPEN} Not in the hall.<|end|>{CLOSE}" in shown
+@pytest.mark.parametrize("name", MARKED)
+def test_what_is_trained_is_marked(preview, tmp_path, name):
+    words, rows, shown, count = MARKED[name]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    split = [] if "--data_split" in words else ["--data_split", "0,1,0", "--eval_fraction", 0]
+    code, found, _ = preview(*words.split(), "--data_path", path, *split, "--samples", 1)
+    assert (code, found.count(OPEN)) == (0, count) and re.search(shown, found), found
 
 
 def test_step_3_shows_prompts_with_what_rules_receive(preview, tmp_path):
@@ -82,14 +88,7 @@ def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
     assert code == 2
     assert error.startswith(f"error: {path}: 2 of 11 rows cannot be used") and error.count("\n") == 1
     assert f"{path}, row 4: 'chosen' is null" in error and "row 8" in error and "--bad_rows skip" in error
-
-
-def test_bad_rows_that_training_skips_are_no_error(preview, tmp_path):
-    rows = [{"prompt": f"{number}:", "response": " yes"} for number in range(30)]
-    rows[5]["response"] = None
-    path = write_lines(tmp_path / "some.jsonl", rows)
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--bad_rows")
-    assert [preview(*words, policy)[0] for policy in ("skip", "error")] == [0, 2]
+    assert preview(*words, "--bad_rows", "skip")[0] == 0
 
 
 def test_the_routes_of_rewards_are_checked_as_in_training(preview, tmp_path):
@@ -168,22 +167,3 @@ def test_it_starts_without_deepspeed(assets, tmp_path):
         [sys.executable, "-c", program, *words], env=dict(os.environ), text=True, capture_output=True, check=False
     )
     assert found.returncode == 0, found.stderr
-
-
-def test_labelled_answers_are_shown_alone_with_their_label(preview, tmp_path):
-    rows = [{"prompt": f"Q{n}:", "completion": f" answer {n}", "label": n % 2 == 0} for n in range(4)]
-    path = write_lines(tmp_path / "kto.jsonl", rows)
-    words = ("--step", 2, "--objective", "kto", "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
-    _, shown, _ = preview(*words, "--samples", 4)
-    assert sorted(re.findall(r"Q(\d):⟦ answer .*⟧\n  label: (.*)", shown)) == [
-        ("0", "1.0"), ("1", "0.0"), ("2", "1.0"), ("3", "0.0")
-    ]  # fmt: skip
-
-
-def test_labelled_steps_are_shown_with_their_labels(preview, tmp_path):
-    rows = [{"prompt": f"Q{n}:", "completions": [" a", " b"], "labels": [True, False]} for n in range(4)]
-    path = write_lines(tmp_path / "steps.jsonl", rows)
-    words = ("--step", 2, "--objective", "process", "--data_path", path, "--data_split", "0,1,0")
-    words += ("--eval_fraction", 0, "--samples", 1)
-    _, shown, _ = preview(*words, "--step_separator", "|")
-    assert re.search(r"Q\d:⟦ a\| b<\|end\|>⟧\n  labels: \[1.0, 0.0\]\n", shown)

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from one_rank import one_rank  # noqa: F401
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.checkpoint.identity import RunInputs
 from dschat_ppo.checkpoint.store import CheckpointFolder
@@ -113,12 +113,12 @@ def test_numbers_beyond_the_range_of_the_dtype_are_refused(runs, tmp_path, capsy
 
 
 def test_an_existing_folder_is_replaced_only_if_asked(runs, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/mine").write_text("kept")
-    assert "add --overwrite" in refusal(capsys, runs / "whole", tmp_path / "out")
-    assert (tmp_path / "out/mine").exists()
-    assert run(runs / "whole", tmp_path / "out", "--overwrite") == 0
-    assert not (tmp_path / "out/mine").exists() and (tmp_path / "out/config.json").exists()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("kept")
+    assert "add --overwrite" in refusal(capsys, runs / "whole", out) and (out / "mine").exists()
+    assert run(runs / "whole", out, "--overwrite") == 0
+    assert not (out / "mine").exists() and (out / "config.json").exists()
 
 
 def test_folders_that_are_read_are_never_replaced(runs, tmp_path, capsys):
@@ -134,15 +134,16 @@ def test_folders_that_are_read_are_never_replaced(runs, tmp_path, capsys):
 
 
 def test_what_is_no_checkpoint_is_refused(runs, tmp_path, capsys):
-    assert "there is no such folder" in refusal(capsys, tmp_path / "none", tmp_path / "out")
-    assert "manifest.json is missing" in refusal(capsys, tmp_path, tmp_path / "out")
-    assert "--role critic: " in refusal(capsys, runs / "whole", tmp_path / "out", "--role", "critic")
     shutil.copytree(runs / "whole", tmp_path / "damaged")
     for name in ("step_000001", "step_000002"):
         (tmp_path / "damaged/checkpoints" / name / "model/common.pt").write_bytes(b"")
-    damaged = refusal(capsys, tmp_path / "damaged/checkpoints/step_000002", tmp_path / "out")
-    assert "common.pt has " in damaged
-    assert "has no intact checkpoint" in refusal(capsys, tmp_path / "damaged", tmp_path / "out")
+    for words, said in (
+        ([tmp_path / "none"], "there is no such folder"), ([tmp_path], "manifest.json is missing"),
+        ([runs / "whole", "--role", "critic"], "--role critic: "),
+        ([tmp_path / "damaged/checkpoints/step_000002"], "common.pt has "),
+        ([tmp_path / "damaged"], "has no intact checkpoint"),
+    ):  # fmt: skip
+        assert said in refusal(capsys, words[0], tmp_path / "out", *words[1:])
 
 
 def test_a_model_that_is_gone_is_named_by_a_flag(runs, tmp_path, capsys):
@@ -164,11 +165,8 @@ def test_another_model_is_refused_where_its_weights_count(runs, assets, tmp_path
     assert run(runs / "whole", tmp_path / "b", "--model", other) == 0
     assert "only its configuration and tokenizer are used" in capsys.readouterr().err
     shutil.copytree(other, tmp_path / "wide")
-    config = json.loads((other / "config.json").read_text())
-    AutoModelForCausalLM.from_config(
-        AutoModelForCausalLM.from_pretrained(other).config.__class__(**{**config, "num_hidden_layers": 3})
-    ).save_pretrained(tmp_path / "wide")
-    assert "holds the weights of another model" in refusal(
-        capsys, runs / "whole", tmp_path / "c", "--model", tmp_path / "wide"
-    )
+    config = AutoConfig.from_pretrained(other, num_hidden_layers=3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
+    text = refusal(capsys, runs / "whole", tmp_path / "c", "--model", tmp_path / "wide")
+    assert "holds the weights of another model" in text
     assert not (tmp_path / "c").exists()

@@ -46,7 +46,9 @@ def test_what_does_not_fit_has_a_proposal(models, capsys):
     printed = capsys.readouterr().out
     assert "It does not fit: the phase " in printed
     flags = printed.partition("with these flags added:\n")[2].split()
-    assert int(flags[flags.index("--per_device_training_batch_size") + 1]) < 64
+    names = ("--per_device_training_batch_size", "--gradient_accumulation_steps")
+    size, accumulation = (int(flags[flags.index(name) + 1]) for name in names)
+    assert size < 64 and size * accumulation == 64, "an optimizer step has as many rows as before"
 
 
 @pytest.mark.parametrize(("step", "words"), [("1", []), ("2", []), ("dpo", ["--beta", "0.2"])])
@@ -57,38 +59,25 @@ def test_other_steps(models, capsys, step, words):
     assert "update" in printed and "16 GiB of host memory" in printed
 
 
-def test_the_memory_of_this_host_is_the_default(models, monkeypatch):
-    monkeypatch.setattr(plan, "host_memory", lambda: 8 * 2**30)
-    words, _ = plan.read_words(["--step", "1", "--model", models["actor"]])
-    assert words.host_memory == 8 * 2**30
-    words, _ = plan.read_words(["--step", "1", "--model", models["actor"], "--host_memory", "1TiB"])
-    assert words.host_memory == 2**40
-
-
 def test_a_model_that_the_planner_does_not_understand_is_an_error(models, capsys, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "get_output_embeddings", lambda self: None)
     assert main(["--step", "1", "--model", models["actor"], "--dtype", "fp32"]) == 2
     assert capsys.readouterr().err.startswith("error: LlamaConfig: its memory cannot be counted: ")
 
 
-def test_wrong_flags_and_folders_are_named(models, capsys, tmp_path):
+def test_what_the_planner_cannot_use_is_one_line(models, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would raise ModuleNotFoundError
+    both = ["--actor", models["actor"], "--critic", models["critic"]]
     for words, problem in (
-        (["--actor", models["actor"]], "the learned reward needs --critic_model_name_or_path"),
-        (["--actor", str(tmp_path / "no"), "--critic", models["critic"]], "no: no such folder"),
-        (["--actor", models["actor"], "--critic", models["critic"], "--no_such", "1"], "unknown flag"),
-        (["--actor", models["actor"], "--critic", models["critic"], "--devices", "4", "--devices_per_node", "3"],
-         "--devices_per_node 3 does not divide --devices 4"),
-        (["--devices", "0"], "'0' is not a number above 0"),
+        (both[:2], "the learned reward needs --critic_model_name_or_path"),
+        ([*both, "--actor", str(tmp_path / "no")], "no: no such folder"), ([*both, "--no_such", "1"], "unknown flag"),
+        ([*both, "--devices", "4", "--devices_per_node", "3"], "--devices_per_node 3 does not divide --devices 4"),
+        (["--devices", "0"], "'0' is not a number above 0"), (["--device_memory", "0GiB"], "is not a size such as"),
+        (["--step", "1", "--model", models["actor"], "--lora_dim", "4"], "LoRA needs the package peft: pip install -e"),
     ):  # fmt: skip
         assert main(words) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and problem in error and error.count("\n") == 1
-
-
-def test_lora_without_its_package_is_one_line(models, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would raise ModuleNotFoundError
-    assert main(["--step", "1", "--model", models["actor"], "--lora_dim", "4"]) == 2
-    assert capsys.readouterr().err == 'error: LoRA needs the package peft: pip install -e ".[lora]"\n'
 
 
 def test_a_name_on_the_hub_downloads_its_settings_alone(monkeypatch, tmp_path, models):

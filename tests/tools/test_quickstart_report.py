@@ -39,13 +39,6 @@ def test_quickstart_learns_the_task(out):
     assert summary["versions"]["deepspeed"] == "0.19.8"
 
 
-def test_quickstart_prints_samples_and_paths(out):
-    log = (out / "log").read_text()
-    assert log.count("before:") == log.count("after :") == 5 <= log.count("  prompt: ")
-    for place in ("sft", "reward", "ppo/actor", "summary.json"):
-        assert str(out / place) in log
-
-
 def test_the_chat_at_the_end_shows_what_ppo_has_changed_and_a_second_turn_is_answered(out):
     purpose, command = (out / "log").read_text().split("chat with the model after PPO")[1].splitlines()[:2]
     first = purpose.split("type first '")[1].removesuffix("':")
@@ -67,11 +60,12 @@ def test_the_report_of_ppo_shows_the_true_rule(out):
     assert "dschat_ppo.tools.toy:true_rule" in text and "parameters, 100 % trained, from " in text
 
 
-def test_the_reports_exist_and_the_commands_at_the_end_run(out):
-    lines = (out / "log").read_text().split("reports, for a browser:\n")[1].splitlines()
-    reports, commands = lines[:3], lines[3:]
-    assert all(Path(report.strip()).stat().st_size > 10_000 for report in reports)
-    _, evaluating = (shlex.split(line) for line in commands if line.startswith("  "))
+def test_what_is_printed_exists_and_the_commands_at_the_end_run(out):
+    log = (out / "log").read_text()
+    assert log.count("before:") == log.count("after :") == 5 <= log.count("  prompt: ")
+    lines = log.split("reports, for a browser:\n")[1].splitlines()
+    assert all(Path(report.strip()).stat().st_size > 10_000 for report in lines[:3])
+    _, evaluating = (shlex.split(line) for line in lines[3:] if line.startswith("  "))
     settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
     printed = succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings)).stdout
     assert "  actor, greedy (score " in printed and "prompt 3:" in printed
@@ -84,4 +78,3 @@ def test_a_second_run_repeats_nothing(out):
     for step, metrics in kept.items():
         assert f"step '{step}' is done, skipped" in result.stdout
         assert (out / step / "metrics.jsonl").read_bytes() == metrics
-    assert str(out / "ppo/actor") in result.stdout

@@ -7,24 +7,14 @@ from report_runs import ppo_lines, write_run
 from dschat_ppo.tools.report.__main__ import main
 
 
-def test_one_run_gets_its_report_into_its_folder(tmp_path, capsys):
-    folder = write_run(tmp_path / "ppo", ppo_lines(2))
-    assert main([str(folder)]) == 0
-    assert capsys.readouterr().out.startswith(f"{folder / 'report.html'}: 1 run, ")
-    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
-
-
-def test_several_runs_get_one_report_in_the_current_folder_or_in_the_file_given(tmp_path, monkeypatch, capsys):
+def test_reports_of_one_run_and_of_several_and_a_wrong_folder(tmp_path, monkeypatch, capsys):
     folders = [str(write_run(tmp_path / name, ppo_lines(2))) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
-    assert main(folders) == 0
-    assert Path("report.html").is_file()
-    assert main([*folders, "--out", "both.html"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("both.html: 2 runs, ")
-
-
-def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path, capsys):
-    assert main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: there is no such folder\n"
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: has no metrics.jsonl")
+    for words, place in ((folders[:1], f"{folders[0]}/report.html"), (folders, "report.html"),
+                         ([*folders, "--out", "both.html"], "both.html")):  # fmt: skip
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith(f"{place}: {len(folders[: len(words)])} run")
+        assert Path(place).read_text().startswith("<!DOCTYPE html>")
+    for folder, said in ((tmp_path / "none", "there is no such folder\n"), (tmp_path, "has no metrics.jsonl")):
+        assert main([str(folder)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {folder}: {said}")

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dschat_ppo.common.exit_codes import DONE, USER_ERROR
-from dschat_ppo.errors import UserError
+from dschat_ppo.common.exit_codes import DONE, exit_code_of
 from dschat_ppo.html_report.page import REPORT, write_report
 
 
@@ -33,11 +32,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help=where)
     words = parser.parse_args(argv)
     path = words.out or (words.runs[0] / REPORT if len(words.runs) == 1 else Path(REPORT))
-    try:
-        write_report(words.runs, path)
-    except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return USER_ERROR
+    if code := exit_code_of(lambda: write_report(words.runs, path)):
+        return code
     print(f"{path}: {len(words.runs)} run{'s' * (len(words.runs) > 1)}, {path.stat().st_size / 1024:.0f} KiB")
     return DONE
 

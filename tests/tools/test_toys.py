@@ -1,0 +1,114 @@
+"""The embedded tasks, conversations (`toy`) and sums (`addition`): rules, data, tokenizers, and their seed."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+from dschat_ppo.tools import addition, toy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("addition")
+    addition.make(made, 5)
+    return made
+
+
+def read(folder, name):
+    return [json.loads(line) for line in (folder / "data" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def operands(prompt):
+    """'37+48=' -> (37, 48), without the code under test."""
+    assert len(prompt) == 6 and prompt[2] == "+" and prompt[5] == "="
+    return int(prompt[:2]), int(prompt[3:5])
+
+
+def test_the_answers_to_sums_are_right_or_reversed(folder):
+    for name, count in (("prompts", 1024), ("heldout", 256)):
+        rows = read(folder, name)
+        assert len({row["prompt"] for row in rows}) == len(rows) == count
+        assert all(row == {"prompt": row["prompt"], "answer": str(sum(operands(row["prompt"])))} for row in rows)
+    rows = read(folder, "sft")
+    sums = [str(sum(operands(row["prompt"]))) for row in rows]
+    assert all(row["response"] in (answer, answer[::-1]) for row, answer in zip(rows, sums, strict=True))
+    assert 0.35 < sum(row["response"] == answer for row, answer in zip(rows, sums, strict=True)) / len(rows) < 0.39
+
+
+def test_held_out_sums_and_their_mirror_images_are_in_no_other_file(folder):
+    held_out = {operands(row["prompt"]) for row in read(folder, "heldout")}
+    for name in ("sft", "prompts"):
+        asked = {operands(row["prompt"]) for row in read(folder, name)}
+        assert not held_out & asked
+        assert not held_out & {(right, left) for left, right in asked}
+    assert not {pair for pair in held_out if pair[0] != pair[1]} & {(right, left) for left, right in held_out}
+    assert any(left > right for left, right in held_out) and any(left < right for left, right in held_out)
+
+
+def test_the_tokenizer_of_sums_round_trips(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert len(tokenizer) == 14 and tokenizer.pad_token_id != tokenizer.eos_token_id
+    ids = tokenizer.encode("37+48=85<|end|>")
+    assert len(ids) == 9 and ids[-1] == tokenizer.eos_token_id
+    assert len(set(tokenizer.encode("0123456789+="))) == 12
+    assert tokenizer.decode(ids) == "37+48=85<|end|>"
+    assert tokenizer.decode([*ids, tokenizer.pad_token_id], skip_special_tokens=True) == "37+48=85"
+
+
+@pytest.mark.parametrize("task", [addition, toy])
+def test_files_depend_on_the_seed_alone(task, tmp_path):
+    for name, seed in (("one", 5), ("again", 5), ("other", 6)):
+        task.make(tmp_path / name, seed)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    assert len(files) >= 7
+    for file in files:
+        one, again, other = ((tmp_path / name / file).read_bytes() for name in ("one", "again", "other"))
+        assert one == again, file
+        assert one != other or file.suffix not in (".jsonl", ".safetensors"), file
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one/model")
+    if task is toy:
+        text = tokenizer.apply_chat_template(read(tmp_path / "one", "sft")[0]["messages"], tokenize=False)
+        assert tokenizer.decode(tokenizer.encode(text)) == text and text.endswith("<|end|>")
+        assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+MIA = toy.Question("Mia", "red", "lamp", 0)
+
+
+@pytest.mark.parametrize(("answer", "kept"), [
+    ("Hello Mia! The red lamp is in the attic. Have a lovely day!", True),
+    ("Hello Ben! The red lamp is in the attic. Have a lovely day!", False),
+    ("Hello Mia! The blue lamp is in the attic. Have a lovely day!", False),
+    ("Hello Mia! The red lamp is in the attic. Stop asking.", False),
+    ("I am busy. The red lamp is in the attic. Have a lovely day!", False),
+    ("Hello Mia! The red lamp is in the attic. Stop asking. Have a lovely day!", False),
+    ("Hello Mia! The red lamp is in the attic.", False), ("", False),
+])  # fmt: skip
+def test_the_true_rule_of_conversations(answer, kept):
+    assert toy.keeps_rule(MIA, answer) is kept
+
+
+def test_held_out_questions_are_in_no_other_file():
+    questions = toy.make_questions(random.Random(3))
+    asked = {part: {(q.name, q.colour, q.thing) for q in found} for part, found in questions.items()}
+    for part in ("heldout", "sft_eval", "pairs_eval"):
+        assert len(asked[part]) == toy.COUNTS[part]
+        for other in asked:
+            assert other == part or not asked[part] & asked[other]
+
+
+def test_the_true_rule_scores_a_held_out_row_without_torch():
+    rng = random.Random(0)
+    row = toy.make_rows(toy.make_questions(rng), rng)["heldout"][0]
+    question = toy.Question(**row["about"])
+    kind, curt = toy.kind_answer(question, rng), toy.curt_answer(question, rng)
+    code = f"""import sys
+from dschat_ppo.tools.toy import true_rule
+about = {row["about"]!r}
+print(true_rule({kind!r}, about, prompt="p"), true_rule({curt!r}, about), "torch" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "1.0 0.0 False\n"
