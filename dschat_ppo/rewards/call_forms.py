@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -31,20 +32,6 @@ class Answer:
     row: dict[str, Any]
     token_ids: list[int] = field(default_factory=list)
 
-    def __getitem__(self, name: str) -> Any:
-        """What `CallForm.texts` names. TRL passes the messages of a chat, and otherwise texts."""
-        messages = self.row.get(MESSAGES)
-        match name:
-            case "messages":
-                return self.prompt if messages is None else messages
-            case "reply":
-                return self.response if messages is None else [{"role": "assistant", "content": self.response}]
-            case "extra_info":
-                return self.row.get(name) or {}
-            case "query":
-                return self.prompt + self.response
-        return getattr(self, name)
-
 
 @dataclass(frozen=True)
 class CallForm:
@@ -53,40 +40,53 @@ class CallForm:
     description: str
     per_row: bool  # gets single values and returns one score, rather than lists and a list
     marks: tuple[str, ...]  # parameter names that only functions of this form have
-    texts: dict[str, str]  # argument -> name of a text of `Answer`; they take precedence over columns
+    texts: dict[str, Callable[[Answer], Any]]  # argument -> its value for an answer; they take precedence over columns
     columns: dict[str, str] = field(default_factory=dict)  # argument -> the column that it is, if it is named otherwise
     of_call: tuple[str, ...] = ()  # arguments with one value for a call
     hidden: tuple[str, ...] = ()  # what `**kwargs` does not receive, besides what data preparation adds to rows
     only_needed: bool = False  # columns reach only parameters without a default, and no `**kwargs`
 
 
+PROMPT, RESPONSE, TOKEN_IDS = map(attrgetter, ("prompt", "response", "token_ids"))
+
+
+def _messages(answer: Answer) -> Any:
+    """TRL passes the messages of a chat, and otherwise texts."""
+    return answer.prompt if answer.row.get(MESSAGES) is None else answer.row[MESSAGES]
+
+
+def _reply(answer: Answer) -> Any:
+    chat = answer.row.get(MESSAGES) is not None
+    return [{"role": "assistant", "content": answer.response}] if chat else answer.response
+
+
+def _extra_info(answer: Answer) -> Any:
+    return answer.row.get("extra_info") or {}
+
+
 CALL_FORMS = {
-    "responses": CallForm(
-        "called once per batch", False, ("responses",), {"prompts": "prompt", "responses": "response"}
-    ),
-    "response": CallForm(
-        "called once per response", True, ("response",), {"prompt": "prompt", "response": "response"}
-    ),
+    "responses": CallForm("called once per batch", False, ("responses",), {"prompts": PROMPT, "responses": RESPONSE}),
+    "response": CallForm("called once per response", True, ("response",), {"prompt": PROMPT, "response": RESPONSE}),
     "trl": CallForm(
         "called once per batch, as TRL's GRPOTrainer does", False,
         ("completions", "completion_ids", "completions_ids", "trainer_state", *LOGGERS),
-        {"prompts": "messages", "completions": "reply", "completion_ids": "token_ids",
-         "completions_ids": "token_ids"},  # the name in some versions of TRL's documentation
+        {"prompts": _messages, "completions": _reply, "completion_ids": TOKEN_IDS,
+         "completions_ids": TOKEN_IDS},  # the name in some versions of TRL's documentation
         of_call=("trainer_state", *LOGGERS), hidden=("prompt", "completion", "completions_ids"),
     ),
     "verl": CallForm(
         "called once per response, as verl does", True, ("solution_str",),
-        {"solution_str": "response", "extra_info": "extra_info"},
+        {"solution_str": RESPONSE, "extra_info": _extra_info},
         {"data_source": "data_source", "ground_truth": "ground_truth"}, only_needed=True,
     ),
     "verl_batch": CallForm(
         "called once per batch, as verl's batch reward manager does", False, ("solution_strs",),
-        {"solution_strs": "response", "extra_infos": "extra_info"},
+        {"solution_strs": RESPONSE, "extra_infos": _extra_info},
         {"data_sources": "data_source", "ground_truths": "ground_truth"}, only_needed=True,
     ),
     "openrlhf": CallForm(
         "called once per batch, as OpenRLHF's remote reward function", False, ("queries",),
-        {"queries": "query", "prompts": "prompt"}, {"labels": "ground_truth"},
+        {"queries": lambda answer: answer.prompt + answer.response, "prompts": PROMPT}, {"labels": "ground_truth"},
     ),
 }  # fmt: skip
 _NO_SETTINGS = {*CALL_FORMS["responses"].texts, *CALL_FORMS["response"].texts}
@@ -114,7 +114,7 @@ class Signature:
     @property
     def takes_token_ids(self) -> bool:
         """Whether the function receives the token ids of the responses."""
-        return any(self.wants(name) for name, text in self.call.texts.items() if text == "token_ids")
+        return any(self.wants(name) for name, text in self.call.texts.items() if text is TOKEN_IDS)
 
 
 def form_of(names: Iterable[str]) -> str:
@@ -176,7 +176,7 @@ def arguments_of(signature: Signature, answers: Sequence[Answer], columns: Itera
     sources = {name: name for name in wanted} | {n: column for n, column in form.columns.items() if signature.wants(n)}
     values = {name: [answer.row.get(column) for answer in answers] for name, column in sources.items()}
     texts = {name: text for name, text in form.texts.items() if signature.wants(name)}
-    values |= {name: [answer[text] for answer in answers] for name, text in texts.items()}
+    values |= {name: [text(answer) for answer in answers] for name, text in texts.items()}
     values |= {name: [None] * count for name in signature.needs if name not in values and name not in form.of_call}
     arguments: dict[str, Any] = {name: value[0] for name, value in values.items()} if form.per_row else dict(values)
     if "trainer_state" in form.of_call and signature.wants("trainer_state"):

@@ -162,16 +162,12 @@ def test_none_leaves_a_response_to_other_sources(capsys):
     reward.close()
 
 
-def test_other_numbers_of_a_dict_are_kept_by_response(capsys):
+def test_other_numbers_of_a_dict_are_kept_by_response():
     reward = FunctionReward(FunctionSpec(FILE, "dicts"), 2, 10.0, -9.0)
-    scores = reward(of_responses("a", "none", "lacking", "abc"), None)
     nan = float("nan")
-    assert scores.tolist() == pytest.approx([1, nan, -9, 3], nan_ok=True)
-    assert {name: values.tolist() for name, values in reward.numbers.items()} == {
-        "is_long": pytest.approx([0, 1, nan, 1], nan_ok=True), "only_a": pytest.approx([7, nan, nan, nan], nan_ok=True)
-    }  # fmt: skip
-    assert reward.numbers["is_long"].dtype == torch.float64
-    assert "returned a dict without 'score' (its keys: is_long)" in capsys.readouterr().out
-    reward(of_responses("abc"), None)
-    assert list(reward.numbers) == ["is_long"]
+    for responses, long, only in ((("a", "none", "lacking"), [0, 1, nan], [7, nan, nan]), (("abc",), [1], None)):
+        reward(of_responses(*responses), None)
+        expected = {"is_long": long} | ({} if only is None else {"only_a": only})
+        found = {name: values.tolist() for name, values in reward.numbers.items()}
+        assert found == {name: pytest.approx(values, nan_ok=True) for name, values in expected.items()}
     reward.close()

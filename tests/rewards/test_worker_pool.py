@@ -55,7 +55,7 @@ def wait_for(condition, seconds: float):
 
 
 def numbers_in(path: Path) -> list[int]:
-    text = wait_for(lambda: path.exists() and len(path.read_text().split()) == 2 and path.read_text(), 20)
+    text = wait_for(lambda: path.exists() and len(path.read_text().split()) == 2 and path.read_text(), 60)
     return [int(word) for word in text.split()]
 
 

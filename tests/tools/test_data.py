@@ -125,14 +125,6 @@ def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):
     assert sorted(re.findall(r"\d(?=:⟦)", shown)) == list("0123")
 
 
-def test_a_mixture_is_shown_as_training_mixes_it(preview, assets, tmp_path):
-    more = write_lines(tmp_path / "more.jsonl", [{"prompt": f"{n}:", "response": " yes"} for n in range(10)])
-    words = ("--step", 1, "--data_path", f"{assets}/sft.jsonl@10", f"{more}@30", "--data_split", "1,0,0")
-    code, shown, _ = preview(*words, "--eval_fraction", 0)
-    assert code == 0
-    assert "an epoch has 40 rows" in shown and "75.0 %" in shown
-
-
 @pytest.mark.parametrize(("words", "cause"), [
     ("--step 1 --data_path x.jsonl --no_such_flag 1", "--no_such_flag"),
     ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),

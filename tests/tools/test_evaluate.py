@@ -124,21 +124,6 @@ def test_the_tables_and_what_their_numbers_depend_on(found, assets, monkeypatch)
     assert paths == [f"{name}: {str(assets / name)[1:]}" for name in ("lm", "uniform_lm")]
 
 
-def test_long_prompts_are_dropped_and_counted(assets, said):
-    words = words_of(assets, "--decoding", "greedy", "--max_prompts", "0")
-    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    prompts = [json.loads(line)["prompt"] for line in (assets / "prompts.jsonl").read_text().splitlines()]
-    lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
-    limit = sorted(lengths)[len(lengths) // 2]
-    words[words.index("--max_prompt_seq_len") + 1] = str(limit)
-    kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
-    assert 0 < len(kept) < len(prompts)
-    results = evaluate(read_arguments(words)).results
-    assert [[row.prompt for row in result.prompts] for result in results] == [kept, kept]
-    counted = [line for line in said if f"{len(kept)} kept whole, {len(prompts) - len(kept)} dropped" in line]
-    assert len(counted) == 1, "the data is shown once for both models"
-
-
 def test_json_and_answers_in_the_terminal(found):
     def no_constant(name):
         raise AssertionError(f"{name} is no JSON")

@@ -2,6 +2,7 @@
 
 import sys
 
+import huggingface_hub
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,17 +81,14 @@ def test_what_the_planner_cannot_use_is_one_line(models, capsys, tmp_path, monke
         assert error.startswith("error: ") and problem in error and error.count("\n") == 1
 
 
-def test_a_name_on_the_hub_downloads_its_settings_alone(monkeypatch, tmp_path, models):
-    import huggingface_hub
-
+def test_a_name_on_the_hub_downloads_its_settings_alone(monkeypatch, models):
     asked = []
 
-    def download(name, file):
-        asked.append((name, file))
+    def download(*words):
+        asked.append(words)
         return f"{models['actor']}/config.json"
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert plan.settings_folder("org/name", "--actor") == models["actor"]
-    assert asked == [("org/name", "config.json")]
     assert plan.settings_folder(models["critic"], "--critic") == models["critic"]
-    assert len(asked) == 1
+    assert asked == [("org/name", "config.json")]
