@@ -31,10 +31,6 @@ async def judged(prompts, completions, **kwargs):
     return await asyncio.gather(*map(judge, prompts, completions))
 
 
-def curriculum(completions, trainer_state, **kwargs):
-    return [len(text) * (1.0 + trainer_state.global_step) for text in completions]
-
-
 def logging(completions, answer, log_extra, log_metric=None):
     right = [text == str(value) for text, value in zip(completions, answer, strict=True)]
     log_extra("answer", answer)

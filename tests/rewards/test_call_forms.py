@@ -63,8 +63,7 @@ CHATS = RewardRequest.of(
 
 
 @pytest.mark.parametrize(("name", "request_", "expected"), [
-    ("short", PLAIN, [1 / 2, 1 / 5, 1]), ("math_only", PLAIN, [1, None, -1]), ("curriculum", PLAIN, [28, 20, 4]),
-    ("judged", CHATS, [1, 0]),
+    ("short", PLAIN, [1 / 2, 1 / 5, 1]), ("math_only", PLAIN, [1, None, -1]), ("judged", CHATS, [1, 0]),
 ])  # fmt: skip
 def test_functions_of_trl_run_as_they_are(name, request_, expected):
     scores, numbers, counts = ask(name, request_, rollout_of(*(2, 5, 1)[: len(expected)]))

@@ -151,6 +151,8 @@ def test_a_rule_reads_the_correct_answer_and_not_the_column_that_holds_it():
     rule = FunctionReward(parse_function("exact_match"), 1, 10.0, 0.0)
     assert rule(RewardRequest.of([""] * 3, ["2"] * 3, rows), None).tolist() == [1.0, 1.0, 0.0]
     rule.close()
+    own = RewardRequest.of([""], ["a"], [{"answer": 3, "_truth": "9"}])
+    assert ask("per_row", own) == ([3 - 1], 0), "other functions see the columns as they are"
 
 
 def test_none_leaves_a_response_to_other_sources(capsys):

@@ -1,9 +1,6 @@
 """The preview of data: what it shows is what training uses."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from real_shapes import hh, sharegpt, ultrafeedback, verl, write_lines, write_parquet
@@ -102,18 +99,6 @@ def test_the_routes_of_rewards_are_checked_as_in_training(preview, tmp_path):
     assert code == 0 and "none of 2 training prompts has the data source 'math'" in shown
 
 
-def test_too_long_rows_are_problems_if_they_end_training(preview, tmp_path):
-    rows = [{"prompt": "x" * (40 if number == 2 else 3) + ": ", "response": "yes"} for number in range(5)]
-    path = write_lines(tmp_path / "long.jsonl", rows)
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--max_seq_len", 20)
-    code, shown, error = preview(*words, "--truncation", "error")
-    assert code == 2 and f"{path}, row 3: longer than the limit of 20 tokens" in error
-    code, shown, _ = preview(*words, "--truncation", "left")
-    assert code == 0 and "1 prompt cut" in shown and "an epoch has 5 rows" in shown
-    _, shown, _ = preview(*words, "--truncation", "drop", "--samples", 5)
-    assert shown.count(OPEN) == 4 and "xxxxxxxx" not in shown and "an epoch has 4 rows" in shown
-
-
 def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):
     rows = [{"prompt": f"{number}:", "response": " yes"} for number in range(9)]
     rows[8]["response"] = None
@@ -148,14 +133,3 @@ def test_a_training_command_and_its_configuration_can_be_pasted(preview, assets,
     words = ("--step", 1, "--config", tmp_path / "run.yaml", "--data_path", assets / "sft.jsonl", "--output_dir", "out")
     code, shown, _ = preview(*words, "--zero_stage", 3, "--learning_rate", 1e-5, tokenizer=False)
     assert code == 0 and OPEN in shown
-
-
-def test_it_starts_without_deepspeed(assets, tmp_path):
-    program = "import sys; from dschat_ppo.tools.data import main; code = main(sys.argv[1:])\n"
-    program += "assert code == 0 and 'deepspeed' not in sys.modules"
-    words = ["--step", "1", "--data_path", str(assets / "sft.jsonl"), "--tokenizer", str(assets / "lm")]
-    words += ["--data_output_path", str(tmp_path)]
-    found = subprocess.run(
-        [sys.executable, "-c", program, *words], env=dict(os.environ), text=True, capture_output=True, check=False
-    )
-    assert found.returncode == 0, found.stderr
