@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv, install the package with the test extra, check style and types, and run the tests, two files at a time.
+# Make .venv, install the package with the test extra, check style and types, and run the tests, two files at a time:
+# those of seconds first, then those of ranks and whole runs. It ends at the first of these parts that fails.
 #   tests/run.sh [pytest arguments]     with arguments: one pytest with them
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,4 +10,6 @@ ruff check .
 ruff format --check .
 mypy
 [ $# -eq 0 ] || exec pytest "$@"
-exec pytest -n 2 --dist loadfile --no-loadscope-reorder # files in their order: long ones are not the last
+both=(-n 2 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
+pytest "${both[@]}" -m "not slow and not ranks"
+exec pytest "${both[@]}" -m "slow or ranks"

@@ -31,10 +31,10 @@ if [ ! -x .venv/bin/python ]; then
     fi
 fi
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-    .venv/bin/python -m pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
+    .venv/bin/python -m pip install --no-compile ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi
 .venv/bin/python -m dschat_ppo.run.unused_gpu # a torch that cannot use this machine's GPU ends the script here
 echo "installing dschat_ppo and its dependencies; this may take minutes"
-.venv/bin/python -m pip install -q -c constraints.txt -e ".${extra:+[$extra]}"
+.venv/bin/python -m pip install -q --no-compile -c constraints.txt -e ".${extra:+[$extra]}"
 sync # before the stamp that marks the installation as complete
 touch "$stamp-${extra:-plain}"
