@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from dschat_ppo.config.schema import (
@@ -12,7 +12,7 @@ from dschat_ppo.config.schema import (
     not_negative,
     positive,
     refuse,
-    require,
+    require_used,
     share,
     unit,
 )
@@ -132,12 +132,7 @@ class AlgorithmFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
-        for applies, purpose, names in self._requirements():
-            for name in names.split():
-                value = vars(self)[name]
-                message = f"--{name} {value} has no effect: it is for {purpose}; omit it"
-                require(applies or value == defaults[name], message)
+        require_used(self, self._uses())
         refuse({
             f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}":
                 not (self.dual_clip == 0 or self.dual_clip > 1),
@@ -147,8 +142,8 @@ class AlgorithmFlags:
                 self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max,
         })  # fmt: skip
 
-    def _requirements(self) -> list[tuple[bool, str, str]]:
-        """(whether the other flags let these flags have an effect, what these flags are for, their names)."""
+    def _uses(self) -> list[tuple[bool, str, str]]:
+        """As `require_used` takes them."""
         loss, estimator = self.policy_loss, self.advantage_estimator
         own, own_loss = is_own_function(estimator), is_own_function(loss)  # they may use any constant
         clips, standardises = own_loss or loss in CLIPPED_LOSSES, own or estimator in STANDARDISED

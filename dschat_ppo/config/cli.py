@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
-from dschat_ppo.config.health_flags import idle_rules
 from dschat_ppo.config.help_text import asked_for_help, help_text
 from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.other_names import flags_for
@@ -189,7 +188,7 @@ def notes(step_name: str, config: StepConfig) -> list[str]:
     defaults = defaults_of(step)
     values = flatten(config)
     reasons = {name: why for name, why in WITHOUT_EFFECT.items() if name in values}
-    reasons |= step.notes | config.run.idle() | config.idle() | idle_rules(config.health)
+    reasons |= step.notes | config.run.idle() | config.idle()
     if values["validate_only"]:
         reasons |= dict.fromkeys([name for name in _OF_TRAINING if name in values], "--validate_only trains nothing")
     left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None

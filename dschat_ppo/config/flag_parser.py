@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from dschat_ppo.config.retired_flags import RETIRED, RETIRED_VALUES
-from dschat_ppo.config.schema import RANGES, is_own_function
+from dschat_ppo.config.schema import RANGES, default_of, is_own_function
 from dschat_ppo.errors import UserError, printable_line
 
 LONG_CHOICES = "NAME"  # shown in place of a long list of choices
@@ -205,11 +205,8 @@ def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], without: 
 
 
 def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
-    default: Any = argparse.SUPPRESS
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    elif field.default is not dataclasses.MISSING:
-        default = field.default
+    default = default_of(field)
+    default = argparse.SUPPRESS if default is dataclasses.MISSING else default
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
     read, text, commas = values_of(kind), str(field.metadata["help"]), field.metadata.get("commas", False)
     if range := field.metadata.get("range"):

@@ -14,7 +14,6 @@ from dschat_ppo.errors import UserError, reading
 Stop = Literal["off", "error", "warning"]
 Level = Literal["warning", "error"]
 WINDOW, OFF = "window", "off"
-LEFT = ("ranks_uneven",)  # rules that left: their thresholds, such as those of a saved configuration, have no effect
 
 
 @dataclass(frozen=True)
@@ -140,41 +139,33 @@ def _help(rules: Sequence[Rule], window: int) -> str:
 
 
 @dataclass(frozen=True)
-class PPOHealthFlags:
-    """Health warnings of step 3."""
+class _HealthFlags:
+    rules: ClassVar[tuple[Rule, ...]]
+    default_window: ClassVar[int]  # steps
 
-    rules: ClassVar[tuple[Rule, ...]] = PPO_RULES
-    default_window: ClassVar[int] = 10  # PPO steps
-
-    # fmt: off
     stop_on_health: Stop = flag("off", _STOP)
-    health: list[str] = flag([], _help(PPO_RULES, default_window), commas=True)
-    # fmt: on
+    health: list[str] = flag([], "", commas=True)
 
     def __post_init__(self) -> None:
         thresholds(self)
 
 
 @dataclass(frozen=True)
-class FitHealthFlags:
+class PPOHealthFlags(_HealthFlags):
+    """Health warnings of step 3."""
+
+    rules = PPO_RULES
+    default_window = 10
+    health: list[str] = flag([], _help(PPO_RULES, default_window), commas=True)
+
+
+@dataclass(frozen=True)
+class FitHealthFlags(_HealthFlags):
     """Health warnings of steps 1 and 2."""
 
-    rules: ClassVar[tuple[Rule, ...]] = FIT_RULES
-    default_window: ClassVar[int] = 50  # optimizer steps
-
-    # fmt: off
-    stop_on_health: Stop = flag("off", _STOP)
+    rules = FIT_RULES
+    default_window = 50
     health: list[str] = flag([], _help(FIT_RULES, default_window), commas=True)
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        thresholds(self)
-
-
-def idle_rules(flags: PPOHealthFlags | FitHealthFlags) -> dict[str, str]:
-    """`--health`, if it sets rules that left -> which."""
-    left = [text for text in flags.health if text.partition("=")[0] in LEFT]
-    return {"health": f"of {', '.join(left)}: the rule left"} if left else {}
 
 
 def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, float], set[str]]:
@@ -183,8 +174,6 @@ def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, f
     limits = dict(defaults)
     for text in flags.health:
         name, _, value = text.partition("=")
-        if name in LEFT:
-            continue
         if name not in (WINDOW, *limits):
             near = difflib.get_close_matches(name, [WINDOW, *limits], n=1)
             meant = f"did you mean {near[0]}?" if near else f"there are: {WINDOW}, {', '.join(limits)}"

@@ -18,6 +18,7 @@ from dschat_ppo.config.schema import (
     old_flag,
     positive,
     refuse,
+    require_used,
     share,
 )
 
@@ -128,7 +129,6 @@ class PPOFlags:
             f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}":
                 self.min_answer_seq_len > self.max_answer_seq_len,
             "--stop_token_ids must be 0 or above": any(number < 0 for number in self.stop_token_ids),
-            "--ema_decay is for --enable_ema, which is not given": not self.enable_ema and self.ema_decay != EMA_DECAY,
             "--stop_strings must not contain an empty string": not all(self.stop_strings),
             "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
                 self.offload_reference_model and self.actor_zero_stage < 3,
@@ -137,6 +137,7 @@ class PPOFlags:
             "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step needs --enable_test_mode":
                 self.enable_test_mode != (self.test_stop_step > 0),
         })  # fmt: skip
+        require_used(self, [(self.enable_ema, "--enable_ema", "ema_decay")])
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,11 @@ class EvaluationFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        others = [field for field in fields(self) if field.name != "eval_data_path"]
-        given = [f"--{field.name}" for field in others if vars(self)[field.name] != field.default]
         refuse({
             "--validate_only needs held-out prompts: give --eval_data_path":
                 self.validate_only and not self.eval_data_path,
-            f"{', '.join(given)}: has no effect without --eval_data_path; omit it, or give --eval_data_path":
-                bool(given) and not self.eval_data_path,
             "--eval_greedy gives the same answer every time: omit --eval_samples":
                 self.eval_greedy and self.eval_samples > 1,
         })  # fmt: skip
+        others = " ".join(own.name for own in fields(self) if own.name != "eval_data_path")
+        require_used(self, [(bool(self.eval_data_path), "--eval_data_path", others)])

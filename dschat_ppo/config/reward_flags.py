@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.schema import finite, flag, positive, refuse
+from dschat_ppo.config.schema import finite, flag, positive, refuse, require_used
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,6 @@ class RewardSourceFlags:
 
     def __post_init__(self) -> None:
         without, remote = not self.use_reward_model, self.remote_reward_url is not None
-        idle = "has no effect with --use_reward_model False; omit one of them"
-        unused = "has no effect without the source that it routes"
         refuse({
             "--reward_timeout and --remote_reward_timeout must be at most 10^6 seconds, eleven days":
                 max(self.reward_timeout, self.remote_reward_timeout) > 10**6,
@@ -52,11 +50,11 @@ class RewardSourceFlags:
             "--remote_reward_url contains an empty URL": not all(self.remote_urls),
             "--use_reward_model False leaves no reward: give --reward_function or --remote_reward_url":
                 without and not self.reward_function and not remote,
-            f"--reward_model_name_or_path {idle}": without and self.reward_model_name_or_path is not None,
-            f"--process_reward {idle}": without and self.process_reward is not None,
-            f"--reward_model_sources {unused}": without and bool(self.reward_model_sources),
-            f"--remote_reward_sources {unused}": not remote and bool(self.remote_reward_sources),
         })  # fmt: skip
+        require_used(self, [
+            (not without, "--use_reward_model", "reward_model_name_or_path process_reward reward_model_sources"),
+            (remote, "--remote_reward_url", "remote_reward_sources"),
+        ])  # fmt: skip
 
     @property
     def remote_urls(self) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.schema import flag, fraction, not_negative, refuse, require, share
+from dschat_ppo.config.schema import flag, fraction, not_negative, refuse, require_used, share
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
@@ -49,10 +49,7 @@ class ReferenceFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        require(
-            self.ref_sync_interval > 0 or self.ref_sync_mixup == 1,
-            "--ref_sync_mixup has no effect without --ref_sync_interval",
-        )
+        require_used(self, [(self.ref_sync_interval > 0, "--ref_sync_interval", "ref_sync_mixup")])
 
 
 def require_schedule(flags: ScheduleFlags, group: SupervisedFlags | PPOFlags) -> None:

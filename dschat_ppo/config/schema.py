@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +76,22 @@ def refuse(problems: Mapping[str, bool]) -> None:
     """Raise `UserError` with the first message of a table whose condition holds."""
     for message, holds in problems.items():
         require(not holds, message)
+
+
+def default_of(own: Field[Any]) -> Any:
+    """The default of a field; `MISSING` for a flag that must be given."""
+    return own.default if own.default_factory is MISSING else own.default_factory()
+
+
+def require_used(flags: Any, uses: Iterable[tuple[bool, str, str]]) -> None:
+    """Refuse a flag of a group that is given but has no effect. `uses`: (whether other flags let these flags have an
+    effect, what these flags are for, their names)."""
+    defaults = {own.name: default_of(own) for own in fields(flags)}
+    for applies, purpose, names in uses:
+        for name in names.split():
+            value = vars(flags)[name]
+            message = f"--{name} {value} has no effect: it is for {purpose}; omit it"
+            require(applies or value == defaults[name], message)
 
 
 def is_own_function(name: str) -> bool:

@@ -2,79 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias, get_type_hints
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
-from dschat_ppo.config.lora_flags import (
-    AdapterFlags,
-    LoraFlags,
-    PPOLoraFlags,
-    idle_lora_flags,
-    require_usable_lora,
-)
-from dschat_ppo.config.memory_flags import (
-    MemoryFlags,
-    PPOMemoryFlags,
-    check_memory,
-)
+from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags, idle_lora_flags, require_usable_lora
+from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags, check_memory
 from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
 from dschat_ppo.config.reward_flags import RewardSourceFlags
 from dschat_ppo.config.run_flags import BestFlags, ConsoleFlags, RunFlags, SafetyFlags
-from dschat_ppo.config.schedule_flags import (
-    ReferenceFlags,
-    ScheduleFlags,
-    idle_flags,
-    require_schedule,
-)
-from dschat_ppo.config.schema import refuse
+from dschat_ppo.config.schedule_flags import ReferenceFlags, ScheduleFlags, idle_flags, require_schedule
+from dschat_ppo.config.schema import default_of, refuse, require_used
 from dschat_ppo.config.supervised_flags import PreferenceFlags, SFTFlags, SupervisedFlags
 
 
-@dataclass(frozen=True)
-class SFTConfig:
-    """The configuration of step 1."""
+@dataclass(frozen=True, kw_only=True)
+class _FitConfig:
+    """What steps 1 and 2 share."""
 
-    sft: SFTFlags
     data: DataFlags
     fit: SupervisedFlags
     safety: SafetyFlags
     run: RunFlags
-    lora: LoraFlags = field(default_factory=LoraFlags)
-    adapters: AdapterFlags = field(default_factory=AdapterFlags)
-    memory: MemoryFlags = field(default_factory=MemoryFlags)
-    schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
-    best: BestFlags = field(default_factory=BestFlags)
-    console: ConsoleFlags = field(default_factory=ConsoleFlags)
-    health: FitHealthFlags = field(default_factory=FitHealthFlags)
+    lora: LoraFlags
+    adapters: AdapterFlags
+    memory: MemoryFlags
+    schedule: ScheduleFlags
+    best: BestFlags
+    console: ConsoleFlags
+    health: FitHealthFlags
 
     def __post_init__(self) -> None:
-        self.best.require_metric(("loss", "perplexity"))
-        _check_fit(self)
+        fit = self.fit
+        check_memory(self.memory, {"--zero_stage": fit.zero_stage})
+        refuse({
+            "--packing needs the length of every training row before the first step, which --streaming does not know; "
+            "use one of the two": fit.packing and self.data.streaming,
+        })  # fmt: skip
+        require_usable_lora({"": fit.zero_stage}, self.lora, self.adapters, self.run)
+        require_schedule(self.schedule, fit)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model that trains has a scalar head."""
+        return False
 
     def idle(self) -> dict[str, str]:
         """Flags that have no effect with the other flags -> the reason."""
-        return _idle_of_fit(self, has_head=False)
+        found = idle_lora_flags({"": self.fit.zero_stage}, self.lora, self.adapters)
+        alone = self.lora.lora_dim > 0 and self.adapters.only_optimize_lora and not self.has_head
+        if alone and self.fit.learning_rate != self.lora.lora_learning_rate:
+            found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
+        return found | idle_flags(self.schedule, self.fit)
 
 
-@dataclass(frozen=True)
-class PreferenceConfig:
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(_FitConfig):
+    """The configuration of step 1."""
+
+    sft: SFTFlags
+
+    def __post_init__(self) -> None:
+        self.best.require_metric(("loss", "perplexity"))
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(_FitConfig):
     """The configuration of step 2."""
 
     reward: PreferenceFlags
-    data: DataFlags
-    fit: SupervisedFlags
-    safety: SafetyFlags
-    run: RunFlags
-    lora: LoraFlags = field(default_factory=LoraFlags)
-    adapters: AdapterFlags = field(default_factory=AdapterFlags)
-    memory: MemoryFlags = field(default_factory=MemoryFlags)
-    schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
-    best: BestFlags = field(default_factory=BestFlags)
-    console: ConsoleFlags = field(default_factory=ConsoleFlags)
-    health: FitHealthFlags = field(default_factory=FitHealthFlags)
 
     def __post_init__(self) -> None:
         refuse({
@@ -82,30 +81,16 @@ class PreferenceConfig:
             "it does not go with --streaming": self.reward.has_reference and self.data.streaming,
         })  # fmt: skip
         self.best.require_metric(self.reward.eval_metrics)
-        _check_fit(self)
+        super().__post_init__()
+
+    @property
+    def has_head(self) -> bool:
+        """See `_FitConfig`."""
+        return self.reward.trains_classifier
 
     def idle(self) -> dict[str, str]:
-        """Given flags that have no effect with the other flags -> the reason."""
-        return self.reward.idle | _idle_of_fit(self, has_head=self.reward.trains_classifier)
-
-
-def _check_fit(config: SFTConfig | PreferenceConfig) -> None:
-    fit = config.fit
-    check_memory(config.memory, {"--zero_stage": fit.zero_stage})
-    refuse({
-        "--packing needs the length of every training row before the first step, which --streaming does not know; use "
-        "one of the two": fit.packing and config.data.streaming,
-    })  # fmt: skip
-    require_usable_lora({"": fit.zero_stage}, config.lora, config.adapters, config.run)
-    require_schedule(config.schedule, fit)
-
-
-def _idle_of_fit(config: SFTConfig | PreferenceConfig, *, has_head: bool) -> dict[str, str]:
-    found = idle_lora_flags({"": config.fit.zero_stage}, config.lora, config.adapters)
-    alone = config.lora.lora_dim > 0 and config.adapters.only_optimize_lora and not has_head
-    if alone and config.fit.learning_rate != config.lora.lora_learning_rate:
-        found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
-    return found | idle_flags(config.schedule, config.fit)
+        """See `_FitConfig`."""
+        return self.reward.idle | super().idle()
 
 
 @dataclass(frozen=True)
@@ -119,19 +104,19 @@ class PPOConfig:
     data: DataFlags
     safety: SafetyFlags
     run: RunFlags
-    lora: PPOLoraFlags = field(default_factory=PPOLoraFlags)
-    adapters: AdapterFlags = field(default_factory=AdapterFlags)
-    memory: MemoryFlags = field(default_factory=MemoryFlags)
-    ppo_memory: PPOMemoryFlags = field(default_factory=PPOMemoryFlags)
-    schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
-    reference: ReferenceFlags = field(default_factory=ReferenceFlags)
-    console: ConsoleFlags = field(default_factory=ConsoleFlags)
-    health: PPOHealthFlags = field(default_factory=PPOHealthFlags)
+    lora: PPOLoraFlags
+    adapters: AdapterFlags
+    memory: MemoryFlags
+    ppo_memory: PPOMemoryFlags
+    schedule: ScheduleFlags
+    reference: ReferenceFlags
+    console: ConsoleFlags
+    health: PPOHealthFlags
 
     def __post_init__(self) -> None:
         ppo, algorithm, memory, reference = self.ppo, self.algorithm, self.ppo_memory, self.reference
         compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
-        no_reference = "there is no reference, because --kl_coef and --kl_loss_coef are 0; omit the flag"
+        of_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
         learned, by_model = self.rewards.use_reward_model, algorithm.normalize_rewards == "model"
         refuse({
             f"--advantage_estimator {algorithm.advantage_estimator} {compares}":
@@ -143,10 +128,6 @@ class PPOConfig:
             f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len {ppo.max_answer_seq_len}":
                 algorithm.overlong_buffer > ppo.max_answer_seq_len,
             # the reference
-            f"--offload_reference_model: {no_reference}": ppo.offload_reference_model and not algorithm.has_reference,
-            f"--ref_model_name_or_path: {no_reference}":
-                reference.ref_model_name_or_path is not None and not algorithm.has_reference,
-            f"--ref_sync_interval: {no_reference}": reference.ref_sync_interval > 0 and not algorithm.has_reference,
             "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of the actor are in its "
             "adapter; omit one of the two": reference.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0,
             "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two":
@@ -159,8 +140,6 @@ class PPOConfig:
                 by_model and not learned,
             "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
             "--normalize_rewards running": by_model and self.rewards.process_reward is not None,
-            "--offload_reward_model: there is no reward model, because --use_reward_model is False":
-                ppo.offload_reward_model and not learned,
             # memory
             f"--inference_tp_size {memory.inference_tp_size} divides the layers, and --unpin_actor_parameters gathers "
             "each layer whole; use one of the two": memory.inference_tp_size > 1 and ppo.unpin_actor_parameters,
@@ -175,6 +154,12 @@ class PPOConfig:
                 self.memory.sequence_parallel_size > 1 and vars(algorithm)[name] == "full"
                 for name in ("kl_estimator", "kl_loss_estimator")
         })  # fmt: skip
+        has_reference = algorithm.has_reference
+        require_used(reference, [(has_reference, of_reference, "ref_model_name_or_path ref_sync_interval")])
+        require_used(ppo, [
+            (has_reference, of_reference, "offload_reference_model"),
+            (learned, "--use_reward_model", "offload_reward_model"),
+        ])  # fmt: skip
         check_memory(self.memory, self._stages)
         require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
         if self.lora.share_base:
@@ -310,9 +295,7 @@ def groups_of(step: Step) -> dict[str, Any]:
 def defaults_of(step: Step) -> dict[str, Any]:
     """Flag -> its default in this step; `MISSING` for a flag that must be given."""
     every = [own for group in groups_of(step).values() for own in fields(group)]
-    return {
-        own.name: own.default if own.default_factory is MISSING else own.default_factory() for own in every
-    } | step.defaults
+    return {own.name: default_of(own) for own in every} | step.defaults
 
 
 _PAIRS = Step(

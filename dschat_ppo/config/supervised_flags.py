@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from dschat_ppo.config.schema import (
@@ -17,7 +17,7 @@ from dschat_ppo.config.schema import (
     old_flag,
     positive,
     refuse,
-    require,
+    require_used,
     share,
 )
 
@@ -148,14 +148,10 @@ class PreferenceFlags:
     # fmt: on
 
     def __post_init__(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
-        for name, objectives in ONLY_FOR.items():
-            value = vars(self)[name]
-            require(
-                self.objective in objectives or value == defaults[name] or name in self.idle,
-                f"--{name} {value} has no effect with --objective {self.objective}; leave it out, or use --objective "
-                f"{' or '.join(objectives)}",
-            )
+        require_used(self, (
+            (self.objective in objectives or name in self.idle, f"--objective {' or '.join(objectives)}", name)
+            for name, objectives in ONLY_FOR.items()
+        ))  # fmt: skip
         refuse({
             "--step_separator must not be an empty string": not self.step_separator,
             f"--label_smoothing must be above 0 and below 0.5 for --objective {self.objective}, got "

@@ -1,6 +1,6 @@
 """Command lines for tests of the configuration."""
 
-from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.config.cli import flatten, notes, parse
 
 # step -> the required flags
 NEEDED = {
@@ -10,6 +10,16 @@ NEEDED = {
 }
 
 
+def config_of(step: str, *words: str):
+    """The configuration, with the required flags and `words` on the command line."""
+    return parse(step, [*NEEDED["reward" if step == "dpo" else step], *words])
+
+
 def read(step: str, *words: str) -> dict:
-    """Flag name -> value, with the required flags and `words` on the command line."""
-    return flatten(parse(step, [*NEEDED[step], *words]))
+    """Flag name -> value, of `config_of`."""
+    return flatten(config_of(step, *words))
+
+
+def noted(step: str, *words: str) -> list[str]:
+    """The notes about flags without effect, of `config_of`."""
+    return notes(step, config_of(step, *words))

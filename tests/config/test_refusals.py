@@ -1,8 +1,11 @@
-"""Flags that contradict each other, or have no effect with the others, are refused before anything is loaded."""
+"""What is refused by the flags alone, before anything is loaded: values out of range, flags that contradict each other
+or have no effect with the others, and flags that are missing."""
 
 import pytest
 from command_lines import read
 
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.memory_flags import MemoryFlags, check_sequence_parallel_size
 from dschat_ppo.errors import UserError
 
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
@@ -15,11 +18,10 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("reward", "--warmup_ratio 0.1 --lr_scheduler_type constant", "--lr_scheduler_type constant has no warm-up"),
     ("sft", "--min_lr_ratio 0.1 --lr_scheduler_type constant", "--lr_scheduler_type constant does not decay"),
     ("ppo", "--min_lr_ratio 0.1 --lr_scheduler_type constant_with_warmup", "constant_with_warmup does not decay"),
-    ("ppo", "--kl_coef 0 --ref_model_name_or_path r", "--ref_model_name_or_path: there is no reference"),
-    ("ppo", "--kl_coef 0 --ref_sync_interval 2", "--ref_sync_interval: there is no reference"),
-    ("ppo", "--ref_sync_mixup 0.5", "--ref_sync_mixup has no effect without --ref_sync_interval"),
+    ("ppo", "--kl_coef 0 --ref_model_name_or_path r", "--ref_model_name_or_path r has no effect: it is for the"),
+    ("ppo", "--kl_coef 0 --ref_sync_interval 2", "--ref_sync_interval 2 has no effect: it is for the reference"),
+    ("ppo", "--ref_sync_mixup 0.5", "it is for --ref_sync_interval; omit it"),
     ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 0", "--ref_sync_mixup must be above 0 and at most 1"),
-    ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 1.1", "--ref_sync_mixup must be above 0 and at most 1"),
     ("ppo", "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora", "--ref_sync_interval mixes"),
     # one base of all models
     ("ppo", "--share_base --actor_lora_dim 4 --critic_lora_dim 4", "--only_optimize_lora"),
@@ -37,14 +39,13 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
      "--old_logprobs rollout skips the forward pass that"),
     ("ppo", "--overlong_buffer 257", "--overlong_buffer 257 is above --max_answer_seq_len 256"),
     ("ppo", "--kl_coef 0 --offload_reference_model --actor_zero_stage 3",
-     "--offload_reference_model: there is no reference"),
-    ("ppo", f"{FUNCTION} --offload_reward_model --critic_zero_stage 3", "--offload_reward_model: there is no"),
+     "--offload_reference_model True has no effect: it is for the reference"),
+    ("ppo", f"{FUNCTION} --offload_reward_model --critic_zero_stage 3", "it is for --use_reward_model"),
     ("ppo", f"{FUNCTION} --normalize_rewards model", "--normalize_rewards model needs a learned reward"),
     # memory
     ("ppo", "--offload", "--actor_zero_stage and --critic_zero_stage"),
     ("ppo", "--offload --actor_zero_stage 3", "--actor_zero_stage and --critic_zero_stage"),
     ("ppo", "--offload_reference_model", "--actor_zero_stage 3"),
-    ("ppo", "--offload_reference_model --critic_zero_stage 3", "--actor_zero_stage 3"),
     ("ppo", "--offload_reward_model --actor_zero_stage 3", "--critic_zero_stage 3"),
     ("ppo", "--enable_test_mode", "--test_stop_step"),
     ("ppo", "--offload_optimizer", "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
@@ -66,21 +67,17 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("sft", ["--prompt_column", ""], "--prompt_column is empty"),
     # health
     ("ppo", "--health window=1", "--health window=1: window takes a whole number of 2 or more"),
-    ("sft", "--health window=off", "window takes a whole number of 2 or more"),
     ("ppo", "--health gradient_explodes=inf", "takes 1 or above, or off"),
     ("ppo", "--health entropy_collapse=0", "takes 1 or above, or off"),
     ("sft", "--health overfitting=0", "takes whole numbers of 1 or above, or off"),
     ("ppo", "--health reward_faults=-0.1", "takes 0 or above, or off"),
-    ("ppo", "--health reward_faults=nan", "takes 0 or above"),
     ("ppo", "--health kl_spike", "kl_spike takes a number, or off"),
     ("ppo", "--health kl_negative=0.02", "takes 0 or below, or off"),
-    ("ppo", "--health logprob_diff_high=-1", "takes 0 or above"),
     ("ppo", "--health critic_lags=2", "critic_lags takes off"),
     ("ppo", "--health kl_spikes=1", "there is no rule 'kl_spikes'; did you mean kl_spike?"),
     ("sft", "--health kl_spike=1", "there is no rule 'kl_spike'; there are: window, loss_grows, overfitting"),
     # algorithm
     ("ppo", "--policy_loss reinforce --clip_eps 0.3", "--clip_eps 0.3 has no effect: it is for --policy_loss ppo or"),
-    ("ppo", "--policy_loss kl_cov --clip_eps_high 0.3", "--clip_eps_high 0.3 has no effect"),
     ("ppo", "--sapo_tau_negative 2.0", "it is for --policy_loss sapo"),
     ("ppo", "--covariance_share 0.1", "it is for --policy_loss clip_cov or kl_cov"),
     ("ppo", "--policy_loss cispo --dual_clip 3.0", "--dual_clip 3.0 has no effect"),
@@ -91,7 +88,6 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--kl_coef 0.0 --kl_target 0.1", "--kl_target 0.1 has no effect: it is for a --kl_coef above 0"),
     ("ppo", "--advantage_estimator grpo --kl_target 0.1",
      "--kl_target 0.1 has no effect: it is for a --kl_coef above 0 (for grpo it is 0 unless given)"),
-    ("ppo", "--advantage_estimator gpg --kl_estimator k3", "above 0 (for gpg it is 0 unless given)"),
     ("ppo", "--kl_horizon 5", "it is for --kl_target"),
     ("ppo", "--kl_loss_estimator k2", "it is for --kl_loss_coef above 0"),
     ("ppo", "--kl_loss_coef 0.1 --kl_loss_estimator full --kl_straight_through False", "a KL loss k1, k3 or abs"),
@@ -103,14 +99,14 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--overlong_penalty 2.0", "it is for --overlong_buffer"),
     ("ppo", "--dynamic_sampling_rounds 2", "it is for --dynamic_sampling"),
     # evaluation
-    ("ppo", "--eval_batch_size 8", "--eval_batch_size: has no effect without --eval_data_path"),
-    ("ppo", "--eval_pass_score 0.5", "--eval_pass_score: has no effect without --eval_data_path"),
-    ("ppo", "--save_best False", "--save_best: has no effect without --eval_data_path"),
+    ("ppo", "--eval_batch_size 8", "--eval_batch_size 8 has no effect: it is for --eval_data_path"),
+    ("ppo", "--save_best False", "--save_best False has no effect: it is for --eval_data_path"),
     ("ppo", "--validate_only", "--validate_only needs held-out prompts: give --eval_data_path"),
     ("ppo", "--eval_data_path e --eval_greedy --eval_samples 2",
      "--eval_greedy gives the same answer every time: omit --eval_samples"),
     # rewards
-    ("ppo", f"--process_reward min {FUNCTION}", "--process_reward has no effect with --use_reward_model False"),
+    ("ppo", f"--process_reward min {FUNCTION}", "--process_reward min has no effect: it is for --use_reward_model"),
+    ("ppo", "--remote_reward_sources a", "it is for --remote_reward_url"),
     ("ppo", "--process_reward last --normalize_rewards model", "use --normalize_rewards running"),
     # LoRA
     ("sft", "--lora_dim 8 --only_optimize_lora --load_in_4bit --load_in_8bit",
@@ -119,12 +115,110 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("reward", "--objective dpo_nll --nll_coef 0", "--nll_coef must be above 0 for --objective dpo_nll"),
     *[("reward", f"--objective {objective} --label_smoothing {share}",
        f"--label_smoothing must be above 0 and below 0.5 for --objective {objective}")
-      for objective in ("cdpo", "robust_dpo") for share in ("0", "0.5", "0.9")],
+      for objective in ("cdpo", "robust_dpo") for share in ("0", "0.5")],
+    ("reward", "--no_use_margin --objective dpo", "--use_margin False has no effect: it is for --objective reward"),
+    ("reward", "--beta 0.3", "it is for --objective dpo or cdpo or ipo"),
+    ("reward", "--nll_coef 1 --objective ipo", "it is for --objective dpo_nll or cpo or simpo"),
+    ("reward", "--label_smoothing 0.2 --objective dpo", "it is for --objective cdpo or robust_dpo"),
+    *[("reward", f"--objective {objective} --streaming --streaming_rows 9",
+       f"--objective {objective} computes log-probs of the reference") for objective in ("dpo", "kto")],
+    ("sft", "--packing --streaming --streaming_rows 9", "--packing needs the length of every training row"),
+    # the best metric
+    ("sft", "--metric_for_best chosen_score:up", "is a higher or a lower value better? Write eval_chosen_score:up"),
+    ("sft", "--metric_for_best accuracy",
+     "--metric_for_best accuracy: the evaluation has no eval_accuracy; it has eval_loss, eval_perplexity"),
+    ("reward", "--metric_for_best centering_loss", "the evaluation has no eval_centering_loss"),
+    ("reward", "--metric_for_best nll --objective dpo", "the evaluation has no eval_nll"),
+    # what other programs take for off, and words that are no value
+    ("ppo", "--top_k -1", "0 = off"), ("ppo", "--temperature 0", "above 0; --top_k 1"),
+    ("sft", "--max_steps -1", "0 = --num_train_epochs"), ("ppo", "--eval_interval -1 --eval_data_path e", "0 = "),
+    ("sft", "--report_to tensorboard,wand", "--report_to wand: expected one of none, tensorboard, wandb"),
+    ("ppo", ["--health", ""], "--health needs a value"), ("sft", "--config", "--config needs a value"),
+    ("sft", "--offload", "--offload needs --zero_stage 1, 2 or 3"),
+    # numbers and paths beyond every limit
+    ("reward", "--beta 1e31", "--beta 1e+31"), ("sft", "--learning_rate 1e-31", "--learning_rate 1e-31"),
+    ("sft", f"--seed {2**63}", "--seed"), ("sft", f"--max_seq_len {2**31}", "--max_seq_len 2147483648"),
+    ("sft", f"--output_dir {'a' * 256}", "is too long for a file system"),
+    ("sft", f"--data_path {'b/' * 1751}", "is too long for a file system"),
+    ("sft", ["--data_path", "line\nbreak"], "--data_path 'line\\nbreak': contains a control character"),
 ]  # fmt: skip
+
+
+# flag=value, out of the range of the flag
+RANGES = {
+    "ppo": """
+        gamma=1.1 gae_lambda=-0.1 clip_eps=0 clip_eps=1 dual_clip=0.5 value_clip_eps=-1 kl_coef=-0.1 reward_clip=-1
+        temperature=0 top_p=0 top_p=1.1 top_k=-1 min_p=1 min_p=-0.1 repetition_penalty=0 n_samples_per_prompt=0
+        rollout_engine=fast old_logprobs=never min_answer_seq_len=257 stop_token_ids=-1 stop_token_ids=x stop_strings=
+        micro_batch_tokens=-1 ppo_epochs=0 actor_learning_rate=0 critic_learning_rate=1.5 actor_dropout=1.0
+        critic_dropout=-0.5 actor_zero_stage=5 test_stop_step=3 reward_timeout=1e7 high_entropy_share=0
+        process_reward=max critic_lora_learning_rate=1.5
+    """,
+    "reward": """
+        objective=ppo step_separator= center_rewards_coef=nan beta=0 beta=inf label_smoothing=-0.1 max_seq_len=-5
+    """,
+    "sft": """
+        collective_timeout=0.9 collective_timeout=1e9 per_device_train_batch_size=0 max_seq_len=0 learning_rate=nan
+        learning_rate=fast learning_rate=1.01 adam_beta1=-0.1 adam_beta2=1 adam_epsilon=0 num_train_epochs=0
+        weight_decay=-0.1 eval_fraction=1 zero_stage=4 truncation=sideways seed=-1 data_split=2,4 data_split=0,0,0
+        data_split=1,-1,1 data_split=a,b,c data_split=inf,1,1 data_format=parquet warmup_ratio=1 lora_dim=-1
+        lora_alpha=0 lora_dropout=1 streaming_rows=9
+    """,
+}
+RANK = {"sft": "--lora_dim", "dpo": "--lora_dim", "ppo": "--actor_lora_dim"}
+
+
+def refused(step: str, *words: str) -> str:
+    with pytest.raises(UserError) as problem:
+        read(step, *words)
+    assert "\n" not in str(problem.value)
+    return str(problem.value)
 
 
 @pytest.mark.parametrize(("step", "given", "message"), CASES)
 def test_flags_that_do_not_go_together_are_refused(step, given, message):
+    assert message in refused(step, *(given.split() if isinstance(given, str) else given))
+
+
+@pytest.mark.parametrize(("step", "case"), [(step, case) for step, text in RANGES.items() for case in text.split()])
+def test_a_value_out_of_range_is_refused(step, case):
+    name, _, value = case.partition("=")
+    assert f"--{name}" in refused(step, f"--{name}", value)
+
+
+@pytest.mark.parametrize("step", RANK)
+def test_lora_flags_that_ask_for_something_need_a_rank_and_quantised_weights_are_frozen_whole(step):
+    for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
+        message = refused(step, f"--{name}")
+        assert message.startswith(f"--{name} needs LoRA: set {RANK[step]}") and "1e-5 to 2e-5" in message
+    stage = RANK[step].replace("lora_dim", "zero_stage")
+    for bits in ("load_in_4bit", "load_in_8bit"):
+        lora = [RANK[step], "8", f"--{bits}"]
+        assert refused(step, *lora) == f"--{bits} freezes the weights that it quantises: add --only_optimize_lora"
+        lora.append("--only_optimize_lora")
+        read(step, *lora)
+        assert refused(step, *lora, stage, "3").startswith(f"--{bits} needs {stage} 0, 1 or 2")
+        assert refused(step, *lora, "--lora_merge").startswith(f"--{bits} with --lora_merge would save")
+    words = [RANK[step], "8", "--resize_vocabulary"]
+    read(step, *words)
+    assert refused(step, *words, "--only_optimize_lora").startswith("--resize_vocabulary adds rows")
+
+
+def test_the_size_of_sequence_parallelism_divides_the_ranks():
+    check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=2), 4)
+    with pytest.raises(UserError, match=r"--sequence_parallel_size 3 does not divide the 4 ranks .* use 1, 2 or 4$"):
+        check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=3), 4)
+
+
+@pytest.mark.parametrize(("step", "words", "missing"), [
+    ("sft", "", "--data_path, --model_name_or_path, --output_dir"),
+    ("reward", "--model_name_or_path m", "--data_path, --output_dir"),
+    ("ppo", "--use_reward_model False", "--actor_model_name_or_path, --data_path, --output_dir"),
+    ("ppo", "--data_path d", "--actor_model_name_or_path, --output_dir, --critic_model_name_or_path (or "
+     "--use_reward_model False with --reward_function)"),
+])  # fmt: skip
+def test_all_missing_flags_are_named_in_one_line(step, words, missing):
     with pytest.raises(UserError) as problem:
-        read(step, *(given.split() if isinstance(given, str) else given))
-    assert message in str(problem.value) and "\n" not in str(problem.value)
+        parse(step, words.split())
+    named = missing.replace("--data_path", "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)")
+    assert str(problem.value) == f"required: {named} (all flags: --help all)"

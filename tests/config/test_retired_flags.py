@@ -15,7 +15,6 @@ from command_lines import NEEDED, read
 from dschat_ppo.checkpoint.identity import FLAGS, HARMLESS, differences
 from dschat_ppo.config.cli import flatten, notes, parse
 from dschat_ppo.config.flag_parser import FlagParser
-from dschat_ppo.config.health_flags import thresholds
 from dschat_ppo.config.other_names import OUR_NAMES
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
 from dschat_ppo.errors import UserError
@@ -36,6 +35,8 @@ def test_a_retired_flag_is_no_flag_of_today_and_no_answer_to_another():
     assert not FLAGS & set(RETIRED)
     assert not HARMLESS & set(RETIRED) and set(NOW_FIXED) <= set(RETIRED)
     assert not set(RETIRED) & {ours for names in OUR_NAMES.values() for ours in names.split()}
+    for answer in RETIRED.values():
+        assert "\n" not in answer and set(re.findall(r"--(\w+)", answer)) <= FLAGS, answer
 
 
 def test_no_page_and_no_message_names_a_retired_flag():
@@ -47,22 +48,13 @@ def test_no_page_and_no_message_names_a_retired_flag():
         assert not set(named) & set(RETIRED), page
 
 
-@pytest.mark.parametrize("name", RETIRED)
-def test_what_a_retired_flag_is_answered_with_is_one_line_that_names_flags_of_today(name):
-    assert "\n" not in RETIRED[name] and set(re.findall(r"--(\w+)", RETIRED[name])) <= FLAGS
-
-
 @pytest.mark.parametrize("word", ["--gone", "--gone=3", "--no_gone"])
 def test_giving_a_retired_flag_is_refused_with_what_to_use(gone, word):
     for step in NEEDED:
         with pytest.raises(UserError, match=rf"^unknown flag .*\n  {word.split('=')[0]}: left: use --seed$"):
             read(step, word)
-
-
-def test_a_command_of_another_program_answers_too(gone):
-    parser = FlagParser(allow_abbrev=False)
-    with pytest.raises(UserError, match=r"\n  --gone: left: use --seed$"):
-        parser.parse_args(["--gone", "3"])
+    with pytest.raises(UserError, match=r"\n  --gone: left: use --seed$"):  # a command of another program
+        FlagParser(allow_abbrev=False).parse_args(["--gone", "3"])
 
 
 def test_a_file_that_a_person_wrote_is_refused_with_what_to_use(gone, tmp_path):
@@ -85,13 +77,6 @@ def test_a_configuration_that_an_earlier_version_saved_loads_with_one_note(gone,
         parse(step, ["--config", str(path)])
 
 
-def test_the_threshold_of_a_health_rule_that_left_is_a_note(tmp_path):
-    (tmp_path / "saved.yaml").write_text("health: [ranks_uneven=0.5, kl_spike=0.7]\n", encoding="utf-8")
-    config = parse("ppo", [*NEEDED["ppo"], "--config", str(tmp_path / "saved.yaml")])
-    assert notes("ppo", config) == ["--health has no effect: of ranks_uneven=0.5: the rule left"]
-    assert thresholds(config.health)[1]["kl_spike"] == 0.7
-
-
 def test_a_checkpoint_of_an_earlier_version_is_compared_without_flags_that_left(gone, monkeypatch):
     now = flatten(parse("sft", NEEDED["sft"]))
     saved = json.loads(json.dumps({"gone": 3, **now}))
@@ -99,13 +84,5 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_without_flags_that_left(
     monkeypatch.setitem(NOW_FIXED, "gone", 3)  # every run computes now what it did with 3
     assert differences(saved, now) == {}
     assert differences({**saved, "gone": 4}, now) == {"gone": "4 -> 3, always: this version has no such flag"}
-
-
-def test_values_that_decided_a_result_are_named_with_those_of_now(gone, monkeypatch):
-    monkeypatch.setitem(NOW_FIXED, "gone", 3)
-    assert note_on_retired({"gone": 3}) == IGNORED and note_on_retired({"gone": 4}) == f"{IGNORED}; --gone 4 is now 3"
-
-
-def test_the_note_names_each_flag_that_left_and_no_other(gone):
-    assert note_on_retired({"seed": 1, "gone": 3, "never_there": 1}) == IGNORED
-    assert note_on_retired({"seed": 1}) is None
+    assert note_on_retired({"seed": 1, "gone": 3}) == IGNORED and note_on_retired({"seed": 1}) is None
+    assert note_on_retired({"gone": 4}) == f"{IGNORED}; --gone 4 is now 3"

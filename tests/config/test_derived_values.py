@@ -1,0 +1,201 @@
+"""Values that follow from several flags: defaults by method, folders of models, rates of adapters, the best metric."""
+
+import math
+from typing import get_args
+
+import pytest
+from command_lines import NEEDED, config_of, read
+
+from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES
+from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
+from dschat_ppo.algorithms.aggregation import LossAggregation
+from dschat_ppo.algorithms.kl import KL_ESTIMATORS
+from dschat_ppo.config.algorithm_flags import (
+    AGGREGATION,
+    ESTIMATOR,
+    KL_FORM,
+    POLICY_LOSS,
+    WITHIN_A_GROUP,
+    AlgorithmFlags,
+)
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.data_flags import COLUMN_FLAGS, DataFlags
+from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags, thresholds
+from dschat_ppo.config.memory_flags import possible_sizes
+from dschat_ppo.config.run_flags import BestFlags, BestMetric, ConsoleFlags
+from dschat_ppo.config.schedule_flags import ScheduleFlags
+
+
+def test_the_choices_are_the_implemented_estimators_losses_and_kl_forms():
+    assert set(get_args(ESTIMATOR)) == set(ESTIMATORS) and set(get_args(POLICY_LOSS)) == set(POLICY_LOSSES)
+    assert get_args(AGGREGATION) == get_args(LossAggregation)
+    assert set(get_args(KL_FORM)) == {*KL_ESTIMATORS, "full"}
+    assert set(WITHIN_A_GROUP) == set(ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
+    assert [name for name in ESTIMATORS if AlgorithmFlags(advantage_estimator=name).has_critic] == ["gae"]
+
+
+@pytest.mark.parametrize(("flags", "aggregation"), [
+    ({}, "token_mean"), ({"policy_loss": "gspo"}, "seq_mean_token_mean"),
+    ({"advantage_estimator": "dr_grpo"}, "constant"),
+    ({"advantage_estimator": "dr_grpo", "policy_loss": "gmpo"}, "seq_mean_token_mean"),
+    ({"policy_loss": "gspo", "loss_aggregation": "token_mean"}, "token_mean"),
+])  # fmt: skip
+def test_the_default_aggregation_depends_on_loss_and_estimator(flags, aggregation):
+    assert AlgorithmFlags(**flags).aggregation == aggregation
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_group_estimators_have_no_kl_in_the_reward_by_default_and_then_no_reference(estimator):
+    def flags(**given: float) -> tuple[float, bool]:
+        found = AlgorithmFlags(advantage_estimator=estimator, **given)
+        return found.kl_reward_coef, found.has_reference
+
+    assert flags() == ((0.0, False) if estimator in WITHIN_A_GROUP else (0.1, True))
+    assert flags(kl_coef=0.3) == (0.3, True) and flags(kl_coef=0.0) == (0.0, False)
+    assert flags(kl_coef=0.0, kl_loss_coef=0.01) == (0.0, True)
+
+
+ALONE = "--use_reward_model False --reward_function exact_match"
+GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
+
+
+@pytest.mark.parametrize(("words", "clip"), [
+    ("", 5.0), ("--reward_clip 0", 0.0), ("--advantage_estimator remax", 0.0),
+    ("--reward_model_sources a --reward_function length:0 exact_match?strip=1:0.0", 5.0),  # these are only logged
+    ("--remote_reward_url http://a/b --remote_reward_weight 0", 5.0), ("--remote_reward_url http://a/b", 0.0),
+    ("--reward_function length:0 exact_match?strip=1:0.5", 0.0), ("--reward_function a,b=exact_match", 0.0),
+    (ALONE, 0.0), (f"{ALONE} --reward_clip 5", 5.0), (GRPO, 0.0), (f"{GRPO} --reward_clip 3", 3.0),
+])  # fmt: skip
+def test_scores_are_clipped_by_default_for_ppo_with_the_learned_reward_alone(words, clip):
+    assert config_of("ppo", *words.split()).score_clip == clip
+
+
+@pytest.mark.parametrize(("named", "critic", "reward"), [
+    ("--critic_model_name_or_path c", "critic", "critic"), ("--reward_model_name_or_path r", "reward", "reward"),
+    ("--critic_model_name_or_path c --reward_model_name_or_path r", "critic", "reward"), (ALONE, "actor", None),
+])  # fmt: skip
+def test_folders_of_critic_and_reward_and_the_flags_that_name_them(named, critic, reward):
+    words = ["--actor_model_name_or_path", "a", "--data_path", "d", "--output_dir", "out", *named.split()]
+    config = parse("ppo", words)
+    assert (config.critic_flag, config.critic_folder) == (f"--{critic}_model_name_or_path", critic[0])
+    assert config.reward_folder == (reward and reward[0])
+    if reward is not None:
+        assert config.reward_flag == f"--{reward}_model_name_or_path"
+
+
+def test_the_reference_has_the_actors_folder_or_its_own():
+    for words, folder in (("", "a"), ("--ref_model_name_or_path r", "r"), ("--kl_coef 0", None)):
+        assert config_of("ppo", *words.split()).reference_folder == folder
+
+
+@pytest.mark.parametrize(("step", "words", "rates"), [
+    ("sft", "--learning_rate 5e-6 --lora_dim 8 --only_optimize_lora", {"": 5e-6}),
+    ("sft", "--learning_rate 2e-5 --lora_dim 8 --only_optimize_lora", {"": 2e-5}),  # given, although the default
+    ("reward", "--learning-rate=9e-6 --lora_dim 8 --only_optimize_lora", {"": 9e-6}),  # and of the score head
+    ("sft", "--config FILE --lora_dim 8", {"": 3e-6}),
+    ("sft", "--lora_dim 8 --only_optimize_lora", {"": 5e-4}),
+    ("sft", "--learning_rate 5e-6 --lora_dim 8", {"": 5e-4}),  # other weights train at 5e-6
+    ("sft", "--learning_rate 5e-6 --lora_learning_rate 1e-4 --lora_dim 8 --only_optimize_lora", {"": 1e-4}),
+    ("ppo", "--actor_learning_rate 1e-6 --actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora",
+     {"actor_": 1e-6, "critic_": 5e-4}),
+    ("ppo", "--critic_learning_rate 9e-6 --actor_lora_dim 8 --only_optimize_lora", {"actor_": 5e-4, "critic_": 5e-4}),
+])  # fmt: skip
+def test_a_given_rate_is_that_of_an_adapter_that_trains_in_place_of_the_weights(tmp_path, step, words, rates):
+    (tmp_path / "c.yaml").write_text("learning_rate: 3e-6\nonly_optimize_lora: true\n")
+    found = read(step, *words.replace("FILE", str(tmp_path / "c.yaml")).split())
+    assert {prefix: found[f"{prefix}lora_learning_rate"] for prefix in rates} == rates
+
+
+@pytest.mark.parametrize(("objective", "beta", "nll"), [
+    ("dpo", 0.1, 0.0), ("dpo_nll", 0.1, 0.2), ("kto", 0.1, 0.0), ("simpo", 2.0, 0.0), ("cpo", 0.1, 1.0),
+])  # fmt: skip
+def test_beta_and_the_weight_of_the_nll_term_have_defaults_by_objective(objective, beta, nll):
+    flags = config_of("reward", "--objective", objective).reward
+    assert (flags.strength, flags.nll_weight) == (beta, nll)
+    assert config_of("reward", "--objective", objective, "--beta", "0.7").reward.strength == 0.7
+
+
+def test_the_dpo_step_differs_only_in_the_default_objective():
+    assert read("dpo") == {**read("reward"), "objective": "dpo"}
+    assert read("dpo", "--objective", "ipo")["objective"] == "ipo"
+
+
+@pytest.mark.parametrize(("given", "text"), [("\\n\\n", "\n\n"), ("\n", "\n"), ("ки\\t", "ки\t")])
+def test_backslashes_in_the_step_separator_stand_for_line_breaks_and_tabs(given, text):
+    assert config_of("reward", "--objective", "process", "--step_separator", given).reward.separator == text
+
+
+@pytest.mark.parametrize(("ratio", "number", "total", "steps"), [
+    (0.0, 7, 100, 7), (0.1, 0, 30, 3), (0.1, 0, 31, 4), (0.07, 100, 100, 7), (0.5, 0, 1, 1),
+])  # fmt: skip
+def test_the_ratio_of_the_warm_up_is_rounded_up_and_replaces_the_number(ratio, number, total, steps):
+    flags = ScheduleFlags(warmup_ratio=ratio)
+    assert flags.warmup_steps("cosine", number, total) == steps
+    assert flags.warmup_steps("constant", number, total) == 0
+
+
+@pytest.mark.parametrize(("words", "trackers"), [
+    ("", ()), ("--enable_tensorboard", ("tensorboard",)), ("--report_to wandb trackio", ("wandb", "trackio")),
+    ("--report_to wandb wandb --enable_tensorboard", ("wandb", "tensorboard")),
+    ("--report_to none --enable_tensorboard", ()),
+])  # fmt: skip
+def test_enable_tensorboard_adds_to_report_to_and_none_turns_all_trackers_off(words, trackers):
+    assert config_of("sft", *words.split()).run.trackers == trackers
+
+
+def test_a_tilde_in_output_dir_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert config_of("sft", "--output_dir=~/out").run.folder == "/home/ada/out"
+
+
+def test_steps_1_and_2_print_every_tenth_step_step_3_every_one_and_all_the_first_and_last():
+    assert {step: read(step)["logging_steps"] for step in NEEDED} == {"sft": 10, "reward": 10, "ppo": 1}
+    flags = ConsoleFlags(logging_steps=4)
+    assert [step for step in range(1, 11) if flags.prints(step, 10)] == [1, 4, 8, 10]
+
+
+@pytest.mark.parametrize(("text", "name", "higher"), [
+    (None, "eval_loss", False), ("loss", "eval_loss", False), ("eval_perplexity", "eval_perplexity", False),
+    ("accuracy", "eval_accuracy", True), ("eval_accuracy/helpful", "eval_accuracy/helpful", True),
+    ("loss/accuracy", "eval_loss/accuracy", False),  # a data set of that name
+    ("chosen_score:max", "eval_chosen_score", True), ("accuracy:min", "eval_accuracy", False),
+    ("loss/a:b", "eval_loss/a:b", False),
+])  # fmt: skip
+def test_the_direction_of_the_best_metric_follows_from_its_name_or_is_given(text, name, higher):
+    assert BestFlags(text).best_metric == BestMetric(name, higher)
+
+
+def test_better_is_higher_or_lower_and_never_nan():
+    assert BestMetric("a", True).is_better(2, 1) and not BestMetric("a", True).is_better(1, 1)
+    assert BestMetric("a", False).is_better(1, 2) and not BestMetric("a", False).is_better(2, 2)
+    assert not any(BestMetric("a", higher).is_better(math.nan, 1) for higher in (True, False))
+
+
+@pytest.mark.parametrize(("step", "words"), [
+    ("sft", "eval_perplexity"), ("sft", "loss/name"), ("reward", "accuracy/name"), ("reward", "chosen_score:max"),
+    ("reward", "centering_loss --center_rewards_coef 0.1"), ("reward", "margin --objective dpo"),
+    ("reward", "nll --objective orpo"), ("reward", "accuracy_bad:max --objective process"),
+])  # fmt: skip
+def test_metrics_that_the_evaluation_of_the_step_has_are_accepted(step, words):
+    assert config_of(step, "--metric_for_best", *words.split()).best.metric_for_best == words.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "sizes"), [(1, None, "1"), (2, None, "1 or 2"), (12, 16, "1, 2 or 4"), (3, 4, "1")]
+)
+def test_possible_sizes_of_sequence_parallelism_divide_ranks_and_heads(ranks, heads, sizes):
+    assert possible_sizes(ranks, heads) == sizes
+
+
+def test_the_columns_of_the_flags_by_role():
+    assert DataFlags(data_path=["d"]).columns == {}
+    flags = DataFlags(data_path=["d"], **{name: name.upper() for name in COLUMN_FLAGS})
+    assert flags.columns == {name.removesuffix("_column"): name.upper() for name in COLUMN_FLAGS}
+
+
+def test_thresholds_of_health_rules_and_windows():
+    read("ppo", "--health", "kl_spike=0.6,window=20", "critic_lags=off", "kl_negative=-0.1")
+    window, limits, off = thresholds(PPOHealthFlags(health=["kl_spike=0.6", "window=20", "critic_lags=off"]))
+    assert (window, limits["kl_spike"], off) == (20, 0.6, {"critic_lags"})
+    assert thresholds(PPOHealthFlags(health=["kl_spike=off", "kl_spike=0.7"]))[2] == set()  # the last word counts
+    assert (thresholds(PPOHealthFlags())[0], thresholds(FitHealthFlags())[0]) == (10, 50)
