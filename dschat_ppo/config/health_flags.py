@@ -139,7 +139,9 @@ def _help(rules: Sequence[Rule], window: int) -> str:
 
 
 @dataclass(frozen=True)
-class _HealthFlags:
+class HealthFlags:
+    """What the flags of all steps share."""
+
     rules: ClassVar[tuple[Rule, ...]]
     default_window: ClassVar[int]  # steps
 
@@ -151,7 +153,7 @@ class _HealthFlags:
 
 
 @dataclass(frozen=True)
-class PPOHealthFlags(_HealthFlags):
+class PPOHealthFlags(HealthFlags):
     """Health warnings of step 3."""
 
     rules = PPO_RULES
@@ -160,7 +162,7 @@ class PPOHealthFlags(_HealthFlags):
 
 
 @dataclass(frozen=True)
-class FitHealthFlags(_HealthFlags):
+class FitHealthFlags(HealthFlags):
     """Health warnings of steps 1 and 2."""
 
     rules = FIT_RULES
@@ -168,7 +170,7 @@ class FitHealthFlags(_HealthFlags):
     health: list[str] = flag([], _help(FIT_RULES, default_window), commas=True)
 
 
-def thresholds(flags: PPOHealthFlags | FitHealthFlags) -> tuple[int, dict[str, float], set[str]]:
+def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
     """(window, threshold of each rule that has one, rules that are off)."""
     window, defaults, off = flags.default_window, {rule.name: rule.threshold for rule in flags.rules}, set[str]()
     limits = dict(defaults)

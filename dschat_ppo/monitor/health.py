@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import is_main
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.health_flags import FitHealthFlags, Level, PPOHealthFlags, Rule, thresholds
+from dschat_ppo.config.health_flags import HealthFlags, Level, Rule, thresholds
 from dschat_ppo.monitor.json_lines import storage_errors
 
 HEALTH = "health.jsonl"
@@ -312,7 +312,7 @@ class HealthWatch:
     """Applies rules to the metrics of each step. A warning that persists is one event; after `CALM` steps without it,
     it is over and would be a new one. A `StorageError` of `health.jsonl` is raised on rank 0 only."""
 
-    def __init__(self, flags: PPOHealthFlags | FitHealthFlags):
+    def __init__(self, flags: HealthFlags):
         window, limits, off = thresholds(flags)
         self.rules = [rule for rule in flags.rules if rule.name not in off]
         self.stop = flags.stop_on_health

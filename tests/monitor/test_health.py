@@ -5,7 +5,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from health_steps import PPO_STEP, events_of, ppo_watch
+from health_steps import PPO_STEP, ppo_watch
 
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.common.logging import logger
@@ -13,10 +13,6 @@ from dschat_ppo.errors import StorageError
 
 CLIPPED = {**PPO_STEP, "policy/clip_fraction": 0.5}
 NEGATIVE = {**PPO_STEP, "kl/ref_k1": -0.5}  # an error
-
-
-def names(events) -> list[str]:
-    return [event.name for event in events]
 
 
 def lines(folder) -> list[dict]:
@@ -48,28 +44,14 @@ def test_an_event_and_its_end_are_logged(logged):
     assert last == "health: step 4: clip_fraction_high is over"
 
 
-def test_events_are_lines_of_a_file(tmp_path):
-    watch = ppo_watch()
-    watch.begin(tmp_path)
-    assert lines(tmp_path) == []
-    watch.check(1, PPO_STEP)
-    watch.check(2, CLIPPED)
-    [event] = lines(tmp_path)
-    assert list(event) == ["step", "name", "level", "seen", "cause", "change"]
-    assert (event["step"], event["level"]) == (2, "warning")
-    watch.check(3, {**CLIPPED, "kl/ref_k1": -0.5})
-    assert [event["name"] for event in lines(tmp_path)] == ["clip_fraction_high", "kl_negative"]
-
-
-def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):
-    with pytest.raises(StorageError, match=r"health\.jsonl: cannot be written .*; free space"):
-        ppo_watch().begin(tmp_path / "missing")
-
-
 def test_a_resumed_run_has_the_events_up_to_its_checkpoint(tmp_path):
     watch = ppo_watch()
+    with pytest.raises(StorageError, match=r"health\.jsonl: cannot be written .*; free space"):
+        watch.begin(tmp_path / "missing")
     watch.begin(tmp_path)
+    assert lines(tmp_path) == []
     watch.check(1, CLIPPED)
+    assert list(lines(tmp_path)[0]) == ["step", "name", "level", "seen", "cause", "change"]
     save_state(tmp_path / "state", watch.state_dict())
     watch.check(2, {**CLIPPED, "reward/score_std": 0.0})  # after the checkpoint: runs again
     assert len(lines(tmp_path)) == 2
@@ -78,31 +60,15 @@ def test_a_resumed_run_has_the_events_up_to_its_checkpoint(tmp_path):
     resumed.load_state_dict(load_state(tmp_path / "state"))
     resumed.begin(tmp_path)
     assert [event["name"] for event in lines(tmp_path)] == ["clip_fraction_high"]
-    assert names(resumed.check(2, {**CLIPPED, "reward/score_std": 0.0})) == ["scores_equal"]
+    [event] = resumed.check(2, {**CLIPPED, "reward/score_std": 0.0})
+    assert event.name == "scores_equal"
     assert [event["step"] for event in lines(tmp_path)] == [1, 2]
-
-
-def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path):
-    shape = [{"value/explained_variance": -0.1, "rollout/length_mean": 40.0 + (step > 20) * 30} for step in range(40)]
-    whole = ppo_watch()
-    expected = events_of(whole, shape)
-    assert {"critic_explains_nothing", "length_creep"} <= set(names(expected))
-    for cut in (3, 9, 15, 25):
-        watch = ppo_watch()
-        events_of(watch, shape[:cut])
-        save_state(tmp_path / "state", watch.state_dict())
-        resumed = ppo_watch()
-        resumed.load_state_dict(load_state(tmp_path / "state"))
-        for step in range(cut, len(shape)):
-            resumed.check(step + 1, {**PPO_STEP, **shape[step]})
-        assert resumed.events == expected
 
 
 @pytest.mark.parametrize(("stop", "metrics", "stops"), [
     ("off", NEGATIVE, None),
     ("error", CLIPPED, False),
     ("error", NEGATIVE, True),
-    ("warning", CLIPPED, True),
     ("warning", NEGATIVE, True),
     ("warning", PPO_STEP, False),
 ])  # fmt: skip

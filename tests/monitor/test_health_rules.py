@@ -97,12 +97,6 @@ EXPLOITS = {
 }
 
 
-def test_a_healthy_run_has_no_events():
-    watch = ppo_watch()
-    better = [{"reward/score_mean": 1.0 + 0.05 * step, "kl/ref_k1": 0.05 + 0.001 * step} for step in range(3 * WINDOW)]
-    assert events_of(watch, better) == []
-
-
 @pytest.mark.parametrize(("watch", "name", "fires", "silent", "texts"), BOTH)
 def test_a_rule_fires_beyond_its_threshold_with_the_numbers_and_is_silent_before_it(watch, name, fires, silent, texts):
     last = events_of(watch(), fires)[-1]
@@ -122,18 +116,12 @@ def test_a_rising_score_with_kl_or_length_is_exploitation_of_the_reward(case):
 
 @pytest.mark.parametrize("changes", [
     {**EXPLOITS["the KL explodes"][0], "reward/score_mean": 1.19},
-    {**EXPLOITS["length and KL climb"][0], "reward/score_mean": 1.19},
-    {**RISING, "kl/ref_k1": 0.076},
     {**RISING, "rollout/length_mean": 61},
     {**RISING, "rollout/length_mean": 59, "kl/ref_k1": 0.076},
-    {**RISING, "kl/ref_k1": 0.49},
 ])  # fmt: skip
 def test_a_rising_score_alone_is_no_exploitation(changes):
     events = events_of(ppo_watch(), [*HALF, *[changes] * 6])
     assert [event for event in events if event.name == "reward_exploited"] == []
-
-
-# Steps before and after a change of a number that was 0, or noise around it.
 
 
 def test_scores_that_are_equal_after_the_clip_alone_are_seen():
@@ -185,33 +173,15 @@ def test_the_documents_name_each_event_and_the_default_of_each_threshold(rules):
             )
 
 
-# rule -> (value, steps at which it fires with it and not with the default)
-OTHER_THRESHOLDS = {
-    "kl_negative": ("-0.01", [{"kl/ref_k1": -0.015}]),
-    "kl_spike": ("0.3", [*HEALTHY, {"kl/ref_k1": 0.4}]),
-    "entropy_collapse": ("2", [*HEALTHY, {"policy/entropy": 0.9}]),
-    "entropy_explosion": ("2", [*HEALTHY, {"policy/entropy": 4.1}]),
-    "scores_equal": ("0.1", [{"reward/score_std": 0.05}]),
-    "source_constant": ("0.1", [{"reward/format_std": 0.05}] * 11),
-    "reward_faults": ("0", [{"reward/function_faults": 1}]),
-    "duplicate_answers": ("0.96", [{}]),
-    "length_creep": ("1.2", [*[{}] * 24, *[{"rollout/length_mean": 50}] * 6]),
-    "fewer_answers_end": ("0.1", [*HEALTHY, {"rollout/ended_share": 0.7}]),
-    "answers_never_end": ("0.95", [{}] * 11),
-    "clip_fraction_high": ("0.05", [{}]),
-    "first_ratio_not_one": ("0.0005", [{}]),
-    "critic_explains_nothing": ("0.5", [{}] * 11),
-    "logprob_diff_high": ("0.001", [{}]),
-    "gradient_explodes": ("2", [*HEALTHY, {"optim/grad_norm/actor": 1.1}]),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_THRESHOLDS)
-def test_a_threshold_can_be_set_and_a_rule_put_off(name):
-    value, steps = OTHER_THRESHOLDS[name]
-    assert events_of(ppo_watch(), steps) == []
-    assert name in [event.name for event in events_of(ppo_watch(f"{name}={value}"), steps)]
-    assert events_of(ppo_watch(f"{name}={value}", f"{name}=off"), steps) == []
+@pytest.mark.parametrize(("watch", "rule"), [(ppo_watch, rule) for rule in PPO_RULES if rule.name in CASES]
+                         + [(fit_watch, rule) for rule in FIT_RULES], ids=str)  # fmt: skip
+def test_a_threshold_can_be_set_and_a_rule_put_off(watch, rule):
+    fires = (CASES if watch is ppo_watch else FIT_CASES)[rule.name][0]
+    assert events_of(watch(f"{rule.name}=off"), fires) == []
+    if rule.threshold is not None:
+        is_bound_below = rule.comparison.startswith("below") and "mean" not in rule.comparison and rule.threshold > 0
+        lax = 0 if is_bound_below else 100 * rule.threshold
+        assert events_of(watch(f"{rule.name}={lax:g}"), fires) == []
 
 
 def test_an_overflow_does_not_hide_a_gradient_that_explodes_later():
@@ -219,25 +189,28 @@ def test_an_overflow_does_not_hide_a_gradient_that_explodes_later():
     assert event.name == "gradient_explodes"
 
 
-def test_a_model_that_learns_has_no_events():
-    falling = [{"loss": 2.0 / step, "accuracy": min(1.0, 0.5 + 0.02 * step)} for step in range(1, 60)]
-    assert events_of(fit_watch(), falling) == []
-
-
 def test_a_rising_held_out_loss_is_no_overfitting_while_the_training_loss_rises_too():
     assert events_of(fit_watch(), evaluated([0.9, 0.7, 0.71, 0.72], [1.0, 0.8, 0.9, 0.9])) == []
 
 
-@pytest.mark.parametrize("cut", [7, 11, 15, 19])
-def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path, cut):
-    uneven = [{**step, "loss": step["loss"] + 0.1 * ("eval_loss" in step)} for step in FIT_CASES["overfitting"][0]]
-    for steps in (uneven, [*HEALTHY, *[{"loss": 1.4}] * 9, *[{"loss": 1.7}] * 9]):
-        whole, watch, resumed = fit_watch(), fit_watch(), fit_watch()
-        expected = events_of(whole, steps)
-        assert len(expected) == 1
-        events_of(watch, steps[:cut])
-        save_state(tmp_path / "state", watch.state_dict())
-        resumed.load_state_dict(load_state(tmp_path / "state"))
-        for step, changes in enumerate(steps[cut:], cut + 1):
-            resumed.check(step, {**FIT_STEP, **changes})
-        assert resumed.events == expected
+UNEVEN = [{**step, "loss": step["loss"] + 0.1 * ("eval_loss" in step)} for step in FIT_CASES["overfitting"][0]]
+RESUMED = [  # a watch, its steps, and the events of the whole run
+    (fit_watch, UNEVEN, ["overfitting"]),
+    (fit_watch, [*HEALTHY, *[{"loss": 1.4}] * 9, *[{"loss": 1.7}] * 9], ["loss_grows"]),
+    (ppo_watch, [{"value/explained_variance": -0.1, "rollout/length_mean": 40.0 + (step > 20) * 30}
+                 for step in range(40)], ["critic_explains_nothing", "length_creep"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [3, 7, 11, 15, 19, 25])
+@pytest.mark.parametrize(("kind", "steps", "names"), RESUMED)
+def test_a_resumed_watch_finds_what_it_would_have_found(tmp_path, kind, steps, names, cut):
+    expected = events_of(kind(), steps)
+    assert set(names) <= {event.name for event in expected}
+    watch, resumed, healthy = kind(), kind(), FIT_STEP if kind is fit_watch else PPO_STEP
+    events_of(watch, steps[:cut])
+    save_state(tmp_path / "state", watch.state_dict())
+    resumed.load_state_dict(load_state(tmp_path / "state"))
+    for step, changes in enumerate(steps[cut:], cut + 1):
+        resumed.check(step, {**healthy, **changes})
+    assert resumed.events == expected

@@ -8,11 +8,7 @@ import torch
 
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.monitor import rollout_metrics
-from dschat_ppo.monitor.rollout_metrics import (
-    drift_metrics,
-    experience_metrics,
-    phase_metrics,
-)
+from dschat_ppo.monitor.rollout_metrics import drift_metrics, experience_metrics, phase_metrics
 from dschat_ppo.types import Experience
 
 LENGTHS = (4, 1, 0, 3)
@@ -104,17 +100,7 @@ def test_every_metric_matches_a_loop_over_uneven_rows():
 
 def test_a_batch_of_empty_answers_has_finite_metrics():
     zeros = torch.zeros(4, 5)
-    names = (
-        "rollout_logprobs",
-        "old_logprobs",
-        "ref_logprobs",
-        "values",
-        "rewards",
-        "advantages",
-        "returns",
-        "kl",
-        "loss_weights",
-    )
+    names = "rollout_logprobs old_logprobs ref_logprobs values rewards advantages returns kl loss_weights".split()
     rows = experience(response_mask=torch.zeros(4, 5, dtype=torch.bool), **dict.fromkeys(names, zeros))
     metrics = experience_metrics(rows, KL_COEF, SOURCES) | drift_metrics(rows)
     assert all(math.isfinite(value) for value in metrics.values())

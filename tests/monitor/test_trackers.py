@@ -1,17 +1,15 @@
 """Trackers are checked before anything is loaded; names and ids of their runs."""
 
-import errno
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
 from tracked_runs import tracking_in
 
 from dschat_ppo.common import extras
-from dschat_ppo.errors import StorageError, UserError
+from dschat_ppo.errors import UserError
 from dschat_ppo.monitor import trackers
-from dschat_ppo.monitor.trackers import RUN_IDS, Start, TensorBoardTracker, WandbTracker
+from dschat_ppo.monitor.trackers import RUN_IDS, Start, WandbTracker
 
 INSTALLED = SimpleNamespace(origin="wandb/__init__.py")
 
@@ -39,15 +37,6 @@ def test_the_id_of_a_run_is_kept_beside_those_of_other_libraries_and_names_follo
     assert begin()[0].name != run.name
 
 
-def test_ids_that_cannot_be_written_are_a_storage_error(begun, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(trackers, "write_file", refuse)
-    with pytest.raises(StorageError, match=r"trackers\.json: cannot be written \(No space left on device\)"):
-        begun[0]()
-
-
 @pytest.mark.parametrize("library", ["wandb", "trackio"])
 def test_a_missing_library_names_the_command_that_installs_it(monkeypatch, library):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == library else INSTALLED)
@@ -57,20 +46,3 @@ def test_a_missing_library_names_the_command_that_installs_it(monkeypatch, libra
     said = str(raised.value)
     assert said.startswith(f"--report_to {library} needs the package {library}")
     assert said.endswith(f': pip install -e ".[{library}]"')
-
-
-def test_an_installed_library_is_asked_whether_it_can_begin_a_run(monkeypatch):
-    def refuse():
-        raise UserError("there is no key")
-
-    monkeypatch.setattr(extras, "find_spec", lambda name: INSTALLED)
-    monkeypatch.setattr(trackers, "check_wandb", refuse)
-    trackers.check_trackers(["trackio"])
-    with pytest.raises(UserError, match="there is no key"):
-        trackers.check_trackers(["wandb"])
-
-
-def test_the_libraries_that_the_flags_name_are_opened(tmp_path):
-    [tracker] = trackers.open_trackers(tracking_in(tmp_path, "tensorboard"), Start())
-    assert isinstance(tracker, TensorBoardTracker)
-    tracker.close(succeeded=True)

@@ -84,25 +84,15 @@ def test_a_step_is_one_point_of_the_run(tmp_path):
     }  # fmt: skip
 
 
-def test_a_run_from_scratch_is_a_new_run(tmp_path):
-    tracking = tracking_in(tmp_path, "wandb")
-    for _ in range(2):
-        tracker = WandbTracker("wandb", tracking, Start())
-        tracker.write(1, {"a": 1.0}, ())
-        tracker.close(succeeded=True)
-    one, other = starts_of(tracking.folder)
-    assert one["run"].run_id != other["run"].run_id
-    assert set(other["history"]) == {1}
-
-
 def test_flags_come_before_variables_and_variables_before_the_names_of_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_NAME", "named")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     for changes in ({}, {"project": "mine", "run_name": "first"}):
         WandbTracker("wandb", tracking_in(tmp_path, "wandb", **changes), Start()).close(succeeded=True)
-    names = [(start["run"].project, start["run"].display_name) for start in starts_of(tmp_path)]
-    assert names == [("theirs", "named"), ("mine", "first")]
+    one, other = (start["run"] for start in starts_of(tmp_path))
+    assert [(run.project, run.display_name) for run in (one, other)] == [("theirs", "named"), ("mine", "first")]
+    assert one.run_id != other.run_id  # both from scratch
 
 
 def test_without_an_api_key_only_offline_runs_begin(tmp_path, monkeypatch):

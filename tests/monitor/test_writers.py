@@ -17,26 +17,11 @@ from dschat_ppo.monitor.trackers import Answer, Start, Tracking
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
 
 
-def no_constant(name):
-    raise AssertionError(f"{name} is not JSON")
-
-
 def fails(number):
     def act(*_):
         raise OSError(number, os.strerror(number))
 
     return act
-
-
-def test_nan_and_infinity_are_written_as_null(tmp_path):
-    before = time.time()
-    with MetricsWriter(tmp_path, None) as writer:
-        writer.write(1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
-        writer.write(2, {"loss": 2.0})
-    first, second = (json.loads(line, parse_constant=no_constant) for line in (tmp_path / "metrics.jsonl").open())
-    assert (first["step"], first["loss"], first["grad_norm"], first["lr"]) == (1, None, None, 0.5)
-    assert (second["step"], second["loss"]) == (2, 2.0)
-    assert before - 0.01 < first["time"] <= second["time"] < time.time() + 0.01
 
 
 class Recorded:
@@ -81,7 +66,8 @@ def test_every_tracker_receives_each_step(tmp_path, opened):
         assert first["loss"] == 1.0 and math.isnan(first["eval_loss"]) and none == ()
         assert second == (5, {"reward/score_mean": 2.0}, answers)
         assert tracker.tracking is TRACKING and tracker.start == Start(None, -1)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] == 1.0, "flat in the file"
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert (first["step"], first["loss"], first["eval_loss"]) == (4, 1.0, None) and abs(first["time"] - time.time()) < 9
 
 
 def test_a_resumed_run_tells_trackers_which_steps_run_again(tmp_path, opened):
@@ -125,13 +111,6 @@ def test_a_tracker_that_fails_is_left_out_and_ends_no_run(tmp_path, opened, said
         whole.close = fails(errno.ECONNREFUSED)
     assert [step for step, _, _ in whole.written] == [1, 2] and broken.succeeded is None
     assert [line.split(" cannot write")[0] for line in said] == ["recorded"] * 2 and "refused" in said[0]
-
-
-def test_a_bug_of_a_tracker_is_raised(tmp_path, opened):
-    with pytest.raises(ZeroDivisionError), MetricsWriter(tmp_path, TRACKING) as writer:
-        opened[0].write = lambda *_: 1 / 0
-        writer.write(1, {"a": 1.0})
-    assert [tracker.succeeded for tracker in opened] == [False, False]
 
 
 def test_the_result_is_synced_before_its_rename_and_the_folder_after(tmp_path, monkeypatch):
