@@ -27,7 +27,7 @@ def test_a_step_gets_its_flags(monkeypatch):
     assert started == [("ppo", ["--seed", "3"]), ("sft", ["--seed", "3"])]
 
 
-@pytest.mark.parametrize("name", ["export", "serve-reward", "report"])
+@pytest.mark.parametrize("name", ["export", "serve-reward"])
 def test_a_tool_runs_as_its_module(monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", ["dschat_ppo"])
     with pytest.raises(SystemExit) as ended:

@@ -26,9 +26,7 @@ def dry_run(step: str, folder, *words: object) -> int:
 
 
 @pytest.mark.parametrize(("step", "title", "words"), [
-    ("sft", "SFT: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT]),
     ("sft", "packed rows", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT, "--packing"]),
-    ("reward", "reward model: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
     ("dpo", "DPO: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
     ("ppo", "PPO: batches", ["--actor_model_name_or_path", "{a}/lm", "--critic_model_name_or_path", "{a}/reward",
                              "--data_path", "{a}/prompts.jsonl", *LENGTHS]),
@@ -76,8 +74,6 @@ def test_a_dry_run_needs_no_weights(assets, tmp_path, capsys):
     (["--data_path", "{a}/none.jsonl"], "none.jsonl"),
     (["--data_path", "{a}/prompts.jsonl"], "prompts.jsonl"),
     (["--output_dir", "{a}/lm"], "would be written over a model"),
-    (["--zero_stage", "7"], "--zero_stage"),
-    (["--dry_run_ranks", "0"], "--dry_run_ranks"),
     (["--dry_run", "False", "--dry_run_ranks", "2"], "--dry_run_ranks needs --dry_run"),
     (["--sequence_parallel_size", "2"], "--sequence_parallel_size 2"),
     (["--profile", "9999"], "--profile 9999: this run has"),

@@ -11,31 +11,22 @@ from dschat_ppo.html_report.run_folder import read_run, read_runs
 
 def test_metrics_become_columns(tmp_path):
     first = {"step": 1, "time": 5.0, "rollout/count": 4, "text": "x"}
-    run = read_run(write_run(tmp_path, [first, {"step": 2, "time": 6.5, "loss": None, "rollout/count": 5}]), "a")
-    assert run.metrics == {"rollout/count": [(1, 4), (2, 5)], "loss": [(2, None)]}
-    assert run.times == {1: 5.0, 2: 6.5}
-    assert run.steps == [1, 2]
-    assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
-
-
-def test_of_two_lines_of_one_step_the_later_counts(tmp_path):
-    lines = [{"step": step, "time": 1.0, "loss": loss} for step, loss in [(1, 3.0), (2, 9.0), (2, 2.0), (3, 1.0)]]
-    assert read_run(write_run(tmp_path, lines), "a").metrics["loss"] == [(1, 3.0), (2, 2.0), (3, 1.0)]
-
-
-def test_an_incomplete_last_line_of_a_running_run_is_no_damage(tmp_path):
-    write_run(tmp_path, ppo_lines(2))
+    again = {"step": 2, "time": 6.5, "loss": None, "rollout/count": 5}  # of two lines of a step the later counts
+    write_run(tmp_path, [first, {"step": 2, "time": 6.0, "loss": 1.0}, again])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "ti')
+        file.write('{"step": 3, "ti')  # incomplete: the run is running
     run = read_run(tmp_path, "a")
-    assert run.steps == [1, 2]
-    assert run.damaged == {}
+    assert run.metrics == {"rollout/count": [(1, 4), (2, 5)], "loss": [(2, None)]}
+    assert run.times == {1: 5.0, 2: 6.5} and run.damaged == {}
+    assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
 
 
 def test_damaged_lines_and_files_are_counted_and_the_rest_is_read(tmp_path):
     write_run(tmp_path, [{"step": 1, "loss": 1.0}])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\n[1]\n{"step": 2, "loss": 2.0}\n')
+    (tmp_path / "config.yaml").write_text("remote_reward_url: http://me:secret@host/score\n")
+    assert read_run(tmp_path, "a").config == {"remote_reward_url": "http://***@host/score"}
     (tmp_path / "config.yaml").write_text("{a: [")
     (tmp_path / "result.json").write_text("{")
     run = read_run(tmp_path, "a")
@@ -43,12 +34,6 @@ def test_damaged_lines_and_files_are_counted_and_the_rest_is_read(tmp_path):
     assert run.damaged == {"metrics.jsonl": 2, "config.yaml": 1, "result.json": 1}
     assert run.config == {}
     assert run.result is None
-
-
-def test_passwords_in_urls_are_not_shown(tmp_path):
-    write_run(tmp_path, [{"step": 1, "loss": 1.0}])
-    (tmp_path / "config.yaml").write_text("remote_reward_url: http://me:secret@host/score\n")
-    assert read_run(tmp_path, "a").config == {"remote_reward_url": "http://***@host/score"}
 
 
 def test_answers_of_evaluations_and_of_training(tmp_path):
@@ -79,31 +64,21 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     ({"actor_model_name_or_path": "m"}, "PPO"),
     ({"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}, "PPO (grpo)"),
     ({"objective": "reward"}, "reward model"),
-    ({"objective": "dpo"}, "DPO"),
     ({"model_name_or_path": "m"}, "SFT"),
 ])  # fmt: skip
 def test_the_kind_of_a_run_is_in_its_flags(tmp_path, config, expected):
     assert read_run(write_run(tmp_path, [{"step": 1}], config), "a").kind == expected
 
 
-def test_a_folder_without_metrics_names_its_runs(tmp_path):
-    write_run(tmp_path / "sft", ppo_lines(1))
+def test_what_is_no_run_is_refused_with_a_way_out(tmp_path):
+    run = write_run(tmp_path / "sft", [])
     with pytest.raises(UserError, match=r"has no metrics.jsonl.*name its runs: .*/sft$"):
         read_run(tmp_path, "a")
-
-
-def test_a_run_without_a_step_or_named_twice_is_refused(tmp_path):
-    write_run(tmp_path, [])
     with pytest.raises(UserError, match="no finished step yet"):
-        read_run(tmp_path, "a")
-    write_lines(tmp_path / "metrics.jsonl", ppo_lines(1))
+        read_run(run, "a")
+    write_lines(run / "metrics.jsonl", ppo_lines(1))
     with pytest.raises(UserError, match="named twice"):
-        read_runs([tmp_path, tmp_path / "." / "../" / tmp_path.name])
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl", "result.json"])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
-    write_run(tmp_path, [{"step": 1, "time": 1.0}])
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=f"{name}: is not a regular file"):
-        read_run(tmp_path, "run")
+        read_runs([run, run / "../sft"])
+    os.mkfifo(run / "config.yaml")  # it would be waited for
+    with pytest.raises(UserError, match="config.yaml: is not a regular file"):
+        read_run(run, "a")

@@ -1,7 +1,5 @@
 """Parts of a model: counts against hand arithmetic, and activations against a real forward pass."""
 
-import contextlib
-import copy
 import json
 
 import pytest
@@ -13,15 +11,10 @@ from tiny_models import VOCABULARY
 from transformers import LlamaConfig, LlamaModel, MixtralConfig
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.packing import padded_attention
-from dschat_ppo.planner.model_parts import (
-    parts_of,
-    read_model_configs,
-    saved_activations,
-)
+from dschat_ppo.planner.model_parts import parts_of, read_model_configs, saved_activations
 
 ATTENTION, MLP = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 160
 LAYER = ATTENTION + MLP + 2 * 64
@@ -42,6 +35,16 @@ def test_a_language_model():
     assert parts.packed == 3 * LAYER + 6400
     assert parts.kv_bytes == 3 * 2 * 2 * 16 * 2  # layers, keys and values, heads, numbers of a head, bytes
     assert parts.vocabulary == 100 and parts.largest == 64 * 160
+    tied = parts_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
+    assert (tied.head, tied.total) == (0, 3 * LAYER + 6400 + 64)  # counts once
+    assert tied.packed == 3 * LAYER + 6400  # it is still multiplied
+    reward = parts_of(llama(), "fp32", scalar=True)
+    assert (reward.head, reward.vocabulary, reward.kv_bytes, reward.packed) == (64, 1, 0, 3 * LAYER + 64)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_model_counts(name):
+    assert parts_of(PUBLISHED[name][0], "bf16", scalar=False).saved.whole > 0
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
@@ -52,18 +55,6 @@ def test_every_architecture_counts(name):
     assert parts.saved.whole > 0 and len(parts.saved.layers) == len(parts.layers) == 2
     assert parts.kv_bytes > 0 and parts.total >= parts.packed > 0
     assert parts_of(config, "bf16", scalar=True).total > 0
-
-
-def test_a_tied_head_counts_once():
-    parts = parts_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
-    assert parts.head == 0 and parts.total == 3 * LAYER + 6400 + 64
-    assert parts.packed == 3 * LAYER + 6400  # it is still multiplied
-
-
-def test_a_reward_model():
-    parts = parts_of(llama(), "fp32", scalar=True)
-    assert parts.head == 64 and parts.vocabulary == 1 and parts.kv_bytes == 0
-    assert parts.packed == 3 * LAYER + 64
 
 
 def test_lora_trains_its_matrices_alone():
@@ -109,23 +100,6 @@ def test_a_cpu_keeps_less_in_bf16():
         for dtype in ("bf16", "fp32") for on_gpu in (True, False)
     }  # fmt: skip
     assert kept["bf16", False] < 0.9 * kept["bf16", True] and kept["fp32", False] == kept["fp32", True]
-
-
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *PUBLISHED])
-def test_no_mutilated_configuration_raises_another_error(name):
-    if name in PUBLISHED:
-        config = PUBLISHED[name][0]
-        assert parts_of(config, "bf16", scalar=False).saved.whole > 0
-    else:
-        kind, settings = ARCHITECTURES[name]
-        config = getattr(transformers, kind)(**{"vocab_size": VOCABULARY, "pad_token_id": 0, **settings})
-    for setting in ("hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim", "max_position_embeddings"):
-        for value in (None, "many"):
-            odd = copy.deepcopy(config)
-            text = odd.get_text_config()
-            vars(text)[text.attribute_map.get(setting, setting)] = value  # transformers does not see that it is set
-            with contextlib.suppress(UserError):
-                parts_of(odd, "bf16", scalar=False)
 
 
 TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -192,13 +166,6 @@ def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
     assert saved_activations(planned).layers[1:] == (norms + attention + mlp,) * 2
     with padded_attention(model, "auto", True):
         assert saved_activations(planned).whole == pytest.approx(saved_by_a_pass(model), rel=0.02)
-
-
-def test_frozen_layers_save_less():
-    frozen = backbone()
-    frozen.requires_grad_(False)
-    frozen.layers[0].input_layernorm.weight.requires_grad_(True)
-    assert saved_activations(frozen).layers[1] < saved_activations(backbone()).layers[1]
 
 
 def test_a_tiled_mlp_keeps_its_input_and_one_piece():

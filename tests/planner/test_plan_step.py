@@ -47,13 +47,6 @@ def held(plan, phase, role, part):
     return found.total(role, part)
 
 
-def test_the_phases_of_each_step():
-    names = ["rollout", "scoring", "actor update", "critic update", "checkpoint"]
-    assert [phase.name for phase in plan_ppo().phases] == names
-    plan = plan_step(sft(), {"model": SMALL}, 1, 0, HOST)
-    assert [phase.name for phase in plan.phases] == ["update", "checkpoint"]
-
-
 def test_earlier_micro_batches_leave_gradients_at_the_peak_of_activations():
     """In bf16 below ZeRO-2 they are in the fp32 sums of `gradients`, and nowhere else."""
 
@@ -77,6 +70,9 @@ def test_weights_and_states_of_a_model_of_8_billion_parameters_on_8_ranks():
     assert held(plan, "scoring", "actor", "gradients").device == 4 * total // 8
     assert held(plan, "scoring", "reference", "optimizer").device == 0
     assert held(plan, "rollout", "actor", "buffers").device > 2 * total  # gathered for generation
+    text, needs = full_text(plan, "Step 3"), plan.needs(plan.phases[0])
+    [line] = [line for line in text.splitlines() if line.split()[:1] == ["all"] and "1.00" in line]
+    assert line.split()[-2] == f"{needs.device / GIB:.2f}" and "It fits." in text
 
 
 def test_offload_moves_states_and_weights_to_the_host():
@@ -216,15 +212,6 @@ def test_a_run_generates_with_fewer_rows_where_the_cache_is_too_large():
     assert 0.85 * 80 * GIB < plan.needs(plan.phases[0]).device <= 72 * GIB  # a tenth is left free here too
 
 
-def test_the_table_has_what_a_device_needs():
-    plan = plan_ppo(f"{STAGE_3} {CHECKPOINTING}")
-    text = full_text(plan, "Step 3")
-    needs = plan.needs(plan.phases[0])
-    [line] = [line for line in text.splitlines() if line.split()[:1] == ["all"] and "1.00" in line]
-    assert line.split()[-2] == f"{needs.device / GIB:.2f}"
-    assert "It fits." in text
-
-
 def proposed(config, models, ranks, device, host):
     """Flags that make it fit, and the configuration with them."""
     step = "ppo" if "actor" in models else "sft"
@@ -274,18 +261,8 @@ def saved_config(tmp_path, monkeypatch):
     """Flags of step 1 with a model folder; the host has 16 GiB."""
     SMALL.architectures = ["LlamaForCausalLM"]
     SMALL.save_pretrained(tmp_path)
-    pretend(monkeypatch, 16 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * GIB))
     return parse("sft", ["--model_name_or_path", str(tmp_path), "--data_path", "d", "--output_dir", "o"])
-
-
-def pretend(monkeypatch, host):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=host))
-
-
-def test_one_line_says_what_a_run_needs(saved_config, capsys):
-    show_memory_plan(saved_config)
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("expected peak: 0.8 ") and "GiB of 16.0 GiB of host memory (phase 'update'" in line
 
 
 def test_a_model_that_the_planner_does_not_understand_ends_no_run(saved_config, capsys, monkeypatch):
@@ -297,13 +274,10 @@ def test_a_model_that_the_planner_does_not_understand_ends_no_run(saved_config, 
     assert line.startswith("warning: no memory plan: LlamaConfig: its memory cannot be counted: ")
 
 
-def test_a_container_has_the_memory_of_its_limit(saved_config, capsys, monkeypatch):
-    monkeypatch.setattr(plan_module, "host_memory", lambda: 8 * GIB)
+def test_one_line_says_what_a_run_needs_of_a_host_or_of_a_gpu(saved_config, capsys, monkeypatch):
     show_memory_plan(saved_config)
-    assert "GiB of 8.0 GiB of host memory" in capsys.readouterr().out
-
-
-def test_a_gpu_has_its_own_memory(saved_config, capsys, monkeypatch):
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("expected peak: 0.8 ") and "GiB of 16.0 GiB of host memory (phase 'update'" in line
     monkeypatch.setattr(plan_module.dist, "on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     properties = SimpleNamespace(total_memory=79 * GIB)

@@ -19,41 +19,44 @@ MIB = 2**20
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
 
 
-@pytest.mark.parametrize(("stage", "dtype", "size"), [
-    (0, "bf16", 2000), (2, "fp16", 2000), (0, "fp32", 4000), (3, "bf16", 500), (3, "fp32", 1000),
-])  # fmt: skip
-def test_weights(stage, dtype, size):
-    assert role_memory.weights(role(stage, dtype)) == Memory(size)
+def sized(planned, **parts):
+    return replace(planned, parts=replace(PARTS, **parts))
 
 
-def test_offloaded_weights_are_in_host_memory():
-    assert role_memory.weights(role(3, offloads_weights=True)) == Memory(0, 500)
-    assert role_memory.gathered_layer_by_layer(role(3, offloads_weights=True)) == Memory(2000)
+LARGE = sized(role(2, on_gpu=True), trained=4 * 10**8, other=4 * 10**8)
+BUFFER = 4 * 300  # of the largest parameter, in fp32
+# (function, role, what it needs): 1,000 parameters train on 4 ranks, and fit into one bucket
+CASES = [
+    ("weights", role(0, "bf16"), Memory(2000)), ("weights", role(0, "fp32"), Memory(4000)),
+    ("weights", role(3, "bf16"), Memory(500)), ("weights", role(3, offloads_weights=True), Memory(0, 500)),
+    ("weights", sized(role(2, bits=4), adapted=400, trained=100), Memory(2000 - 600)),
+    ("weights", sized(role(2, bits=8), adapted=400, trained=100), Memory(2000 - 400)),
+    ("gathered", role(3, kept_whole=True), Memory(2000)),
+    ("gathered", role(3, kept_whole=True, ranks=1), Memory()),  # they are the part
+    ("gathered_layer_by_layer", role(3, offloads_weights=True), Memory(2000)),
+    ("gathered_layer_by_layer", role(3, kept_whole=True), Memory()), ("gathered_layer_by_layer", role(2), Memory()),
+    ("gathered_layer_by_layer", sized(role(3), other=3 * 10**9), Memory(2 * 10**9)),  # at most a billion numbers
+    ("optimizer", role(1, "bf16"), Memory(12 * 250)), ("optimizer", role(3, "bf16"), Memory(12 * 250)),
+    ("optimizer", role(0, "fp32"), Memory(8 * 1000)), ("optimizer", role(2, "fp32"), Memory(12 * 250)),
+    ("optimizer", role(2, offloads_optimizer=True), Memory(BUFFER, 250 * (12 + 4 + 2) + BUFFER)),
+    ("optimizer", role(3, offloads_optimizer=True), Memory(0, 250 * (12 + 4))),
+    ("gradients", role(1, "bf16"), Memory(4 * 1000)), ("gradients", role(1, "fp16"), Memory()),
+    ("gradients", role(3, "bf16"), Memory(4 * 250)), ("gradients", role(3, "fp16"), Memory(2 * 250)),
+    ("gradients", role(0, "fp32"), Memory()), ("gradients", role(3, offloads_optimizer=True), Memory(0, 1000)),
+    ("update_gradients", role(0, "fp32"), Memory(4 * 1000 + 4 * 1000)),
+    ("update_gradients", role(1, "bf16"), Memory(4 * 1000)),
+    ("update_gradients", role(1, "fp16"), Memory(2 * 1000 + 2 * 1000 + 4 * 250)),
+    ("update_gradients", role(3, "bf16"), Memory(2 * 1000)),
+    ("update_gradients", role(2, offloads_optimizer=True), Memory(2 * 1000 + 2 * 1000)),  # sums are in host memory
+    ("update_gradients", sized(role(1, on_gpu=True), trained=6 * 10**8, other=6 * 10**8), Memory((2 + 4) * 300)),
+    ("update_gradients", LARGE, Memory(2 * 10**8 * 2 + 4 * 10**8)),  # a bucket twice, 4 T / N
+    ("update_gradients", replace(LARGE, stage=3), Memory(2 * 10**8)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("stage", "dtype", "size"), [
-    (1, "bf16", 12 * 250), (2, "bf16", 12 * 250), (3, "bf16", 12 * 250), (0, "fp32", 8 * 1000), (2, "fp32", 12 * 250),
-])  # fmt: skip
-def test_optimizer_states(stage, dtype, size):
-    assert role_memory.optimizer(role(stage, dtype)) == Memory(size)
-
-
-def test_an_offloaded_optimizer_has_gradients_and_buffers_there_too():
-    buffer = 4 * 300  # of the largest parameter, in fp32
-    below = role_memory.optimizer(role(2, offloads_optimizer=True))
-    assert below == Memory(buffer, 250 * (12 + 4 + 2) + buffer)
-    assert role_memory.optimizer(role(3, offloads_optimizer=True)) == Memory(0, 250 * (12 + 4))
-
-
-@pytest.mark.parametrize(("stage", "dtype", "size"), [
-    (1, "bf16", 4 * 1000), (1, "fp16", 0), (2, "bf16", 0), (3, "bf16", 4 * 250), (3, "fp16", 2 * 250), (0, "fp32", 0),
-])  # fmt: skip
-def test_gradients_between_updates(stage, dtype, size):
-    assert role_memory.gradients(role(stage, dtype)) == Memory(size)
-
-
-def test_gradients_of_an_offloaded_optimizer_at_stage_3_are_in_host_memory():
-    assert role_memory.gradients(role(3, offloads_optimizer=True)) == Memory(0, 1000)
+@pytest.mark.parametrize(("function", "planned", "size"), CASES)
+def test_what_a_model_holds(function, planned, size):
+    assert getattr(role_memory, function)(planned) == size
 
 
 def test_frozen_models_hold_weights_alone():
@@ -64,38 +67,10 @@ def test_frozen_models_hold_weights_alone():
     assert [part(frozen) for part in held] == [Memory()] * 5
 
 
-def test_weights_that_are_kept_whole_stay_beside_the_part():
-    whole = role(3, kept_whole=True)
-    assert role_memory.gathered(whole) == Memory(2000)
-    assert role_memory.gathered_layer_by_layer(whole) == Memory()
-    alone = role(3, kept_whole=True, ranks=1)
-    assert role_memory.gathered(alone) == Memory()  # they are the part
-
-
-def test_a_pass_at_stage_3_gathers_at_most_a_billion_numbers():
-    parts = replace(PARTS, other=3 * 10**9)
-    assert role_memory.gathered_layer_by_layer(replace(role(3), parts=parts)) == Memory(2 * 10**9)
-    assert role_memory.gathered_layer_by_layer(role(2)) == Memory()
-
-
-@pytest.mark.parametrize(("stage", "dtype", "size"), [
-    (0, "fp32", 4 * 1000 + 4 * 1000), (1, "bf16", 4 * 1000), (1, "fp16", 2 * 1000 + 2 * 1000 + 4 * 250),
-    (2, "bf16", 2 * 1000 + 2 * 1000 + 4 * 250), (3, "bf16", 2 * 1000),
-])  # fmt: skip
-def test_gradients_of_an_update(stage, dtype, size):
-    """All of the 1,000 trained numbers fit into one bucket."""
-    assert role_memory.update_gradients(role(stage, dtype)) == Memory(size)
-
-
-def test_the_sums_of_a_large_model_are_not_copied():
-    parts = replace(PARTS, trained=6 * 10**8, other=6 * 10**8)
-    assert role_memory.update_gradients(replace(role(1, on_gpu=True), parts=parts)) == Memory((2 + 4) * 300)
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("stage", "dtype", "offloads"), [
-    (0, "fp32", False), (0, "bf16", False), (0, "bf16", True), (1, "fp32", False), (1, "fp32", True),
-    (2, "fp32", False), (2, "bf16", False), (3, "bf16", False),
+    (0, "fp32", False), (0, "bf16", False), (0, "bf16", True), (1, "fp32", True), (2, "fp32", False),
+    (2, "bf16", False), (3, "bf16", False),
 ])  # fmt: skip
 def test_gradients_between_micro_batches_are_those_of_an_engine(stage, dtype, offloads):
     model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 10, bias=False)).to(DTYPES[dtype])
@@ -108,52 +83,22 @@ def test_gradients_between_micro_batches_are_those_of_an_engine(stage, dtype, of
     for name in ("all_grad_tensors", "averaged_gradients"):
         held += [part for parts in getattr(engine.optimizer, name, {}).values() for part in parts or []]
     size = sum({part.data_ptr(): part.nbytes for part in held if part is not None}.values())
-    planned = role(stage, dtype, ranks=1, offloads_optimizer=offloads)
-    planned = replace(planned, parts=replace(PARTS, trained=900))
+    planned = sized(role(stage, dtype, ranks=1, offloads_optimizer=offloads), trained=900)
     assert role_memory.accumulated(planned) + role_memory.gradients(planned) == Memory(size)
 
 
-def test_a_bucket_bounds_the_gradients_of_an_update_on_a_gpu():
-    parts = replace(PARTS, trained=4 * 10**8, other=4 * 10**8)
-    large = replace(role(2, on_gpu=True), parts=parts)
-    assert role_memory.update_gradients(large) == Memory(2 * 10**8 * 2 + 4 * 10**8)  # a bucket twice, 4 T / N
-    assert role_memory.update_gradients(replace(large, stage=3)) == Memory(2 * 10**8)
-
-
-def test_an_offloaded_optimizer_sums_gradients_in_host_memory():
-    assert role_memory.update_gradients(role(2, offloads_optimizer=True)) == Memory(2 * 1000 + 2 * 1000)
-
-
-def test_quantised_weights():
-    parts = replace(PARTS, adapted=400, trained=100)
-    four = replace(role(2, bits=4), parts=parts)
-    assert role_memory.weights(four) == Memory(2000 - 600)
-    eight = replace(role(2, bits=8), parts=parts)
-    assert role_memory.weights(eight) == Memory(2000 - 400)
-
-
-def test_activations_are_in_proportion_to_tokens():
+def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host():
     assert role_memory.activations(role(), 10) == Memory(10 * (100 + 120 + 20))
-
-
-def test_checkpointing_keeps_the_inputs_of_layers_and_the_layer_that_runs_again():
-    found = role_memory.activations(role(checkpoints=True), 10)
-    assert found == Memory(10 * (2 * 16 + 20) + 10 * 120)
-
-
-def test_activations_on_the_host():
+    # with checkpointing, the inputs of the layers and the layer that runs again
+    assert role_memory.activations(role(checkpoints=True), 10) == Memory(10 * (2 * 16 + 20) + 10 * 120)
     many = 10_000
     found = role_memory.activations(role(on_gpu=True), many, on_host=True)
     assert found == Memory(many * 120, many * 240)
     assert role_memory.activations(role(), many, on_host=True) == Memory(many * 240)  # no effect on a CPU
     checkpointed = role_memory.activations(role(on_gpu=True, checkpoints=True), many, on_host=True)
     assert checkpointed == Memory(many * 120 * 2, many * (2 * 16 + 20))
-
-
-def test_a_tiled_mlp_needs_one_piece():
-    saved = replace(PARTS.saved, piece=30)
-    tiled = replace(role(), parts=replace(PARTS, saved=saved))
-    assert role_memory.activations(tiled, 100) == Memory(100 * 240 + 8 * 30)  # hidden size 8
+    tiled = sized(role(), saved=replace(PARTS.saved, piece=30))
+    assert role_memory.activations(tiled, 100) == Memory(100 * 240 + 8 * 30)  # a piece of 8 tokens, the hidden size
     assert role_memory.activations(tiled, 5) == Memory(5 * 240 + 5 * 30)
 
 
@@ -163,8 +108,7 @@ def test_the_fused_head_holds_three_blocks_and_the_states():
     many = 10**7  # a block is full
     assert role_memory.head_memory(role(), many, with_gradient=False) == Memory(3 * 8 * MIB)
     assert role_memory.head_memory(role(on_gpu=True), many, with_gradient=False) == Memory(3 * 256 * MIB)
-    scalar = replace(role(), parts=replace(PARTS, vocabulary=1))
-    assert role_memory.head_memory(scalar, many) == Memory()
+    assert role_memory.head_memory(sized(role(), vocabulary=1), many) == Memory()
 
 
 def test_running_rows():
