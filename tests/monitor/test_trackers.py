@@ -16,24 +16,34 @@ INSTALLED = SimpleNamespace(origin="wandb/__init__.py")
 
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
-    """A function that begins a run with a stand-in for a library; the ids of all runs in the file."""
-    library = SimpleNamespace(init=lambda **named: SimpleNamespace(**named), __name__="trackio")
+    """A function that begins a run with a stand-in for a library, and writes steps 2 to 5; the file of the ids of all
+    runs; the steps that were sent."""
+    sent = []
+
+    def logged(data, step):
+        sent.append(step)
+
+    library = SimpleNamespace(init=lambda **named: SimpleNamespace(**named, log=logged), __name__="trackio")
     monkeypatch.setattr(trackers.importlib, "import_module", lambda name: library)
     tracking = tracking_in(tmp_path, "trackio")
 
     def begin(start=Start()):  # noqa: B008
         tracker = WandbTracker("trackio", tracking, start)
+        for step in range(2, 6):
+            tracker.write(step, {}, ())
         return tracker._run, json.loads((tracking.folder / RUN_IDS).read_text())
 
-    return begin, tracking.folder / RUN_IDS
+    return begin, tracking.folder / RUN_IDS, sent
 
 
 def test_the_id_of_a_run_is_kept_beside_those_of_other_libraries_and_names_follow_from_the_folder(begun):
-    begin, file = begun
+    begin, file, sent = begun
     file.write_text('{"wandb": "a"}')
     run, ids = begin()
     assert ids == {"wandb": "a", "trackio": run.name} and run.name.startswith("ppo-") and run.project == "addition"
+    sent.clear()
     assert begin(Start(2, 3))[0].name == run.name, "a resumed run continues it"
+    assert sent == [4, 5], "no step is sent twice"
     assert begin()[0].name != run.name
 
 

@@ -115,7 +115,7 @@ def test_the_evaluation_compares_both_models(out):
     assert str(out / "grpo/actor") in json.dumps(found) and "pass@4" in json.dumps(found)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 64])
+@pytest.mark.parametrize("ranks", [1, 3, 64])
 def test_the_steps_accept_the_commands_of_the_readme(tmp_path, ranks):
     shutil.copytree(FOLDER, tmp_path / FOLDER.relative_to(ROOT))
     (tmp_path / "training_scripts/ranks.sh").write_text(STUBS)
@@ -135,7 +135,7 @@ def test_the_steps_accept_the_commands_of_the_readme(tmp_path, ranks):
     assert first["input_template"] == second["input_template"] == third["input_template"]
     assert second["reward_function"] == third["reward_function"]
     assert plan_ppo(grpo.ppo, 7000, ranks).updates_per_rollout == 2
-    assert SupervisedPlan(sft.fit, 7000, ranks).global_batch == {1: 32, 2: 32, 3: 24, 6: 48, 8: 64, 64: 512}[ranks]
+    assert SupervisedPlan(sft.fit, 7000, ranks).global_batch == {1: 32, 3: 24, 64: 512}[ranks]
 
 
 @pytest.mark.parametrize("name", ["run_sft.sh", "run_grpo.sh", "run_evaluate.sh"])

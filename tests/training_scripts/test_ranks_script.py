@@ -62,36 +62,21 @@ def test_gpus_are_those_of_the_driver(script, driver):
     assert bash(script, 'echo "$gpus $RANKS"', **driver) == "3 3"
     assert bash(script, 'echo "$gpus $RANKS"', **driver, RANKS="2") == "3 2"
     assert bash(script, 'echo "$gpus"', **driver, DS_ACCELERATOR="cpu") == "0"
+    for visible, found in (("", "0 cpu"), ("-1", "0 cpu"), ("0", "3")):
+        assert bash(script, 'echo "$gpus ${DS_ACCELERATOR-}"', **driver, CUDA_VISIBLE_DEVICES=visible) == found
 
 
-@pytest.mark.parametrize(("visible", "expected"), [("", "0 cpu"), ("-1", "0 cpu"), ("0", "3")])
-def test_no_visible_gpu_asks_for_the_cpu(script, driver, visible, expected):
-    assert bash(script, 'echo "$gpus ${DS_ACCELERATOR-}"', **driver, CUDA_VISIBLE_DEVICES=visible) == expected
-
-
-@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists(), reason="there is a GPU")
-def test_without_a_driver_there_is_no_gpu(script):
-    assert bash(script, 'echo "$gpus"') == "0"
-
-
-@pytest.mark.parametrize(("visible", "expected"), [
-    ({}, "0"),
-    ({"CUDA_VISIBLE_DEVICES": "2,1"}, "2"),
-])  # fmt: skip
-def test_one_rank_needs_no_launcher_and_sees_one_gpu(script, driver, stubs, visible, expected):
-    printed = bash(script, 'launch main.py --flag "a b"', **driver, **stubs, **visible, RANKS="1")
-    assert printed == f"python {expected} -u main.py --flag a b"
-
-
-def test_one_rank_on_a_cpu_keeps_its_environment(script, stubs):
-    printed = bash(script, "launch main.py", **stubs, RANKS="1", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-    assert printed == "python  -u main.py"
+def test_one_rank_needs_no_launcher_and_sees_one_gpu(script, driver, stubs):
+    for visible, expected in (({}, "0"), ({"CUDA_VISIBLE_DEVICES": "2,1"}, "2")):
+        printed = bash(script, 'launch main.py --flag "a b"', **driver, **stubs, **visible, RANKS="1")
+        assert printed == f"python {expected} -u main.py --flag a b"
+    on_cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    assert bash(script, "launch main.py", **stubs, RANKS="1", **on_cpu) == "python  -u main.py"
 
 
 @pytest.mark.parametrize(("visible", "ranks", "expected"), [
     ({}, "3", ["0", "1", "2"]),
     ({"CUDA_VISIBLE_DEVICES": "4,2,GPU-ab12"}, "3", ["4", "2", "GPU-ab12"]),
-    ({"CUDA_VISIBLE_DEVICES": "4,2,0"}, "2", ["4", "2"]),
     ({"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0"}, "2", ["0", "1"]),
 ])  # fmt: skip
 def test_several_ranks_get_the_visible_gpus(script, driver, stubs, visible, ranks, expected):
@@ -111,21 +96,12 @@ def test_a_hostfile_needs_the_deepspeed_command(script, stubs, tmp_path):
     assert printed == f"deepspeed unset {flags} main.py --flag"
 
 
-def test_verbose_brings_the_lines_of_the_launcher_back(script, stubs):
-    printed = bash(script, "launch main.py --verbose --flag", **stubs, RANKS="2", MASTER_PORT="77")
-    assert printed.endswith(" --log_level=info main.py --verbose --flag")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_program_runs_on_each_rank(script, tmp_path, ranks):
+def test_the_program_runs_on_each_rank(script, tmp_path):
     (tmp_path / "main.py").write_text(NOTES)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    bash(script, f'launch {tmp_path}/main.py --flag "a b"', RANKS=str(ranks), DS_ACCELERATOR="cpu", PATH=path)
+    bash(script, f'launch {tmp_path}/main.py --flag "a b"', RANKS="2", DS_ACCELERATOR="cpu", PATH=path)
     notes = {file.name: file.read_text() for file in tmp_path.glob("rank_*")}
-    if ranks == 1:
-        assert notes == {"rank_None": "None ['--flag', 'a b']"}
-    else:
-        assert notes == {f"rank_{rank}": f"2 ['--local_rank={rank}', '--flag', 'a b']" for rank in range(2)}
+    assert notes == {f"rank_{rank}": f"2 ['--local_rank={rank}', '--flag', 'a b']" for rank in range(2)}
 
 
 def test_the_exit_code_is_that_of_the_step(script, tmp_path):

@@ -1,10 +1,8 @@
 """The scripts for real models: each command passes a dry run, and fits by the planner as its script says."""
 
 import json
-import os
 import re
 import shlex
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -87,29 +85,6 @@ def test_every_step_passes_a_dry_run(folder, capsys, monkeypatch, place, size):
         assert re.search(rf"global batch .* = {batch}\n", printed.out), f"{step}: {printed.out}"
 
 
-@pytest.mark.parametrize(("script", "words", "ranks"), [
-    ("multi_node/train.sh", ["dpo", "OUT"], 8), ("slurm/train.sbatch", ["ppo", "OUT"], 16),
-    ("toy/run_step1_sft.sh", ["TOY", "OUT"], 2), ("examples/gsm8k/run_grpo.sh", ["OUT"], 2),
-])  # fmt: skip
-def test_a_dry_run_of_each_kind_of_script(folder, tmp_path, capsys, monkeypatch, script, words, ranks):
-    """A function prints what python would get; in e2e below it is the real one."""
-    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
-    (tmp_path / "toy/data").mkdir(parents=True)
-    model = folder / LARGEST["small"]
-    (tmp_path / "toy/model").symlink_to(model)
-    for name in ("sft", "sft_eval"):
-        shutil.copy(folder / "pairs.jsonl", tmp_path / f"toy/data/{name}.jsonl")
-    data = folder / ("problems.jsonl" if "gsm8k" in script else "pairs.jsonl")
-    given = [{"TOY": tmp_path / "toy", "OUT": tmp_path / "out"}.get(word, word) for word in words]
-    variables = {"HOSTFILE": tmp_path / "hosts", "MODEL": model, "REWARD_MODEL": model, "DATA": data}
-    _, main, *flags = words_of(script, *given, "--dry_run", **variables)
-    monkeypatch.chdir(folder)
-    assert run_training(MAINS[Path(main).parent.name], flags) == 0
-    stop_requests.restore()
-    assert f"dry run for {ranks} rank" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_dry_run_of_e2e_checks_every_step(folder, tmp_path):
     model = folder / LARGEST["small"]
     result = bash("e2e.sh", "--actor-model", model, "--reward-model", model, "--data-path", folder / "pairs.jsonl",
@@ -135,10 +110,8 @@ def test_every_model_fits_with_the_peak_that_the_script_states(folder, place):
 
 
 @pytest.mark.parametrize(("words", "variables", "said"), [
-    ([], {}, "usage: MODEL=... "),
     (["pretrain", "out"], {"MODEL": "gpt-1b"}, "usage: MODEL=... "),
     (["sft", "out"], {}, "MODEL"),
-    (["sft"], {"MODEL": "gpt-1b"}, "usage: MODEL=... "),
     (["sft", "out"], {"MODEL": "out/sft"}, "set SIZE"),
     (["sft", "out"], {"MODEL": "out/sft", "SIZE": "medium"}, "SIZE medium: set it to small"),
     (["ppo", "out"], {"MODEL": "out/sft", "SIZE": "small"}, "REWARD_MODEL: the output of the step reward"),
@@ -151,27 +124,16 @@ def test_what_is_missing_is_said(words, variables, said):
 
 def test_several_machines_are_those_of_the_hostfile(tmp_path):
     hosts = tmp_path / "hosts"
-    hosts.write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
-    words = words_of("multi_node/train.sh", "sft", "out", program="deepspeed", HOSTFILE=hosts, MODEL="m-1b")
-    assert words[words.index("--hostfile") + 1] == str(hosts)
-    assert words[words.index("--num_accelerators") + 1] == "4"
-    assert words[words.index("--gradient_accumulation_steps") + 1] == "1"
-    assert words[words.index("--per_device_train_batch_size") + 1] == "4"  # of 64 rows, for 12 ranks
     hosts.write_text("# node0 slots=8\nnode1 slots=4\n  # node2 slots=4\nnode3 slots=4 # 8 slots=8")
     words = words_of("multi_node/train.sh", "sft", "out", program="deepspeed", HOSTFILE=hosts, MODEL="m-1b")
+    assert words[words.index("--hostfile") + 1] == str(hosts)
     assert words[words.index("--num_accelerators") + 1] == "4", "comments name no machines"
+    assert words[words.index("--gradient_accumulation_steps") + 1] == "1"
     assert words[words.index("--per_device_train_batch_size") + 1] == "8"  # of 64 rows, for 8 ranks
     hosts.write_text("node1 slots=4\nnode2 slots=8\n")
     assert "with the same N" in bash("multi_node/train.sh", "sft", "out", HOSTFILE=hosts, MODEL="m-1b").stderr
-    missing = bash("multi_node/train.sh", "sft", "out", HOSTFILE=tmp_path / "none", MODEL="m-1b")
-    assert (missing.returncode, "no such file" in missing.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("place", ["single_gpu", "single_node"])
-def test_the_scripts_for_one_machine_do_not_use_the_hostfile(tmp_path, place):
-    (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
-    words = words_of(f"{place}/train.sh", "sft", "out", HOSTFILE=tmp_path / "hosts", MODEL="m-1b", RANKS=2)
-    assert words[:3] == ["-u", "-m", "deepspeed.launcher.launch"]
+    words = words_of("single_gpu/train.sh", "sft", "out", HOSTFILE=hosts, MODEL="m-1b", RANKS=2)
+    assert words[:3] == ["-u", "-m", "deepspeed.launcher.launch"], "one machine has no hostfile"
 
 
 def test_a_dry_run_of_several_machines_knows_the_ranks_of_each(tmp_path, monkeypatch):
@@ -184,7 +146,7 @@ def test_a_dry_run_of_several_machines_knows_the_ranks_of_each(tmp_path, monkeyp
     assert printed == ["8 on machines with 8\n", "12 on machines with 4\n"]
 
 
-@pytest.mark.parametrize("ranks", [3, 5, 24, 48, 300])
+@pytest.mark.parametrize("ranks", [3, 48])
 def test_any_number_of_ranks_makes_whole_optimizer_steps(ranks):
     for step in ("ppo", "grpo"):
         given = {"MODEL": "m-1b", "REWARD_MODEL": "r", "DATA": "d", "RANKS": ranks}
@@ -214,9 +176,7 @@ def test_the_commands_of_the_page_start_steps():
         variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         script, *flags = words[len(variables) + 1 :]
         result = bash(script.removeprefix("training_scripts/"), *flags, **variables, RANKS=1)
-        assert result.returncode == (1 if "e2e" in script else 0), (
-            result.stderr
-        )  # e2e stops after a step without result
+        assert result.returncode == (1 if "e2e" in script else 0)  # e2e stops after a step without result
         _, main, *flags = result.stdout.removeprefix("e2e: sft\n").split("e2e: ")[0].split("\0")[:-1]
         parse(MAINS[Path(main).parent.name], flags)
         started.append(MAINS[Path(main).parent.name])
@@ -245,17 +205,6 @@ def test_e2e_runs_the_steps_on_each_others_models(folder, tmp_path):
     assert all(part[-4:-1] == ["--data_path", "a.jsonl", "b.jsonl"] for part in (sft, reward, ppo))
 
 
-def test_a_dry_run_of_e2e_needs_no_trained_model(assets, tmp_path):
-    result = e2e(tmp_path / "out", "--actor-model", assets / "lm", "--reward-model", assets / "lm", "--dry-run",
-                 "--step", 3, ACTOR_SIZE="small", REWARD_SIZE="small")  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    words = result.stdout.split("\0")
-    folder = words[words.index("--actor_model_name_or_path") + 1]
-    assert Path(folder).name == "lm" and folder != str(assets / "lm")
-    assert "--dry_run" in words
-    assert not os.path.exists(folder), "the copy is removed"
-
-
 @pytest.mark.parametrize(("name", "size"), [
     ("Qwen2.5-7B-Instruct", "large"), ("o/Llama-3.1-8B", "large"), ("7b", "large"), ("Qwen2.5-0.5B", "small"),
     ("Llama-3.2-1B", "small"), ("Qwen3-1.7B", ""), ("Qwen2-57B-A14B", ""), ("Mixtral-8x7B-v0.1", ""), ("sft", ""),
@@ -268,9 +217,7 @@ def test_the_name_of_a_model_shows_its_size(name, size):
 
 @pytest.mark.parametrize(("words", "said"), [
     ([], "--actor-model is required"),
-    (["--actor-model", "a-1b"], "--reward-model is required"),
     (["--actor-model", "a-1b", "--reward-model", "r-1b", "--deployment-type", "cloud"], "--deployment-type cloud"),
-    (["--actor-model", "a-1b", "--reward-model", "r-1b", "--step", "4"], "--step 4"),
     (["--actor-model", "a-1b", "--reward-model", "r-1b", "--zero", "3"], "unknown flag --zero"),
     (["--actor-model"], "--actor-model needs a value"),
     (["--actor-model", "mine", "--reward-model", "r-1b", "--step", "3"], "the name mine does not show the size"),
