@@ -29,11 +29,6 @@ PPO_STEP = {
     "optim/grad_norm/actor": 0.5,
     "optim/grad_norm/critic": 2.0,
     "optim/nonfinite_skipped": 0.0,
-    "optim/overflow/actor": 0.0,
-    "time/reward": 4.0,
-    "time/reward_imbalance": 1.1,
-    "time/train": 6.0,
-    "time/train_imbalance": 1.0,
 }
 FIT_STEP = {"loss": 1.0, "accuracy": 0.8, "grad_norm": 1.0, "optim/nonfinite_skipped": 0.0}
 WINDOW = 10

@@ -18,24 +18,16 @@ WINDOW, OFF = "window", "off"
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. `monitor/health.py` holds what no comparison with the threshold alone can say.
-
-    Attributes:
-        level: "error" if training on is likely wasted.
-        comparison: of the metric with the threshold ("it"); "mean" is that over the window before the step.
-        threshold: its default; None if there is none to choose.
-        change: what to change; flags by name.
-        lasts: whether it must hold at this step and at each one of the window before it.
-    """
+    """One rule. `monitor/health.py` holds what no comparison with the threshold alone can say."""
 
     name: str
-    level: Level
+    level: Level  # "error" if training on is likely wasted
     metric: str
-    comparison: str
-    threshold: float | None
+    comparison: str  # of the metric with the threshold ("it"); "mean" is that over the window before the step
+    threshold: float | None  # its default; None if there is none to choose
     cause: str
-    change: str
-    lasts: bool = False
+    change: str  # what to change; flags by name
+    lasts: bool = False  # whether it must hold at this step and at each one of the window before it
 
 
 # fmt: off

@@ -9,48 +9,27 @@ ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 
 
 # Our flags, of which a step may have only some -> their names for them, with _ for - and .
 THEIR_NAMES = {
-    # models
     "model_name_or_path": "pretrain",
-    "actor_model_name_or_path": "sft_model_path",
-    "reward_model_name_or_path": "reward_pretrain",
     "critic_model_name_or_path reward_model_name_or_path": "reward_model_path",
-    "critic_model_name_or_path": "critic_pretrain",
-    "ref_model_name_or_path": "ref_pretrain",
-    # LoRA
     "lora_dim": "lora_r lora_rank use_peft",
     "lora_module_name": "lora_target lora_target_modules target_modules",
-    # data
-    "data_path": (
-        "dataset dataset_name prompt_data prompt_dataset dataset_probs prompt_data_probs prompt_probs "
-        "dataset_config dataset_train_split dataset_split prompt_split"
-    ),
+    "data_path": "dataset dataset_name prompt_data prompt_dataset dataset_train_split dataset_split",
     "eval_data_path": "eval_dataset",
     "max_seq_len max_prompt_seq_len max_answer_seq_len": "max_length max_len",
     "packing": "packing_samples padding_free",
-    # batches and length of the run
-    "per_device_train_batch_size per_device_training_batch_size": (
-        "micro_batch_size train_micro_batch_size micro_train_batch_size"
-    ),
+    "per_device_train_batch_size per_device_training_batch_size": "micro_train_batch_size micro_batch_size",
     "per_device_training_batch_size": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "train_batch_size num_mini_batches",
     "per_device_generation_batch_size generation_batches": "rollout_batch_size generation_batch_size",
-    "micro_batch_tokens": "rollout_micro_batch_size micro_rollout_batch_size",
+    "gradient_accumulation_steps": "train_batch_size num_mini_batches",
     "ppo_epochs num_train_epochs": "max_epochs",
     "num_train_epochs": "num_episodes",
-    "max_steps": "total_episodes",
     "ppo_epochs": "num_iterations num_ppo_epochs",
-    # optimizer and schedule
     "learning_rate": "adam_lr",
-    "max_grad_norm": "max_norm",
-    "lr_scheduler_type": "lr_scheduler",
     "warmup_ratio": "lr_warmup_ratio",
     "num_warmup_steps": "warmup_steps",
-    # generation
     "n_samples_per_prompt": "num_generations",
     "max_answer_seq_len": "max_completion_length max_new_tokens response_length generate_max_len",
     "max_prompt_seq_len": "max_prompt_length prompt_max_len",
-    "eval_samples": "num_generations_eval eval_n_samples_per_prompt",
-    # algorithm
     "objective policy_loss loss_aggregation": "loss_type",
     "clip_eps": "epsilon eps_clip cliprange",
     "clip_eps_high": "epsilon_high",
@@ -59,23 +38,13 @@ THEIR_NAMES = {
     "normalize_group_std": "scale_rewards",
     "kl_loss_coef kl_coef": "beta",
     "kl_coef": "init_kl_coef kl_init_coef",
-    "kl_loss_coef": "kl_use_loss use_kl_loss",
-    "dynamic_sampling": "dynamic_filtering dynamic_filtering_enable",
-    # rewards
-    "reward_function": "reward_funcs reward_weights agent_func_path",
+    "reward_function": "reward_funcs agent_func_path",
     "remote_reward_url reward_function": "remote_url remote_rm_url",
-    # memory and devices
-    "offload_reference_model": "ref_offload",
-    "offload_reward_model": "reward_offload",
-    "offload_reference_model offload_reward_model": "ref_reward_offload",
-    # checkpoints, evaluation, log
     "output_dir": "save_path ckpt_path",
-    "save_total_limit": "max_num max_ckpt_num",
-    "resume": "resume_from_checkpoint load_enable load_checkpoint",
+    "resume": "resume_from_checkpoint load_checkpoint",
     "eval_interval": "eval_steps",
-    "report_to": "use_wandb wandb_key use_tensorboard",
+    "report_to": "use_wandb",
     # our other steps
-    "save_best": "metric_for_best",
     "max_prompt_seq_len max_answer_seq_len": "max_seq_len",
     "max_seq_len": "max_prompt_seq_len max_answer_seq_len",
     "eval_batch_size": "per_device_eval_batch_size",

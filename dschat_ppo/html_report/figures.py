@@ -25,21 +25,14 @@ HEADLINES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, under the heading `section`.
+    """One figure."""
 
-    Attributes:
-        metrics: patterns of metric names, in the order of the legend.
-        reading: one sentence on how to read it.
-        unit: of the vertical axis; "" for a number without one.
-        without: patterns of names that `metrics` matches but the figure does not show.
-    """
-
-    section: str
+    section: str  # its heading
     title: str
-    metrics: tuple[str, ...]
-    reading: str
-    unit: str = ""
-    without: tuple[str, ...] = ()
+    metrics: tuple[str, ...]  # patterns of metric names, in the order of the legend
+    reading: str  # one sentence on how to read it
+    unit: str = ""  # of the vertical axis; "" for a number without one
+    without: tuple[str, ...] = ()  # patterns of names that `metrics` matches but the figure does not show
 
     def names(self, known: Iterable[str]) -> list[str]:
         """The names among `known` that the figure shows, in the order of its patterns."""

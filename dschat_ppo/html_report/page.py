@@ -50,17 +50,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the page; `number` is its place in the data of the page.
+    """A figure of the page."""
 
-    Attributes:
-        panels: for the script: title, and series with label, number of the run, and values x and y.
-        table: first, last, lowest and highest value of each metric.
-    """
-
-    number: int
+    number: int  # its place in the data of the page
     figure: Figure
-    panels: list[dict[str, Any]]
-    table: Table
+    panels: list[dict[str, Any]]  # for the script: title, and series with label, number of the run, values x and y
+    table: Table  # first, last, lowest and highest value of each metric
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:
@@ -77,12 +72,8 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 
 
 def report_run(folder: Path) -> None:
-    """Write `report.html` into the output folder of a run at its end; call it on rank 0.
-
-    Files that cannot be read or written are a warning, because the run itself is complete. Every other exception is a
-    bug of the report: it ends the process with its traceback in the rank log, after the run has written its models and
-    `result.json`.
-    """
+    """Write `report.html` into the output folder of a run at its end; call it on rank 0. Files that cannot be read or
+    written are a warning, because the run itself is complete."""
     path = folder / REPORT
     try:
         write_report([folder], path)

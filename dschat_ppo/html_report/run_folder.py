@@ -40,31 +40,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run say; `name` is unique in the report.
+    """What the files of a run say."""
 
-    Attributes:
-        metrics: name of today -> points in ascending steps. A step without the metric has no point.
-        times: step -> seconds since the epoch at which the step ended.
-        config: flag -> value; {} without `config.yaml`.
-        models: of `models.json`: name of a model or of its devices -> text; {} without the file.
-        result: of `result.json`; None while the run is unfinished.
-        health: lines of `health.jsonl`; None without the file.
-        starts: lines of `starts.jsonl`: one for each start of the run, with its first step and library versions.
-        damaged: file -> number of lines that could not be read. The last line of an unfinished run may be incomplete
-            and does not count.
-    """
-
-    name: str
+    name: str  # unique in the report
     folder: Path
-    metrics: dict[str, Points]
-    times: dict[int, float]
-    config: dict[str, Any]
-    models: dict[str, Any]
-    result: dict[str, Any] | None
-    health: list[dict[str, Any]] | None
-    starts: list[dict[str, Any]]
+    metrics: dict[str, Points]  # name -> points in ascending steps. A step without the metric has no point
+    times: dict[int, float]  # step -> seconds since the epoch at which the step ended
+    config: dict[str, Any]  # flag -> value; {} without `config.yaml`
+    models: dict[str, Any]  # name of a model or of its devices -> text; {} without `models.json`
+    result: dict[str, Any] | None  # of `result.json`; None while the run is unfinished
+    health: list[dict[str, Any]] | None  # lines of `health.jsonl`; None without the file
+    starts: list[dict[str, Any]]  # lines of `starts.jsonl`, one for each start of the run
     answers: list[Answer]
-    damaged: dict[str, int]
+    damaged: dict[str, int]  # file -> lines that cannot be read; an incomplete last line does not count
 
     @property
     def steps(self) -> list[int]:

@@ -34,25 +34,17 @@ Metrics = Mapping[str, float]
 
 @dataclass
 class History:
-    """The current step, with its metrics `now`, and what is known of those before it.
+    """The current step, and what is known of those before it."""
 
-    Attributes:
-        limits: rule -> threshold.
-        past: metrics of the last `window` steps before it, oldest first; fewer at the start of a run.
-        first_lengths: mean length of the answers of each of the first `window` steps of the run.
-        lowest_loss: the lowest mean loss of `window` steps in a row so far.
-        evaluations: (step, held-out loss, mean training loss since the evaluation before), oldest first.
-        losses: sum and number of training losses since the last evaluation.
-    """
-
-    window: int
-    limits: Metrics
-    past: deque[Metrics]
+    window: int  # steps
+    limits: Metrics  # rule -> threshold
+    past: deque[Metrics]  # of the last `window` steps before it, oldest first; fewer at the start of a run
     now: Metrics = field(default_factory=dict)
-    first_lengths: list[float] = field(default_factory=list)
-    lowest_loss: float = math.inf
+    first_lengths: list[float] = field(default_factory=list)  # of the answers, of each of the first `window` steps
+    lowest_loss: float = math.inf  # the lowest mean loss of `window` steps in a row so far
+    # (step, held-out loss, mean training loss since the evaluation before), oldest first
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)
-    losses: tuple[float, int] = (0.0, 0)
+    losses: tuple[float, int] = (0.0, 0)  # sum and number of training losses since the last evaluation
 
     def begin_step(self, step: int, metrics: Metrics) -> None:
         """The metrics of the current step; those of an evaluation of steps 1 and 2 with the training loss before it."""
@@ -130,33 +122,31 @@ def first_ratio_not_one(history: History) -> str | None:
 def scores_equal(history: History) -> str | None:
     """All answers score the same, or do once the scores are clipped."""
     now, limit = history.now, history.limits["scores_equal"]
-    for name in ("reward/score_std", "reward/clipped_std"):
-        spread = now.get(name, 1.0)
+    clipped, mean = now.get("reward/clipped_share", 0.0), now.get("reward/score_mean", 0.0)
+    for name, more in (("score_std", f"all score {mean:.3g}"), ("clipped_std", f"{clipped:.0%} are clipped")):
+        spread = now.get(f"reward/{name}", 1.0)
         if spread < limit and now.get("rollout/count", 1) >= 2:
-            clipped, mean = now.get("reward/clipped_share", 0.0), now.get("reward/score_mean", 0.0)
-            more = f"{clipped:.0%} are clipped" if name == "reward/clipped_std" else f"all score {mean:.3g}"
-            return f"{name} is {spread:.3g}, below {limit:g}; {more}"
+            return f"reward/{name} is {spread:.3g}, below {limit:g}; {more}"
     return None
 
 
 def source_constant(history: History) -> str | None:
     """One of several reward sources gives all answers that it scores the same score."""
-    now, limit, constant = history.now, history.limits["source_constant"], []
-    for name, spread in now.items():
-        source = name.removesuffix("_std")
-        if source == name or not name.startswith("reward/") or source in ("reward/score", "reward/clipped"):
-            continue
-        if spread < limit and now.get("rollout/count", 1) * now.get(f"{source}_share", 1.0) >= 2:
-            constant.append(f"{name} is {spread:.3g}")
+    now, limit, count = history.now, history.limits["source_constant"], history.now.get("rollout/count", 1)
+    sources = [name for name in now if name.startswith("reward/") and name.endswith("_std")]
+    constant = [
+        f"{name} is {now[name]:.3g}" for name in sources
+        if name not in ("reward/score_std", "reward/clipped_std") and now[name] < limit
+        and count * now.get(f"{name.removesuffix('_std')}_share", 1.0) >= 2
+    ]  # fmt: skip
     return f"{', '.join(constant)}, below {limit:g}" if constant else None
 
 
 def reward_faults(history: History) -> str | None:
     """A reward function fails on many answers, which get the default score."""
     faults, count = history.now.get("reward/function_faults", 0.0), history.now.get("rollout/count", 0)
-    if not faults or not count or faults < history.limits["reward_faults"] * count:
-        return None
-    return f"reward/function_faults is {faults:.0f}, of {count:.0f} answers"
+    is_many = faults and count and faults >= history.limits["reward_faults"] * count
+    return f"reward/function_faults is {faults:.0f}, of {count:.0f} answers" if is_many else None
 
 
 def duplicate_answers(history: History) -> str | None:
@@ -172,10 +162,8 @@ def critic_lags(history: History) -> str | None:
     """The mean value is further from the mean return than one standard deviation of the returns. (Where the returns are
     all equal, `scores_equal` is the rule.)"""
     names = ("value/mean", "value/return_mean", "value/return_std")
-    if any(name not in history.now for name in names):
-        return None
-    value, target, spread = (history.now[name] for name in names)
-    if abs(value - target) <= spread or spread < history.limits["scores_equal"]:
+    value, target, spread = (history.now.get(name, math.nan) for name in names)
+    if not (abs(value - target) > spread >= history.limits["scores_equal"]):  # also without a critic
         return None
     return f"value/mean is {value:.3g}, but value/return_mean is {target:.3g} with a standard deviation of {spread:.3g}"
 

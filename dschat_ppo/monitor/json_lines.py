@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dschat_ppo.common.atomic_files import sync_entries, sync_file
 from dschat_ppo.common.dist import is_main
@@ -32,7 +32,11 @@ class JsonLines:
         if not is_main() or not self.path.exists():
             return
         with storage_errors(self.path), self.path.open("rb+") as file:
-            file.truncate(self.offset if file.seek(0, os.SEEK_END) >= self.offset else _whole_lines(file))
+            if file.seek(0, os.SEEK_END) >= self.offset:
+                file.truncate(self.offset)
+            else:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append one line for each object; NaN and infinity become null."""
@@ -53,11 +57,6 @@ class JsonLines:
         with storage_errors(self.path), self.path.open("rb") as file:
             sync_file(file.fileno())
             return file.seek(0, os.SEEK_END)
-
-
-def _whole_lines(file: BinaryIO) -> int:
-    file.seek(0)
-    return file.read().rfind(b"\n") + 1
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Experiment trackers: what TensorBoard, W&B and Trackio receive from a run, and the ids of its runs there."""
+"""Experiment trackers: what TensorBoard, W&B and Trackio receive from a run, and the ids of its runs there.
+
+A tracker exists on rank 0 only. Its `failures` are the exceptions by which the library says that it cannot write: the
+run then continues without the tracker. Every other exception is a bug and ends the run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.extras import require_extra
@@ -29,21 +33,6 @@ class Answer:
     tokens: int  # of the answer
 
 
-class Tracker(Protocol):
-    """Writes one run to one library. It exists on rank 0 only. `failures` are the exceptions by which the library says
-    that it cannot write, such as those of files and networks. The run then continues without the tracker. Every other
-    exception is a bug and ends the run."""
-
-    name: str
-    failures: tuple[type[Exception], ...]
-
-    def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
-        """Write one step and some of its answers. NaN and infinity are written as the library has them."""
-
-    def close(self, succeeded: bool) -> None:
-        """Write what is buffered, and mark the run as ended: finished, or failed if it did not succeed."""
-
-
 @dataclass(frozen=True)
 class Tracking:
     """The trackers of a run, and what they receive when they open; `flags` are all flags of the run, name -> value."""
@@ -58,16 +47,10 @@ class Tracking:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a start of the run begins.
+    """Where a start of the run begins. Steps from `first_step` to `written` run again."""
 
-    Attributes:
-        first_step: the first step to run, if the run resumes; None from scratch.
-        written: the last step that earlier starts wrote to `metrics.jsonl`; -1 if there is none. Steps from
-            `first_step` to `written` run again.
-    """
-
-    first_step: int | None = None
-    written: int = -1
+    first_step: int | None = None  # if the run resumes; None from scratch
+    written: int = -1  # the last step that earlier starts wrote to `metrics.jsonl`; -1 if there is none
 
 
 def check_trackers(libraries: Sequence[str]) -> None:
@@ -90,14 +73,6 @@ def check_wandb() -> None:
         raise UserError(
             "--report_to wandb: there is no API key; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
         )
-
-
-def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
-    """Begin the run in each library, or continue it. Call it on rank 0. `UserError` if one does not begin it."""
-    return [
-        TensorBoardTracker(tracking, start) if library == "tensorboard" else WandbTracker(library, tracking, start)
-        for library in tracking.libraries
-    ]
 
 
 class WandbTracker:
@@ -139,7 +114,7 @@ class WandbTracker:
         self._next = max(start.written + 1, self._run.step if library == "wandb" else 0) if saved else 0
 
     def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
-        """See `Tracker`."""
+        """Write one step and some of its answers. NaN and infinity are written as the library has them."""
         if step < self._next:
             return
         data: dict[str, Any] = dict(metrics)
@@ -150,7 +125,7 @@ class WandbTracker:
         self._run.log(data, step=step, **({"commit": True} if self.name == "wandb" else {}))
 
     def close(self, succeeded: bool) -> None:
-        """See `Tracker`. Trackio has no mark for a failed run."""
+        """Write what is buffered, and mark the run as finished or failed, for which Trackio has no mark."""
         self._run.finish(**({"exit_code": 0 if succeeded else 1} if self.name == "wandb" else {}))
 
 
@@ -169,15 +144,26 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
-        """See `Tracker`."""
+        """As `WandbTracker.write`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         if answers:
             self._writer.add_text("samples/answers", "\n\n".join(map(_markdown, answers)), step)
 
     def close(self, succeeded: bool) -> None:
-        """See `Tracker`. TensorBoard has no mark for the end of a run."""
+        """Write what is buffered. TensorBoard has no mark for the end of a run."""
         self._writer.close()
+
+
+Tracker = TensorBoardTracker | WandbTracker
+
+
+def open_trackers(tracking: Tracking, start: Start) -> list[Tracker]:
+    """Begin the run in each library, or continue it. Call it on rank 0. `UserError` if one does not begin it."""
+    return [
+        TensorBoardTracker(tracking, start) if library == "tensorboard" else WandbTracker(library, tracking, start)
+        for library in tracking.libraries
+    ]
 
 
 def _markdown(answer: Answer) -> str:

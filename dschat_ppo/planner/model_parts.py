@@ -94,19 +94,25 @@ def parts_of(
 ) -> ModelParts:  # fmt: skip
     """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains;
     `UserError` if transformers cannot build it, if it reads numbers in its forward pass and cannot run without data, or
-    if it has not the settings of a decoder. `tiled`: `--tiled_mlp`. In
-    bf16 on a CPU, layers with kernels save less for the backward pass than `on_gpu`."""
-    key = (config.to_json_string(use_diff=False), dtype, scalar, adapter, tiled, on_gpu)
+    if it has not the settings of a decoder. `tiled`: `--tiled_mlp`. In bf16 on a CPU, layers with kernels save less for
+    the backward pass than `on_gpu`."""
+    given = (dtype, scalar, adapter, tiled, on_gpu)
+    key = (config.to_json_string(use_diff=False), *given)
     if key not in _COUNTED:
         with reading(f"{type(config).__name__}: its memory cannot be counted"):
-            _COUNTED[key] = _parts_of(config, dtype, scalar, adapter, tiled, on_gpu)
+            _COUNTED[key] = _parts_of(config, *given)
     return _COUNTED[key]
 
 
 def _parts_of(
     config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None, tiled: bool, on_gpu: bool
 ) -> ModelParts:
-    model = _without_weights(config, dtype, scalar)
+    with torch.device("meta"):
+        if scalar:
+            kind: Any = classifier_class(config)
+            model: Any = kind(config_for(kind, config)).to(DTYPES[dtype])
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     if not on_gpu:
         use_fast_layers(model)
     kv_bytes = 0 if scalar else _kv_bytes(model)
@@ -136,14 +142,6 @@ def _parts_of(
         kv_bytes=kv_bytes,
         saved=saved_activations(backbone, tiled),
     )
-
-
-def _without_weights(config: PretrainedConfig, dtype: str, scalar: bool) -> Any:
-    with torch.device("meta"):
-        if not scalar:
-            return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
-        kind: Any = classifier_class(config)
-        return kind(config_for(kind, config)).to(DTYPES[dtype])
 
 
 def _kv_bytes(model: PreTrainedModel) -> int:
@@ -180,12 +178,8 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def saved_activations(backbone: PreTrainedModel, tiled: bool = False) -> SavedActivations:
-    """What a forward pass of a model on the meta device saves for each token.
-
-    The count includes the fp32 copies of norms, inputs of linear layers that train, and the inputs and outputs of
-    activation functions; frozen linear layers do not save their inputs. Parameters are not counted. `backbone` has no
-    head. `tiled` (`--tiled_mlp`): of an MLP, only its input is kept.
-    """
+    """What a forward pass of a model on the meta device saves for each token, without parameters. `backbone` has no
+    head. `tiled` (`--tiled_mlp`): of an MLP, only its input is kept."""
     text = backbone.config.get_text_config()
     positions = (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(backbone.config)
     tokens, itemsize = max(1, min(TOKENS, positions)), next(backbone.parameters()).element_size()

@@ -1,4 +1,4 @@
-"""The plan of a run: memory by phase, and whether it fits; its lines at the start of a run, as a table, and as JSON."""
+"""The plan of a run: memory by phase, and whether it fits; its lines at the start of a run, and as a table."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Plan:
 
     @property
     def missing(self) -> int:
-        """Bytes of a device and of a host that a plan which fits would need less."""
+        """Bytes of a device and of a host that are too few, if `MARGIN` of both stays free."""
         return sum(max(0, needs - usable(memory)) for _, needs, memory in self.peaks)
 
     @property
     def fits(self) -> bool:
-        """Whether each phase fits into device and host memory, and leaves `MARGIN` of both free."""
+        """Whether each phase fits into device and host memory."""
         return self.missing == 0
 
     def shortages(self) -> list[str]:
@@ -111,15 +111,8 @@ def plan_step(
     config: StepConfig, model_configs: Mapping[str, PretrainedConfig], ranks: int, device_memory: int, host_memory: int,
     ranks_per_node: int | None = None, sleeps: bool | None = None,
 ) -> Plan:  # fmt: skip
-    """Plan a step. Nothing is loaded.
-
-    Args:
-        model_configs: by role, see `read_model_configs`.
-        device_memory: bytes of a rank's GPU; 0: the run is on a CPU, where ranks divide host memory.
-        host_memory: bytes of each host.
-        ranks_per_node: ranks that share a host; None: all.
-        sleeps: whether `--sleep_in_rollout` moves tensors; None: on a GPU.
-    """
+    """Plan a step. Nothing is loaded. `model_configs`: see `read_model_configs`; memory as in `Plan`; `ranks_per_node`
+    None: all; `sleeps`: whether `--sleep_in_rollout` moves tensors, None: on a GPU."""
     per_node, on_gpu = ranks_per_node or ranks, device_memory > 0
     own = device_memory if on_gpu else host_memory // per_node
     roles, rows = roles_of(config, model_configs, ranks, own, on_gpu), 0
@@ -245,7 +238,9 @@ def full_text(plan: Plan, title: str) -> str:
 
 def _memory_table(plan: Plan) -> str:
     """GiB of a rank by phase, role and part; a line "all" for each phase, with what a device and a host need."""
-    table = [["phase", "role", *PARTS, "device", "host"]]
+    form = "{:18} {:10}" + " {:>11}" * len(PARTS) + " {:>9}" * 2
+    lines = [form.format("phase", "role", *PARTS, "device", "host")]
+    lines.append("-" * len(lines[0]))
     for phase in plan.phases:
         title = phase.name
         for role in [*dict.fromkeys(role for role, _ in phase.held), None]:
@@ -253,13 +248,6 @@ def _memory_table(plan: Plan) -> str:
             sizes = [*(each.device + each.host for each in parts), total.device, total.host]
             shown = [f"{size / GIB:.2f}" if abs(size) >= 0.005 * GIB else "" for size in sizes]
             if role is None or any(shown):
-                table.append([title, role or "all", *shown])
+                lines.append(form.format(title, role or "all", *shown).rstrip())
                 title = ""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    table.insert(1, ["-" * width for width in widths])
-
-    def line(row: list[str]) -> str:
-        names, sizes = zip(row[:2], widths, strict=False), zip(row[2:], widths[2:], strict=True)
-        return "  ".join([cell.ljust(w) for cell, w in names] + [cell.rjust(w) for cell, w in sizes]).rstrip()
-
-    return "\n".join(map(line, table))
+    return "\n".join(lines)

@@ -87,13 +87,10 @@ class Role:
 
     @property
     def whole_weights(self) -> int:
-        """Bytes of all weights that this role holds itself: s P, or less where those under LoRA are quantised."""
-        return self.itemsize * self.own - self.quantisation_saves
-
-    @property
-    def quantisation_saves(self) -> int:
-        """Bytes that QLoRA saves, without the constants of its blocks (3 % of a weight of 4 bits)."""
-        return int(self.parts.adapted * (self.itemsize - self.bits / 8)) if self.bits and not self.shared else 0
+        """Bytes of all weights that this role holds itself: s P, or less where QLoRA quantises those under LoRA (the
+        constants of its blocks, 3 % of a weight of 4 bits, do not count)."""
+        saves = int(self.parts.adapted * (self.itemsize - self.bits / 8)) if self.bits and not self.shared else 0
+        return self.itemsize * self.own - saves
 
 
 def running_stage(stage: int, dtype: str) -> int:

@@ -57,13 +57,10 @@ def update_phase(
     name: str, role: Role, roles: Sequence[Role], tokens: int, scored: int, micro_batches: int, config: StepConfig,
     ema: bool = False,
 ) -> Phase:  # fmt: skip
-    """An update of one model: the larger of the beginning and the end of the backward pass of its last micro-batch.
-
-    At the beginning there are all activations, the gradients of earlier micro-batches, and the gradient of the head; at
-    the end all gradients, and the activations of the first layer.
-
-    `tokens`: of a micro-batch on this rank, padding included; `scored`: those whose log-probs the loss reads.
-    """
+    """An update of one model: the larger of the beginning and the end of the backward pass of its last micro-batch. At
+    the beginning there are all activations, the gradients of earlier micro-batches, and that of the head; at the end
+    all gradients, and the activations of the first layer. `tokens`: of a micro-batch on this rank, padding included;
+    `scored`: those whose log-probs the loss reads."""
     first, last = (steady_phase(name, roles, ema) for _ in range(2))
     for phase in (first, last):
         phase.add(role.name, "buffers", role_memory.gathered_layer_by_layer(role))

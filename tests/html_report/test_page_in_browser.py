@@ -111,28 +111,6 @@ def test_smoothing_arrow_keys_events_and_hidden_runs(browser, tmp_path):
     assert hidden == [[True, False, True], "step: 2"], "its event is hidden with the run"
 
 
-def test_answers_are_searched(browser, tmp_path):
-    def evaluation(step):
-        one = {"scores": [1.0], "lengths": [3], "ended": ["eos"], "kl": None, "scores_by_source": {}}
-        return [one | {"prompt": prompt, "answers": [f"{prompt} at {step}"]} for prompt in ("tea", "cake")]
-
-    samples = [SAMPLE | {"step": step, "answer": f"a{step}"} for step in (1, 2)]
-    run = {"lines": ppo_lines(3), "step_000000": evaluation(0), "step_000005": evaluation(5), "samples": samples}
-    opened(browser, tmp_path, run)
-    shown = "all('.card').filter((card) => card.checkVisibility())"
-    shown += ".map((card) => all('.text', card).map((one) => one.textContent))"
-    first, found = run_in(
-        browser,
-        f"""
-      const first = {shown}; set(document.getElementById("search"), "value", "TEA");
-      const found = [{shown}]; set(document.getElementById("search"), "value", "a1");
-      return [first, [...found, {shown}]];
-    """,
-    )
-    assert first == [["tea at 0", "tea at 5"], ["cake at 0", "cake at 5"], ["p", "a2"]], "the last step is open"
-    assert found == [[["tea at 0", "tea at 5"]], [["p", "a1"]]]
-
-
 def test_a_phone_folds_all_but_the_overview_and_a_link_unfolds_its_section(browser, tmp_path):
     opened(browser, tmp_path, {"lines": ppo_lines(20_000)}, width=390, dark=True)
     found = run_in(

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from every_architecture import ARCHITECTURES
-from published_configs import PUBLISHED
 from tiny_models import VOCABULARY
 from transformers import LlamaConfig, LlamaModel, MixtralConfig
 
@@ -40,11 +39,6 @@ def test_a_language_model():
     assert tied.packed == 3 * LAYER + 6400  # it is still multiplied
     reward = parts_of(llama(), "fp32", scalar=True)
     assert (reward.head, reward.vocabulary, reward.kv_bytes, reward.packed) == (64, 1, 0, 3 * LAYER + 64)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_every_published_model_counts(name):
-    assert parts_of(PUBLISHED[name][0], "bf16", scalar=False).saved.whole > 0
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))

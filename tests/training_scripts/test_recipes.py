@@ -136,16 +136,6 @@ def test_several_machines_are_those_of_the_hostfile(tmp_path):
     assert words[:3] == ["-u", "-m", "deepspeed.launcher.launch"], "one machine has no hostfile"
 
 
-def test_a_dry_run_of_several_machines_knows_the_ranks_of_each(tmp_path, monkeypatch):
-    """For the plan of host memory."""
-    monkeypatch.setitem(globals(), "PRINTS", '() { echo "$WORLD_SIZE on machines with $LOCAL_WORLD_SIZE"; }')
-    hosts = tmp_path / "hosts"
-    hosts.write_text("node1 slots=4\nnode2 slots=4\nnode3 slots=4\n")
-    printed = [bash(f"{place}/train.sh", "sft", "out", "--dry_run", HOSTFILE=hosts, MODEL="m-1b").stdout
-               for place in ("single_node", "multi_node")]  # fmt: skip
-    assert printed == ["8 on machines with 8\n", "12 on machines with 4\n"]
-
-
 @pytest.mark.parametrize("ranks", [3, 48])
 def test_any_number_of_ranks_makes_whole_optimizer_steps(ranks):
     for step in ("ppo", "grpo"):

@@ -1,21 +1,14 @@
-"""`run_grpo_addition.sh`: what it starts, by stubs; and two PPO steps by the script itself, after a short SFT.
-
-`benchmarks/learning.py` runs its own two steps from the same models.
-"""
+"""`run_grpo_addition.sh`: what it starts, by stubs; and two PPO steps by the script itself, after a short SFT."""
 
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from launch import ROOT, environment, metrics_of, succeed
 
 from dschat_ppo.tools import addition
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import learning  # noqa: E402
 
 SCRIPT = Path("training_scripts/toy/run_grpo_addition.sh")
 STEPS = 2
@@ -93,20 +86,3 @@ def test_the_actor_is_trained_without_a_critic(out):
     assert all(0 < line["reward/score_mean"] < 1 for line in lines)
     weights = [(out / folder / "model.safetensors").read_bytes() for folder in ("sft", "grpo/actor")]
     assert weights[0] != weights[1] and not (out / "grpo/critic").exists()
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_the_benchmark_of_learning_measures_its_run(out, tmp_path, monkeypatch, capsys):
-    """One estimator, one seed and two PPO steps; the models are made already."""
-    (tmp_path / "addition").mkdir()
-    (tmp_path / "addition/made").symlink_to(out)
-    words = ["--tasks", "addition", "--estimators", "grpo", "--seeds", "1", "--ranks", "1", "--work", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["learning.py", *words, "--json", str(tmp_path / "found.json")])
-    monkeypatch.setitem(learning.ADDITION, "--max_steps", STEPS)
-    learning.main()
-    found = json.loads((tmp_path / "found.json").read_text())["addition"]["grpo"]
-    scores = learning.curve(tmp_path / f"addition/grpo/seed_{learning.SEEDS[0]}/output")
-    assert (found["start"], found["end"]) == (scores[0][1], scores[-1][1])
-    assert 0 < found["start"] < 1
-    assert "| `grpo` |" in capsys.readouterr().out
