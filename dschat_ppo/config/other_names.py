@@ -44,6 +44,11 @@ THEIR_NAMES = {
     "resume": "resume_from_checkpoint load_checkpoint",
     "eval_interval": "eval_steps",
     "report_to": "use_wandb",
+    # whose last words mean something else
+    "offload_reference_model": "ref_offload",
+    "offload_reward_model": "reward_offload",
+    "micro_batch_tokens": "rollout_micro_batch_size",
+    "eval_samples": "num_generations_eval eval_n_samples_per_prompt",
     # our other steps
     "max_prompt_seq_len max_answer_seq_len": "max_seq_len",
     "max_seq_len": "max_prompt_seq_len max_answer_seq_len",
