@@ -47,7 +47,8 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--offload --actor_zero_stage 3", "--actor_zero_stage and --critic_zero_stage"),
     ("ppo", "--offload_reference_model", "--actor_zero_stage 3"),
     ("ppo", "--offload_reward_model --actor_zero_stage 3", "--critic_zero_stage 3"),
-    ("ppo", "--enable_test_mode", "--test_stop_step"),
+    ("ppo", "--enable_test_mode", "--test_stop_step"), ("ppo", "--ema_decay 0.9", "it is for --enable_ema"),
+    ("sft", "--attn_implementation flex_attention", "left: auto computes packed rows"),
     ("ppo", "--offload_optimizer", "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
     ("ppo", "--offload_optimizer --actor_zero_stage 2", "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
     ("ppo", "--inference_tp_size 2 --unpin_actor_parameters", "use one of the two"),
@@ -152,7 +153,7 @@ RANGES = {
         rollout_engine=fast old_logprobs=never min_answer_seq_len=257 stop_token_ids=-1 stop_token_ids=x stop_strings=
         micro_batch_tokens=-1 ppo_epochs=0 actor_learning_rate=0 critic_learning_rate=1.5 actor_dropout=1.0
         critic_dropout=-0.5 actor_zero_stage=5 test_stop_step=3 reward_timeout=1e7 high_entropy_share=0
-        process_reward=max critic_lora_learning_rate=1.5
+        process_reward=max critic_lora_learning_rate=1.5 ema_decay=1
     """,
     "reward": """
         objective=ppo step_separator= center_rewards_coef=nan beta=0 beta=inf label_smoothing=-0.1 max_seq_len=-5
