@@ -55,7 +55,7 @@ def identity_of(output: Path, *more: str, data: str = ROWS) -> RunIdentity:
 def save_checkpoint(output: Path, step: int, update: int = 0) -> Path:
     """A checkpoint of this run as the checkpoint manager saves it, with one file."""
     folder, name = CheckpointFolder(output), checkpoint_name(step, update)
-    partial = folder.partial(name)
+    partial = folder.make_partial(name)
     (partial / "shared.pt").write_bytes(bytes(range(200)))
     files = {"shared.pt": describe_file(partial / "shared.pt")}
     config = identity_of(output).config

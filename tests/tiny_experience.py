@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.nonfinite.repro_bundle import ReproBundles
+from dschat_ppo.nonfinite import ReproBundles
 from dschat_ppo.types import Experience, ScoredRollout
 
 

@@ -1,21 +1,18 @@
 """The states of a DeepSpeed engine: save them to files in the background, and load them into an engine of any world
-size, ZeRO stage, dtype or optimizer.
+size, ZeRO stage, dtype or optimizer. DeepSpeed's own and universal checkpoints do not suffice (docs/decisions.md).
 
 At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in the
 same order. A `Fragment` describes which elements of which parameter lie where. `FOLDER/rank_N.pt` holds the fragments
 and flat tensors of rank N (at stage 0 rank 0 has everything), `FOLDER/common.pt` what all ranks share. Frozen
-parameters are left out, because resuming reads them from the model folder.
-
-From the fragments of all ranks that saved and those of the engine that loads, every piece is copied directly from the
-mapped files to its place, with no more memory than this rank's part. DeepSpeed's own checkpoints and its universal ones
-are not sufficient (docs/decisions.md).
+parameters are left out, because resuming reads them from the model folder. From the fragments of all ranks that saved
+and those of the engine that loads, every piece is copied directly from the mapped files to its place.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,34 +117,21 @@ class Fragment:
     offset: int
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The saved states of one rank. `fragments` says which elements the flat tensors hold; each of these has "fp32"
-    (weights) and, after the first step, "exp_avg" and "exp_avg_sq" -> 1-D fp32 tensors in the same order. `steps` is
-    AdamW's step count, `loss_scale` the attributes of DeepSpeed's loss scaler in fp16."""
-
-    fragments: list[Fragment]
-    flats: list[dict[str, Tensor]]
-    steps: int
-    loss_scale: dict[str, Any] = field(default_factory=dict)
-
-
 def load_engine(engine: Engine, folder: Path) -> None:
     """Load the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
 
     Weights (the fp32 masters, if any), moments, step count, place in the schedule and counters are restored bit for
-    bit; in another layout, further training differs by rounding. The loss scale is restored if the dtype is the same.
-    Rate, schedule, betas, epsilon and weight decay remain those of the engine (`--resume_force` may have changed them).
-    Frozen parameters stay as built.
+    bit, the loss scale if the dtype is the same. Rate, schedule, betas, epsilon and weight decay remain those of the
+    engine (`--resume_force` may have changed them). Frozen parameters stay as built.
     """
     common = common_state(folder)
     _require_same_parameters(folder, common, engine)
     shards = read_shards(folder, common)
     flats = gather(shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)])
     with quiet_prints():
-        _install(engine, flats, shards[0].steps)
-    if shards[0].loss_scale and common["dtype"] == dtype_of(engine):
-        vars(engine.optimizer.loss_scaler).update(shards[0].loss_scale)
+        _install(engine, flats, shards[0]["steps"])
+    if shards[0]["loss_scale"] and common["dtype"] == dtype_of(engine):
+        vars(engine.optimizer.loss_scaler).update(shards[0]["loss_scale"])
     engine.module.load_state_dict(common["buffers"], strict=False)
     resume_schedule(engine, common["schedule"])
     for name, value in common["counters"].items():
@@ -179,12 +163,9 @@ def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: An
 
 
 def _replay_bias_correction(engine: Engine) -> None:
-    """Restore the powers of beta inside DeepSpeedCPUAdam for the step count in its states.
-
-    Its C++ code multiplies float32 powers from step to step, and no file contains them. A new optimizer would start
-    with `pow(beta, step)`, which rounds differently. So the steps are repeated here, on a single number. Other
-    optimizers have no such state.
-    """
+    """Restore the powers of beta inside DeepSpeedCPUAdam for the step count in its states. Its C++ code multiplies
+    float32 powers from step to step, and no file contains them. A new optimizer would start with `pow(beta, step)`,
+    which rounds differently. So the steps are repeated here, on a single number."""
     adam = engine.basic_optimizer
     if not isinstance(adam, DeepSpeedCPUAdam):
         return
@@ -196,14 +177,13 @@ def _replay_bias_correction(engine: Engine) -> None:
         adam.ds_opt_adam.adam_update(adam.opt_id, step, *settings, *numbers)
 
 
-def read_shards(folder: Path, common: Mapping[str, Any]) -> list[Shard]:
-    """The states of all ranks that saved, in rank order. `common` is `common_state(folder)`."""
-    shards = []
-    for rank in range(common["ranks"]):
-        state = load_state(folder / rank_file(rank), mapped=True)
-        fragments = [Fragment(*values) for values in state["fragments"]]
-        shards.append(Shard(fragments, state["flats"], state["steps"], state["loss_scale"]))
-    return shards
+def read_shards(folder: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The states of all ranks that saved, in rank order. `common` is `common_state(folder)`. "fragments" says which
+    elements the tensors of "flats" hold; each of these has "fp32" (weights) and, after the first step, "exp_avg" and
+    "exp_avg_sq" -> 1-D fp32 tensors in the same order. "steps" is AdamW's step count, "loss_scale" the attributes of
+    DeepSpeed's loss scaler in fp16."""
+    shards = [load_state(folder / rank_file(rank), mapped=True) for rank in range(common["ranks"])]
+    return [shard | {"fragments": [Fragment(*values) for values in shard["fragments"]]} for shard in shards]
 
 
 def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int) -> list[Fragment]:
@@ -236,14 +216,13 @@ def _fragments_of(engine: Any) -> list[Fragment]:
     return fragments
 
 
-def gather(shards: Sequence[Shard], wanted: Sequence[Fragment], lengths: Sequence[int]) -> list[dict[str, Tensor]]:
-    """For each flat tensor a dict as in `Shard.flats`, fp32 on the host, with the elements of the `wanted` fragments.
-
-    Copied from the shards of all ranks that saved; other elements of the flat tensors of `lengths` are 0. Moments only
-    after the first step.
-    """
+def gather(
+    shards: Sequence[Mapping[str, Any]], wanted: Sequence[Fragment], lengths: Sequence[int]
+) -> list[dict[str, Tensor]]:
+    """For each flat tensor a dict as in "flats", fp32 on the host, with the elements of the `wanted` fragments,
+    copied from the shards of all ranks that saved; other elements of the flat tensors of `lengths` are 0."""
     saved = _pieces(shards)
-    keys = (WEIGHTS, *MOMENTS) if any(shard.steps for shard in shards) else (WEIGHTS,)
+    keys = (WEIGHTS, *MOMENTS) if any(shard["steps"] for shard in shards) else (WEIGHTS,)
     flats = [{key: torch.zeros(length) for key in keys} for length in lengths]
     for target in wanted:
         _copy(saved[target.name], target, flats[target.flat])
@@ -260,12 +239,12 @@ def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str
         yield name, whole[WEIGHTS].view(shape)
 
 
-def _pieces(shards: Sequence[Shard]) -> dict[str, list[tuple[Fragment, dict[str, Tensor]]]]:
+def _pieces(shards: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[Fragment, dict[str, Tensor]]]]:
     """Parameter -> its fragments on all ranks that saved, each with the flat tensors that it lies in."""
     pieces = defaultdict(list)
     for shard in shards:
-        for fragment in shard.fragments:
-            pieces[fragment.name].append((fragment, shard.flats[fragment.flat]))
+        for fragment in shard["fragments"]:
+            pieces[fragment.name].append((fragment, shard["flats"][fragment.flat]))
     return pieces
 
 

@@ -91,7 +91,6 @@ _ABSENT = object()
 EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
 MANY_ROWS, DIGEST = 50_000, "digest"
 _SHORT = 16  # hex digits, enough to detect an accidental change
-
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # read of each large file of weights
 _WEIGHTS = ("*.safetensors", "*.bin")
 _READ_WHOLE = (
@@ -102,7 +101,9 @@ _READ_WHOLE = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run computes: flags, derived batch sizes and `input_fingerprints` in `config`, the rows' one in `data`."""
+    """What a run computes. `config`: flags, `input_fingerprints`, and the derived batch sizes `rows_per_update` (rows
+    of an optimizer step over all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where it
+    affects more than rounding, `ranks`. `data`: the fingerprint of the training rows."""
 
     kind: Literal["sft", "reward", "ppo"]
     config: dict[str, Any]
@@ -165,14 +166,9 @@ def is_fingerprinted_model(config: Mapping[str, Any], flag: str, folder: str) ->
 
 
 def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
-    """SHA-256 of the content of all rows in order, as 64 hex digits, independent of how they are stored.
-
-    Of streamed rows it covers the names and sizes of their files, with their first and last bytes, or the revision on
-    the hub.
-
-    From `MANY_ROWS` on it covers the column `digest`, if there is one, in which `data.prepare` stores a hash of each
-    row: reading a million shuffled rows takes minutes.
-    """
+    """SHA-256 of the content of all rows in order, as 64 hex digits, independent of how they are stored. From
+    `MANY_ROWS` on it covers the column `digest`, if there is one, in which `data.prepare` stores a hash of each row:
+    reading a million shuffled rows takes minutes."""
     if isinstance(rows, StreamedRows):
         return rows.fingerprint
     digest = hashlib.sha256()
@@ -198,12 +194,9 @@ def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
 
 
 def model_fingerprint(folder: str | Path) -> str:
-    """SHA-256 of a model folder, as 64 hex digits: of its configuration and tokenizer, and of samples of its weights.
-
-    For each file of weights it covers the name, the size and `SAMPLES` blocks of `SAMPLE_BYTES`, spread evenly from the
-    first byte to the last. Training changes nearly every weight, so any block detects another model. A change of a few
-    weights in a large file may lie between two blocks.
-    """
+    """SHA-256 of a model folder, as 64 hex digits: of its configuration and tokenizer, and of each file of weights the
+    name, the size and `SAMPLES` blocks of `SAMPLE_BYTES`, spread evenly from the first byte to the last. Training
+    changes nearly every weight, so any block detects another model."""
     digest = hashlib.sha256()
     for patterns in (_READ_WHOLE, _WEIGHTS):
         for path in sorted({path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}):
@@ -223,12 +216,7 @@ def model_fingerprint(folder: str | Path) -> str:
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """The settings by which this run would compute something else than the run that saved, or in another order; each
-    with its values, "before -> after".
-
-    Both hold flags, fingerprints of the inputs, and the derived batch sizes `rows_per_update` (rows of an optimizer
-    step over all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where it affects more
-    than rounding, `ranks`.
-    """
+    with its values, "before -> after". Both are a `RunIdentity.config`."""
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
     saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
     found = {}
@@ -253,8 +241,7 @@ def _with_place(name: str) -> str:
 
 
 def _resolved(value: Any) -> Any:
-    """The value of a flag, its files and folders that exist as absolute paths: values that lead to the same place are
-    the same. What follows a path stays."""
+    """The value of a flag, with its files and folders that exist as absolute paths. What follows a path stays."""
     if isinstance(value, list):
         return [_resolved(item) for item in value]
     if not isinstance(value, str):
@@ -281,17 +268,13 @@ def _as_text(value: Any) -> str:
 
 
 def find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, overwrite: bool = False) -> Path | None:
-    """The checkpoint folder from which the run resumes; None: it starts from scratch. Collective.
+    """The checkpoint folder from which the run resumes; None: it starts from scratch. On rank 0.
 
     Damaged checkpoints are reported. Checkpoints in `output` that are later than the one found (damaged, or not the one
     named by `--resume`) are set aside: renamed, so that no later run resumes from them. With `overwrite`, `--resume
     auto` resumes only from an interrupted run of the same identity, so that the same command resumes after a crash and
     starts from scratch otherwise.
     """
-    return dist.on_main(lambda: _find_checkpoint(output, flags, identity, overwrite))
-
-
-def _find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, overwrite: bool) -> Path | None:
     may_start_from_scratch = overwrite and flags.resume == AUTO
     if flags.resume == NEVER or (may_start_from_scratch and is_finished(output)):
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
 from dschat_ppo.common import dist, stop_requests
-from dschat_ppo.common.atomic_files import PARTIAL, write_file
+from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import on_gpu
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
@@ -31,6 +31,8 @@ from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.json_lines import storage_errors
 from dschat_ppo.monitor.writers import METRICS, MetricsWriter
 from dschat_ppo.types import Engine
+
+Result = TypeVar("Result")
 
 SHARED = "shared.pt"
 PACKAGES = ("torch", "deepspeed", "transformers")
@@ -49,8 +51,8 @@ class RankStates:
 
 
 def load_saved(flag: str, state: Any, load: Callable[[Any], object]) -> None:
-    """Restore a part of a trainer that is on now, by `flag`, from its saved state. If it was off when the checkpoint
-    was saved (`--resume_force`), the state is None or empty: the part stays as it was built, and a line is logged."""
+    """Restore a part of a trainer that is on now, by `flag`. If it was off when the checkpoint was saved
+    (`--resume_force`), the state is None or empty: the part stays as it was built, and a line is logged."""
     if state:
         load(state)
     else:
@@ -88,12 +90,9 @@ class Resumable(Protocol):
 
 
 def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
-    """Restore the state in an intact checkpoint folder into a freshly built trainer. Collective.
-
-    With the ranks, ZeRO stages and dtype of the checkpoint, the run continues bit for bit (on a GPU: with
-    `--deterministic`). With different ones, which needs the files of all ranks, it reads the data in the same order,
-    but its numbers differ by rounding, and its dropout masks differ.
-    """
+    """Restore the state in an intact checkpoint folder into a freshly built trainer. Collective. With the ranks, ZeRO
+    stages and dtype of the checkpoint, the run continues bit for bit (on a GPU: with `--deterministic`). With different
+    ones it reads the data in the same order, but its numbers differ by rounding, and its dropout masks differ."""
     manifest = Manifest.read(folder)
     versions = [(name, manifest.versions.get(name), now) for name, now in package_versions().items()]
     changed = [f"{name} {before} -> {now}" for name, before, now in versions if before != now]
@@ -103,10 +102,10 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
         saved_by = counted(manifest.world_size, "rank")
         logger().info(f"the checkpoint of {saved_by} is resharded for {counted(dist.world_size(), 'rank')}")
     for role, engine in trainer.engines_to_save.items():
-        if not (folder / role).is_dir():
+        if (folder / role).is_dir():
+            load_engine(engine, folder / role)
+        else:
             logger().info(f"{role}: was not trained when the checkpoint was saved, so it starts from scratch")
-            continue
-        load_engine(engine, folder / role)
     files = [folder / rank_file(rank) for rank in range(manifest.world_size)]
     own = load_state(files[dist.rank()], mapped=True) if len(files) == dist.world_size() else None
     ranks = RankStates(own, lambda: (load_state(file, mapped=True) for file in files))
@@ -136,15 +135,11 @@ class CheckpointManager:
         saved: tuple[int, int] | None = None, how_to_resume: str = "run the same command again to resume",
     ):  # fmt: skip
         self._folder = CheckpointFolder(output)
-        self._trainer = trainer
-        self._flags = flags
-        self._identity = identity
-        self._metrics = metrics
+        self._trainer, self._flags, self._identity, self._metrics = trainer, flags, identity, metrics
         self._how_to_resume = how_to_resume
         self._files = BackgroundWriter()
         self._pending: Manifest | None = None  # of a checkpoint that is written in the background, not committed
-        self._saved = saved
-        self._saved_at = time.monotonic()
+        self._saved, self._saved_at = saved, time.monotonic()
 
     def save_if_due(self) -> None:
         """Save a checkpoint if one is due. If a stop was requested, save the state and raise `StopRequested`. The
@@ -201,8 +196,7 @@ class CheckpointManager:
             require_finite_weights(role, engine)
         step, update = trainer.position
         name = checkpoint_name(step, update)
-        self._on_main(lambda: self._make_folders(name))
-        folder = self._partial(name)
+        folder = self._on_main(lambda: self._folder.make_partial(name, trainer.engines_to_save))
         for role, engine in trainer.engines_to_save.items():
             save_engine(engine, folder / role, self._files)
         own = {"random": capture_rng_state(), **trainer.rank_state()}
@@ -225,14 +219,6 @@ class CheckpointManager:
         self._saved, self._saved_at = trainer.position, time.monotonic()
         logger().info(f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written")
 
-    def _partial(self, name: str) -> Path:
-        return self._folder.root / f"{name}{PARTIAL}"
-
-    def _make_folders(self, name: str) -> None:
-        folder = self._folder.partial(name)
-        for role in self._trainer.engines_to_save:
-            (folder / role).mkdir()
-
     def _commit(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. Collective."""
         assert self._pending is not None
@@ -243,7 +229,7 @@ class CheckpointManager:
         try:
             with storage_errors(self._folder.root):
                 for path, (size, digest) in self._files.wait().items():
-                    own[str(path.relative_to(self._partial(name)))] = {"bytes": size, "sha256": digest}
+                    own[str(path.relative_to(self._folder.partial(name)))] = {"bytes": size, "sha256": digest}
         except StorageError as failure:  # on the ranks where it occurs
             problem = str(failure)
         if (first := dist.first_problem(problem)) is not None:
@@ -254,7 +240,7 @@ class CheckpointManager:
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
 
     def _publish(self, name: str, manifest: Manifest, files: dict[str, FileEntry]) -> None:
-        folder = self._partial(name)
+        folder = self._folder.partial(name)
         metrics = (self._folder.root.parent / METRICS).read_bytes()
         write_file(folder / METRICS, metrics[: manifest.metrics_offset])
         replace(manifest, files={**files, METRICS: describe_file(folder / METRICS)}).write(folder)
@@ -262,9 +248,9 @@ class CheckpointManager:
         for removed in self._folder.prune(self._flags.save_total_limit, protect={name}):
             logger().info(f"checkpoint {removed}: removed (--save_total_limit)")
 
-    def _on_main(self, write: Callable[[], None]) -> None:
-        """Write on rank 0; all ranks raise its `StorageError`."""
-        dist.on_main(storage_errors(self._folder.root)(write))
+    def _on_main(self, write: Callable[[], Result]) -> Result:
+        """What `write` returns on rank 0, on every rank; all ranks raise its `StorageError`."""
+        return dist.on_main(storage_errors(self._folder.root)(write))
 
 
 def capture_rng_state() -> dict[str, Any]:

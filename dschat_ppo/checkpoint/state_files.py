@@ -44,12 +44,10 @@ def load_state(path: str | Path, mapped: bool = False) -> dict[Any, Any]:
 
 
 def host_copy(value: Any, seen: dict[Any, Tensor] | None = None, where: str = "state") -> Any:
-    """A copy of nested containers in which every tensor is a contiguous copy in host memory.
-
-    A view becomes a tensor of only its elements, so that a file does not contain the buffer behind it. Two names of one
-    tensor (tied weights) share one copy, so that `torch.save` writes it once. Raises `TypeError`, which says where, for
-    a class that `load_state` refuses: types are compared exactly, since it refuses numpy's float64, a float.
-    """
+    """A copy of nested containers in which every tensor is a contiguous copy in host memory, of a view only its
+    elements. Two names of one tensor (tied weights) share one copy, which `torch.save` writes once. Raises `TypeError`,
+    which says where, for a class that `load_state` refuses: types are compared exactly, since it refuses numpy's
+    float64, a float."""
     seen = {} if seen is None else seen
     if isinstance(value, Tensor):
         identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
@@ -87,11 +85,9 @@ class BackgroundWriter:
         return all(future.done() for future in self._written.values())
 
     def wait(self) -> dict[Path, tuple[int, str]]:
-        """Wait until all that was saved is on the disk; returns length and SHA-256 (hex) of each file of this rank.
-
-        Only files since the last call count. The thread sends no heartbeat: it would hide that training, which runs at
-        the same time, hangs. Raises the `OSError` of a file that could not be written; the writer can be used again.
-        """
+        """Wait until all that was saved since the last call is on the disk; returns length and SHA-256 (hex) of each
+        file of this rank. Raises the `OSError` of a file that could not be written; the writer can be used again. The
+        thread sends no heartbeat: it would hide that training, which runs at the same time, hangs."""
         written, self._written = self._written, {}
         with watchdog_paused():
             failures = [failure for future in written.values() if (failure := future.exception())]

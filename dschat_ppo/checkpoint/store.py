@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -83,10 +83,10 @@ def _read_manifest(folder: Path) -> Manifest | str:
             return f"{MANIFEST} is missing"
         content = json.loads((folder / MANIFEST).read_bytes())
         if content["format"] != FORMAT:
-            maker, time = content["versions"]["dschat_ppo"], content["saved_at"]
+            maker = content["versions"]["dschat_ppo"]
             return (
                 f"is of format {content['format']}, and this installation reads format {FORMAT}: finish or export that "
-                f"run with the one that saved it (dschat_ppo {maker}, at {time})"
+                f"run with the one that saved it (dschat_ppo {maker})"
             )
         seal = content.pop(_SEAL)
         if seal != _seal(content):
@@ -145,16 +145,20 @@ class CheckpointFolder:
             remove_folder(path) if path.is_dir() else path.unlink()
 
     def partial(self, name: str) -> Path:
-        """Make a new, empty folder for the files of checkpoint `name`, until `commit`."""
-        path = self.root / f"{name}{PARTIAL}"
-        remove_folder(path)
-        path.mkdir(parents=True)
+        """The folder for the files of checkpoint `name`, until `commit`."""
+        return self.root / f"{name}{PARTIAL}"
+
+    def make_partial(self, name: str, parts: Iterable[str] = ()) -> Path:
+        """Make that folder anew, with these folders in it."""
+        remove_folder(path := self.partial(name))
+        for folder in (path, *(path / part for part in parts)):
+            folder.mkdir(parents=True)
         return path
 
     def commit(self, name: str) -> None:
         """Give the complete folder its name, once its files and manifest are on the disk. `StorageError`: files are
         missing or truncated."""
-        partial, place = self.root / f"{name}{PARTIAL}", self.root / name
+        partial, place = self.partial(name), self.root / name
         fault = damage(partial, checksums=False)
         if fault:
             raise StorageError(
@@ -216,8 +220,8 @@ class CheckpointFolder:
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint; it loses its name first, so that no incomplete folder ever has it."""
-        os.rename(self.root / name, self.root / f"{name}{PARTIAL}")
-        remove_folder(self.root / f"{name}{PARTIAL}")
+        os.rename(self.root / name, self.partial(name))
+        remove_folder(self.partial(name))
 
     def set_aside_after(self, checkpoint: Path) -> None:
         """Rename the checkpoints that are later than this one, so that no run resumes from them."""

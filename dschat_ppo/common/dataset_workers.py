@@ -6,9 +6,9 @@ import multiprocessing
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
-from multiprocessing import connection
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from datasets import Dataset, Features, concatenate_datasets
 
 from dschat_ppo.common.processes import signal_when_parent_ends
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
-from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.errors import UserError
 
 Result = TypeVar("Result")
 
@@ -24,6 +24,7 @@ _BATCH_ROWS = 512  # enough for the tokenizer; rows of 10k tokens then take some
 FEW_ROWS = 5000  # below it one process is done before others have started
 _POLL_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0  # for the signal that ended a process to reach this one too
+_WORK: list[Callable[[int], Any]] = []  # of the processes, which inherit it by their fork: it need not be pickled
 _ENDED = (
     "a process that prepares data has ended (its own message, if any, is above), most often because memory ran out: "
     "lower --preprocessing_num_workers and run the same command again"
@@ -57,59 +58,40 @@ def mapped(
 
 
 def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[Result]:
-    """[work(0), ..., work(count - 1)], each in a forked process of its own; without forks for a `count` of 1.
+    """[work(0), ..., work(count - 1)], in `count` forked processes; without forks for a `count` of 1.
 
-    An error of `work` is raised here; one that nobody expects is a `RuntimeError` with its traceback. `UserError` if a
-    process ends without a result, and `StopRequested` if the run is to stop while it `doing`; then the others are
-    killed.
+    An error of `work` is raised here. `UserError` if a process ends without a result, and `StopRequested` if the run is
+    to stop while it `doing`; then the others are killed.
     """
     if count == 1:
         return [work(0)]
-    fork, processes = multiprocessing.get_context("fork"), []
-    results: dict[int, Any] = {}
-    waiting: dict[Any, int] = {}  # the end of a pipe -> number of the process at its other end
+    _WORK[:] = [work]
+    pool = futures.ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
     try:
-        for number in range(count):
-            reader, writer = fork.Pipe(duplex=False)
-            process = fork.Process(target=_send, args=(writer, work, number, os.getpid()))
-            process.start()
-            processes.append(process)
-            waiting[reader] = number
-            writer.close()  # the end of the process closes the pipe
-        while waiting:
+        results = [pool.submit(_work, number) for number in range(count)]
+        while (found := futures.wait(results, _POLL_SECONDS, futures.FIRST_EXCEPTION)).not_done:
+            for result in found.done:
+                result.result()  # raises its error
             raise_if_stop_requested(doing)
-            for ready in connection.wait(list(waiting), _POLL_SECONDS):
-                found = _receive(ready, doing)
-                if isinstance(found, Exception):
-                    raise found
-                results[waiting.pop(ready)] = found
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [results[number] for number in range(count)]
-
-
-def _send(writer: Any, work: Callable[[int], object], number: int, parent: int) -> None:
-    """Body of a process."""
-    signal_when_parent_ends(signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        return
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each process
-    found: object
-    try:
-        found = work(number)
-    except (UserError, OSError, StopRequested) as problem:
-        found = problem
-    except Exception:  # noqa: BLE001  the process that waits raises it
-        found = RuntimeError(f"in a process that prepares data:\n{traceback.format_exc()}")
-    writer.send(found)
-
-
-def _receive(reader: Any, doing: str) -> object:
-    try:
-        return reader.recv()
-    except EOFError:
+        return [result.result() for result in results]
+    except BrokenProcessPool:
         time.sleep(_SIGNAL_SECONDS)
         raise_if_stop_requested(doing)
         raise UserError(_ENDED) from None
+    finally:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        pool.shutdown()
+        _WORK.clear()
+
+
+def _begin(parent: int) -> None:
+    """The first call in a process."""
+    signal_when_parent_ends(signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread for each process
+
+
+def _work(number: int) -> Any:
+    return _WORK[0](number)

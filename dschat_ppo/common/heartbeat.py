@@ -27,12 +27,9 @@ class TimeLeft:
 
 @dataclass
 class _State:
-    """`last`: of the last heartbeat, in seconds of `running_clock`; `pauses`: number of open `watchdog_paused`;
-    `stopped`: seconds in which the process was stopped."""
-
-    last: float
-    pauses: int = 0
-    stopped: float = 0.0
+    last: float  # heartbeat, in seconds of `running_clock`
+    pauses: int = 0  # number of open `watchdog_paused`
+    stopped: float = 0.0  # seconds in which the process was stopped
 
 
 _STATE = _State(time.monotonic())

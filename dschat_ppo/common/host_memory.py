@@ -38,9 +38,8 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroup (Linux, version 2) and of those that contain it; a limit holds for all
-    inside. A container may see its own cgroup as the root of the hierarchy while `/proc/self/cgroup` names the path
-    outside, so each folder of the path that exists counts, and the root."""
+    """The folders of this process's cgroup (version 2) and of those that contain it. A container may see its own cgroup
+    as the root while `/proc/self/cgroup` names the path outside, so each folder of the path counts, and the root."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, path = line.split(":", 2)
         if number == "0":
@@ -76,36 +75,27 @@ def freed_memory_returned() -> Iterator[None]:
 
     glibc keeps freed blocks of up to 32 MiB for later use. While a model is partitioned, every rank allocates and frees
     each whole tensor once; with several ranks the kept blocks add up to the size of the model. Afterwards the heap
-    works as before, because training allocates the same sizes again and again: by glibc's environment variables, or as
-    after its own adjustment to large tensors.
+    works as after glibc's own adjustment to large tensors, because training allocates the same sizes again and again.
+    Where the user sets glibc's own variables, they decide alone.
     """
     library = _glibc()
-    if library is None:
+    if library is None or {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & set(os.environ):
         yield
         return
     library.mallopt(MMAP_THRESHOLD, SMALL)
     try:
         yield
     finally:
-        mmap_threshold = _of_user("MALLOC_MMAP_THRESHOLD_", LARGEST)
-        library.mallopt(MMAP_THRESHOLD, mmap_threshold)
-        library.mallopt(TRIM_THRESHOLD, _of_user("MALLOC_TRIM_THRESHOLD_", 2 * mmap_threshold))
+        library.mallopt(MMAP_THRESHOLD, LARGEST)
+        library.mallopt(TRIM_THRESHOLD, 2 * LARGEST)
         library.malloc_trim(0)
-
-
-def _of_user(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else default
 
 
 @contextmanager
 def lasting_objects() -> Iterator[None]:
-    """For a block that imports modules: they live until the process ends, so the garbage collector skips them.
-
-    Inside the block it does not run: searching the modules again and again takes a quarter of the time of their import.
-    Afterwards it leaves out all objects that exist at the end of the block, half a million: DeepSpeed runs it several
-    times for each engine.
-    """
+    """For a block that imports modules: the garbage collector does not run in it, which would take a quarter of the
+    time of the imports, and afterwards leaves out all objects that exist at its end, half a million: DeepSpeed runs it
+    several times for each engine."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -18,15 +18,11 @@ _OTHERWISE = f"{_DIVIDED}, smaller batches"
 
 
 def ran_out_of_memory(problem: BaseException) -> bool:
-    """Whether memory ran out, also if another error replaced that one, as at the end of a CUDA graph capture. torch's
-    `OutOfMemoryError` is known by its name, so that torch is not imported here."""
+    """Whether memory ran out, also if another error replaced that one, as at the end of a CUDA graph capture."""
     seen: BaseException | None = problem
     while seen is not None:
-        if isinstance(seen, MemoryError):
-            return True
-        if isinstance(seen, RuntimeError) and (
-            type(seen).__name__ == "OutOfMemoryError" or any(message in str(seen) for message in _MESSAGES)
-        ):
+        of_torch = type(seen).__name__ == "OutOfMemoryError" or any(message in str(seen) for message in _MESSAGES)
+        if isinstance(seen, MemoryError) or (isinstance(seen, RuntimeError) and of_torch):  # torch is not imported here
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
@@ -20,11 +19,6 @@ from dschat_ppo.errors import UserError, printable_line
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LONGEST_TEXT = 500  # characters of an exception's text
-_MOST_NAMES = 8  # of functions, in a message
-
-
-class NoSuchFunctionError(Exception):
-    """A module has no function of the name; the message lists those that it defines."""
 
 
 def named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
@@ -40,8 +34,6 @@ def own_function(flag: str, name: str) -> Any:
         raise UserError(f"{flag} {name}: there is no file {path}")
     try:
         return load(file_named(name), function)
-    except NoSuchFunctionError as problem:
-        raise UserError(f"{flag} {name}: {printable_line(str(problem))}") from None
     except Exception as problem:  # noqa: BLE001  the file may raise anything
         raise UserError(f"{flag} {name}: cannot be loaded: {cause_of(problem, file_named(name))}") from None
 
@@ -58,19 +50,11 @@ def own_files(*flags: tuple[str, str]) -> list[tuple[str, str]]:
 
 def load(where: str, name: str) -> Callable[..., Any]:
     """The callable `name` of a file `*.py`, whose folder comes first in the search path, as if it were run, or of an
-    importable module. Importing it may raise anything; `NoSuchFunctionError` or `TypeError` if the name is no function.
-    """
+    importable module. Importing it may raise anything."""
     module = _module_of(os.path.abspath(where)) if where.endswith(".py") else importlib.import_module(where)
-    if not hasattr(module, name):
-        own = [key for key, value in vars(module).items()
-               if inspect.isfunction(value) and value.__module__ == module.__name__]  # fmt: skip
-        raise NoSuchFunctionError(
-            f"{Path(where).name} has no function '{name}'"
-            + (f"; it has: {', '.join(own[:_MOST_NAMES])}" if own else "")
-        )
-    function = getattr(module, name)
-    if not callable(function):
-        raise TypeError(f"{name} is {type(function).__name__}, not a function")
+    if not callable(function := getattr(module, name, None)):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise TypeError(f"{Path(where).name} has no function '{name}'; it has: {', '.join(own) or 'none'}")
     return function
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -113,7 +112,7 @@ def _reset_peak() -> None:
     if (gpu := _gpu()) is not None:
         gpu.reset_peak_memory_stats()
         return
-    with suppress(OSError):  # not Linux, or not permitted: then the peak since the start of the process counts
+    with suppress(OSError):  # not permitted: then the peak since the start of the process counts
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -121,7 +120,5 @@ def _peak_bytes() -> float:
     """Peak memory since the last reset: of the GPU, or of the process if there is none."""
     if (gpu := _gpu()) is not None:
         return float(gpu.max_memory_allocated())
-    with suppress(OSError, StopIteration):  # not Linux
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return float(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return float(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024

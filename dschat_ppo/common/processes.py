@@ -1,28 +1,25 @@
-"""Other processes of this machine, read from /proc, and a signal when the parent ends (Linux)."""
+"""Other processes of this machine, read from /proc, and a signal when the parent ends."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 _SET_DEATH_SIGNAL, _SET_DUMPABLE = 1, 4  # PR_SET_PDEATHSIG and PR_SET_DUMPABLE of prctl(2)
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_LIBC = ctypes.CDLL(None)
 
 
 def signal_when_parent_ends(number: int) -> None:
-    """Let the kernel send this process a signal when the thread that forked it ends, however it ends (Linux alone).
-    Forked processes do not inherit this. No signal comes for a thread that has already ended."""
-    if _LIBC is not None:
-        _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
+    """Let the kernel send this process a signal when the thread that forked it ends, however it ends. Forked processes
+    do not inherit this. No signal comes for a thread that has already ended."""
+    _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
 
 
 def deny_access_to_memory() -> None:
     """From here on, other processes of this user can neither read nor write this one's memory through /proc."""
-    if _LIBC is not None:
-        _LIBC.prctl(_SET_DUMPABLE, ctypes.c_ulong(0))
+    _LIBC.prctl(_SET_DUMPABLE, ctypes.c_ulong(0))
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Process:
 
 
 def find_process(pid: int) -> Process | None:
-    """The process of this number; None if there is none, or no /proc."""
+    """The process of this number; None if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -24,18 +23,14 @@ _SHOWN: list[Progress] = []  # the innermost last
 
 class Progress:
     """Shows how far a run of `total` steps is, with its rate and the time left. A context manager; other ranks show
-    nothing. `done`: the steps before this process; `clock`: the time in seconds."""
+    nothing. `done`: the steps before this process."""
 
-    def __init__(
-        self, title: str, total: int, done: int = 0, unit: str = "step", clock: Callable[[], float] = time.monotonic
-    ):
-        self.title, self.total, self.done, self.unit, self.clock = title, total, done, unit, clock
+    def __init__(self, title: str, total: int, done: int = 0, unit: str = "step"):
+        self.title, self.total, self.done, self.unit = title, total, done, unit
         self.note = ""
         self.phase = ""  # in progress, such as "rollout 40/64 answers"
         self._ends: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)  # (time, tokens) of steps
         self._bar: Any = None
-        self.measure_from_here()
-        self.line_printed()
 
     def __enter__(self) -> Progress:
         self.measure_from_here()
@@ -57,22 +52,17 @@ class Progress:
     def measure_from_here(self) -> None:
         """Measure rates from now on: what came before, such as an evaluation, does not count."""
         self._ends.clear()
-        self._ends.append((self.clock(), 0.0))
+        self._ends.append((time.monotonic(), 0.0))
 
     def advance(self, tokens: float = 0.0, note: str = "") -> None:
         """Count a step, of `tokens` tokens over all ranks; `note` follows the time left."""
         self.done, self.note, self.phase = self.done + 1, note, ""
-        self._ends.append((self.clock(), tokens))
-        self._draw_if_due()
+        self._ends.append((time.monotonic(), tokens))
+        self.draw_if_due()
 
     def line_printed(self) -> None:
         """Postpone the next plain line, because a line about this step was printed."""
-        self._printed = self.clock()
-
-    def report(self, phase: str) -> None:
-        """See `report_phase`."""
-        self.phase = phase
-        self._draw_if_due()
+        self._printed = time.monotonic()
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -104,9 +94,9 @@ class Progress:
             parts.append(f"{self.left} left")
         return " | ".join([*parts, self.note] if self.note else parts)
 
-    def _draw_if_due(self) -> None:
+    def draw_if_due(self) -> None:
         """Show the line if the last one is old enough; in a terminal also at the end."""
-        is_old = self.clock() - self._printed >= (PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS)
+        is_old = time.monotonic() - self._printed >= (PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS)
         is_end = self._bar is not None and self.done == self.total and not self.phase
         if (is_old or is_end) and _SHOWN and _SHOWN[-1] is self:
             self._draw()
@@ -123,7 +113,8 @@ def report_phase(done: int, total: int, unit: str, name: str | None = None) -> N
     """Show that `done` of `total` things of the phase in progress are done, if a `Progress` is shown. Cheap; called
     between passes. `name`: of the phase, if not `current_phase()`."""
     if _SHOWN:
-        _SHOWN[-1].report(f"{name or current_phase()} {done}/{total} {unit}")
+        _SHOWN[-1].phase = f"{name or current_phase()} {done}/{total} {unit}"
+        _SHOWN[-1].draw_if_due()
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,17 +22,17 @@ _ENDED = -1  # no process has this number
 @dataclass
 class _Requests:
     """`signal`: the first one received; `flag`: set by the watchdog; `interrupted`: a SIGINT was received; `launcher`,
-    and `runner` above it: process numbers where they are DeepSpeed's, else None; `handlers`: those before `install`."""
+    and `runner` above it: process numbers where they are DeepSpeed's, else None."""
 
     signal: int | None = None
     flag: bool = False
     interrupted: bool = False
     launcher: int | None = None
     runner: int | None = None
-    handlers: dict[int, Any] = field(default_factory=dict)
 
 
 _REQUESTS = _Requests()
+_HANDLERS: dict[int, Any] = {}  # signal -> its handler before `install`
 
 
 def install() -> None:
@@ -45,22 +45,21 @@ def install() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         handler = signal.getsignal(number)
         if handler not in (signal.SIG_IGN, _on_signal):
-            _REQUESTS.handlers[number] = handler
+            _HANDLERS[number] = handler
             signal.signal(number, _on_signal)
     _find_launcher()
 
 
 def restore() -> None:
     """Undo `install`."""
-    for number, handler in _REQUESTS.handlers.items():
+    for number, handler in _HANDLERS.items():
         signal.signal(number, handler)
-    _REQUESTS.handlers.clear()
+    _HANDLERS.clear()
     _reset()
 
 
 def _reset() -> None:
-    _REQUESTS.signal = _REQUESTS.launcher = _REQUESTS.runner = None
-    _REQUESTS.interrupted = _REQUESTS.flag = False
+    vars(_REQUESTS).update(vars(_Requests()))
 
 
 def requested() -> bool:
@@ -95,12 +94,9 @@ def reason() -> str | None:
 
 @contextmanager
 def subprocesses_may_stop(doing: str) -> Iterator[None]:
-    """For a block that starts processes: the launcher's SIGTERM reaches them too, and they end at once.
-
-    `doing` is what the block does, in the past tense, for the message. Raises `StopRequested` before the block if a
-    stop was requested, and during a stop instead of the errors that the end of these processes causes, such as an
-    `ImportError` of a module that another rank was compiling.
-    """
+    """For a block that starts processes, which the launcher's SIGTERM ends too. During a stop it raises
+    `StopRequested`, before the block or in place of the errors that their end causes, such as an `ImportError` of a
+    module that another rank was compiling. `doing` is what the block does, in the past tense, for the message."""
     raise_if_stop_requested(doing)
     try:
         yield
@@ -131,8 +127,8 @@ def _on_signal(number: int, _frame: FrameType | None) -> None:
 
 
 def _after_fork_in_child() -> None:
-    if _REQUESTS.handlers:
-        _REQUESTS.handlers.clear()
+    if _HANDLERS:
+        _HANDLERS.clear()
         _reset()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGHUP):

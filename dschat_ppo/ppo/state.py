@@ -30,8 +30,7 @@ from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
-from dschat_ppo.nonfinite.repro_bundle import ReproBundles
+from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, RolloutGenerator
 from dschat_ppo.ppo.evaluation import Evaluation

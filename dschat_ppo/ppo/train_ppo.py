@@ -96,7 +96,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         report_run(output)
         if not config.safety.keep_final_checkpoint:
             remove_checkpoints(output)
-    show_result(result, output, begun.folders.actor, session.is_resumed)
+    show_result(result, output, begun.folders.actor, session.checkpoint is not None)
     return result
 
 

@@ -37,7 +37,7 @@ from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.models.router_recorder import unrecorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
 from dschat_ppo.ppo.score import exact_kl
 from dschat_ppo.types import Engine, Experience, LateEnds, Model, RewardedRollout, Rollout

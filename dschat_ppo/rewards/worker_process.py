@@ -21,9 +21,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
-from dschat_ppo.common.own_functions import NoSuchFunctionError, cause_of, load
+from dschat_ppo.common.own_functions import cause_of, load
 from dschat_ppo.common.processes import signal_when_parent_ends
-from dschat_ppo.errors import printable_line
 from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, describe, returned_rows
 
 
@@ -47,8 +46,6 @@ def main(where: str, name: str, settings: str) -> None:
     try:
         function = load(where, name)
         signature = describe(function, json.loads(settings))
-    except NoSuchFunctionError as problem:
-        return reply("error", printable_line(str(problem)))
     except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
         return reply("error", cause_of(problem, file))
     reply("value", asdict(signature))

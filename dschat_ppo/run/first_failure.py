@@ -1,5 +1,5 @@
-"""The first-failure record of a node: a small folder through which its ranks still communicate when the process group
-is broken, or does not exist yet."""
+"""The first-failure record of a machine, through which its ranks still communicate when the process group is broken, or
+does not exist yet."""
 
 from __future__ import annotations
 
@@ -33,12 +33,9 @@ class FirstFailure:
 
 
 class FirstFailureRecord:
-    """A small folder that the ranks of one machine share from start to end.
-
-    Each running rank has a file in it. The first rank that fails records its failure; the ranks that fail after it
-    print nothing. The last rank to leave removes the folder. What cannot be read or written (`NO_FOLDER`, a full disk)
-    costs only what the ranks tell each other: each then reports its own failure.
-    """
+    """A small folder that the ranks of one machine share from start to end. Each running rank has a file in it, and the
+    last one to leave removes it. What cannot be read or written (`NO_FOLDER`, a full disk) costs only what the ranks
+    tell each other: each then reports its own failure."""
 
     def __init__(self, folder: Path = NO_FOLDER):
         self.folder = folder
@@ -123,8 +120,6 @@ def open_failure_record() -> FirstFailureRecord:
     try:
         folder = Path(tempfile.gettempdir(), name)  # raises where no temporary folder can be written
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.lstat().st_uid != os.getuid():  # anyone may write to /tmp: another user may have made it first
-            return FirstFailureRecord()
         draft = folder / f"draft_{ranks.rank()}"
         draft.write_text(f"{os.getpid()} {own.started}", encoding="ascii")
         draft.rename(folder / f"rank_{ranks.rank()}")

@@ -47,12 +47,7 @@ class KeptModels:
     def _replace(self, folder: Path) -> None:
         partial = folder.with_name(f"{folder.name}{PARTIAL}")  # what a crash left of it, the start has removed
         self.save(partial)
-
-        def swap() -> None:
-            with storage_errors(folder):
-                replace_folder(folder, partial)
-
-        dist.on_main(swap)
+        dist.on_main(storage_errors(folder)(lambda: replace_folder(folder, partial)))
 
 
 def clear_partials(output: Path) -> None:

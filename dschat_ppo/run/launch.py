@@ -33,9 +33,9 @@ _RANK_0_HEAD_START_SECONDS = 20
 def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
     """Parse `argv`, train, and return the exit code (`common/exit_codes.py`).
 
-    However the run ends, the user gets one message. For `UserError`, `NonFiniteError` and `UnhealthyRun` rank 0 prints
-    the message of the exception. For any other the first rank that fails prints its rank, phase, step and traceback.
-    Ranks that fail later write theirs to their log file alone, and end with the same exit code.
+    For `UserError`, `NonFiniteError` and `UnhealthyRun` rank 0 prints the message of the exception. For any other the
+    first rank that fails prints its rank, phase, step and traceback. Ranks that fail later write theirs to their log
+    file alone, and end with the same exit code.
     """
     phases.reset_phases()
     faulthandler.enable(2)
@@ -98,19 +98,16 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
     if is_reported and (first.code != DONE or rank_lost):
         write_to_log(f"ends after rank {first.rank}:\n{trace}")
         return first.code
-    message = f"rank {ranks.rank()} failed in {phases.where(' at')}:\n{trace}"
+    me = f"rank {ranks.rank()}"
     if rank_lost:
-        message = f"rank {ranks.rank()}: another rank is gone ({phases.where()}): the run ends; {HOW_TO_RESUME}"
+        message = f"{me}: another rank is gone ({phases.where()}): the run ends; {HOW_TO_RESUME}"
     elif isinstance(problem, KeyboardInterrupt):
-        message = (
-            f"rank {ranks.rank()} was interrupted a second time ({phases.where()}): the run ends at once; "
-            f"{HOW_TO_RESUME}"
-        )
-    elif ran_out_of_memory(problem):
-        message += f"\n{memory_advice(phases.current_phase())}"
-    logs = log_path()
+        message = f"{me} was interrupted a second time ({phases.where()}): the run ends at once; {HOW_TO_RESUME}"
+    else:
+        message = f"{me} failed in {phases.where(' at')}:\n{trace}"
+        message += f"\n{memory_advice(phases.current_phase())}" if ran_out_of_memory(problem) else ""
     write_to_log(message if trace in message else f"{message}\n{trace}")
-    _print_error(message + (f"\n(the logs of all ranks are in {logs.parent})" if logs else ""))
+    _print_error(message + (f"\n(the logs of all ranks are in {logs.parent})" if (logs := log_path()) else ""))
     return code
 
 
@@ -124,9 +121,8 @@ def _print_error(text: str) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, after stdout and stderr are flushed, without tearing the interpreter down. DeepSpeed
-    engines hold process groups beyond `destroy_process_group`, and gloo's threads, destroyed during the teardown,
-    sometimes abort a process that has finished its work."""
+    """End the process at once, without tearing the interpreter down: DeepSpeed engines hold process groups beyond
+    `destroy_process_group`, and gloo's threads, destroyed during the teardown, sometimes abort a finished process."""
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -67,10 +67,8 @@ def _exclusive(folder: Path) -> Iterator[None]:
     try:
         make_folder(folder)
     except OSError as problem:
-        raise UserError(
-            f"{folder}: cannot be written ({problem.strerror}), and DeepSpeed compiles an operator there; set "
-            "TORCH_EXTENSIONS_DIR to another folder"
-        ) from None
+        where = "set TORCH_EXTENSIONS_DIR to another folder for DeepSpeed's operators"
+        raise UserError(f"{folder}: cannot be written ({problem.strerror}): {where}") from None
     waits = f"this rank waits for DeepSpeed's operator {folder.name}: another process is compiling it"
     with locked(folder / OWN_LOCK, waits, "waited for an operator", _QUIET_SECONDS):
         (folder / TORCH_LOCK).unlink(missing_ok=True)
@@ -79,8 +77,7 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 def offer_all_reduce() -> bool:
     """Tell DeepSpeed, and return, whether to load its all-reduce in shared memory: on a CPU, if all ranks can share it.
-    Otherwise DeepSpeed would probe all its operators, some by a compiler, to learn about this one, and load it for a
-    single rank too."""
+    Else it would probe all its operators, some by a compiler, and load this one for a single rank too."""
     from deepspeed import ops
     from deepspeed.accelerator import get_accelerator
 

@@ -3,7 +3,6 @@ checkpoints of a finished run, unless `--keep_final_checkpoint` is given. On ran
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import socket
@@ -69,7 +68,7 @@ def lock_folder(folder: Path) -> None:
     """
     if not dist.is_main() or folder.resolve() in _LOCKS:
         return
-    with _writing(folder):
+    with writing(folder):
         make_folder(folder)
         number = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -81,10 +80,8 @@ def lock_folder(folder: Path) -> None:
             f"--output_dir {folder} is being written by another run{f' ({holder})' if holder else ''}; wait for it, "
             "stop it, or name another folder"
         ) from None
-    except OSError as problem:
+    except OSError:
         os.close(number)
-        if problem.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
         logger().warning(f"--output_dir {folder}: its file system has no locks, so a second run is not kept out")
         return
     _LOCKS[folder.resolve()] = number
@@ -110,12 +107,7 @@ def check_shared_folder(folder: Path) -> None:
     if dist.machines() == 1:
         return
     path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # new: no machine remembers its absence
-
-    def write() -> None:
-        with _writing(folder):
-            path.touch()
-
-    dist.on_main(write)
+    dist.on_main(writing(folder)(path.touch))
     hosts = dist.gather_objects(None if path.exists() else os.uname().nodename)
     if dist.is_main():
         path.unlink()
@@ -126,21 +118,8 @@ def check_shared_folder(folder: Path) -> None:
         )
 
 
-def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
-    """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
-    `StopRequested` if the same run has finished there; nothing is left to do. Collective."""
-
-    def check() -> None:
-        with _writing(folder):
-            CheckpointFolder(folder).clear_partials()
-            clear_partials(folder)
-            _check_outputs(folder, config, run)
-
-    dist.on_main(check)
-
-
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Turn an `OSError` of the block into a `UserError`."""
     try:
         yield
@@ -148,9 +127,13 @@ def _writing(folder: Path) -> Iterator[None]:
         raise UserError(f"--output_dir {folder}: cannot be written ({problem.strerror or problem})") from problem
 
 
-def _check_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
-    """See `check_earlier_outputs`. Where there is a checkpoint to resume from, `find_checkpoint` decides."""
+def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
+    """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
+    `StopRequested` if the same run has finished there; nothing is left to do. Where there is a checkpoint to resume
+    from, `find_checkpoint` decides. On rank 0."""
     store = CheckpointFolder(folder)
+    store.clear_partials()
+    clear_partials(folder)
     checkpoints = store.names()
     outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
     outputs += [path.name for path in folder.glob("*.safetensors")] + checkpoints
@@ -212,23 +195,16 @@ def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
 
 
 def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resumed: Path | None = None) -> None:
-    """Prepare the output folder and save the resolved configuration. Collective.
-
-    A run that starts from scratch removes the outputs of an earlier run. A run that resumes, from the checkpoint
-    `resumed` in this folder, checks `metrics.jsonl`, see `restore_metrics`.
+    """Prepare the output folder and save the resolved configuration. On rank 0. A run that starts from scratch removes
+    the outputs of an earlier run; one that resumes, from the checkpoint `resumed` in this folder, restores its metrics.
     """
-
-    def prepare() -> None:
-        with _writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            if resumed is not None:
-                restore_metrics(folder, resumed)
-            elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else another program made the content
-                remove_earlier_outputs(folder, run)
-            (folder / RESULT).unlink(missing_ok=True)  # last: it marks the outputs above as those of a finished run
-            write_config(flatten(config), folder)
-
-    dist.on_main(prepare)
+    folder.mkdir(parents=True, exist_ok=True)
+    if resumed is not None:
+        restore_metrics(folder, resumed)
+    elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else another program made the content
+        remove_earlier_outputs(folder, run)
+    (folder / RESULT).unlink(missing_ok=True)  # last: it marks the outputs above as those of a finished run
+    write_config(flatten(config), folder)
 
 
 def restore_metrics(output: Path, checkpoint: Path) -> None:
@@ -255,9 +231,7 @@ def keep_old_metrics(path: Path) -> Path:
 
 
 def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
-    """Remove the outputs of an earlier run that this run would not write over: answers of evaluations, samples,
-    health events, the record of its starts, the ids of its runs in trackers, its report, models that only some runs
-    write, checkpoints, repro bundles, traces and TensorBoard files."""
+    """Remove the outputs of an earlier run that this run would not write over."""
     if saved := CheckpointFolder(folder).names():
         logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
     for answers in (folder / "eval").glob("step_*.jsonl"):
@@ -281,14 +255,13 @@ def remove_checkpoints(output: Path) -> bool:
     models = [output]
     if not (output / "config.json").is_file() and not is_adapter_folder(str(output)):  # step 3
         models = [output / "actor", *filter(Path.is_dir, (output / "critic", output / "actor_ema"))]
-    for model in models:
-        try:
-            problem: object = None if checkpoint_shapes(str(model)) else f"{model} holds no weights"
-        except UserError as failure:  # an incomplete file
-            problem = failure
-        if problem is not None:
-            logger().warning(f"checkpoints are kept, because a saved model cannot be read: {problem}")
-            return False
+    try:
+        for model in models:
+            if not checkpoint_shapes(str(model)):
+                raise UserError(f"{model} holds no weights")
+    except UserError as problem:  # or an incomplete file
+        logger().warning(f"checkpoints are kept, because a saved model cannot be read: {problem}")
+        return False
     try:
         with watchdog_paused():
             CheckpointFolder(output).remove_all()

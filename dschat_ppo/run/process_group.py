@@ -37,11 +37,8 @@ _DOING = "waited for the other ranks"
 
 
 def init_process_group(folder: str = "") -> torch.device:
-    """Join the process group that the launcher's environment describes, and return this rank's device. Collective.
-
-    A process started by plain `python` becomes a group of one rank on a free port. The output `folder`, as given by the
-    flags, helps to distinguish launches on one port.
-    """
+    """Join the process group that the launcher's environment describes (plain `python`: a group of one rank on a free
+    port), and return this rank's device. Collective. The output `folder` helps to distinguish launches on one port."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -88,8 +85,7 @@ def init_process_group(folder: str = "") -> torch.device:
 
 def _give_deepspeeds_groups_the_timeout() -> None:
     """Make ZeRO's group of all ranks, and give it and later groups of DeepSpeed this project's timeout. Collective.
-    Theirs would be the backend's own, ten minutes for NCCL, after which ranks that wait for one that loads a model are
-    aborted."""
+    NCCL would abort ranks that wait ten minutes for one that loads a model."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -184,9 +180,8 @@ def wait_for_all_ranks(store: Store) -> None:
 
 
 def require_shared_memory(rank_bytes: int, folder: Path = SHARED_MEMORY) -> None:
-    """Check that shared memory has `rank_bytes` for each rank of this machine; they take them once all have joined. The
-    system reserves no memory for a file there. A rank that writes to a page for which there is none ends with a bus
-    error, without a message."""
+    """Check that shared memory has `rank_bytes` for each rank of this machine, which they take once all have joined. A
+    rank that writes to a page for which there is no memory ends with a bus error, without a message."""
     if not folder.is_dir():
         return
     needed, space = ranks.local_world_size() * rank_bytes, os.statvfs(folder)

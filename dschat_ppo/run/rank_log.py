@@ -20,8 +20,7 @@ _OPEN: list[_RankLog] = []  # one at most
 
 
 class _RankLog(logging.Handler):
-    """Writes records with time and phase. If it cannot (a full disk), it prints that once. Each record is one
-    unbuffered append to the file: nothing is lost when the process is killed."""
+    """Writes each record with time and phase, by one unbuffered append: nothing is lost when the process is killed."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -46,17 +45,14 @@ class _RankLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         record.where = where()
         try:
-            line = self.format(record)
+            self.write_if_possible(self.format(record).rstrip())
         except (TypeError, ValueError, KeyError):  # arguments that do not fit the message
             self.handleError(record)
-        else:
-            self.write_if_possible(line.rstrip())
 
 
 def open_log(folder: Path) -> None:
-    """Append to `folder/logs/rank_R.log` from here on. It receives this project's log lines from INFO on (those of
-    other libraries from WARNING on, or from their own level), Python's warnings, the text of `write_to_log`, and the
-    stacks of all threads after a crash."""
+    """Append to `folder/logs/rank_R.log` from here on: this project's log lines from INFO on, those of libraries by
+    their level, Python's warnings, the text of `write_to_log`, and the stacks of all threads after a crash."""
     close_log()
     path = folder / "logs" / f"rank_{rank()}.log"
     try:

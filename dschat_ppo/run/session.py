@@ -48,6 +48,7 @@ from dschat_ppo.run.output_folder import (
     prepare_output_folder,
     refuse_model_folders,
     refuse_pipes,
+    writing,
 )
 from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.run.rank_log import open_log
@@ -62,8 +63,8 @@ def begin_run(
     this rank's device and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
 
     The run reads `models`. If it trains nothing (`validate_only`), it writes to a folder inside `--output_dir`, in
-    place of an earlier validation. `check` checks flags of the step before the folder is compared with them, so that a
-    mistake in a flag is not reported as a setting that has changed. `--dry_run` joins no ranks and touches no folder.
+    place of an earlier validation. `check` checks flags of the step before the folder is compared with them: else a
+    mistake in a flag would be a setting that has changed. `--dry_run` joins no ranks and touches no folder.
     """
     run = config.run
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
@@ -91,10 +92,9 @@ def _join(config: StepConfig, folder: Path, validate_only: bool, check: Callable
     check_shared_folder(folder)
     open_log(folder)
     check()
-    if validate_only:
-        prepare_output_folder(folder, config, run)
-    else:
-        check_earlier_outputs(folder, config, run)
+    begin = prepare_output_folder if validate_only else check_earlier_outputs
+    dist.on_main(writing(folder)(lambda: begin(folder, config, run)))
+    if not validate_only:
         dist.on_main(lambda: check_trackers(run.trackers))
     seed_everything(run.seed)
     _check_dtype(run.dtype)
@@ -145,7 +145,8 @@ def open_session(
     _raise_if_stop_requested()
     identity = identify_run(kind, config, inputs, derived)
     require_same_on_machines(identity, package_versions())
-    checkpoint = find_checkpoint(output, config.safety, identity, config.run.overwrite_output_dir)
+    overwrite = config.run.overwrite_output_dir
+    checkpoint = dist.on_main(lambda: find_checkpoint(output, config.safety, identity, overwrite))
     if checkpoint is not None:
         saved = Manifest.read(checkpoint)
         if saved.step > steps or (saved.step == steps and saved.update > 0):
@@ -159,7 +160,7 @@ def open_session(
                 "is done"
             )
     resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
-    prepare_output_folder(output, config, config.run, resumed)
+    dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, config.run, resumed)))
     return Session(output, identity, config.run, config.safety, checkpoint)
 
 
@@ -178,18 +179,11 @@ class Session:
         """Records the step of `--profile`, if it is given."""
         return StepTrace(self.output, self.run.profile)
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether this start of the run resumes from a checkpoint."""
-        return self.checkpoint is not None
-
     @contextmanager
     def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, CheckpointManager]]:
         """Restore the trainer if the run resumes; inside the block it trains, with metrics and checkpoints. Collective.
-
-        The end of the block saves the last checkpoint. If a stop, a health event or a number that is not finite ends
-        the block, the report of the run so far is written first, if there are metrics.
-        """
+        The end of the block saves the last checkpoint; a stop, a health event or a number that is not finite writes the
+        report of the run so far."""
         _raise_if_stop_requested()
         resumed = saved = None
         if self.checkpoint is not None:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,22 +40,10 @@ FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
 CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """Parameters of a model, those of all ranks together."""
-
-    total: int
-    trained: int
-
-    def __str__(self) -> str:
-        trained = f"{100 * self.trained / self.total:.3g} % trained" if self.trained else "frozen"
-        return f"{short_count(self.total)} parameters, {trained}"
-
-
-def model_size(module: torch.nn.Module) -> ModelSize:
-    """The size of a model."""
+def model_size(module: torch.nn.Module) -> tuple[int, int]:
+    """(parameters of a model, those that train), those of all ranks together."""
     counts = [(_count(weight), weight.requires_grad) for weight in module.parameters()]
-    return ModelSize(sum(count for count, _ in counts), sum(count for count, trains in counts if trains))
+    return sum(count for count, _ in counts), sum(count for count, trains in counts if trains)
 
 
 def _count(weight: torch.nn.Parameter) -> int:
@@ -76,27 +64,25 @@ def show_models(
     roles: Mapping[str, tuple[Engine | None, str | None]], dtype: str, output: Path,
     more: Sequence[tuple[str, str]] = (), trains: bool = True,
 ) -> None:  # fmt: skip
-    """Log the models with their sizes, the devices and the output folder, and write all but the last to `models.json`.
-    Warn if no checkpoint fits on its disk. Collective.
-
-    Args:
-        roles: role -> its engine, and the folder that it comes from; None: the run has no such model.
-        more: further rows, (name, text).
-        trains: False if the run only evaluates: then no weight trains.
-    """
-    modules: dict[str, Any] = {role: engine.module for role, (engine, _) in roles.items() if engine is not None}
-    rows = []
-    sizes = {role: model_size(module) for role, module in modules.items()}
-    for role, size in sizes.items():
-        shown, folder = size if trains else replace(size, trained=0), shown_path(roles[role][1] or "")
-        rows.append((role, f"{modules[role].config.model_type}, {shown}, from {folder}"))
+    """Log the models with their sizes, the devices, `more` rows and the output folder, and write all but the last to
+    `models.json`. Warn if no checkpoint fits on its disk. Collective. `roles`: role -> its engine (None: the run has no
+    such model), and the folder that it comes from; `trains` False: the run only evaluates."""
+    rows, trained = [], 0
+    for role, (engine, folder) in roles.items():
+        if engine is not None:
+            total, own = model_size(engine.module)
+            own *= trains
+            share = f"{100 * own / total:.3g} % trained" if own else "frozen"
+            kind = engine.module.config.model_type
+            rows.append((role, f"{kind}, {short_count(total)} parameters, {share}, from {shown_path(folder or '')}"))
+            trained += own
     ranks = dist.world_size()
     rows.append(("devices", f"{ranks} {dist.device().type} rank{'s' if ranks > 1 else ''}, {dtype}"))
     rows += more
     logger().info(table("models", [*rows, ("outputs", f"{shown_path(output)} (report.html at the end)")]))
     write_result(output, dict(rows), MODELS)
     if trains and dist.is_main():
-        needed = CHECKPOINT_BYTES * sum(size.trained for size in sizes.values()) / dist.machines()  # or on each machine
+        needed = CHECKPOINT_BYTES * trained
         if (free := shutil.disk_usage(output).free) < needed:
             logger().warning(
                 f"--output_dir {shown_path(output)}: its disk has {free / 2**20:,.1f} MiB left, and a checkpoint takes "
@@ -105,8 +91,7 @@ def show_models(
 
 
 def log_samples(tokenizer: PreTrainedTokenizerBase, rows: Dataset, names: Sequence[str], count: int = 1) -> None:
-    """Log the first `count` rows of each data set, with what else the step uses of them: margin, labels, in step 3 the
-    columns that rewards receive."""
+    """Log the first `count` rows of each data set, with margin, labels, and in step 3 the columns for rewards."""
     sources = np.asarray(rows.with_format("numpy")["source"][:])
     for index in np.concatenate([np.flatnonzero(sources == number)[:count] for number in np.unique(sources)]):
         row = rows[int(index)]
@@ -121,8 +106,8 @@ def log_samples(tokenizer: PreTrainedTokenizerBase, rows: Dataset, names: Sequen
 
 
 def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
-    """The text of a token row, special tokens included, with the trained parts in ⟦ ⟧; of a long text its start and
-    end. A second answer follows on a line that starts with `or`. A prompt without answers (step 3) has no marks."""
+    """The text of a token row, special tokens included, with the trained parts in ⟦ ⟧, if it has answers; of a long
+    text its start and end. A second answer follows on a line that starts with `or`."""
     prompt, (first, *others) = row["prompt_ids"], row["answers"] or [[]]
     ids, spans = [*prompt, *first], [place for span in row.get("prompt_spans") or () for place in span]
     bounds = [0, *spans, len(prompt), len(ids)] if first else [0, len(ids)]  # every second part is trained
@@ -172,11 +157,8 @@ def show_end(
     title: str, steps: str, seconds: float, changes: Mapping[str, tuple[float, float]], saved: Sequence[Path],
     command: str, resumed: bool = False,
 ) -> None:  # fmt: skip
-    """Log what the run has reached, where its models are, and what to run next.
-
-    `steps`: such as "250 optimizer steps"; `seconds` are of this start of the run, which did only the last of them if
-    it `resumed`. `changes`: name -> (value before training, value after it). `DSCHAT_PPO_NO_NEXT=1` omits the command.
-    """
+    """Log what the run has reached, where its models are, and what to run next. `steps`: such as "250 optimizer steps";
+    `seconds` are of this start of the run. `changes`: name -> (value before training, value after it)."""
     spent = duration(seconds)
     rows = [("trained", f"{steps}, {spent} since it resumed" if resumed else f"{steps} in {spent}")]
     rows += [(name, f"{before:.4g} -> {after:.4g}") for name, (before, after) in changes.items()]
@@ -207,28 +189,24 @@ def write_validation(folder: Path, metrics: dict[str, float], seconds: float) ->
     return result
 
 
-def tool_command(tool: str, words: Sequence[str]) -> str:
-    """The command of `python -m dschat_ppo.tools.TOOL WORDS`, for a shell."""
-    return _command(f"dschat_ppo.tools.{tool}", words)
-
-
 def step_command(step: str, words: Sequence[str]) -> str:
     """The command that runs a step on as many ranks as this machine has in this run, for a shell."""
     ranks = dist.local_world_size()
     count = ["--num_accelerators", str(ranks)] if ranks > 1 or dist.on_gpu() else []
-    return _command("dschat_ppo", [step, *count, *words])
+    return tool_command("", [step, *count, *words])
 
 
-def _command(module: str, words: Sequence[str]) -> str:
-    """`python -m MODULE WORDS`, by the python of this environment."""
-    found = shutil.which("python")
+def tool_command(tool: str, words: Sequence[str]) -> str:
+    """`python -m dschat_ppo.tools.TOOL WORDS` for a shell, by the python of this environment; "": `dschat_ppo`
+    itself."""
+    found, module = shutil.which("python"), f"dschat_ppo.tools.{tool}" if tool else "dschat_ppo"
     is_own = found is not None and Path(found).parent == Path(sys.executable).parent
     return shlex.join(["python" if is_own else shown_path(sys.executable), "-m", module, *map(shown_path, words)])
 
 
 def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
-    """The flags of step 3 after the run of `config`, which trained the reward model in the folder `reward` from the
-    folder `model`, the actor's: over the same data, as long as its rows, with its memory settings."""
+    """The flags of step 3 after the run of `config`, which trained the reward model `reward`: for the actor `model`,
+    over the same data, with rows as long and its memory settings."""
     data, fit = config.data, config.fit
     if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
         data = replace(data, data_split="0,0,1")

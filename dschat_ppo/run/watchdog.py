@@ -1,9 +1,9 @@
 """The watchdog: a thread of each rank that ends a hanging run and logs the stacks of all ranks.
 
-It checks three things: whether this rank makes progress (`heartbeat`), whether another rank has failed
-(`FirstFailureRecord`), and whether the process of another rank of this machine has ended. It passes stop requests on to
-the other ranks of this machine. C code that holds the GIL blocks this thread. Then faulthandler's own thread, which
-needs no GIL, writes the stacks and ends the process a little later with exit code 1, the only one that it supports.
+It checks whether this rank makes progress (`heartbeat`), and whether another rank of this machine has failed
+(`FirstFailureRecord`) or its process has ended, and it passes stop requests on to them. C code that holds the GIL
+blocks this thread. Then faulthandler's own thread, which needs no GIL, writes the stacks and ends the process a little
+later with exit code 1, the only one that it supports.
 """
 
 from __future__ import annotations
@@ -161,9 +161,8 @@ def watch_ranks(record: FirstFailureRecord) -> None:
 
 
 def start(seconds: float) -> None:
-    """End the run when a rank sends no `heartbeat` for this long outside `watchdog_paused`, with exit code 5. Every
-    rank of this machine then writes its phase, its step and the stacks of all its threads to its log, the first one
-    also to stderr."""
+    """End the run with exit code 5 when a rank sends no `heartbeat` for this long outside `watchdog_paused`. Every rank
+    of this machine then writes its phase, step and stacks to its log, the first one also to stderr."""
     if not _WATCHDOGS:
         watch_ranks(FirstFailureRecord())
     _WATCHDOGS[-1].set_limit(seconds)

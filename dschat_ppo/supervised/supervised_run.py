@@ -37,8 +37,7 @@ from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
-from dschat_ppo.nonfinite.repro_bundle import ReproBundles
+from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.planner.plan_step import show_memory_plan
 from dschat_ppo.run.kept_models import KeptModels
 from dschat_ppo.run.output_folder import remove_checkpoints
@@ -206,7 +205,8 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
             remove_checkpoints(output)
     names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
-    show_end(run.name, steps, result["seconds"], changes_of(result, names), [output], next_command, session.is_resumed)
+    is_resumed, changes = session.checkpoint is not None, changes_of(result, names)
+    show_end(run.name, steps, result["seconds"], changes, [output], next_command, is_resumed)
     return result
 
 

@@ -53,7 +53,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.run.kept_models import KeptModels
 from dschat_ppo.run.start_and_end import show_plan
 from dschat_ppo.supervised.objective import Batch, Objective, collated

@@ -25,8 +25,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import CONFIG
-from dschat_ppo.nonfinite.nonfinite_policy import bad_rows
-from dschat_ppo.nonfinite.repro_bundle import MODEL, read_bundle
+from dschat_ppo.nonfinite import MODEL, bad_rows, read_bundle
 from dschat_ppo.ppo.collect import generation_config
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss

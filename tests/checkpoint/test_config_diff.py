@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from dschat_ppo.checkpoint.identity import FLAGS, HARMLESS, LENGTH, PRODUCTS, differences, format_diff
+from dschat_ppo.checkpoint.identity import FLAGS, HARMLESS, LENGTH, PRODUCTS, differences
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.ppo.begin_ppo import derived_batch_sizes
@@ -44,27 +44,16 @@ def test_the_tables_hold_the_flags_of_the_command_lines():
 
 
 HARMLESS_WORDS = [
-    ("sft", "--output_dir moved"), ("sft", "--overwrite_output_dir True"), ("sft", "--save_steps 5"),
-    ("sft", "--resume never"), ("sft", "--resume_force True"), ("sft", "--collective_timeout 60"),
-    ("sft", "--on_nonfinite skip"), ("sft", "--zero_stage 2"), ("sft", "--gradient_checkpointing True"),
-    ("sft", "--preprocessing_num_workers 4"), ("sft", "--per_device_eval_batch_size 3"), ("sft", "--print_loss True"),
-    ("sft", "--per_device_train_batch_size 4"), ("sft", "--gradient_accumulation_steps 4"),
-    ("sft", "--deterministic True"), ("sft", "--resize_vocabulary True"), ("sft", "--lora_merge True"),
-    ("reward", "--num_padding_at_beginning 0"), ("reward", "--offload_reference_model True"),
+    ("sft", "--output_dir moved"), ("sft", "--save_steps 5"), ("sft", "--resume_force True"), ("sft", "--zero_stage 2"),
+    ("sft", "--per_device_train_batch_size 4"), ("reward", "--num_padding_at_beginning 0"),
     ("ppo", "--actor_zero_stage 3"), ("ppo", "--micro_batch_tokens 4096"), ("ppo", "--rollout_engine padded"),
-    ("ppo", "--rollout_rows 7"), ("ppo", "--reward_workers 5"),
-    ("ppo", "--remote_reward_timeout 5"), ("ppo", "--generation_batches 2"), ("ppo", "--print_answers True"),
-    ("ppo", "--sample_interval 3"),
-    ("ppo", "--per_device_training_batch_size 4"), ("ppo", "--per_device_generation_batch_size 4"),
+    ("ppo", "--generation_batches 2"), ("ppo", "--per_device_generation_batch_size 4"),
 ]  # fmt: skip
 SERIOUS_WORDS = [
     ("sft", "--learning_rate 2e-3"), ("sft", "--seed 2"), ("sft", "--dtype fp32"), ("sft", "--data_path a b"),
     ("sft", "--num_train_epochs 2"), ("sft", "--model_name_or_path n"), ("sft", "--max_seq_len 256"),
-    ("sft", "--eval_fraction 0.1"), ("sft", "--train_on_prompt True"), ("sft", "--dropout 0.0"),
-    ("sft", "--deepspeed_config file.json"), ("sft", "--data_split 1,1,1"), ("sft", "--max_grad_norm 0"),
-    ("reward", "--objective dpo"), ("reward", "--use_margin False"),
-    ("ppo", "--kl_coef 0.2"), ("ppo", "--temperature 0.9"), ("ppo", "--ppo_epochs 2"), ("ppo", "--reward_default 1"),
-    ("ppo", "--n_samples_per_prompt 2"), ("ppo", "--old_logprobs recompute"), ("ppo", "--align_overflow True"),
+    ("sft", "--dropout 0.0"), ("sft", "--deepspeed_config file.json"), ("sft", "--max_grad_norm 0"),
+    ("reward", "--objective dpo"), ("ppo", "--kl_coef 0.2"), ("ppo", "--n_samples_per_prompt 2"),
     ("ppo", "--stop_strings a b"), ("ppo", "--remote_reward_url http://h:1/r"), ("ppo", "--target_kl 0.1"),
 ]  # fmt: skip
 
@@ -93,39 +82,18 @@ def test_a_factor_matters_unless_its_product_is_the_same(flag, product):
     other = "rows_per_step" if product == "rows_per_update" else "rows_per_update"
     for saved, now, found in (
         ({product: 8}, {product: 8}, []), ({product: 8}, {product: 4}, [product, flag]),
-        ({}, {product: 8}, [product, flag]),
         ({product: 8}, {}, [flag, product]), ({}, {}, [flag]), ({other: 8}, {other: 8}, [flag]),
     ):  # fmt: skip
         assert sorted(differences({flag: 1, **saved}, {flag: 2, **now})) == sorted(found)
 
 
-def test_changes_are_shown_one_per_line_in_the_order_of_the_command_line():
-    saved = {"learning_rate": 1e-3, "data_path": ["a b"], "rows_per_update": 8, "stop_strings": [], "seed": 0, "old": 1}
-    now = {"learning_rate": 2e-3, "data_path": ["a", "b"], "rows_per_update": 4, "stop_strings": ("é",), "seed": None}
-    assert format_diff(differences({**saved, "save_steps": 1}, {**now, "new": "", "save_steps": 2})).splitlines() == [
-        "  --learning_rate: 0.001 -> 0.002",
-        '  --data_path: ["a b"] -> ["a", "b"]',
-        "  rows_per_update: 8 -> 4",
-        '  --stop_strings: [] -> ["é"]',
-        "  --seed: 0 -> None",
-        '  new: (absent) -> ""',
-        "  old: 1 -> (absent)",
-    ]
-    many = format_diff(differences({}, {f"flag_{number}": "x" * 200 for number in range(20)})).splitlines()
-    assert len(many) == 13 and many[-1] == "  and 8 more" and len(many[0]) < 140
-
-
 PLACES = [
-    ("data_path", ["{folder}/a.jsonl"], ["a.jsonl"], False), ("data_path", ["a.jsonl"], ["./a.jsonl"], False),
     ("data_path", ["{folder}/a.jsonl:0.3", "b"], ["a.jsonl:0.3", "b"], False),
     ("data_path", ["{folder}/a.jsonl@5"], ["link.jsonl@5"], False),
     ("data_path", ["model[train]"], ["{folder}/model[train]"], False),
     ("data_path", ["{folder}/a.jsonl:0.3"], ["a.jsonl:0.4"], True), ("data_path", ["a.jsonl"], ["b.jsonl"], True),
-    ("data_path", ["{folder}/none.jsonl"], ["none.jsonl"], True), ("data_path", ["a.jsonl"], ["a.jsonl", "b"], True),
     ("model_name_or_path", "model", "{folder}/model/", False), ("model_name_or_path", "model", "a.jsonl", True),
-    ("reward_function", ["r.py:score:0.5"], ["{folder}/r.py:score:0.5"], False),
     ("reward_function", ["r.py:score"], ["{folder}/r.py:other"], True),
-    ("chat_template", None, "a.jsonl", True),
 ]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from checkpoints import flip, identity_of, save_checkpoint
 
 from dschat_ppo.checkpoint.identity import find_checkpoint
 from dschat_ppo.checkpoint.store import Manifest
-from dschat_ppo.config.retired_flags import RETIRED
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import UserError
 
@@ -24,6 +23,9 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint_and_reports_damage(tmp_
     flip(first / "shared.pt")
     with pytest.raises(UserError, match="no intact checkpoint.*checksum differs.*--overwrite_output_dir"):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path))
+    for folder, why in ((first, "shared.pt: checksum differs"), (tmp_path / "none", "there is no such folder")):
+        with pytest.raises(UserError, match=f"^--resume .*{why}"):
+            find_checkpoint(tmp_path, SafetyFlags(resume=str(folder)), identity_of(tmp_path))
     assert find_checkpoint(tmp_path, SafetyFlags(resume="never"), identity_of(tmp_path)) is None
     assert find_checkpoint(tmp_path / "empty", SafetyFlags(), identity_of(tmp_path)) is None
 
@@ -44,16 +46,6 @@ def test_overwrite_restarts_a_finished_run_and_resumes_an_interrupted_one(tmp_pa
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path), overwrite=True) is None
 
 
-def test_a_checkpoint_of_an_earlier_version_resumes_with_one_note(tmp_path, monkeypatch, capsys):
-    saved = save_checkpoint(tmp_path, 1)
-    manifest = Manifest.read(saved)
-    monkeypatch.setitem(RETIRED, "gone", "left")
-    monkeypatch.setattr(Manifest, "read", lambda folder: replace(manifest, config={"gone": 3, **manifest.config}))
-    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved
-    said = capsys.readouterr().out
-    assert said.count("--gone") == len(said.splitlines()) == 1 and "flags that this version does not have" in said
-
-
 def test_later_checkpoints_than_the_named_one_are_set_aside(tmp_path):
     first, second, third = save_checkpoint(tmp_path, 1), save_checkpoint(tmp_path, 1, 2), save_checkpoint(tmp_path, 4)
     assert find_checkpoint(tmp_path, SafetyFlags(resume=str(second)), identity_of(tmp_path)) == second
@@ -70,11 +62,8 @@ def test_later_checkpoints_than_the_named_one_are_set_aside(tmp_path):
 
 
 def test_a_run_cannot_resume_inside_a_ppo_step_with_updates_of_another_size(tmp_path):
-    between, inside, force = (
-        save_checkpoint(tmp_path, 1),
-        save_checkpoint(tmp_path, 1, 2),
-        SafetyFlags(resume_force=True),
-    )
+    between, inside = save_checkpoint(tmp_path, 1), save_checkpoint(tmp_path, 1, 2)
+    force = SafetyFlags(resume_force=True)
     other = identity_of(tmp_path)
     other = replace(other, config=other.config | {"rows_per_update": 4})
     with pytest.raises(UserError, match="step_000001_update_0002 was saved inside .* 8 rows each, not 4"):
@@ -83,16 +72,11 @@ def test_a_run_cannot_resume_inside_a_ppo_step_with_updates_of_another_size(tmp_
     assert not inside.exists()
 
 
-LENGTHS = [["--num_train_epochs", "2"], ["--num_train_epochs", "0.5"], ["--max_steps", "7"]]
-RATES = [
-    ("--lr_scheduler_type cosine", True), ("--lr_scheduler_type constant", False),
-    ("--lr_scheduler_type constant_with_warmup", False),
+@pytest.mark.parametrize("length", [["--num_train_epochs", "2"], ["--max_steps", "7"]])
+@pytest.mark.parametrize(("rates", "matters"), [
+    ("--lr_scheduler_type cosine", True), ("--lr_scheduler_type constant_with_warmup", False),
     ("--lr_scheduler_type constant_with_warmup --warmup_ratio 0.1", True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize(("rates", "matters"), RATES)
+])  # fmt: skip
 def test_the_length_matters_where_a_learning_rate_depends_on_it(tmp_path, length, rates, matters):
     saved = save_checkpoint(tmp_path, 1)
     config = identity_of(tmp_path, *rates.split()).config
@@ -102,15 +86,6 @@ def test_the_length_matters_where_a_learning_rate_depends_on_it(tmp_path, length
     with pytest.raises(UserError, match=f"  {length[0]}: "):  # both schedules must ignore it
         now = rates.split() if matters else ["--lr_scheduler_type", "linear"]
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, *now, *length))
-
-
-def test_a_named_folder_that_is_no_intact_checkpoint_is_refused(tmp_path):
-    first = save_checkpoint(tmp_path, 1)
-    with pytest.raises(UserError, match="--resume .*/none: there is no such folder"):
-        find_checkpoint(tmp_path, SafetyFlags(resume=str(tmp_path / "none")), identity_of(tmp_path))
-    flip(first / "shared.pt")
-    with pytest.raises(UserError, match="--resume .*checksum differs"):
-        find_checkpoint(tmp_path, SafetyFlags(resume=str(first)), identity_of(tmp_path))
 
 
 def test_a_link_names_the_same_checkpoint_and_a_copy_another(tmp_path):
@@ -123,9 +98,8 @@ def test_a_link_names_the_same_checkpoint_and_a_copy_another(tmp_path):
     assert saved.exists() and not later.exists()
     assert find_checkpoint(output, SafetyFlags(), identity_of(output)) == saved, "what is at the same place stays"
     later = save_checkpoint(output, 2)
-    assert find_checkpoint(
-        output, SafetyFlags(resume=str(link / "checkpoints/step_000001")), identity_of(output)
-    ).samefile(saved)
+    named = SafetyFlags(resume=str(link / "checkpoints/step_000001"))
+    assert find_checkpoint(output, named, identity_of(output)).samefile(saved)
     assert not later.exists()
 
 

@@ -29,7 +29,6 @@ from dschat_ppo.models.model_folders import with_bases
 from dschat_ppo.ppo.begin_ppo import inputs_of
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.rewards.function_reward import function_files
-from dschat_ppo.supervised.supervised_run import supervised_inputs
 
 TRAIN = Dataset.from_dict({"ids": [[1], [2]]})
 LARGE = 3 * SAMPLES * SAMPLE_BYTES + 17
@@ -62,13 +61,11 @@ def test_any_change_of_a_model_changes_its_fingerprint_and_its_place_does_not(tm
         content[place] ^= 1
         (one / name).write_bytes(content)
         found.append(model_fingerprint(one))
-    (one / "pytorch_model.bin").write_bytes(bytes(LARGE + SAMPLES))
-    found.append(model_fingerprint(one))
     (one / "pytorch_model.bin").rename(one / "other.bin")
     found.append(model_fingerprint(one))
     (one / "chat_template.jinja").write_text("{{ x }}")
     found.append(model_fingerprint(one))
-    assert len(set(found)) == len(FLIPS) + 4
+    assert len(set(found)) == len(FLIPS) + 3
     with (other / "model.safetensors").open("wb") as file:
         file.truncate(2**40)  # takes no room, and is not read whole
     assert len(model_fingerprint(other)) == 64
@@ -110,9 +107,7 @@ PPO = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_con
 
 
 def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
-    own = (
-        f"--reward_function {folder}/reward.py:score --eval_data_path e --eval_reward_function {folder}/reward.py:score"
-    )
+    own, reward = f"--reward_function {folder}/reward.py:score", f"{folder}/reward.py"
     config = parse("ppo", f"{PPO} --critic_model_name_or_path c --reward_model_name_or_path r {own}".split())
     texts = TextBatches(TRAIN, 1, 1, 0, 0, torch.device("cpu"))
     rows = TokenRows(TRAIN, TRAIN.select([0]))
@@ -121,18 +116,7 @@ def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     assert found.rows == {"evaluation rows (SHA-256)": rows.eval, "blocks of plain text (SHA-256)": TRAIN}
     folders = {"actor": "A", "critic": "C", "reward": "R", "ref": "F"}
     assert dict(found.models) == {f"--{role}_model_name_or_path": path for role, path in folders.items()}
-    reward = f"{folder}/reward.py"
-    assert dict(found.files) == {
-        "--deepspeed_config": "d.json", f"--reward_function {reward}": reward,
-        f"--eval_reward_function {reward}": reward,
-    }  # fmt: skip
-
-
-def test_steps_1_and_2_fingerprint_their_model_and_files():
-    config = parse("sft", "--model_name_or_path m --data_path d --output_dir o --deepspeed_config d.json".split())
-    found = supervised_inputs(TokenRows(TRAIN, TRAIN.select([1])), "M", config.run)
-    assert dict(found.models) == {"--model_name_or_path": "M"} and dict(found.files) == {"--deepspeed_config": "d.json"}
-    assert found.train is TRAIN and found.rows["evaluation rows (SHA-256)"].to_dict() == {"ids": [[2]]}
+    assert dict(found.files) == {"--deepspeed_config": "d.json", f"--reward_function {reward}": reward}
 
 
 def test_an_adapter_and_its_base_are_both_fingerprinted(tmp_path):
@@ -180,32 +164,13 @@ def digested(count: int, **changed: int) -> Dataset:
     return Dataset.from_dict({"ids": [[1]] * count, DIGEST: digests})
 
 
-def test_many_rows_are_known_by_their_digests_in_order(monkeypatch, tmp_path):
+def test_many_rows_are_known_by_their_digests_in_order(monkeypatch):
     monkeypatch.setattr(identity, "MANY_ROWS", 100)
     rows, order = digested(120), [*range(60, 120), *range(60)]
-    expected = hashlib.sha256(
-        b"".join((number - 2**62).to_bytes(8, "little", signed=True) for number in range(120))
-    ).hexdigest()
-    assert rows_fingerprint(rows) == expected
-    rows.save_to_disk(str(tmp_path / "rows"), num_shards=3)
-    assert rows_fingerprint(Dataset.load_from_disk(str(tmp_path / "rows"))) == expected
-    assert rows_fingerprint(rows.select(order).select(order)) == expected
+    numbers = b"".join((number - 2**62).to_bytes(8, "little", signed=True) for number in range(120))
+    expected = hashlib.sha256(numbers).hexdigest()
+    assert rows_fingerprint(rows) == rows_fingerprint(rows.select(order).select(order)) == expected
     halves = concatenate_datasets([rows.select(range(60, 120)), rows.select(range(60))])
     assert rows_fingerprint(halves) == rows_fingerprint(rows.select(order)) != expected
     assert rows_fingerprint(digested(120, row_77=5)) != expected
     assert rows_fingerprint(rows.select(range(119))) != expected
-
-
-def test_few_rows_are_read_whole_without_the_columns_of_later_versions():
-    rows = digested(60)
-    expected = rows_fingerprint(rows.remove_columns(DIGEST))
-    assert rows_fingerprint(rows) == expected == rows_fingerprint(digested(60, row_7=5))
-    more = rows.add_column("source", [1] * 60).add_column("prompt_spans", [[[0, 1]]] * 60)
-    assert rows_fingerprint(more) == expected
-    texts = [json.dumps({"a": number}) for number in range(60)]
-    added = [f'{text[:-1]},\n"data_source": "b"}}' for text in texts]
-    fingerprints = {rows_fingerprint(rows.add_column("row", column)) for column in (texts, added)}
-    assert len(fingerprints) == 1 and expected not in fingerprints
-    empty = [rows_fingerprint(Dataset.from_dict({"row": [text]})) for text in ("{}", '{\n"data_source": "b"}')]
-    assert empty[0] == empty[1]
-    assert rows_fingerprint(rows.add_column("row", [*texts[:-1], '{"a": 1}'])) not in fingerprints

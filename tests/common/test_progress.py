@@ -1,10 +1,15 @@
 """The progress of a run: rates, time left, a line that is redrawn in a terminal, and plain lines elsewhere."""
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,17 +29,12 @@ logger().info("end")
 """
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    """A clock that the test sets."""
+    found = SimpleNamespace(now=100.0, monotonic=lambda: found.now)
+    monkeypatch.setattr(progress, "time", found)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +42,8 @@ def no_terminal(monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0.4, "0:00"), (4, "0:04"), (750, "12:30"), (3723, "1:02:03"), (2 * 86400 + 11045, "2 d 03:04:05"),
-])  # fmt: skip
-def test_a_duration_is_short(seconds, text):
-    assert duration(seconds) == text
-
-
 def test_rate_and_time_left_are_those_of_the_steps_of_this_process(clock):
-    with Progress("SFT", 10, done=4, clock=clock) as bar:
+    with Progress("SFT", 10, done=4) as bar:
         assert (bar.seconds_per_step, bar.tokens_per_second, bar.left) == (None, None, "")
         assert bar.text() == "SFT step 4/10 (40 %)"
         clock.now += 2.0
@@ -59,11 +52,12 @@ def test_rate_and_time_left_are_those_of_the_steps_of_this_process(clock):
         bar.advance(200, "loss 1.5")
         assert (bar.done, bar.seconds_per_step, bar.tokens_per_second) == (6, 3.0, 50.0)
         assert bar.left == "0:12", "4 steps of 3 seconds"
+        assert (duration(3723), duration(2 * 86400 + 11045)) == ("1:02:03", "2 d 03:04:05")
         assert bar.text() == "SFT step 6/10 (60 %) | 3 s/step | 0:12 left | loss 1.5"
 
 
 def test_a_phase_shows_how_far_it_is(clock):
-    with Progress("PPO", 3, clock=clock) as bar:
+    with Progress("PPO", 3) as bar:
         report_phase(2, 8, "answers", name="rollout")
         assert bar.text() == "PPO step 0/3 (0 %) | rollout 2/8 answers"
         clock.now += 7.0
@@ -74,7 +68,7 @@ def test_a_phase_shows_how_far_it_is(clock):
 
 
 def test_plain_lines_come_only_when_none_was_printed_for_thirty_seconds(clock, capsys):
-    with Progress("SFT", 9, clock=clock) as bar:
+    with Progress("SFT", 9) as bar:
         for seconds in (29.0, 2.0, 20.0, 9.5, 1.0):  # at 29, 31, 51, 60.5 and 61.5 seconds
             clock.now += seconds
             bar.advance()
@@ -87,50 +81,18 @@ def test_plain_lines_come_only_when_none_was_printed_for_thirty_seconds(clock, c
     assert capsys.readouterr().out == "", "another line about the step was printed meanwhile"
 
 
-def test_the_innermost_progress_is_shown_and_none_after_it(clock, capsys):
-    with Progress("outer", 2, clock=clock) as outer:
-        with Progress("inner", 2, clock=clock) as inner:
-            report_phase(1, 2, "batches", name="score")
-            clock.now += 60.0
-            outer.advance()
-            assert capsys.readouterr().out == ""
-        assert inner.phase and not outer.phase
-    assert progress._SHOWN == []
-    report_phase(1, 2, "batches", name="score")
-
-
-def environment() -> dict[str, str]:
-    known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    return {**known, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-
-
-def test_without_a_terminal_there_are_only_plain_lines():
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=True)
-    assert (done.stdout, done.stderr) == ("line 1\nline 2\nline 3\nend\n", "")
-
-
 def in_a_terminal(columns: int, rows: int = 24) -> str:
     """What the program writes to a terminal."""
     leader, follower = pty.openpty()
-    import fcntl
-    import struct
-    import termios
-
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=follower, stdout=follower, stderr=follower, env=environment()
-    )
+    known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command, env = [sys.executable, "-c", PROGRAM], {**known, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=env)
     os.close(follower)
     written = b""
-    while True:
-        try:
-            part = os.read(leader, 65536)
-        except OSError:  # Linux: the other end is closed
-            break
-        if not part:
-            break
-        written += part
+    with suppress(OSError):  # the other end is closed
+        while part := os.read(leader, 65536):
+            written += part
     os.close(leader)
     assert process.wait(timeout=60) == 0
     return written.decode()

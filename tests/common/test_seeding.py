@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from dschat_ppo.common.seeding import set_deterministic
+from dschat_ppo.common.seeding import seed_everything, seed_this_rank, set_deterministic
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.rollout.sampling import NUCLEUS_GUESS, SamplingParameters, row_uniforms, sample
@@ -47,14 +47,19 @@ def test_an_operation_without_a_deterministic_algorithm_raises():
     assert put().tolist() == [0.0, 2.0, 0.0]
 
 
-def test_an_existing_setting_of_cublas_is_kept(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    set_deterministic(True)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+def test_dropout_differs_on_each_rank_and_weights_agree(monkeypatch):
+    found = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        seed_everything(7)
+        found.append(torch.rand(3).tolist())
+        seed_this_rank(7)
+        found.append(torch.rand(3).tolist())
+    assert found[0] == found[2] and found[1] != found[3]
 
 
-@pytest.mark.parametrize("step", TRAIN)
-@pytest.mark.parametrize("words", [["--deterministic"], []], ids=["deterministic", "default"])
+@pytest.mark.parametrize(("step", "words"), [("sft", ["--deterministic"]), ("reward", ["--deterministic"]),
+                                             ("ppo", ["--deterministic"]), ("ppo", [])])  # fmt: skip
 def test_each_step_sets_it_before_the_ranks_join(step, words, monkeypatch, tmp_path):
     def join(_folder):
         raise RanksJoinError(torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)
@@ -66,11 +71,7 @@ def test_each_step_sets_it_before_the_ranks_join(step, words, monkeypatch, tmp_p
     assert found.value.args == (bool(words), bool(words))
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SamplingParameters(), SamplingParameters(top_p=0.9), SamplingParameters(temperature=3.0, top_p=0.999)],
-    ids=str,
-)
+@pytest.mark.parametrize("sampling", [SamplingParameters(), SamplingParameters(top_p=0.9)], ids=str)
 def test_sums_of_integers_draw_the_same_tokens(sampling):
     """On a GPU PyTorch refuses to cumulate floats."""
     generator = torch.Generator().manual_seed(0)

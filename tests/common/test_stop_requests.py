@@ -3,7 +3,6 @@
 import os
 import pty
 import signal
-import subprocess
 import sys
 import time
 
@@ -22,20 +21,13 @@ def handlers():
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def test_sigterm_is_noted():
+def test_signals_are_noted_and_a_second_interrupt_raises():
     stop_requests.install()
-    assert not stop_requests.requested()
-    assert stop_requests.reason() is None
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGTERM)
-    assert stop_requests.requested()
-    assert stop_requests.reason() == "SIGTERM"
+    assert stop_requests.requested() and stop_requests.reason() == "SIGTERM"
     stop_requests.install()  # a new run in this process
     assert not stop_requests.requested()
-
-
-def test_a_second_interrupt_raises():
-    stop_requests.install()
     os.kill(os.getpid(), signal.SIGINT)
     assert stop_requests.reason() == "SIGINT"
     os.kill(os.getpid(), signal.SIGTERM)  # of the launcher
@@ -44,15 +36,15 @@ def test_a_second_interrupt_raises():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # of a shell's `&`, of nohup
-def test_ignored_signals_stay_ignored(number):
-    own = signal.signal(number, signal.SIG_IGN)
+def test_ignored_signals_stay_ignored():
+    """Of nohup."""
+    own = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         stop_requests.install()
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGHUP)
         assert not stop_requests.requested()
     finally:
-        signal.signal(number, own)
+        signal.signal(signal.SIGHUP, own)
 
 
 IN_TERMINAL = """
@@ -108,14 +100,9 @@ def test_forked_processes_do_not_note_signals():
         usual = found == [signal.SIG_DFL, signal.SIG_IGN, signal.SIG_IGN]
         os._exit(7 if usual else 8)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    stop_requests.restore()
-    child = os.fork()
-    if not child:
-        os._exit(7 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 8)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-@pytest.mark.parametrize("problem", [RuntimeError("Error building extension"), ConnectionResetError(), ImportError()])
+@pytest.mark.parametrize("problem", [RuntimeError("Error building extension"), ImportError()])
 def test_errors_of_stopped_subprocesses_become_a_stop(problem):
     for number, kind in ((None, type(problem)), (signal.SIGTERM, StopRequested)):
         stop_requests.install()
@@ -128,31 +115,10 @@ def test_errors_of_stopped_subprocesses_become_a_stop(problem):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_launcher_that_was_killed_before_install_is_detected(monkeypatch, works):
+    """A parent that is no launcher, such as a shell, may end."""
     monkeypatch.setattr(stop_requests, "ancestor", lambda word: 5 if works else None)
     stop_requests.install()
     assert stop_requests.reason() is None, "started by hand"
     monkeypatch.setenv("CROSS_RANK", "0")
     stop_requests.install()
     assert stop_requests.reason() == (None if works else "the launcher has ended")
-
-
-SHELL = """
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", sys.argv[1]])
-"""
-RUN = """
-import os, time
-from dschat_ppo.common import stop_requests
-parent = os.getppid()
-stop_requests.install()
-while os.getppid() == parent:
-    time.sleep(0.01)
-print("asked to stop" if stop_requests.requested() else "continues", flush=True)
-"""
-
-
-def test_the_end_of_a_parent_that_is_no_launcher_is_no_stop():
-    """As with nohup: the shell goes, the run stays."""
-    shell = [sys.executable, "-c", SHELL + "import time; time.sleep(3)", RUN]
-    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "continues\n"

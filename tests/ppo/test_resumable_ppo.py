@@ -18,7 +18,7 @@ from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo.state import PPOState, ResumablePPO
 from dschat_ppo.ppo.update import Outcome
 

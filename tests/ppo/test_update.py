@@ -22,7 +22,7 @@ from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
+from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, PPOUpdate, RecordedTokens, critic_loss

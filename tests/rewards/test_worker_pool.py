@@ -231,8 +231,8 @@ def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path, monkey
 
 
 @pytest.mark.parametrize(("name", "settings", "problem"), [
-    ("absent", (), "cannot be used: reward_functions.py has no function 'absent'; it has: "),
-    ("not_callable", (), "not a function"), ("by_position", (), "positional only"),
+    ("absent", (), "reward_functions.py has no function 'absent'; it has: "),
+    ("not_callable", (), "has no function 'not_callable'"), ("by_position", (), "positional only"),
     ("lengths", (("colour", "red"),), "no setting 'colour'"),
     ("lengths", (("responses", "red"),), "no setting 'responses'"),
     ("scaled", (("factor", "much"),), "factor must be a number"),

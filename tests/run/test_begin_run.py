@@ -29,13 +29,6 @@ def config_of(folder, *more):
     return parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(folder), *more])
 
 
-def test_the_folder_is_locked_before_anything_is_written_there_and_checked_once_it_is(events, tmp_path):
-    config = config_of(tmp_path)
-    assert session.begin_run("sft", config, [])[1] == tmp_path
-    joined = ["set_deterministic", "lock", "init_process_group", "watchdog"]
-    assert events == [*joined, "open_log", "check_earlier_outputs", "seed_everything"]
-
-
 def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path):
     config, folder = config_of(tmp_path), tmp_path / "validation"
     folder.mkdir()
@@ -64,17 +57,10 @@ def test_the_operator_of_an_offloaded_optimizer_is_compiled_before_data_and_mode
     monkeypatch.setattr(session, "load_operator", lambda name: events.append(name))
     session.begin_run("sft", config_of(tmp_path, *words), [])
     assert (events[-1] == "CPUAdamBuilder") is loads
-    actor = ["--actor_zero_stage", "2", "--critic_zero_stage", "2"] if loads else []
-    flags = [word for word in words if word.startswith("--offload")]
-    named = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "m", "--data_path", "d", *actor, *flags]
-    config = parse("ppo", [*named, "--output_dir", str(tmp_path)])
-    events.clear()
-    session.begin_run("ppo", config, [])
-    assert (events[-1] == "CPUAdamBuilder") is loads
 
 
 @pytest.mark.parametrize(("dtype", "supported", "usable"), [
-    ("fp16", {"bf16"}, "bf16, fp32"), ("bf16", {"fp16"}, "fp16, fp32"), ("bf16", set(), "fp32"),
+    ("fp16", {"bf16"}, "bf16, fp32"), ("bf16", set(), "fp32"),
 ])  # fmt: skip
 def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monkeypatch, dtype, supported, usable):
     accelerator = get_accelerator()
@@ -85,30 +71,6 @@ def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monk
     device = accelerator.device_name()
     with pytest.raises(UserError, match=f"^--dtype {dtype}: this {device} does not support it; use one of {usable}$"):
         session.begin_run("sft", config_of(tmp_path, "--dtype", dtype), [])
-
-
-@pytest.mark.parametrize("emulates", [False, True])
-def test_bf16_on_a_gpu_that_emulates_it_is_reported(events, tmp_path, monkeypatch, said, emulates):
-    monkeypatch.setattr(get_accelerator(), "device_name", lambda *_: "cuda")
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: not emulates)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "Tesla T4")
-    session.begin_run("sft", config_of(tmp_path), [])
-    assert any("--dtype bf16: Tesla T4 has no bf16 arithmetic" in line for line in said) is emulates
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_trackers_that_cannot_be_used_end_the_run_on_all_ranks(events, tmp_path, monkeypatch, rank):
-    def refuse(libraries):
-        assert rank == 0 and libraries == ("wandb",), "rank 0 alone needs the library"
-        raise UserError("wandb is not installed")
-
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(session, "check_trackers", refuse)
-    monkeypatch.setattr(
-        session.dist, "broadcast_object", lambda mine: mine if rank == 0 else (None, UserError("wandb"))
-    )
-    with pytest.raises(UserError, match="^wandb"):
-        session.begin_run("sft", config_of(tmp_path, "--report_to", "wandb"), [])
 
 
 def test_errors_of_a_block_name_its_flag():
@@ -122,12 +84,10 @@ def test_errors_of_a_block_name_its_flag():
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_the_flags_of_the_step_are_checked_before_the_folder_is_compared(events, tmp_path, dry_run):
+def test_the_folder_is_locked_before_anything_is_written_and_compared_once_the_flags_are_checked(
+    events, tmp_path, dry_run
+):
     config = config_of(tmp_path, "--dry_run", str(dry_run))
-
-    def refuse():
-        raise UserError("--reward_function: no such file")
-
-    with pytest.raises(UserError, match="no such file"):
-        session.begin_run("sft", config, [], check=refuse)
-    assert "check_earlier_outputs" not in events
+    session.begin_run("sft", config, [], check=lambda: events.append("flags"))
+    joined = ["set_deterministic", "lock", "init_process_group", "watchdog", "open_log", "flags"]
+    assert events == (["flags"] if dry_run else [*joined, "check_earlier_outputs", "seed_everything"])

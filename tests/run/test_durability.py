@@ -1,29 +1,23 @@
 """Every kind of file that a later start reads is on the disk before it counts, in a model of a power loss."""
 
 import json
-import os
 from types import SimpleNamespace
 
-import datasets
 import torch
 from checkpoints import CONTENT, fill
 from conftest import tiny_config
-from datasets import Dataset
 from power_loss_model import PowerLoss
-from stub_runs import config_of, run
-from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
+from stub_runs import run
+from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.checkpoint.store import CheckpointFolder
-from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.data.sources import open_set, parse_sources
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.monitor.writers import write_config, write_result
-from dschat_ppo.run.output_folder import keep_old_metrics, lock_folder, release_locks, restore_metrics
+from dschat_ppo.run.output_folder import keep_old_metrics, restore_metrics
 from dschat_ppo.tools import toy
-from dschat_ppo.tools.toy_model import write_task
 
 
 def kept(power, folder) -> dict[str, bytes]:
@@ -34,22 +28,6 @@ def kept(power, folder) -> dict[str, bytes]:
     return left
 
 
-def test_the_model_of_a_power_loss_loses_content_that_is_not_synced(tmp_path, monkeypatch):
-    power = PowerLoss(monkeypatch)
-    (tmp_path / "draft").write_text("x")
-    os.rename(tmp_path / "draft", tmp_path / "named")
-    assert power.left(tmp_path) == {} and power.too_early == [str(tmp_path / "named")]
-
-
-def test_a_new_folder_its_configuration_and_its_result_are_durable(tmp_path, monkeypatch):
-    power = PowerLoss(monkeypatch)
-    lock_folder(tmp_path / "a/b")
-    release_locks()
-    write_config(flatten(config_of(tmp_path)), tmp_path / "a/b")
-    write_result(tmp_path / "a/b", {"steps": 3})
-    assert {"a/b/config.yaml", "a/b/result.json"} <= set(power.left(tmp_path)) and power.too_early == []
-
-
 def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     writer = BackgroundWriter()
@@ -57,7 +35,7 @@ def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
     assert writer.wait()
     assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
     folder = CheckpointFolder(tmp_path)
-    fill(folder.partial("step_000012"), step=12, update=0)
+    fill(folder.make_partial("step_000012"), step=12, update=0)
     folder.commit("step_000012")
     assert {f"checkpoints/step_000012/{name}" for name in CONTENT} <= set(power.left(tmp_path))
 
@@ -98,27 +76,9 @@ def test_prepared_rows_are_durable(tmp_path, monkeypatch):
     assert wanted <= set(kept(power, cache))
 
 
-def test_rows_of_the_hub_are_durable(tmp_path, monkeypatch):
-    def load(*_, **__):
-        rows = Dataset.from_dict({"a": [1]}).map(lambda row: row, cache_file_name=str(tmp_path / "rows.arrow"))
-        return datasets.DatasetDict(train=rows)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    power = PowerLoss(monkeypatch)
-    open_set(parse_sources(["name"], "--data_path")[0], None)
-    assert power.left(tmp_path)["rows.arrow"] == (tmp_path / "rows.arrow").read_bytes() != b""
-
-
 def test_an_exported_model_is_durable(assets, tmp_path, monkeypatch):
     power = PowerLoss(monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     model = ScalarModel(LlamaForSequenceClassification(tiny_config(num_labels=1)))
     save_model(SimpleNamespace(module=model), tokenizer, tmp_path)
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(kept(power, tmp_path))
-
-
-def test_the_task_of_the_quickstart_is_durable(tmp_path, monkeypatch):
-    power = PowerLoss(monkeypatch)
-    tokenizer = toy.make_tokenizer(["words"])
-    write_task(tmp_path, {"sft": [{"a": 1}]}, tokenizer, LlamaForCausalLM(tiny_config()))
-    assert {"data/sft.jsonl", "model/model.safetensors", "model/tokenizer.json"} <= set(kept(power, tmp_path))

@@ -18,12 +18,7 @@ from dschat_ppo.common import stop_requests
 from dschat_ppo.common.heartbeat import watchdog_is_paused
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.run import op_builds
-from dschat_ppo.run.op_builds import (
-    OWN_LOCK,
-    TORCH_LOCK,
-    guard_builds,
-    offer_all_reduce,
-)
+from dschat_ppo.run.op_builds import OWN_LOCK, TORCH_LOCK, guard_builds
 
 COMPILER = """#!/bin/sh
 case " $* " in *" -c "*)
@@ -93,9 +88,6 @@ def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
     assert (out.splitlines()[-1], second.returncode) == ("loaded", 0), err
     assert "DeepSpeed compiles its operator toy in " in err
     assert story(tmp_path) == ["begin", "begin", "end"]
-    third = operators(100)
-    out, err = third.communicate(timeout=100)
-    assert (out.splitlines()[-1], "compiles" in err, len(story(tmp_path))) == ("loaded", False, 3)
 
 
 @pytest.mark.slow
@@ -123,11 +115,9 @@ def guarded(tmp_path, monkeypatch):
     return guard
 
 
-@pytest.mark.parametrize("problem", [
-    RuntimeError("Error building extension 'toy': fatal error: Python.h: No such file or directory"),
-    MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)"),
-])  # fmt: skip
-def test_what_a_compilation_lacks(guarded, monkeypatch, problem):
+def test_what_a_compilation_lacks(guarded, monkeypatch):
+    problem = MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)")
+
     def fail():
         assert watchdog_is_paused(), "a compilation may take long"
         raise problem
@@ -137,7 +127,7 @@ def test_what_a_compilation_lacks(guarded, monkeypatch, problem):
         load()
     assert str(problem) in str(caught.value) and caught.value.__cause__ is problem
     monkeypatch.setattr(op_builds, "requested", lambda: True)  # the stop causes them
-    with pytest.raises(type(problem)):
+    with pytest.raises(MissingCUDAException):
         load()
 
 
@@ -149,32 +139,3 @@ def test_a_waiting_rank_can_be_stopped(tmp_path, monkeypatch, guarded):
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StopRequested):
             guarded(lambda: None)()
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch, guarded):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=rf"{tmp_path}/file/toy: cannot be written \(.*TORCH_EXTENSIONS_DIR"):
-        guarded(lambda: None)()
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_one_rank_loads_no_all_reduce(monkeypatch, count):
-    from deepspeed import ops
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.comm.torch import build_shm_op
-
-    if (builder := get_accelerator().create_op_builder("ShareMemCommBuilder")) is None:
-        pytest.skip("this device has no such operator")
-
-    def probe_all():
-        raise AssertionError("compilers run")
-
-    loaded = []
-    monkeypatch.setattr(type(builder), "load", lambda self: loaded.append(self.name))
-    monkeypatch.setattr(ops, "_probe_compatible_ops", probe_all)
-    monkeypatch.setitem(vars(ops), "__compatible_ops__", {})
-    monkeypatch.setenv("WORLD_SIZE", str(count))
-    offer_all_reduce()
-    build_shm_op()
-    assert loaded == ([builder.name] if count > 1 else [])

@@ -1,39 +1,27 @@
-"""Ranks join those of their own launch, even if another launch uses the same port at the same instant."""
+"""Ranks wait for the others of their own launch and join them, even if another launch uses the same port."""
 
-import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
-import torch
-from launch import deepspeed_command, environment, forked, succeed
-from torch.distributed import DistNetworkError
+from launch import _free_port, environment, forked, succeed
+from torch.distributed import HashStore, TCPStore
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.run import process_group
 from dschat_ppo.run.process_group import (
     CPU_RANK_BYTES,
+    connect,
     init_process_group,
+    open_store,
     require_shared_memory,
+    wait_for_all_ranks,
 )
-
-ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def test_a_port_in_use_is_a_user_error(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (group | {"MASTER_PORT": str(port)}).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"port {port} .* in use.*--master_port"):
-            init_process_group()
-
 
 RANK = """
 import os, sys
@@ -49,11 +37,6 @@ print(*found, flush=True)
 """
 
 
-def free_port() -> int:
-    """As `launch.py` chooses."""
-    return int(deepspeed_command(1, "x")[6])
-
-
 def begin(stack: ExitStack, port: int, rank: int, folder: str) -> subprocess.Popen[str]:
     env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -64,7 +47,7 @@ def begin(stack: ExitStack, port: int, rank: int, folder: str) -> subprocess.Pop
 
 @pytest.mark.slow
 def test_a_rank_of_another_launch_changes_nothing():
-    port = free_port()
+    port = _free_port()
     with ExitStack() as stack:
         host, other = begin(stack, port, 0, "runs/a b"), begin(stack, port, 1, "runs/c")
         with pytest.raises(subprocess.TimeoutExpired):
@@ -74,80 +57,23 @@ def test_a_rank_of_another_launch_changes_nothing():
         assert other.poll() is None
 
 
-class Accelerator:
+def accelerator_of(kind: str, count: int = 8) -> SimpleNamespace:
     """Stands for the one that DeepSpeed chooses."""
-
-    def __init__(self, kind: str):
-        self.kind = kind
-        self.devices: list[int] = []
-        self.count = 8
-
-    def device_count(self) -> int:
-        return self.count
-
-    def device_name(self) -> str:
-        return self.kind
-
-    def set_device(self, number: int) -> None:
-        self.devices.append(number)
-
-    def create_op_builder(self, _name: str) -> None:
-        return None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-
-def join_as(kind: str, monkeypatch) -> Accelerator:
-    """Join on devices of this kind, up to the meeting of the ranks, which does not take place."""
-    accelerator = Accelerator(kind)
-
-    def joins(_folder):
-        raise DistNetworkError("enough")
-
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(process_group, "_store_of_this_launch", joins)
-    monkeypatch.setattr(process_group, "require_usable_gpu", lambda: None)
-    with pytest.raises(DistNetworkError, match="enough"):
-        init_process_group()
-    return accelerator
+    devices: list[int] = []
+    return SimpleNamespace(
+        devices=devices, set_device=devices.append, device_count=lambda: count, device_name=lambda: kind,
+        create_op_builder=lambda name: None, communication_backend_name=lambda: "gloo",
+    )  # fmt: skip
 
 
 def test_a_rank_that_does_not_see_its_gpu_is_refused(monkeypatch):
-    accelerator = Accelerator("cuda")
-    accelerator.count = 1
+    accelerator = accelerator_of("cuda", 1)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
-    with pytest.raises(
-        UserError, match="rank 3 is number 1 on its machine, from 0 on, and sees 1 GPUs.*--gpus-per-node"
-    ):
+    with pytest.raises(UserError, match="rank 3 is number 1 on its machine, .* and sees 1 GPUs.*--gpus-per-node"):
         init_process_group()
     assert accelerator.devices == []
-
-
-@pytest.mark.parametrize(("kind", "own", "expected"), [
-    ("cuda", {}, dict.fromkeys(ALLOCATOR_NAMES, "expandable_segments:True")),
-    ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "y"}, {"PYTORCH_CUDA_ALLOC_CONF": "y"}), ("cpu", {}, {}),
-])  # fmt: skip
-def test_on_a_gpu_memory_grows_in_segments_and_cudnn_computes_no_attention(monkeypatch, kind, own, expected):
-    """Unless the user says otherwise; cuDNN would build a plan for each new shape."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    for name in (*ALLOCATOR_NAMES, "LOCAL_RANK"):
-        monkeypatch.setenv(name, "2")  # restored at the end
-    for name in ALLOCATOR_NAMES:
-        monkeypatch.delenv(name)
-    for name, value in own.items():
-        monkeypatch.setenv(name, value)
-    try:
-        accelerator = join_as(kind, monkeypatch)
-        assert torch.backends.cuda.cudnn_sdp_enabled() is (kind == "cpu")
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-    assert accelerator.devices == ([2] if kind == "cuda" else [])
-    assert {name: os.environ[name] for name in ALLOCATOR_NAMES if name in os.environ} == expected
 
 
 @pytest.mark.ranks
@@ -156,40 +82,88 @@ def test_every_group_waits_as_long_as_data_may_take_also_that_of_deepspeed():
     assert said.splitlines()[-1] == "zero 6 rows 6 all 6 hpz 6 local_0 6 sum 2"
 
 
-@pytest.fixture
-def free_mib(monkeypatch, tmp_path):
-    """`free_mib(n)`: a file system with so many MiB free, in pages of 4 KiB, of which the superuser may use more."""
-
-    def set_free(mib: int) -> None:
-        found = SimpleNamespace(f_bavail=mib * 256, f_bfree=mib * 512, f_frsize=4096)
-        monkeypatch.setattr(process_group.os, "statvfs", lambda folder: found)
-
-    return set_free
-
-
-@pytest.mark.parametrize(("ranks", "free", "fits"), [(2, 132, True), (2, 131, False), (8, 527, False)])
-def test_each_rank_of_the_machine_needs_its_buffer(monkeypatch, free_mib, tmp_path, ranks, free, fits):
+@pytest.mark.parametrize(("ranks", "free", "fits"), [(2, 132, True), (2, 131, False)])
+def test_each_rank_of_the_machine_needs_its_buffer(monkeypatch, tmp_path, ranks, free, fits):
+    """Memory in pages of 4 KiB, of which the superuser may use more."""
     monkeypatch.setenv("LOCAL_SIZE", str(ranks))
-    free_mib(free)
+    space = SimpleNamespace(f_bavail=free * 256, f_bfree=free * 512, f_frsize=4096)
+    monkeypatch.setattr(process_group.os, "statvfs", lambda folder: space)
     if fits:
         require_shared_memory(CPU_RANK_BYTES, tmp_path)
         return
-    with pytest.raises(UserError) as problem:
+    with pytest.raises(UserError, match=f"has {free} MiB free, .* need {66 * ranks} MiB .*docker run --shm-size"):
         require_shared_memory(CPU_RANK_BYTES, tmp_path)
-    assert str(problem.value).startswith(
-        f"{tmp_path} has {free} MiB free, and the {ranks} ranks of this machine need {66 * ranks} MiB of shared memory"
-    )
-    assert "docker run --shm-size" in str(problem.value)
 
 
-@pytest.mark.parametrize("lacks", [True, False])
-def test_a_lack_that_nccl_reports(monkeypatch, lacks):
-    reason = "creating shared memory segment /dev/shm/nccl-uNQoTP" if lacks else "Connection closed by remote peer"
+@pytest.fixture
+def second_machine(monkeypatch):
+    """This process is rank 2, the first one of the second of two machines, and waits a second at most."""
+    for name, value in {"RANK": 2, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(process_group, "JOIN_SECONDS", 1.0)
+    monkeypatch.setattr(process_group, "_LOG_SECONDS", 0.3)
 
-    def fail(_folder):
-        raise RuntimeError(f"NCCL error in: NCCLUtils.cpp:1, unhandled system error. Last error: {reason}")
 
+def test_a_store_that_never_opens_is_one_error_after_some_lines(second_machine, capfd):
+    port = _free_port()
+    with pytest.raises(UserError, match=rf"^rank 2 on .* cannot reach rank 0 at .* {port} \(Connection refused\): st"):
+        connect("127.0.0.1", port)
+    out, err = capfd.readouterr()  # of torch's C++ code too
+    assert set(out.splitlines()) == {f"rank 2 waits for rank 0 at 127.0.0.1, port {port}"} and err == ""
+
+
+def test_a_store_that_opens_later_is_connected_to(second_machine, capfd, monkeypatch):
+    monkeypatch.setattr(process_group, "JOIN_SECONDS", 60.0)
+    port, opened = _free_port(), []
+
+    def open_later() -> None:
+        time.sleep(0.7)
+        opened.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+        opened[0].set("name", "alpha")
+
+    thread = threading.Thread(target=open_later)
+    thread.start()
+    store = connect("127.0.0.1", port)
+    thread.join()
+    assert store.get("name") == b"alpha"
+    out, err = capfd.readouterr()
+    assert f"rank 2 waits for rank 0 at 127.0.0.1, port {port}" in out and err == ""
+
+
+def test_rank_0_opens_the_store_or_says_why_it_cannot(second_machine, monkeypatch):
+    monkeypatch.setattr(process_group, "_TRY_SECONDS", 1.0)
+    open_store("127.0.0.1", _free_port()).set("name", "alpha")
+    with (
+        socket.create_server(("", 0)) as program,
+        pytest.raises(UserError, match=r"^port \d+ .* in use.*--master_port"),
+    ):
+        open_store("127.0.0.1", program.getsockname()[1])
+    with pytest.raises(UserError, match=r"^rank 0 cannot listen at 192.0.2.1, port \d+: .*--master_addr"):
+        open_store("192.0.2.1", _free_port())  # an address for examples, which nobody has
+
+
+def test_ranks_that_do_not_start_are_named(second_machine, capfd, monkeypatch):
+    store = HashStore()
+    store.set("rank/1", "here")
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(process_group, "_store_of_this_launch", fail)
-    with pytest.raises(UserError if lacks else RuntimeError, match="--shm-size" if lacks else "Connection closed"):
-        init_process_group()
+    with pytest.raises(UserError, match=r"^ranks 2, 3 of 4 did not start within 1 s"):
+        wait_for_all_ranks(store)
+    assert set(capfd.readouterr().out.splitlines()) == {"rank 0 waits for ranks 2, 3 of 4"}
+    for rank in (2, 3):
+        store.set(f"rank/{rank}", "here")
+    wait_for_all_ranks(store)
+
+
+def test_ranks_of_another_start_share_no_names(second_machine, monkeypatch):
+    """torchrun keeps its store when it starts the ranks again."""
+    shared = HashStore()
+    monkeypatch.setattr(process_group, "connect", lambda *_: shared)
+    monkeypatch.setattr(process_group, "wait_for_all_ranks", lambda _: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    stores = []
+    for start in ("0", "1", "0"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        stores.append(process_group._store_of_this_launch("out"))
+    stores[0].set("name", "first")
+    assert [store.check(["name"]) for store in stores] == [True, False, True]

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -36,40 +35,20 @@ def test_the_log_holds_log_lines_warnings_and_texts(tmp_path, capsys):
     logger().debug("too much")
     phases.announce_step(7)
     logging.getLogger("some.library").warning("a library's warning")
-    with pytest.warns(RuntimeWarning, match="odd numbers"):  # pytest's own way of showing is in the way
-        warnings.warn("odd numbers", RuntimeWarning, stacklevel=1)
     write_to_log("one\nTraceback")
     logger().error("late")
     assert log_path() == tmp_path / "logs" / "rank_0.log"
     heading, *lines = lines_of(tmp_path)
-    assert re.fullmatch(r"-------- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}: rank 0 of 1, process \d+ on .+", heading)
-    moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-    expected = [
-        rf"{moment},\d+ INFO \[phase 'load models'\] a note",
-        rf"{moment},\d+ WARNING \[phase 'load models', step 7\] a library's warning",
-        rf"{moment} rank 0 \[phase 'load models', step 7\] one",
+    assert "rank 0 of 1, process " in heading
+    assert [re.sub(r"^[-\d]+ [:,\d]+ ", "", line) for line in lines] == [
+        "INFO [phase 'load models'] a note",
+        "WARNING [phase 'load models', step 7] a library's warning",
+        "rank 0 [phase 'load models', step 7] one",
         "Traceback",
-        rf"{moment},\d+ ERROR \[phase 'load models', step 7\] late",
+        "ERROR [phase 'load models', step 7] late",
     ]
-    assert len(lines) == len(expected)
-    assert all(map(re.fullmatch, expected, lines)), lines
     out = capsys.readouterr().out
-    assert "a note" in out
-    assert "late" in out
-    assert "one" not in out
-
-
-def test_warnings_are_shown_and_logged(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        open_log(tmp_path)
-        warnings.warn("odd numbers", RuntimeWarning, stacklevel=1)
-        close_log()
-    assert "RuntimeWarning: odd numbers" in capsys.readouterr().err
-    assert (
-        "WARNING [phase 'start'] " in lines_of(tmp_path)[1] and "RuntimeWarning: odd numbers" in lines_of(tmp_path)[1]
-    )
+    assert "a note" in out and "late" in out and "one" not in out
 
 
 def test_a_resumed_run_appends_to_the_same_file(tmp_path):
@@ -103,17 +82,6 @@ def test_a_disk_that_fills_up_is_reported_once(tmp_path, capsys):
     errors = capsys.readouterr().err
     assert errors.count("cannot be written (No space left on device); the run continues without it") == 1
     assert "Traceback" not in errors
-
-
-def test_records_that_a_library_shows_are_not_shown_twice(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(logging.getLogger("datasets"), "handlers", [logging.StreamHandler()])
-    open_log(tmp_path)
-    logging.getLogger("datasets.part").warning("retrying")
-    logging.getLogger("another_library").warning("odd")
-    logging.getLogger("another_library").info("chatter")
-    assert sorted(capsys.readouterr().err.split()) == ["odd", "retrying"]
-    assert [line.rpartition("] ")[2] for line in lines_of(tmp_path)[1:]] == ["retrying", "odd"]
 
 
 SEGFAULT = """

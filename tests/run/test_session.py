@@ -1,21 +1,15 @@
 """Sessions: what a run resumes from and what it leaves, with a trainer that trains nothing."""
 
-import json
 from dataclasses import replace
 from itertools import count
 
 import pytest
-import torch
-from checkpoints import manifest_of
-from stub_runs import ROWS, Trainer, open_run, run, steps_of, train
+from stub_runs import Trainer, open_run, run, steps_of, train
 
-from dschat_ppo.checkpoint.identity import FLAGS, rows_fingerprint
-from dschat_ppo.checkpoint.manager import capture_rng_state
-from dschat_ppo.checkpoint.state_files import save_state
+from dschat_ppo.checkpoint.identity import FLAGS
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.common import stop_requests
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
-from dschat_ppo.html_report import page as report_page
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Start
 
@@ -43,14 +37,6 @@ def test_a_run_saves_its_last_step_and_a_longer_run_resumes_from_it(tmp_path):
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_manifest_holds_flags_derived_batch_sizes_and_the_fingerprint_of_the_rows(tmp_path):
-    run(tmp_path, 1)
-    manifest = Manifest.read(tmp_path / "checkpoints/step_000001")
-    assert manifest.kind == "sft" and manifest.data == rows_fingerprint(ROWS)
-    assert manifest.config["rows_per_update"] == 8 and manifest.config["seed"] == 1234
-    assert (tmp_path / "config.yaml").exists()
-
-
 def test_overwrite_repeats_a_finished_run(tmp_path, monkeypatch):
     run(tmp_path, 2)
     (tmp_path / "result.json").write_text("{}")
@@ -65,16 +51,6 @@ def test_overwrite_repeats_a_finished_run(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text("{}")
     longer = open_run(tmp_path, "--resume_force", "True")
     assert longer.checkpoint == tmp_path / "checkpoints/step_000003", "--resume_force extends a finished run"
-
-
-def test_a_report_that_fails_does_not_hide_the_stop(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report_page, "page", lambda *arguments: 1 / 0)
-    trainer = Trainer()
-    with monkeypatch.context() as patch:
-        stop_from(patch, 2)
-        with pytest.raises(StopRequested, match="step_000002; run the same command again"):
-            train(open_run(tmp_path), trainer, trainer.to(9))
-    assert "ZeroDivisionError" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
 
 
 def test_a_stopped_run_is_saved_and_resume_never_starts_from_scratch(tmp_path, monkeypatch):
@@ -101,9 +77,7 @@ def test_a_checkpoint_of_another_folder_restores_the_state_but_no_metrics(tmp_pa
     trainer = Trainer()
     with monkeypatch.context() as patch:
         patch.setattr(stop_requests, "requested", lambda: True)
-        with pytest.raises(
-            StopRequested, match="other/checkpoints/step_000002; run the command again with --resume auto"
-        ):
+        with pytest.raises(StopRequested, match="other/checkpoints/step_000002; run the command again with --resume a"):
             session_of = open_run(other, "--resume", str(place))
             train(session_of, trainer, lambda writer, checkpointer: checkpointer.save_if_due())
     assert trainer.position == (2, 0)
@@ -132,30 +106,11 @@ def test_trackers_receive_the_flags_and_resume_at_the_next_step(tmp_path, monkey
         lines.write('{"step": 3}\n{"step": 4}\n{"step"')  # steps after the checkpoint, before a crash
     run(tmp_path, 5, *words, "--project", "ours")
     (first, begin), (second, resume) = opened
-    assert (first.libraries, first.folder, first.tensorboard) == (
-        ("trackio", "tensorboard"),
-        tmp_path,
-        tmp_path / "board",
-    )
+    assert (first.libraries, first.tensorboard) == (("trackio", "tensorboard"), tmp_path / "board")
     assert (first.project, first.run_name, second.project) == (None, "mine", "ours")
     assert first.flags["seed"] == 1234 and set(first.flags) <= FLAGS and "rows_per_update" not in first.flags
     assert (begin, resume) == (Start(None, -1), Start(3, 4))
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
-
-
-def test_on_another_number_of_ranks_streams_are_seeded_by_seed_and_step(tmp_path, monkeypatch):
-    """A checkpoint of two ranks: the streams of this rank are seeded from `--seed` and the step."""
-    run(tmp_path, 2)
-    folder = tmp_path / "checkpoints/step_000002"
-    saved = Manifest.read(folder)
-    save_state(folder / "rank_1.pt", {"random": capture_rng_state()})
-    two = manifest_of(folder, kind="sft", step=2, update=0, config=saved.config, data=saved.data, world_size=2)
-    replace(two, files={name: entry for name, entry in two.files.items() if name != "manifest.json"}).write(folder)
-    seeds = []
-    monkeypatch.setattr("dschat_ppo.checkpoint.manager.seed_this_rank", seeds.append)
-    torch.manual_seed(0)
-    assert run(tmp_path, 3, "--resume_force", "True", "--seed", "50").position == (3, 0)
-    assert seeds == [52]
 
 
 @pytest.mark.parametrize("opened_first", [False, True])
@@ -187,8 +142,7 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused_before_anything_is_ch
     assert (tmp_path / "result.json").exists() is refused
 
 
-@pytest.mark.parametrize("problem", [UnhealthyRun, NonFiniteError, StopRequested])
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("problem", "steps"), [(UnhealthyRun, 2), (NonFiniteError, 2), (NonFiniteError, 0)])
 def test_a_run_that_ends_early_leaves_a_report_of_its_steps(tmp_path, capsys, problem, steps):
     trainer = Trainer()
 
@@ -207,7 +161,6 @@ def test_a_run_that_ends_early_leaves_a_report_of_its_steps(tmp_path, capsys, pr
 
 
 DAMAGE = {
-    "a line twice": lambda lines: [lines[0], *lines],
     "CRLF": lambda lines: [line.replace(b"\n", b"\r\n") for line in lines],
     "zeros": lambda lines: [bytes(len(b"".join(lines)))],
     "cut": lambda lines: [lines[0], lines[1][:5]],
@@ -229,25 +182,3 @@ def test_changed_metrics_are_kept_under_another_name_and_restored_from_the_check
     assert "step_000003" in warning and ("kept as metrics.1.jsonl" in warning) is (changed != b"")
     if changed:
         assert (tmp_path / "metrics.1.jsonl").read_bytes() == changed
-
-
-@pytest.mark.parametrize("later", [b"", b'{"step": 4}\n{"step": 5}\n', b'{"step": 4}\n{"st', bytes(40)])
-def test_later_lines_of_the_run_itself_are_no_damage(tmp_path, said, later):
-    run(tmp_path, 3)
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(later)
-    run(tmp_path, 4)
-    assert steps_of(tmp_path) == [1, 2, 3, 4] and not any("as the run wrote it" in line for line in said)
-    assert not (tmp_path / "metrics.1.jsonl").exists()
-
-
-def test_every_checkpoint_has_the_metrics_up_to_it(tmp_path):
-    run(tmp_path, 9, "--save_steps", "2", "--save_total_limit", "3")
-    assert names(tmp_path) == ["step_000006", "step_000008", "step_000009"]
-    for name in names(tmp_path):
-        lines = (tmp_path / "checkpoints" / name / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == list(range(1, int(name[5:]) + 1))
-    (tmp_path / "metrics.jsonl").unlink()
-    trainer = Trainer()
-    train(open_run(tmp_path, "--resume", str(tmp_path / "checkpoints/step_000006")), trainer, trainer.to(7))
-    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]

@@ -21,7 +21,6 @@ from dschat_ppo.monitor.writers import is_finished
 from dschat_ppo.run import start_and_end
 from dschat_ppo.run.start_and_end import (
     VALIDATION,
-    ModelSize,
     changes_of,
     data_words,
     model_size,
@@ -39,24 +38,16 @@ from dschat_ppo.run.start_and_end import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("count", "text"), [
-    (950, "950"), (1000, "1 K"), (1_712_000, "1.71 M"), (7_241_732_096, "7.24 B"), (70_000_000_000, "70 B"),
-    (999_499, "999 K"), (999_600, "1 M"), (999_700_000, "1 B"),
-])  # fmt: skip
-def test_counts_are_short(count, text):
-    assert short_count(count) == text
-
-
 def test_sizes_are_those_of_whole_weights():
     model = nn.Sequential(nn.Linear(10, 20, bias=False).requires_grad_(False), nn.Linear(20, 5, bias=False))
-    assert model_size(model) == ModelSize(300, 100)
-    assert str(model_size(model)) == "300 parameters, 33.3 % trained"
-    assert str(model_size(model[0])) == "200 parameters, frozen"
+    assert model_size(model) == (300, 100)
     weight = model[1].weight
     weight.data, weight.ds_numel = torch.empty(0), 100  # ZeRO-3
-    assert model_size(model) == ModelSize(300, 100)
+    assert model_size(model) == (300, 100)
     weight.quant_state = SimpleNamespace(shape=torch.Size([20, 10]))  # 4 bits
-    assert model_size(model) == ModelSize(400, 200)
+    assert model_size(model) == (400, 200)
+    counts = {950: "950", 1000: "1 K", 7_241_732_096: "7.24 B", 999_499: "999 K", 999_600: "1 M"}
+    assert {count: short_count(count) for count in counts} == counts
 
 
 def engine_of(module: nn.Module):
@@ -71,32 +62,18 @@ def test_the_models_are_a_table(said, monkeypatch, tmp_path):
     actor, reward = nn.Linear(10, 100, bias=False), nn.Linear(10, 10, bias=False).requires_grad_(False)
     roles = {"actor": (engine_of(actor), "/sft"), "critic": (None, None), "reward model": (engine_of(reward), "/rm")}
     show_models(roles, "bf16", tmp_path, [("rollout", "continuous batching")])
-    assert said == [
-        "models\n"
-        "  actor         llama, 1 K parameters, 100 % trained, from /sft\n"
-        "  reward model  llama, 100 parameters, frozen, from /rm\n"
-        "  devices       2 cpu ranks, bf16\n"
-        "  rollout       continuous batching\n"
-        f"  outputs       {tmp_path} (report.html at the end)"
-    ]
-    assert json.loads((tmp_path / "models.json").read_text()) == {
+    found = json.loads((tmp_path / "models.json").read_text())
+    assert found == {
         "actor": "llama, 1 K parameters, 100 % trained, from /sft",
         "reward model": "llama, 100 parameters, frozen, from /rm",
-        "devices": "2 cpu ranks, bf16",
-        "rollout": "continuous batching",
-    }
-
-
-def test_a_disk_without_room_for_a_checkpoint_is_said_before_training(said, monkeypatch, tmp_path):
-    monkeypatch.setattr(start_and_end.dist, "device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(start_and_end.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
-    frozen, trained = nn.Linear(1000, 1000).requires_grad_(False), nn.Linear(1024, 1024, bias=False)
-    roles = {"actor": (engine_of(trained), "/sft"), "reward model": (engine_of(frozen), "/rm")}
-    show_models(roles, "bf16", tmp_path)
+        "devices": "2 cpu ranks, bf16", "rollout": "continuous batching",
+    }  # fmt: skip
+    assert len(said) == 1 and all(name in said[0] and text in said[0] for name, text in found.items())
+    monkeypatch.setattr(start_and_end.shutil, "disk_usage", lambda folder: SimpleNamespace(free=11_999))
     show_models(roles, "bf16", tmp_path, trains=False)
-    models, warning, evaluated = said
-    assert warning.startswith(f"--output_dir {tmp_path}: its disk has 1.0 MiB left, and a checkpoint takes about 12.0 ")
-    assert "1.05 M parameters, 100 % trained, from /sft" in models and "M parameters, frozen, from /sft" in evaluated
+    show_models(roles, "bf16", tmp_path)
+    assert "1 K parameters, frozen, from /sft" in said[1]
+    assert said[3].startswith(f"--output_dir {tmp_path}: its disk has 0.0 MiB left, and a checkpoint takes about 0.0 ")
 
 
 def test_the_end_names_results_folders_and_the_next_command(said, monkeypatch, tmp_path):
@@ -105,29 +82,20 @@ def test_the_end_names_results_folders_and_the_next_command(said, monkeypatch, t
     changes = changes_of(result, {"eval_loss": "evaluation loss", "kl/ref_k1": "KL", "eval_accuracy": "accuracy"})
     places = [Path("/o/a"), tmp_path / "out/b"]
     show_end("SFT", "250 optimizer steps", 83.4, changes, places, "python -m x 'a b'")
-    monkeypatch.setenv("DSCHAT_PPO_NO_NEXT", "1")
-    show_end("SFT", "250 optimizer steps", 22.0, {}, places[:1], "python -m x", resumed=True)
-    assert said == [
-        "SFT: done\n"
-        "  trained          250 optimizer steps in 1:23\n"
-        "  evaluation loss  6.505 -> 4.419\n"
-        "  saved to         /o/a\n"
-        "                   out/b\n"
-        "  next             python -m x 'a b'",
-        "SFT: done\n  trained   250 optimizer steps, 0:22 since it resumed\n  saved to  /o/a",
-    ]
+    assert said[0].split("\n") == [
+        "SFT: done", "  trained          250 optimizer steps in 1:23", "  evaluation loss  6.505 -> 4.419",
+        "  saved to         /o/a", "                   out/b", "  next             python -m x 'a b'",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("warmup", "total", "warns"), [(0, 10, False), (9, 10, False), (10, 10, True)])
-@pytest.mark.parametrize("others", [[], [(3, 10)]])
-def test_a_warm_up_that_never_ends_is_reported_with_the_plan(said, warmup, total, warns, others):
-    show_plan("batches", [("rows", "8")], *others, (warmup, total))
-    assert said[0] == "batches\n  rows  8" and any("never reaches its peak" in line for line in said) is warns
+@pytest.mark.parametrize(("warmup", "total", "warns"), [(9, 10, False), (10, 10, True)])
+def test_a_warm_up_that_never_ends_is_reported_with_the_plan(said, warmup, total, warns):
+    show_plan("batches", [("rows", "8")], (3, 10), (warmup, total))
+    assert any("never reaches its peak" in line for line in said) is warns
 
 
 @pytest.mark.parametrize(("steps", "eval_rows", "few"), [
-    (1, 1, "1 optimizer step and 1 evaluation row,"), (20, 7, "7 evaluation rows,"), (20, 8, None),
-    (19, None, "19 optimizer steps,"), (None, 1, None),
+    (1, 1, "1 optimizer step and 1 evaluation row,"), (20, 8, None), (19, None, "19 optimizer steps,"), (None, 1, None),
 ])  # fmt: skip
 def test_few_steps_and_few_evaluation_rows_are_warned_of(said, steps, eval_rows, few):
     warn_of_little_data(steps, eval_rows)
@@ -159,28 +127,21 @@ def python(monkeypatch, tmp_path):
     return tmp_path / "python"
 
 
-@pytest.mark.parametrize(("ranks", "on_gpu", "count"), [
-    (1, False, ""), (2, False, " --num_accelerators 2"), (1, True, " --num_accelerators 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(("ranks", "on_gpu", "count"), [(2, False, " --num_accelerators 2"), (1, False, "")])
 def test_a_step_has_as_many_ranks_as_this_one(python, monkeypatch, ranks, on_gpu, count):
     monkeypatch.setenv("WORLD_SIZE", str(2 * ranks))
     monkeypatch.setenv("LOCAL_SIZE", str(ranks))
     monkeypatch.setattr(start_and_end.dist, "on_gpu", lambda: on_gpu)
     command = step_command("ppo", ["--data_path", f"{ROOT}/a b.jsonl", "--output_dir", "/o"])
     assert command == f"python -m dschat_ppo ppo{count} --data_path 'a b.jsonl' --output_dir /o"
-
-
-def test_a_python_that_the_shell_does_not_find_is_a_path(python, monkeypatch):
-    assert tool_command("chat", ["--model", f"{ROOT}/sft"]) == "python -m dschat_ppo.tools.chat --model sft"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert tool_command("chat", []) == f"{python} -m dschat_ppo.tools.chat"
+    assert tool_command("chat", []) == f"{python} -m dschat_ppo.tools.chat", "the shell does not find it"
 
 
 def test_the_next_command_has_every_flag_of_the_data_that_differs_from_its_default():
     given = {
         "data_path": ["a.jsonl", "b:0.5"], "data_split": "0,1,1", "apply_chat_template": False,
-        "input_template": "-{}\n",
-        "truncation": "right", "chosen_column": "better", "streaming": True, "streaming_rows": 8, "system_column": "",
+        "input_template": "-{}\n", "truncation": "right", "chosen_column": "better", "streaming": True,
     }  # fmt: skip
     flags = DataFlags(**given)
     models = ["--actor_model_name_or_path", "sft", "--critic_model_name_or_path", "reward"]
@@ -189,9 +150,7 @@ def test_the_next_command_has_every_flag_of_the_data_that_differs_from_its_defau
     assert data_words(DataFlags(data_path=["a.jsonl"])) == ["--data_path", "a.jsonl"]
 
 
-@pytest.mark.parametrize(("split", "theirs"), [
-    ("0,1,0", "0,0,1"), ("1,9,0", "0,0,1"), ("2,4,4", None), ("0,1,1", "0,1,1"),
-])  # fmt: skip
+@pytest.mark.parametrize(("split", "theirs"), [("1,9,0", "0,0,1"), ("2,4,4", None), ("0,1,1", "0,1,1")])
 def test_step_3_after_a_reward_model_has_rows_and_fits_as_step_2_did(tmp_path, split, theirs):
     given = f"--data_path d --data_split {split} --output_dir {tmp_path}/reward --max_seq_len 101 --zero_stage 3 "
     given += "--gradient_checkpointing --dtype fp32 --offload"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -66,18 +67,16 @@ CASES = ["hangs", "stopped", "failed", "gone", "other rank stops"]
 def ended(tmp_path_factory):
     """case -> (exit code, stderr, log)"""
     folders = {case: tmp_path_factory.mktemp(case) for case in CASES}
-    running = {
-        case: subprocess.Popen([sys.executable, "-c", SCRIPT, case, folder], text=True, stderr=subprocess.PIPE)
-        for case, folder in folders.items()
-    }
     found = {}
-    try:
+    with ExitStack() as stack:
+        running = {}
+        for case, folder in folders.items():
+            command = [sys.executable, "-c", SCRIPT, case, folder]
+            running[case] = stack.enter_context(subprocess.Popen(command, text=True, stderr=subprocess.PIPE))
+            stack.callback(running[case].kill)
         for case, process in running.items():
             errors = process.communicate(timeout=200)[1]
             found[case] = (process.returncode, errors, (folders[case] / "logs" / "rank_0.log").read_text())
-    finally:
-        for process in running.values():
-            process.kill()
     return found
 
 
@@ -86,9 +85,7 @@ def test_a_rank_without_progress_writes_its_stacks_and_ends(ended, case):
     code, errors, log = ended[case]
     assert code == 5
     assert re.search(r"^rank 0 has made no progress for [2-6] s: phase 'start', step 3$", errors, re.MULTILINE)
-    assert errors.count("in sleeps_long") == 1
-    assert "watchdog.py" not in errors
-    assert "in sleeps_long" in log
+    assert errors.count("in sleeps_long") == 1 and "watchdog.py" not in errors and "in sleeps_long" in log
 
 
 def test_a_run_that_was_stopped_and_continues_does_not_end(tmp_path):
@@ -103,24 +100,14 @@ def test_a_run_that_was_stopped_and_continues_does_not_end(tmp_path):
     assert run.communicate(timeout=100)[1] == "" and run.returncode == 0
 
 
-def test_a_rank_ends_when_another_rank_has_failed(ended):
+def test_a_rank_ends_when_another_rank_has_failed_or_is_lost_but_not_when_it_stops_in_order(ended):
     code, errors, log = ended["failed"]
-    assert (code, errors) == (3, "")
-    assert "ends because rank 1 failed" in log
-    assert "in sleeps_long" in log
-
-
-def test_a_rank_continues_when_another_rank_stops_in_order(ended):
+    assert (code, errors) == (3, "") and "ends because rank 1 failed" in log and "in sleeps_long" in log
+    code, errors, log = ended["gone"]
+    assert code == 5 and "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
+    assert HOW_TO_RESUME in errors and "in sleeps_long" not in errors and "in sleeps_long" in log
     code, errors, log = ended["other rank stops"]
     assert (code, errors) == (0, "") and "ends because" not in log
-
-
-def test_a_rank_ends_when_another_rank_is_lost(ended):
-    code, errors, log = ended["gone"]
-    assert code == 5
-    assert "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
-    assert HOW_TO_RESUME in errors and "in sleeps_long" not in errors
-    assert "in sleeps_long" in log
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite.nonfinite_policy import NonFinitePolicy
-from dschat_ppo.nonfinite.repro_bundle import ReproBundles, read_bundle
+from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles, read_bundle
 from dschat_ppo.run.kept_models import KeptModels
 from dschat_ppo.supervised.objective import score_rows
 from dschat_ppo.supervised.sft import sft_objective

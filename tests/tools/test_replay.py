@@ -21,7 +21,7 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite.repro_bundle import ReproBundles
+from dschat_ppo.nonfinite import ReproBundles
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import sft_loss

@@ -1,1 +1,0 @@
-"""NaN and infinity: which numbers are not finite, whether the run stops or skips, and bundles that reproduce it."""
