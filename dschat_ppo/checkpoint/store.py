@@ -83,10 +83,10 @@ def _read_manifest(folder: Path) -> Manifest | str:
             return f"{MANIFEST} is missing"
         content = json.loads((folder / MANIFEST).read_bytes())
         if content["format"] != FORMAT:
-            maker = content["versions"]["dschat_ppo"]
+            maker, time = content["versions"]["dschat_ppo"], content["saved_at"]
             return (
                 f"is of format {content['format']}, and this installation reads format {FORMAT}: finish or export that "
-                f"run with the one that saved it (dschat_ppo {maker})"
+                f"run with the one that saved it (dschat_ppo {maker}, at {time})"
             )
         seal = content.pop(_SEAL)
         if seal != _seal(content):

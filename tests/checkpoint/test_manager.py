@@ -104,7 +104,13 @@ def test_checkpoints_are_saved_after_the_given_minutes(tmp_path, engines, monkey
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, perf_counter=time.perf_counter)
     monkeypatch.setattr(manager, "time", clock)
     run = Run(tmp_path, SafetyFlags(save_minutes=2, save_total_limit=99))
-    for now, position, saves in ((119, (1, 1), 0), (121, (1, 2), 1), (240, (1, 3), 1), (242, (3, 0), 2)):
+    for now, position, saves in (
+        (119, (1, 1), 0),
+        (121, (1, 2), 1),
+        (240, (1, 3), 1),
+        (242, (3, 0), 2),
+        (243, (3, 1), 2),
+    ):
         clock.now = 1000.0 + now
         run.at(*position)
         assert len(engines) == 2 * saves, now

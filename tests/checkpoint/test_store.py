@@ -49,9 +49,9 @@ DAMAGE = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
     "half a manifest": (lambda f: os.truncate(f / "manifest.json", 100), "manifest.json is damaged"),
     "an older format": (
-        lambda f: rewrite(f, format=1, versions={"dschat_ppo": "0.1"}),
+        lambda f: rewrite(f, format=1, versions={"dschat_ppo": "0.1"}, saved_at="2026-01-02"),
         "is of format 1, and this installation reads format 2: finish or export that run with the one that saved it "
-        "(dschat_ppo 0.1)",
+        "(dschat_ppo 0.1, at 2026-01-02)",
     ),
     "other settings": (lambda f: rewrite(f, step=13), "manifest.json: checksum differs"),
     "a pipe": (lambda f: ((f / "rank_0.pt").unlink(), os.mkfifo(f / "rank_0.pt")), "rank_0.pt is missing"),
@@ -245,7 +245,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("prune"), st.integers(1, 3)),
     st.tuples(st.just("cut"), st.integers(0, 3), st.sampled_from(FILES)),  # which from the newest
     st.tuples(st.just("lose"), st.integers(0, 3), st.sampled_from(FILES)),
-    st.tuples(st.just("flip"), st.integers(0, 3), st.sampled_from(CONTENT)),
+    st.tuples(st.just("flip"), st.integers(0, 3), st.sampled_from(sorted(CONTENT))),
 )
 
 

@@ -97,9 +97,9 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
 
 def test_a_child_does_not_keep_the_lock(tmp_path):
     lock_folder(tmp_path)
-    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     forked.start()
-    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
     try:
         refused, said = other_run(tmp_path)
         assert "another run" in said, "the children have released it, the run has not"

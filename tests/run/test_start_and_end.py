@@ -141,7 +141,7 @@ def test_a_step_has_as_many_ranks_as_this_one(python, monkeypatch, ranks, on_gpu
 def test_the_next_command_has_every_flag_of_the_data_that_differs_from_its_default():
     given = {
         "data_path": ["a.jsonl", "b:0.5"], "data_split": "0,1,1", "apply_chat_template": False,
-        "input_template": "-{}\n", "truncation": "right", "chosen_column": "better", "streaming": True,
+        "input_template": "-{}\n", "truncation": "right", "chosen_column": "better",
     }  # fmt: skip
     flags = DataFlags(**given)
     models = ["--actor_model_name_or_path", "sft", "--critic_model_name_or_path", "reward"]
