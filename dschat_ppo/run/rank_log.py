@@ -30,12 +30,9 @@ class _RankLog(logging.Handler):
         self.setFormatter(logging.Formatter(_FORMAT))
 
     def write(self, text: str) -> None:
-        os.write(self.descriptor, f"{without_credentials(text)}\n".encode("utf-8", errors="backslashreplace"))
-
-    def write_if_possible(self, text: str) -> None:
         """Write lines, or print once that they cannot be written."""
         try:
-            self.write(text)
+            os.write(self.descriptor, f"{without_credentials(text)}\n".encode("utf-8", errors="backslashreplace"))
         except OSError as problem:
             if not self.failed:
                 self.failed = True
@@ -45,7 +42,7 @@ class _RankLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         record.where = where()
         try:
-            self.write_if_possible(self.format(record).rstrip())
+            self.write(self.format(record).rstrip())
         except (TypeError, ValueError, KeyError):  # arguments that do not fit the message
             self.handleError(record)
 
@@ -58,10 +55,10 @@ def open_log(folder: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _RankLog(path)
-        started, host = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.uname().nodename
-        handler.write(f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {host}")
     except OSError as problem:
         raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
+    started, host = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.uname().nodename
+    handler.write(f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {host}")
     root = logging.getLogger()
     if not root.handlers and logging.lastResort is not None:
         root.addHandler(logging.lastResort)  # which Python does not use by itself once the root has a handler
@@ -98,4 +95,4 @@ def log_path() -> Path | None:
 def write_to_log(text: str) -> None:
     """Write only to this rank's log, if open, without a lock: the watchdog calls it while a thread may hold any."""
     for handler in _OPEN:
-        handler.write_if_possible(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}")
+        handler.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}")

@@ -1,8 +1,12 @@
-"""Short names of folders, paths from the working directory, and pipes told from files."""
+"""Short names of folders, pipes told from files, and processes read from /proc."""
 
 import os
+import shutil
+import subprocess
+import time
 
 from dschat_ppo.common.paths import is_pipe_or_device, short_names, shown_path
+from dschat_ppo.common.processes import command_line, find_process
 
 
 def test_names_are_the_shortest_ends_that_differ(tmp_path):
@@ -31,3 +35,22 @@ def test_only_pipes_and_devices_are_neither_files_nor_folders(tmp_path):
     ordinary = (tmp_path, tmp_path / "file", tmp_path / "link", tmp_path / "loop", tmp_path / "missing")
     assert not any(map(is_pipe_or_device, ordinary))
     assert is_pipe_or_device(tmp_path / "device") and is_pipe_or_device(tmp_path / "pipe")
+
+
+def test_a_process_is_found_by_number(tmp_path):
+    program = tmp_path / "a) Z (b"
+    shutil.copy(shutil.which("sleep"), program)
+    process = subprocess.Popen([str(program), "60"], cwd=tmp_path)
+    try:
+        found = find_process(process.pid)
+        assert (found.parent, found.ended) == (os.getpid(), False)
+        assert found.started >= find_process(os.getpid()).started > 0
+        deadline = time.monotonic() + 10
+        while command_line(process.pid) != [str(program), "60"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert command_line(process.pid) == [str(program), "60"]
+    finally:
+        process.kill()
+        process.wait()
+    assert find_process(process.pid) is None
+    assert command_line(process.pid) == []
