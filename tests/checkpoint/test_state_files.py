@@ -26,19 +26,9 @@ STATE = {
 }
 
 
-def same(left, right) -> bool:
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and type(left) is type(right) and all(map(same, left, right))
-    return type(left) is type(right) and left == right
-
-
 def test_a_state_is_loaded_as_it_was_saved(tmp_path):
     save_state(tmp_path / "state.pt", STATE)
-    assert same(load_state(tmp_path / "state.pt"), STATE)
+    assert repr(load_state(tmp_path / "state.pt")) == repr(STATE)  # with the types of numbers and tensors
 
 
 Point = namedtuple("Point", "x y")

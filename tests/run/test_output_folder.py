@@ -242,15 +242,6 @@ def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, n
     assert (tmp_path / "result.json").exists()
 
 
-@pytest.mark.parametrize("place", [".", "actor"])
-def test_the_checkpoints_of_a_model_that_cannot_be_read_stay(tmp_path, place):
-    leave(tmp_path, f"{FINISHED} checkpoint")
-    (tmp_path / place).mkdir(exist_ok=True)
-    (tmp_path / place / "model.safetensors").write_bytes(b"damaged")
-    assert "a saved model cannot be read: add --resume_force" in earlier(tmp_path)
-    assert (tmp_path / "checkpoints/step_000004").exists()
-
-
 OF_A_RUN = [
     "eval/step_000004.jsonl", "best/actor/model.safetensors", "nonfinite/step_1/bundle.pt", "trackers.json",
     "best.old/model.safetensors", "best.partial/model.safetensors", "health.jsonl", "samples.jsonl", "starts.jsonl",

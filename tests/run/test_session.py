@@ -37,22 +37,6 @@ def test_a_run_saves_its_last_step_and_a_longer_run_resumes_from_it(tmp_path):
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_overwrite_repeats_a_finished_run(tmp_path, monkeypatch):
-    run(tmp_path, 2)
-    (tmp_path / "result.json").write_text("{}")
-    trainer = Trainer()
-    with monkeypatch.context() as patch:
-        stop_from(patch, 1)
-        with pytest.raises(StopRequested):
-            train(open_run(tmp_path, "--overwrite_output_dir", "True", "--seed", "5"), trainer, trainer.to(3))
-    assert steps_of(tmp_path) == [1] and names(tmp_path) == ["step_000001"]
-    assert run(tmp_path, 3, "--overwrite_output_dir", "True", "--seed", "5").position == (3, 0)
-    assert steps_of(tmp_path) == [1, 2, 3], "the interrupted run resumes"
-    (tmp_path / "result.json").write_text("{}")
-    longer = open_run(tmp_path, "--resume_force", "True")
-    assert longer.checkpoint == tmp_path / "checkpoints/step_000003", "--resume_force extends a finished run"
-
-
 def test_a_stopped_run_is_saved_and_resume_never_starts_from_scratch(tmp_path, monkeypatch):
     trainer = Trainer()
     with monkeypatch.context() as patch:
