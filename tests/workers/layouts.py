@@ -50,6 +50,7 @@ CASES = {
     "orpo": "",
     "ppo": "--entropy_coef 0.01",
     "ppo lora": f"{LORA} --kl_estimator full --kl_loss_coef 0.1 --kl_loss_estimator full",
+    "ppo lora alone": LORA,
     "ppo dora": f"{LORA} --use_dora",
     "ppo clip_cov": "--policy_loss clip_cov --covariance_share 0.3 --high_entropy_share 0.5 --entropy_coef 0.01 "
     "--loss_aggregation seq_mean_token_sum",
@@ -81,7 +82,7 @@ LAUNCHES = {
         *((task, 3, 2, PACKED) for task in ("reward", "dpo", "kto", "process", "orpo", "ppo")),
         *((task, 0, 2, PADDED) for task in ("sft", "dpo", "ppo")),
         ("sft", 3, 2, f"{CHECKPOINTING} {SPARING}"), ("sft lora", 3, 2, f"{CHECKPOINTING} {SPARING}"),
-        ("ppo lora", 3, 2, f"{PADDED} {TILED}"),
+        ("ppo lora alone", 3, 2, f"{PADDED} {TILED}"),
     ]),
     "groups": (4, 2, [
         ("sft", 3, 1, f"{CHECKPOINTING} {TILED}"), ("ppo", 3, 2, f"{TILED} --micro_batch_tokens 96"), ("dpo", 0, 2, ""),
