@@ -38,7 +38,7 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, dtype, said):
     lm.forward = forward
     policy = PolicyModel(lm)
     select_kernels(policy)
-    assert not policy.layout.fused
+    assert not (policy.layout.fused or policy.layout.shares or policy.layout.reads_few)
     [line] = said
     assert "LlamaForCausalLM" in line
     rows = rollout()
@@ -127,7 +127,7 @@ def fail(problem, *args, **kwargs):
 
 
 @pytest.mark.parametrize("kind", ["module", "config", "router"])
-def test_a_model_with_noise_in_training_does_not_share(kind):
+def test_a_model_with_noise_in_training_runs_all_tokens_of_each_row(kind):
     model = without_dropout(new_model("mixtral" if kind == "router" else "llama"))
     if kind == "module":
         model.model.layers[0].mlp.register_module("noise", torch.nn.Dropout(0.1))
@@ -137,8 +137,9 @@ def test_a_model_with_noise_in_training_does_not_share(kind):
         model.config.router_jitter_noise = 0.1
     policy = PolicyModel(model)
     select_kernels(policy)
-    assert policy.layout.packed and not policy.layout.shares
+    assert policy.layout.packed and not (policy.layout.shares or policy.layout.reads_few)
     select_kernels(policy.eval())
+    assert policy.layout.reads_few is (kind != "router"), "a mixture of experts runs all tokens"
     assert policy.layout.shares, "a reference or a reward model runs without noise"
 
 
@@ -160,12 +161,6 @@ def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
     policy.layout = replace(policy.layout, shares=False)
     select_kernels(policy)
     assert policy.layout.packed and not policy.layout.shares
-
-
-def test_a_head_that_needs_whole_logits_is_not_shared():
-    policy = PolicyModel(new_model("llama"), Layout(fused=False))
-    select_kernels(policy)
-    assert not policy.layout.shares
 
 
 # The last MLP for few tokens
@@ -211,15 +206,6 @@ def test_a_model_that_mixes_tokens_after_the_last_mlp_runs_all_tokens():
     policy = PolicyModel(lm)
     select_kernels(policy)
     assert policy.layout.fused and not policy.layout.reads_few
-
-
-def test_a_model_that_trains_with_dropout_runs_all_tokens():
-    policies = [PolicyModel(new_model("llama")) for _ in range(2)]
-    for policy in policies:
-        policy.lm.model.layers[0].mlp.dropout = torch.nn.Dropout(0.1)
-    select_kernels(policies[0].train())
-    select_kernels(policies[1].eval())
-    assert [policy.layout.reads_few for policy in policies] == [False, True]
 
 
 # On a GPU

@@ -14,7 +14,6 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     GPT2Config,
-    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPTJConfig,
     GPTJForCausalLM,
@@ -62,14 +61,6 @@ def expected_scores(model):
 def test_public_reward_model_scores_as_in_transformers(assets):
     model = LlamaForSequenceClassification.from_pretrained(assets / "reward").eval()
     torch.testing.assert_close(scores_of(assets / "reward"), expected_scores(model), rtol=0, atol=1e-5)
-
-
-def test_learned_absolute_positions_and_another_architecture(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 100, "initializer_range": 0.5}
-    model = GPT2ForSequenceClassification(GPT2Config(**sizes, num_labels=1, pad_token_id=None)).eval()
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(scores_of(tmp_path), expected_scores(model), rtol=0, atol=1e-5)
 
 
 def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):

@@ -9,12 +9,11 @@ from tiny_models import new_model
 
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs, response_values
-from dschat_ppo.models.packing import NAME, reason_not_to_pack, token_states
+from dschat_ppo.models.packing import NAME, reason_not_to_pack
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.shared_prompts import common_beginnings, lay_out
-from dschat_ppo.types import full_sequences
 
 
 @pytest.mark.parametrize(("kind", "layout", "tokens"), [
@@ -68,19 +67,6 @@ def test_a_layout_by_hand():
     assert rows.places[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10]
     assert rows.places[1, :3].tolist() == [11, 12, 13]
     assert rows.places[2, :9].tolist() == first
-
-
-def test_groups_leave_the_fewest_tokens():
-    """All rows begin with the same ten tokens (a template), and each prompt of 30 has two answers."""
-    template = torch.arange(10)
-    prompts = [torch.cat([template, 100 * (1 + p) + torch.arange(20)]) for p in range(2)]
-    ids = torch.stack([torch.cat([prompts[row % 2], 1000 + 10 * row + torch.arange(3)]) for row in range(4)])
-    order, shared, leaders = beginnings(ids, torch.full((4,), 33))
-    assert sorted(shared) == [0, 0, 30, 30]
-    assert all(leader % 2 == row % 2 and (shared[row] == 0) == (leader == row) for row, leader in enumerate(leaders))
-    assert {row % 2 for row in order[:2]} != {row % 2 for row in order[2:]}
-    alone = ids[:2]  # one answer to each: the template is worth sharing
-    assert sorted(beginnings(alone, torch.full((2,), 33))[1]) == [0, 10]
 
 
 def most_saved(words: list[list[int]]) -> int:
@@ -146,17 +132,3 @@ def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
     torch.testing.assert_close(shared.chosen, separate.chosen)
     torch.testing.assert_close(shared.probability, separate.probability, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(of_shared, of_separate, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
-def test_soft_caps_and_sinks_see_the_beginning_too(name):
-    """They have no kernel in PyTorch, so `select_kernels` does not share there; their attention is exact."""
-    model = new_model(name).base_model
-    ids, lengths = full_sequences(rollout())
-    places = torch.arange(ids.numel()).view(ids.shape)
-    with torch.no_grad():
-        states, places = token_states(model, Layout(shares=True), ids, lengths, places)
-        assert len(states) < lengths.sum()
-        for row, length in enumerate(lengths.tolist()):
-            alone = model(input_ids=ids[row : row + 1, :length]).last_hidden_state[0]
-            torch.testing.assert_close(states[places[row, :length]], alone, rtol=0, atol=1e-5)

@@ -72,15 +72,6 @@ def test_a_reward_model_counts_all_tokens_of_real_rows(packed, last_only):
     assert_equal(load, load_alone(classifier.model, ids, LENGTHS, [0, 2]))
 
 
-def test_nothing_is_recorded_outside_the_context():
-    lm = new_model("mixtral")
-    ids, wanted = rows()
-    with recorded_router(torch.ones(3, dtype=torch.bool), 2) as recorder:
-        pass
-    PolicyModel(lm)(ids, wanted)
-    assert not recorder.loads
-
-
 def test_recomputed_activations_give_the_same_gradient():
     ids, wanted = rows()
     found = []

@@ -33,15 +33,9 @@ def engine_with(value: float, dtype: torch.dtype = torch.float32) -> SimpleNames
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_bad_weight_is_named(dtype):
     require_finite_weights("actor", engine_with(-6e4, dtype))
-    for value in (NAN, INF, -INF):
+    for value in (NAN, INF, -INF, *([7e4] if dtype == torch.float16 else [])):
         with pytest.raises(NonFiniteError, match=r"^actor: weights are not finite \(rank 0: 1\.weight\): an update"):
             require_finite_weights("actor", engine_with(value, dtype))
-
-
-def test_weights_beyond_the_range_of_fp16_are_found_in_fp16_only():
-    require_finite_weights("critic", engine_with(7e4))
-    with pytest.raises(NonFiniteError, match=r"^critic: .*1\.weight"):
-        require_finite_weights("critic", engine_with(7e4, torch.float16))
 
 
 @pytest.mark.parametrize(
