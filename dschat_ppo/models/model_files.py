@@ -40,6 +40,13 @@ OF_A_RUN = {
 }  # fmt: skip
 
 
+# Ends of the names of settings -> their largest values.
+LARGEST = {
+    ("layer", "layers", "label", "labels"): 10_000,
+    ("size", "dim", "heads", "embd", "d_model", "positions", "embeddings"): 50_000_000,
+}
+
+
 def check_settings(folder: str, refused: str) -> None:
     """Refuse settings of a folder's `config.json` whose weights this project cannot read, and note those that it
     ignores. `refused` begins the error message."""
@@ -48,6 +55,10 @@ def check_settings(folder: str, refused: str) -> None:
     if not isinstance(settings, dict):
         raise UserError(f"{refused}: it is not a JSON object")
     found = list(_all_settings(settings))
+    for name, value in found:  # before transformers builds so many parts, or tensors of such sizes
+        most = next((most for ends, most in LARGEST.items() if name.endswith(ends)), None)
+        if most is not None and isinstance(value, (int, float)) and value > most:
+            raise UserError(f"{refused}: '{name}' is above {most}, which no model has")
     for value in (value for name, value in found if name == "quantization_config" and value):
         method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
         raise UserError(

@@ -13,7 +13,7 @@ from dschat_ppo.models.loading import check_causal_lm, check_sequence_classifier
 from dschat_ppo.models.tokenizers import load_tokenizer
 
 FLAG = "--model_name_or_path"
-VALUES = ["abc", "", -1, 0, 3, 1e308, 0.5, float("nan"), None, True, [], {}, [1, 2], {"a": 1}]
+VALUES = ["abc", "", -1, 0, 3, 10**12, 10**40, 1e308, 0.5, float("nan"), None, True, [], {}, [1, 2], {"a": 1}]
 FURTHER_KEYS = {
     "config.json": "auto_map num_labels id2label quantization_config layer_types rope_scaling text_config",
     "tokenizer_config.json": "chat_template added_tokens_decoder extra_special_tokens auto_map unk_token",
@@ -88,6 +88,7 @@ def test_malformed_config_files_are_rejected(model, name):
     ("kind", "settings", "words"),
     [
         ("lm", {"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion, before they take memory
+        ("lm", {"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
         ("lm", {"num_attention_heads": 3}, "config.json"),
         ("lm", {"num_key_value_heads": 0}, "LlamaConfig"),
         ("lm", {"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
