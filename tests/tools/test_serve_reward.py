@@ -167,6 +167,10 @@ def test_a_failing_model_and_a_score_that_is_not_finite(capfd):
     assert "RuntimeError: no memory" in capfd.readouterr().err
 
 
+def test_only_this_machine_reaches_the_server_by_default():
+    assert serve_reward.read_arguments(["--model", "m"]).host == "127.0.0.1"
+
+
 def test_invalid_arguments_are_rejected(assets, tmp_path, capsys):
     prm = shutil.copytree(assets / "reward", tmp_path / "prm")
     config = json.loads((prm / "config.json").read_text())
