@@ -14,6 +14,7 @@ from models import SHAPES, Workload, config_of, language_model, workload
 from rollout import by_transformers, by_us, limits
 from transformers import PreTrainedModel
 
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.run.process_group import init_process_group
@@ -33,15 +34,17 @@ def seconds(run: Callable[[], object]) -> float:
 def rollout(found: Findings, tiny: bool, shape: str) -> None:
     """64 rows of 512 + 512 tokens, more rows of varied lengths, nucleus sampling, and `generate` on the first."""
     device = init_process_group()
-    model = language_model(config_of(512, 2, 128) if tiny else SHAPES[shape], device.type)
+    config = config_of(512, 2, 128) if tiny else SHAPES[shape]
+    theirs, model = (language_model(config, device.type) for _ in range(2))
+    use_fast_layers(model)
     rows, shrink = (4, 32) if tiny else (64, 1)
     work = workload("long", model.config.vocab_size, rows, shrink)
     found.measure("limit_64", lambda: limits(model, work, rows)[0])
     ours = found.measure("ours_64", lambda: measured(model, work, rows))
     if "tokens_per_s" in ours and isinstance(found.found["limit_64"], float):
         found.add("ours_64", ours | {"share_of_limit": ours["tokens_per_s"] / found.found["limit_64"]})
-    by_transformers(model, replace(work, answer_lengths=work.answer_lengths.clamp_max(4)), rows)  # warm-up
-    plain = found.measure("transformers_64", lambda: work.tokens / seconds(lambda: by_transformers(model, work, rows)))
+    by_transformers(theirs, replace(work, answer_lengths=work.answer_lengths.clamp_max(4)), rows)  # warm-up
+    plain = found.measure("transformers_64", lambda: work.tokens / seconds(lambda: by_transformers(theirs, work, rows)))
     if isinstance(plain, float) and "tokens_per_s" in ours:
         found.add("ratio_to_transformers", ours["tokens_per_s"] / plain)
     nucleus = SamplingParameters(top_p=0.9)

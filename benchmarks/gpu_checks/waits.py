@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig, Qwen2Config
 
 from dschat_ppo.common.phases import current_phase
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.run.process_group import init_process_group
 from gpu_checks.run_part import Findings
@@ -50,6 +51,7 @@ def of_rollout(config: PretrainedConfig, device: torch.device, tiny: bool) -> di
     """Waits in rollouts of 64 rows of equal length, by the profiler: those per token are what the second half of the
     tokens adds."""
     model, rows = language_model(config, device.type), 4 if tiny else 64
+    use_fast_layers(model)
     work, on_gpu, counts = workload("fixed", config.vocab_size, rows, 8 if tiny else 1), device.type == "cuda", []
     for lengths in (work.answer_lengths // 2, work.answer_lengths):
         graphs, part = RolloutGraphs(), replace(work, answer_lengths=lengths)
