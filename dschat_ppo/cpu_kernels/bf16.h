@@ -38,8 +38,10 @@ static inline float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    uint32_t bits = (uint32_t)((int32_t)(n < -125.0f ? -125.0f : n) + 126) << 23; // 2^(n - 1): n may be 128
-    float half_power;
-    memcpy(&half_power, &bits, 4);
-    return x < -86.0f ? 0.0f : p * half_power * 2.0f;
+    uint32_t bits; // the exponent of p, from 0.7 to 1.5, grows by n; a product with 2^n could overflow where n is 128
+    memcpy(&bits, &p, 4);
+    bits += (uint32_t)(int32_t)(n < -125.0f ? -125.0f : n) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x < -86.0f ? 0.0f : x > 88.722f ? INFINITY : x == x ? power : x;
 }

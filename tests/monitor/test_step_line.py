@@ -13,9 +13,9 @@ METRICS = {
 
 
 def progress_at(done: int, total: int, seconds: float, tokens: float = 0.0) -> Progress:
-    times = iter([0.0, seconds])
-    bar = Progress("PPO", total, done - 1, clock=lambda: next(times, seconds))
-    bar.advance(tokens)
+    """After `done` steps, of which the last took `seconds`."""
+    bar = Progress("PPO", total, done)
+    bar._ends.extend([(0.0, 0.0), (seconds, tokens)])
     return bar
 
 
@@ -50,8 +50,8 @@ def test_the_line_of_steps_1_and_2_has_rate_and_time_left():
 
 @pytest.mark.parametrize(("every", "printed"), [(1, [1, 2, 3, 4, 5]), (2, [1, 2, 4, 5]), (10, [1, 5])])
 def test_lines_come_every_so_many_steps_and_at_both_ends(every, printed, said):
-    bar = Progress("PPO", 5)
-    for _ in range(5):
-        bar.advance()
-        show_step(ppo_columns(False, False), METRICS, bar, ConsoleFlags(logging_steps=every))
+    with Progress("PPO", 5) as bar:
+        for _ in range(5):
+            bar.advance()
+            show_step(ppo_columns(False, False), METRICS, bar, ConsoleFlags(logging_steps=every))
     assert [int(line.split("/")[0].removeprefix("step ")) for line in said] == printed

@@ -191,7 +191,7 @@ def test_rows_that_are_too_long_are_handled_as_in_the_steps():
     ([*MODELS, "--use_reward_model"], "--use_reward_model: has no effect here"),
     ([*MODELS, "--samples", "0"], "--samples.*above 0"), ([*MODELS, "--show", "-1"], "--show.*0 or above"),
     ([*MODELS, "--samples", "2", "--decoding", "greedy"], "--samples has no effect with --decoding greedy"),
-    ([*MODELS, "--process_reward", "min", "--reward_function", "length"], "--process_reward has no effect"),
+    ([*MODELS, "--process_reward", "min", "--reward_function", "length"], "--process_reward min has no effect"),
     (["--model", "a", "a", "--data_path", "d"], "--model names a model twice"),
     ([*MODELS, "--min_p", "2"], "--min_p must be a number from 0 to 1"),
     ([*MODELS, "--actor_learning_rate", "1"], "unknown flag or value"),
