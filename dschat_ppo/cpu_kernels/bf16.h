@@ -27,10 +27,9 @@ static inline float rounded(float value) { return wide(narrow(value)); }
 // exp by 2^n times a polynomial of the rest (Cephes' expf), because compilers vectorise it and not the library's.
 // Relative error below 2e-7 from -86 to 88.7; 0 below, infinity above. NaN stays NaN.
 static inline float fast_exp(float x) {
-    float high = x > 89.0f ? 89.0f : x;
-    float n = floorf(high * 1.44269504f + 0.5f);
+    float n = floorf(x * 1.44269504f + 0.5f);
     // ln 2 in two parts, of which n times the first is exact; fmaf, because compilers may reorder sums and products
-    float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, high));
+    float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, x));
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -40,8 +39,8 @@ static inline float fast_exp(float x) {
     p = p * r * r + r + 1.0f;
     uint32_t bits; // the exponent of p, from 0.7 to 1.5, grows by n; a product with 2^n could overflow where n is 128
     memcpy(&bits, &p, 4);
-    bits += (uint32_t)(int32_t)(n < -125.0f ? -125.0f : n) << 23;
+    bits += (uint32_t)(int32_t)n << 23; // of NaN nothing is added
     float power;
     memcpy(&power, &bits, 4);
-    return x < -86.0f ? 0.0f : x > 88.722f ? INFINITY : x == x ? power : x;
+    return x < -86.0f ? 0.0f : x > 88.722f ? INFINITY : power;
 }
