@@ -62,4 +62,4 @@ def aggregate(losses: Tensor, mask: Tensor, mode: LossAggregation, denominators:
     if mode == "seq_mean_token_mean":
         return row_means(losses, mask).sum() / denominators.rows  # (B, R) -> (B,) -> scalar
     counts = {"token_mean": denominators.tokens, "seq_mean_token_sum": denominators.rows}
-    return masked_sum(losses, mask) / counts.get(mode, denominators.constant)
+    return masked_sum(losses, mask) / (counts | {"constant": denominators.constant})[mode]
