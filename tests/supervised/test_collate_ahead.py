@@ -48,7 +48,8 @@ def test_the_next_step_is_made_while_the_current_one_is_used_and_no_other():
     drawn = []
     with closing(collated(numbers, ROWS, (drawn.append(step) or step for step in ONE_ROW_STEPS), CPU)) as steps:
         next(steps)
-        assert drawn == [[[0]], [[1]]]
+        assert drawn == [[[0]], [[1]]] and threads() == ["collate_0"]
+    assert not threads(), "of a closed generator"
 
 
 def test_an_error_is_raised_where_its_step_is_taken():
@@ -62,13 +63,6 @@ def test_an_error_is_raised_where_its_step_is_taken():
         for _, take in steps:
             found += take()
     assert found == [[0], [1]] and not threads()
-
-
-def test_a_closed_generator_leaves_no_thread():
-    with closing(collated(numbers, ROWS, iter(STEPS), CPU)) as steps:
-        next(steps)
-        assert threads() == ["collate_0"]
-    assert not threads()
 
 
 def test_the_thread_copies_to_the_gpu_of_its_rank(monkeypatch):

@@ -29,7 +29,7 @@ ROWS = Dataset.from_list(
          "step_labels": [1.0, 1.0, 0.0]},
     ]
 )  # fmt: skip
-WORDS = ["--objective", "process", "--step_separator", "\\n\\n"]
+CONFIG = config_of("--objective", "process", "--step_separator", "\\n\\n")
 
 
 @pytest.fixture(scope="module")
@@ -43,80 +43,51 @@ def score(classifier, row, end: int) -> torch.Tensor:
     return classifier(torch.tensor([row["prompt_ids"] + row["answers"][0][: end + 1]])).logits[0, 0]
 
 
-def steps_of(classifier, numbers) -> list[tuple[torch.Tensor, float]]:
-    rows = [ROWS[number] for number in numbers]
-    return [(score(classifier, row, end), label) for row in rows
-            for end, label in zip(row["step_ends"], row["step_labels"], strict=True)]  # fmt: skip
-
-
-def cross_entropy(value: float, label: float) -> float:
-    p = 1 / (1 + math.exp(-value))
-    return -label * math.log(p) - (1 - label) * math.log(1 - p)
-
-
-def run(model, indices, num_steps: float, sources=(), rows=ROWS):
-    objective, sums = process_objective(0, CPU, config_of(*WORDS)), MetricSums(sources)
-    loss = objective.loss(model, objective.collate(rows, indices), torch.tensor(num_steps), sums)
-    return loss, sums.reduce()
-
-
 @pytest.mark.parametrize("packed", [False, True])
-def test_loss_and_metrics_match_single_steps(classifier, packed):
-    model = ScalarModel(classifier)
+def test_loss_metrics_and_gradients_match_single_steps(classifier, packed):
+    """Two rows are of data set "a", one of "b"; the optimizer step has 24 steps of answers."""
+    model, objective, sums = ScalarModel(classifier), process_objective(0, CPU, CONFIG), MetricSums(("a", "b", "c"))
     if packed:
         assert select_kernels(model) is None and model.layout.packed
-    loss, metrics = run(model, [2, PADDING_ROW, 0, 1], 6)
+    batch = objective.collate(ROWS.add_column("source", [0, 1, 0]), [2, PADDING_ROW, 0, 1])
+    assert objective.count(batch).item() == 6 and objective.size(batch).tolist() == [3, 7 + 7 + 3]
+    classifier.zero_grad()
+    loss = objective.loss(model, batch, torch.tensor(24), sums)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in classifier.named_parameters() if p.grad is not None}
+    classifier.zero_grad()
+
+    losses, right, labels = [], [], []
+    for row in ROWS:
+        for end, label in zip(row["step_ends"], row["step_labels"], strict=True):
+            value = score(classifier, row, end)
+            p = torch.sigmoid(value)
+            losses.append(-label * torch.log(p) - (1 - label) * torch.log(1 - p))
+            right.append((value.item() > 0) == (label >= 0.5))
+            labels.append(label)
+    assert labels == [1, 0, 0.25, 1, 1, 0]
+    of_a, of_b, good, bad = [0, 1, 3, 4, 5], [2], [0, 3, 4], [1, 2, 5]
+
+    def mean(values, places=range(6)) -> float:
+        return sum(float(values[place]) for place in places) / len(places)
+
     with torch.no_grad():
-        steps = [(float(value), label) for value, label in steps_of(classifier, [2, 0, 1])]
-    right = [(value > 0) == (label >= 0.5) for value, label in steps]
-    good = [label >= 0.5 for _, label in steps]
-    expected = sum(cross_entropy(*step) for step in steps) / 6
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
-    assert metrics == pytest.approx({
-        "loss": expected, "accuracy": sum(right) / 6, "good_share": sum(good) / 6,
-        "accuracy_good": sum(r for r, g in zip(right, good, strict=True) if g) / sum(good),
-        "accuracy_bad": sum(r for r, g in zip(right, good, strict=True) if not g) / (6 - sum(good)),
-    }, rel=1e-5)  # fmt: skip
-    assert sorted(metrics) == sorted(config_of(*WORDS).reward.eval_metrics)
-    part, _ = run(model, [2, PADDING_ROW, 0, 1], 24)
-    assert part.item() == pytest.approx(expected / 4, rel=1e-5), "divided by the steps of the whole optimizer step"
-
-
-def test_gradients_match_plain_transformers(classifier):
-    classifier.zero_grad()
-    run(ScalarModel(classifier), [0, 1, 2], 6)[0].backward()
-    ours = {name: p.grad.clone() for name, p in classifier.named_parameters() if p.grad is not None}
-    classifier.zero_grad()
-    total = 0.0
-    for value, label in steps_of(classifier, [0, 1, 2]):
-        p = torch.sigmoid(value)
-        total = total - label * torch.log(p) - (1 - label) * torch.log(1 - p)
-    (total / 6).backward()
-    assert "score.weight" in ours
-    for name, grad in ours.items():
+        expected = {"loss": mean(losses), "accuracy": mean(right), "good_share": 0.5}
+        expected |= {"accuracy_good": mean(right, good), "accuracy_bad": mean(right, bad)}
+        assert sorted(expected) == sorted(CONFIG.reward.eval_metrics)
+        for name, places in (("a", of_a), ("b", of_b)):
+            expected |= {f"loss/{name}": mean(losses, places), f"accuracy/{name}": mean(right, places)}
+    assert sums.reduce() == pytest.approx(expected, rel=1e-5)
+    assert loss.item() == pytest.approx(expected["loss"] / 4, rel=1e-5)
+    (sum(losses) / 24).backward()
+    assert "score.weight" in gradients
+    for name, grad in gradients.items():
         torch.testing.assert_close(grad, classifier.get_parameter(name).grad, rtol=1e-3, atol=1e-5, msg=name)
     classifier.zero_grad()
 
 
-def test_counts_and_metrics_by_data_set(classifier):
-    objective = process_objective(0, CPU, config_of(*WORDS))
-    rows = ROWS.add_column("source", [0, 1, 0])
-    batch = objective.collate(rows, [1, PADDING_ROW, 0])
-    assert objective.count(batch).item() == 3
-    assert objective.size(batch).tolist() == [2, 7 + 3]
-    _, metrics = run(ScalarModel(classifier), [1, PADDING_ROW, 0], 3, ("a", "b", "c"), rows)
-    with torch.no_grad():
-        for name, number in (("a", 0), ("b", 1)):
-            steps = [(float(value), label) for value, label in steps_of(classifier, [number])]
-            losses = [cross_entropy(*step) for step in steps]
-            assert metrics[f"loss/{name}"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-            right = [(value > 0) == (label >= 0.5) for value, label in steps]
-            assert metrics[f"accuracy/{name}"] == sum(right) / len(right)
-    assert "loss/c" not in metrics
-
-
 def test_the_saved_model_is_a_classifier_that_knows_its_separator(classifier, tmp_path, assets):
-    objective, model = process_objective(0, CPU, config_of(*WORDS)), ScalarModel(classifier)
+    objective, model = process_objective(0, CPU, CONFIG), ScalarModel(classifier)
     described = objective.describe(model, TokenRows(ROWS, None))
     with torch.no_grad():
         last = [float(score(classifier, row, len(row["answers"][0]))) for row in ROWS]

@@ -13,6 +13,7 @@ from pairs_of_answers import CPU, LONG_PROMPTS, REAL, ROWS, config_of, run_loss,
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import LlamaForSequenceClassification as LlamaClassifier
 
+from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.saving import save_model
@@ -43,37 +44,26 @@ def scores_alone(classifier: LlamaClassifier, numbers) -> np.ndarray:
     ("words", "coefficient", "with_margin"),
     [([], 0.0, True), (["--no_use_margin"], 0.0, False), (["--center_rewards_coef", "0.5"], 0.5, True)],
 )
-def test_reward_loss_with_margin_and_centering(classifier, words, coefficient, with_margin):
-    expected, centering = 0.0, 0.0
-    for number, (chosen, rejected) in zip(REAL, scores_alone(classifier, REAL), strict=True):
-        lead = chosen - rejected - (ROWS[number]["margin"] if with_margin else 0.0)
-        centering += (chosen + rejected) ** 2 / 3
-        expected += math.log(1 + math.exp(-lead)) / 3
-    config = config_of(*words)
+def test_loss_and_metrics_match_scores_of_single_answers(classifier, words, coefficient, with_margin):
+    """Pairs 4 and 0 are of data set "c", pair 2 of "a"; the step has nine pairs."""
+    config, sums = config_of(*words), MetricSums(("a", "b", "c"))
     objective = reward_objective(0, CPU, config)
-    loss, metrics = run_loss(objective, ScalarModel(classifier), ROWS)
-    assert sorted(metrics) == sorted(config.reward.eval_metrics)
-    assert loss.item() == pytest.approx(expected + coefficient * centering, rel=1e-5)
-    assert metrics["loss"] == pytest.approx(loss.item())
-    assert metrics.get("centering_loss") == (pytest.approx(centering, rel=1e-5) if coefficient else None)
-
-
-@pytest.mark.parametrize("coefficient", [0.0, 0.5])
-def test_loss_and_accuracy_by_data_set(classifier, coefficient):
-    rows = ROWS.add_column("source", [2, 0, 0, 1, 2])  # of the batch: pairs 4 and 0 are of "c", pair 2 of "a"
-    objective = reward_objective(0, CPU, config_of("--center_rewards_coef", str(coefficient)))
-    sums = MetricSums(("a", "b", "c"))
-    objective.loss(ScalarModel(classifier), objective.collate(rows, [4, -1, 0, 2]), torch.tensor(9), sums)
-    metrics = sums.reduce()
-    assert not {"loss/b", "accuracy/b"} & set(metrics), "no pair of the batch"
-    for name, numbers in (("a", [2]), ("c", [4, 0])):
-        scores = scores_alone(classifier, numbers)
-        losses = [
-            math.log(1 + math.exp(-(chosen - rejected - ROWS[n]["margin"]))) + coefficient * (chosen + rejected) ** 2
-            for n, (chosen, rejected) in zip(numbers, scores, strict=True)
-        ]
-        assert metrics[f"loss/{name}"] == pytest.approx(np.mean(losses), rel=1e-5)
-        assert metrics[f"accuracy/{name}"] == np.mean(scores[:, 0] > scores[:, 1])
+    batch = objective.collate(ROWS.add_column("source", [2, 0, 0, 1, 2]), [4, PADDING_ROW, 0, 2])
+    loss = objective.loss(ScalarModel(classifier), batch, torch.tensor(9), sums)
+    chosen, rejected = scores_alone(classifier, REAL).T
+    margin, centering = np.array([ROWS[n]["margin"] for n in REAL]), (chosen + rejected) ** 2
+    losses = np.log1p(np.exp(-(chosen - rejected - with_margin * margin))) + coefficient * centering
+    right = chosen > rejected
+    expected = {
+        "loss": losses.mean(), "accuracy": right.mean(), "margin": (chosen - rejected).mean(),
+        "chosen_score": chosen.mean(), "rejected_score": rejected.mean(),
+    }  # fmt: skip
+    expected |= {"centering_loss": centering.mean()} if coefficient else {}
+    assert sorted(expected) == sorted(config.reward.eval_metrics)
+    for name, places in (("a", [2]), ("c", [0, 1])):
+        expected |= {f"loss/{name}": losses[places].mean(), f"accuracy/{name}": right[places].mean()}
+    assert sums.reduce() == pytest.approx(expected, rel=1e-4)
+    assert loss.item() == pytest.approx(losses.sum() / 9, rel=1e-5)
 
 
 @pytest.mark.parametrize(("held_out", "numbers"), [(None, range(5)), ([1, 3, 4], [1, 3, 4])])
@@ -92,14 +82,13 @@ def test_score_statistics_use_evaluation_rows_if_there_are_any(classifier, held_
     AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("words", [(), ("--packing", "--max_seq_len", "64")])
-def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients(words):
+def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients():
     found = []
     for shares in (False, True):
         torch.manual_seed(3)
         model = ScalarModel(LlamaClassifier(tiny_config(num_labels=1)).eval(), Layout(packed=True, shares=shares))
         tokens = tokens_run(model)
-        loss, metrics = run_loss(reward_objective(0, CPU, config_of(*words)), model, LONG_PROMPTS, (2, 0, 1))
+        loss, metrics = run_loss(reward_objective(0, CPU, config_of()), model, LONG_PROMPTS, (2, 0, 1))
         loss.backward()
         found.append((metrics, {name: p.grad for name, p in model.named_parameters()}, tokens))
     (metrics, gradients, separate), (same, shared_gradients, shared) = found
