@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,25 +133,24 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], Ro
     words = [row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)]
     order = sorted(range(len(words)), key=words.__getitem__)  # rows that begin alike are neighbours
     equal = (ids[order[1:]] == ids[order[:-1]]).long().cumprod(dim=1).sum(dim=1)  # (B - 1,)
-    common = torch.minimum(equal, torch.minimum(sizes[order[1:]], sizes[order[:-1]])).tolist()
+    common = torch.minimum(equal, torch.minimum(sizes[order[1:]], sizes[order[:-1]])).numpy()
 
     # Groups `[start, end)` of the sorted rows, each of which saves its beginning in all rows but the first. For the
     # first `end` rows: the most tokens saved, and the start of their last group. Of equal choices the latest counts.
-    saved, begin = [0, 0], [0, 0]
+    saved, begin = np.zeros(len(words) + 1, dtype=np.int64), [0, *range(len(words))]
     for end in range(2, len(words) + 1):
-        best, chosen, start, shared = saved[-1], end - 1, end - 2, common[end - 2]
-        while start >= 0 and (shared := min(shared, common[start])) >= LEAST_TOKENS:
-            if (total := saved[start] + (end - 1 - start) * shared) > best:
-                best, chosen = total, start
-            start -= 1
-        saved.append(best)
-        begin.append(chosen)
+        shared = np.minimum.accumulate(common[end - 2 :: -1])  # by a last group that starts at end - 2, end - 3, ...
+        shared = shared[shared >= LEAST_TOKENS]
+        totals = saved[end - 1 - len(shared) : end - 1][::-1] + np.arange(1, len(shared) + 1) * shared
+        saved[end] = max(saved[end - 1], totals.max(initial=0))
+        if saved[end] > saved[end - 1]:
+            begin[end] = end - 2 - int(totals.argmax())
 
     leaders, of_group, end = [0] * len(words), [0] * len(words), len(words)
     while end > 0:
         start = begin[end]
         for row in order[start:end]:
-            leaders[row], of_group[row] = order[start], min(common[start : end - 1], default=0)
+            leaders[row], of_group[row] = order[start], min(common[start : end - 1].tolist(), default=0)
         end = start
     return order, RowPrompts(
         torch.tensor(leaders, device=lengths.device), torch.tensor(of_group, device=lengths.device)

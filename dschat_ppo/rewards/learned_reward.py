@@ -60,18 +60,14 @@ class ModelReward:
 
     engine: Model  # around a `ScalarModel`, or the model itself
     batch_tokens: int = BATCH_TOKENS  # most tokens of a forward pass when called as a reward source
-    steps: StepScoring | None = (
-        None  # aggregates the scores of an answer's steps; None takes the score at the last token
-    )
-    own: PreTrainedTokenizerBase | None = (
-        None  # of a model with another vocabulary than the actor's; encodes texts again
-    )
+    steps: StepScoring | None = None  # of an answer's steps; None takes the score at the last token
+    own: PreTrainedTokenizerBase | None = None  # encodes texts again, for another vocabulary than the actor's
     max_length: int = sys.maxsize  # with `own`, longer sequences lose their start
     moments: tuple[float, float] | None = None  # mean and standard deviation by which scores are standardised
     name = "model"
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32, `scores` or those of `steps`, in several passes. Collective: all ranks run equally many passes. If
+        """(B,) fp32, in several passes. Collective: all ranks run equally many passes. If
         the tokenizer or the template of the reward model rejects a row of some rank, every rank raises
         `RewardServiceError`."""
         if self.own is None:

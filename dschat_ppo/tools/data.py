@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
 
 def show(words: argparse.Namespace, config: StepConfig) -> None:
     """Prepare the data of a step as training does, and log samples of each data set."""
-    # after the flags are checked: it takes seconds
     quiet_hugging_face()
+    # after the flags are checked: these imports take seconds
     from datasets import Dataset
 
     from dschat_ppo.data.prepare import prepare

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.checkpoint.identity import RunInputs
-from dschat_ppo.checkpoint.store import CheckpointFolder
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
@@ -144,6 +145,13 @@ def test_what_is_no_checkpoint_is_refused(runs, tmp_path, capsys):
         ([tmp_path / "damaged"], "has no intact checkpoint"),
     ):  # fmt: skip
         assert said in refusal(capsys, words[0], tmp_path / "out", *words[1:])
+
+
+def test_a_run_with_a_value_that_left_has_the_default_now(runs, tmp_path):
+    shutil.copytree(CheckpointFolder(runs / "whole").root / "step_000001", old := tmp_path / "step_000001")
+    manifest = Manifest.read(old)
+    replace(manifest, config=manifest.config | {"attn_implementation": "flex_attention"}).write(old)
+    assert checkpoint_models.open_checkpoint(old).config.memory.attn_implementation == "auto"
 
 
 def test_a_model_that_is_gone_is_named_by_a_flag(runs, tmp_path, capsys):
