@@ -181,11 +181,13 @@ def _sampled(line: dict[str, Any]) -> list[Answer]:
 
 
 def _evaluated(step: int, line: dict[str, Any]) -> list[Answer]:
-    """The answers of one line of `eval/step_N.jsonl`, to one prompt."""
-    columns, found = zip(line["answers"], line["scores"], line["lengths"], line["ended"], strict=True), []
+    """The answers of one line of `eval/step_N.jsonl`, to one prompt. In steps 1 and 2 nothing, or a reward model alone,
+    scores them, so that their lines have fewer keys."""
+    texts, found = line["answers"], []
+    columns = zip(texts, line.get("scores") or [None] * len(texts), line["lengths"], line["ended"], strict=True)
     for number, (text, score, tokens, ended) in enumerate(columns):
-        scores = {str(name): number_or_none(own[number]) for name, own in line["scores_by_source"].items()}
-        kl = number_or_none(line["kl"][number]) if line["kl"] is not None else None
+        scores = {str(name): number_or_none(own[number]) for name, own in line.get("scores_by_source", {}).items()}
+        kl = number_or_none(line["kl"][number]) if line.get("kl") is not None else None
         per_token = kl / tokens if kl is not None and tokens > 0 else None
         found.append(
             Answer("held-out", step, str(line["prompt"]), str(text), number_or_none(score), scores, per_token,

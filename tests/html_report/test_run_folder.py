@@ -60,6 +60,17 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     ]  # fmt: skip
 
 
+def test_answers_of_steps_1_and_2(tmp_path):
+    """Whose lines are those of `supervised_run.write_answers`: without scores, or with those of a reward model."""
+    of_data = {"prompt": "p", "answers": ["a"], "lengths": [3], "ended": ["data"]}
+    pair = {"prompt": "p", "answers": ["a", "b"], "lengths": [3, 4], "ended": ["chosen", "rejected"], "scores": [1, 0]}
+    run = read_run(write_run(tmp_path, [{"step": 1}], step_000001=[of_data], step_000002=[pair]), "a")
+    assert run.damaged == {}
+    assert [(one.step, one.text, one.score, one.ended) for one in run.answers] == [
+        (1, "a", None, "data"), (2, "a", 1, "chosen"), (2, "b", 0, "rejected"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("config", "expected"), [
     ({"actor_model_name_or_path": "m"}, "PPO"),
     ({"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}, "PPO (grpo)"),
