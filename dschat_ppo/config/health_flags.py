@@ -54,9 +54,6 @@ PPO_RULES: tuple[Rule, ...] = (
         "solved",
         "read the answers (--print_answers) and test the reward on them; raise --reward_clip if it clips them; use "
         "harder prompts, a higher --temperature or more --n_samples_per_prompt"),
-    Rule("source_constant", "warning", "reward/NAME_std", "below, of one of several sources", 0.001,
-        "this reward source gives every answer the same score, so it teaches nothing",
-        "test the source on some answers; correct it, or remove it from --reward_function", lasts=True),
     Rule("reward_faults", "warning", "reward/function_faults", "at least this share of the answers", 0.1,
         "a reward function raises an exception or exceeds --reward_timeout; such answers get --reward_default",
         "read the first traceback in logs/rank_R.log and correct the function or raise --reward_timeout"),
@@ -67,10 +64,6 @@ PPO_RULES: tuple[Rule, ...] = (
         "the policy exploits a weakness of the reward: it scores higher by length or by moving far from the reference",
         "read the answers; raise --kl_coef, lower --actor_learning_rate, stop at an earlier checkpoint, or correct the "
         "reward (a length penalty: --overlong_buffer)"),
-    Rule("length_creep", "warning", "rollout/length_mean", "above the first window times it", 1.5,
-        "longer answers score higher, or the loss favours them; this is expected when you train reasoning",
-        "check whether the longer answers are better; if not, use a reward that ignores length, --overlong_buffer, or "
-        "--loss_aggregation token_mean"),
     Rule("fewer_answers_end", "warning", "rollout/ended_share", "below the mean minus it", 0.3,
         "answers run into the length limit, and the reward does not penalise that",
         "raise --missing_eos_penalty or --max_answer_seq_len"),
@@ -89,10 +82,6 @@ PPO_RULES: tuple[Rule, ...] = (
         "the critic does not learn, or the score is noise to it",
         "raise --critic_learning_rate or --critic_warmup_rollouts, check the reward, or use an --advantage_estimator "
         "without a critic", lasts=True),
-    Rule("critic_lags", "warning", "value/mean", "a standard deviation from the mean return", None,
-        "the critic is too slow for the returns, which change faster or have another scale",
-        "raise --critic_learning_rate or --critic_warmup_rollouts, widen --value_clip_eps, or scale the scores "
-        "(--normalize_rewards running)", lasts=True),
     Rule("logprob_diff_high", "warning", "rollout/logprob_diff_mean", "above", 0.1,
         "the precision is too low, or generation and training run different weights or kernels",
         "use --dtype fp32 or --rollout_engine padded to find out which; correct for it with --importance_correction"),

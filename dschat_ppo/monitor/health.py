@@ -21,6 +21,7 @@ HEALTH = "health.jsonl"
 CALM = 3  # steps without a warning after which it is over
 COMPLETE = ("reward/score_std", "loss")  # a step without any of them made no update
 LENGTH = "rollout/length_mean"
+LONGER = 1.5  # factor of the length of answers, or of the KL, that is more than noise
 SHORT_ANSWER = 8  # tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
 RISE = 0.25  # of a score, in standard deviations, that is more than noise
 WORSE = 0.002  # nats by which a held-out loss is higher by more than rounding
@@ -40,7 +41,6 @@ class History:
     limits: Metrics  # rule -> threshold
     past: deque[Metrics]  # of the last `window` steps before it, oldest first; fewer at the start of a run
     now: Metrics = field(default_factory=dict)
-    first_lengths: list[float] = field(default_factory=list)  # of the answers, of each of the first `window` steps
     lowest_loss: float = math.inf  # the lowest mean loss of `window` steps in a row so far
     # (step, held-out loss, mean training loss since the evaluation before), oldest first
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)
@@ -62,8 +62,6 @@ class History:
         if not any(name in self.now for name in COMPLETE):
             return
         self.past.append(self.now)
-        if LENGTH in self.now and len(self.first_lengths) < self.window:
-            self.first_lengths.append(self.now[LENGTH])
         losses = [metrics["loss"] for metrics in self.past if "loss" in metrics]
         if len(losses) == self.window:
             self.lowest_loss = min(self.lowest_loss, sum(losses) / self.window)
@@ -130,18 +128,6 @@ def scores_equal(history: History) -> str | None:
     return None
 
 
-def source_constant(history: History) -> str | None:
-    """One of several reward sources gives all answers that it scores the same score."""
-    now, limit, count = history.now, history.limits["source_constant"], history.now.get("rollout/count", 1)
-    sources = [name for name in now if name.startswith("reward/") and name.endswith("_std")]
-    constant = [
-        f"{name} is {now[name]:.3g}" for name in sources
-        if name not in ("reward/score_std", "reward/clipped_std") and now[name] < limit
-        and count * now.get(f"{name.removesuffix('_std')}_share", 1.0) >= 2
-    ]  # fmt: skip
-    return f"{', '.join(constant)}, below {limit:g}" if constant else None
-
-
 def reward_faults(history: History) -> str | None:
     """A reward function fails on many answers, which get the default score."""
     faults, count = history.now.get("reward/function_faults", 0.0), history.now.get("rollout/count", 0)
@@ -156,16 +142,6 @@ def duplicate_answers(history: History) -> str | None:
     if share >= limit or length < SHORT_ANSWER:
         return None
     return f"rollout/distinct_share is {share:.3g}, below {limit:g}, with {length:.0f} tokens per answer"
-
-
-def critic_lags(history: History) -> str | None:
-    """The mean value is further from the mean return than one standard deviation of the returns. (Where the returns are
-    all equal, `scores_equal` is the rule.)"""
-    names = ("value/mean", "value/return_mean", "value/return_std")
-    value, target, spread = (history.now.get(name, math.nan) for name in names)
-    if not (abs(value - target) > spread >= history.limits["scores_equal"]):  # also without a critic
-        return None
-    return f"value/mean is {value:.3g}, but value/return_mean is {target:.3g} with a standard deviation of {spread:.3g}"
 
 
 def against_mean(
@@ -199,26 +175,14 @@ def reward_exploited(history: History) -> str | None:
     if names[0] not in halves or names[1] not in halves:
         return None
     (score, score_now), (length, length_now), (kl, kl_now) = (halves.get(name, (0.0, 0.0)) for name in names)
-    limits, factor = history.limits, history.limits["length_creep"]
+    limits = history.limits
     rises = score_now - score > RISE * max(history.now.get("reward/score_std", 0.0), limits["scores_equal"])
     explodes = kl_now > max(limits["kl_spike"], 3 * kl)
-    climbs = length_now > factor * length and (kl_now > factor * max(kl, SMALL_KL) or names[2] not in halves)
+    climbs = length_now > LONGER * length and (kl_now > LONGER * max(kl, SMALL_KL) or names[2] not in halves)
     if not rises or not (explodes or climbs):
         return None
     grown = ", ".join(f"{name} from {older:.3g} to {newer:.3g}" for name, (older, newer) in halves.items())
     return f"within {history.window + 1} steps {grown} (means of each half)"
-
-
-def length_creep(history: History) -> str | None:
-    """Answers are longer than at the start of the run."""
-    length, factor, first = history.halves(LENGTH), history.limits["length_creep"], history.first_lengths
-    if length is None or len(first) < history.window or not sum(first):
-        return None
-    growth = length[1] / (sum(first) / len(first))
-    if growth <= factor:
-        return None
-    times = f"{growth:.2g} times that of the first {history.window} steps"
-    return f"{LENGTH} is {length[1]:.3g} tokens, {times}, above {factor:g}"
 
 
 def updates_skipped(history: History) -> str | None:
@@ -267,8 +231,8 @@ _AGAINST_MEANS: list[tuple[str, str, bool, Callable[[float, float], float], str]
 CHECKS: dict[str, Callable[[History], str | None]] = {row[0]: against_mean(*row) for row in _AGAINST_MEANS} | {
     function.__name__: function
     for function in (
-        first_ratio_not_one, scores_equal, source_constant, reward_faults, duplicate_answers, critic_lags,
-        reward_exploited, length_creep, updates_skipped, loss_grows, overfitting,
+        first_ratio_not_one, scores_equal, reward_faults, duplicate_answers, reward_exploited, updates_skipped,
+        loss_grows, overfitting,
     )
 }  # fmt: skip
 
@@ -349,7 +313,6 @@ class HealthWatch:
         return {
             "past": [dict(metrics) for metrics in history.past],
             "standing": dict(self._standing),
-            "start": {LENGTH: list(history.first_lengths)},
             "lowest": {"loss": history.lowest_loss} if history.lowest_loss < math.inf else {},
             "evaluations": list(history.evaluations),
             "losses": history.losses,
@@ -359,7 +322,7 @@ class HealthWatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
         self.history = replace(
-            self.history, past=deque(state["past"], self.history.window), first_lengths=list(state["start"][LENGTH]),
+            self.history, past=deque(state["past"], self.history.window),
             lowest_loss=state["lowest"].get("loss", math.inf), evaluations=list(state["evaluations"]),
             losses=state["losses"],
         )  # fmt: skip

@@ -194,8 +194,8 @@ def test_the_columns_of_the_flags_by_role():
 
 
 def test_thresholds_of_health_rules_and_windows():
-    read("ppo", "--health", "kl_spike=0.6,window=20", "critic_lags=off", "kl_negative=-0.1")
-    window, limits, off = thresholds(PPOHealthFlags(health=["kl_spike=0.6", "window=20", "critic_lags=off"]))
-    assert (window, limits["kl_spike"], off) == (20, 0.6, {"critic_lags"})
+    read("ppo", "--health", "kl_spike=0.6,window=20", "scores_equal=off", "kl_negative=-0.1")
+    window, limits, off = thresholds(PPOHealthFlags(health=["kl_spike=0.6", "window=20", "scores_equal=off"]))
+    assert (window, limits["kl_spike"], off) == (20, 0.6, {"scores_equal"})
     assert thresholds(PPOHealthFlags(health=["kl_spike=off", "kl_spike=0.7"]))[2] == set()  # the last word counts
     assert (thresholds(PPOHealthFlags())[0], thresholds(FitHealthFlags())[0]) == (10, 50)

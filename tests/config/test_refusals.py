@@ -74,7 +74,7 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--health reward_faults=-0.1", "takes 0 or above, or off"),
     ("ppo", "--health kl_spike", "kl_spike takes a number, or off"),
     ("ppo", "--health kl_negative=0.02", "takes 0 or below, or off"),
-    ("ppo", "--health critic_lags=2", "critic_lags takes off"),
+    ("ppo", "--health reward_exploited=2", "reward_exploited takes off"),
     ("ppo", "--health kl_spikes=1", "there is no rule 'kl_spikes'; did you mean kl_spike?"),
     ("sft", "--health kl_spike=1", "there is no rule 'kl_spike'; there are: window, loss_grows, overfitting"),
     # algorithm
