@@ -213,11 +213,6 @@ class StepBatch:
     data_sources: Tensor | None = None  # (B,)
 
 
-def real_rows(batch: SFTBatch | PairBatch) -> Tensor:
-    """(rows,) bool, False on the rows that only fill a batch."""
-    return batch.loss_mask.any(dim=1) if isinstance(batch, SFTBatch) else batch.pair_mask.repeat(2)
-
-
 def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], Tensor]:
     """(token rows, (B,) bool, whether each is real). A padding row is a copy of row 0."""
     return [rows[max(index, 0)] for index in indices], torch.tensor([index != PADDING_ROW for index in indices])
@@ -258,7 +253,7 @@ def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_pro
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
-    """Each prompt once with its chosen and once with its rejected answer, and what `with_reference` added."""
+    """Each prompt once with its chosen and once with its rejected answer, and what `with_references` added."""
     records, real = rows_at(rows, indices)
     answers = [r["answers"][side] for side in (0, 1) for r in records]
     ids, lengths, mask = answered(records * 2, answers, real.repeat(2), pad_id)

@@ -17,7 +17,7 @@ from dschat_ppo.common.progress import Progress
 from dschat_ppo.data.batches import optimizer_steps
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.types import Model
+from dschat_ppo.types import Model, to_device
 
 Batch = TypeVar("Batch")
 
@@ -28,13 +28,12 @@ class Objective(Generic[Batch]):
 
     Attributes:
         collate: `(rows, indices)` -> a batch on the device.
-        count: a batch's number of units (tokens, pairs) that the loss is a mean over, a scalar tensor.
-        size: a batch's number of samples, and of their tokens (prompt and answers), without padding: (2,) int64.
+        units: a batch's mask of the units that the loss is a mean over: tokens (B, T), or pairs or answers (B,) bool.
         loss: `(model, batch, total, sums)` -> the batch's part of the loss: its sum over units divided by `total`, the
             units of the whole optimizer step. Adds the batch's metrics to `sums`.
-        real_rows: (rows,) bool, False on the rows that only fill a batch.
-        summary: adds derived numbers to the reduced metrics.
         headline: names of the metrics in the log line of each step.
+        answers: rows of a batch for each sample.
+        summary: adds derived numbers to the reduced metrics.
         prepare: `(model, rows)` -> rows with columns computed by the untrained model, or None. Collective.
         describe: `(model, rows)` -> entries about the trained model for its config and `result.json`, or None.
             Collective.
@@ -44,16 +43,32 @@ class Objective(Generic[Batch]):
     """
 
     collate: Callable[[Dataset, Sequence[int]], Batch]
-    count: Callable[[Batch], Tensor]
-    size: Callable[[Batch], Tensor]
+    units: Callable[[Batch], Tensor]
     loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
-    real_rows: Callable[[Batch], Tensor]
-    summary: Callable[[dict[str, float]], dict[str, float]]
     headline: tuple[str, ...]
+    answers: int = 1
+    summary: Callable[[dict[str, float]], dict[str, float]] = dict
     prepare: Callable[[Model, TokenRows], TokenRows] | None = None
     describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
     score: Callable[[Model, Dataset, Sequence[int]], Tensor] | None = None
     complete: Callable[[Model, list[Batch]], list[Batch]] | None = None
+
+    def real_rows(self, batch: Any) -> Tensor:
+        """(rows,) bool, False on the rows that only fill a batch."""
+        units = self.units(batch)
+        return (units if units.dim() == 1 else units.any(dim=1)).repeat(self.answers)
+
+    def counts(self, batch: Any) -> Tensor:
+        """(3,) int64: units of a batch, samples, and their tokens (prompt and answers), without padding."""
+        real = self.real_rows(batch)
+        return torch.stack([self.units(batch).sum(), real.sum() // self.answers, batch.lengths[real].sum()])
+
+
+def on_device(
+    collate: Callable[..., Batch], device: torch.device, *settings: object
+) -> Callable[[Dataset, Sequence[int]], Batch]:
+    """`collate`, `(rows, indices, *settings)` -> a batch, for batches on the device."""
+    return lambda rows, indices: to_device(collate(rows, indices, *settings), device)
 
 
 @torch.no_grad()

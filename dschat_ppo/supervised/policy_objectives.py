@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,14 +46,12 @@ from dschat_ppo.data.batches import (
     PairBatch,
     collate_labelled,
     collate_pairs,
-    real_rows,
 )
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.objective import Objective, score_rows
-from dschat_ppo.supervised.reward_objectives import pair_size
-from dschat_ppo.types import Model, to_device
+from dschat_ppo.supervised.objective import Objective, on_device, score_rows
+from dschat_ppo.types import Model
 
 
 def dpo_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
@@ -85,41 +84,32 @@ def dpo_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums
     return loss.float()
 
 
-def add_references(model: Model, rows: Dataset, pad_id: int, device: torch.device, batch_size: int) -> Dataset:
-    """Add the log-probs of both answers under the current model, without dropout, to the rows. Collective."""
+def with_references(
+    model: Model, rows: TokenRows, score: Callable[[Model, Dataset, Sequence[int]], Tensor], batch_size: int
+) -> TokenRows:
+    """Add to all rows the column of the two log-probs of each under the current model, without dropout: what `score`
+    computes, (B, 2). Collective."""
 
-    def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
-        batch = to_device(collate_pairs(rows, indices, pad_id), device)
-        return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
+    def added(part: Any) -> Dataset:
+        logprobs = score_rows(model, part, partial(score, model), batch_size, "reference log-probs").double().cpu()
+        with main_rank_of_node_first():
+            return part.add_column(REF_LOGPROBS, list(logprobs.numpy()))
 
-    return with_reference(model, rows, score, batch_size)
-
-
-def with_reference(
-    model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int
-) -> Dataset:
-    """Add the column of the (rows, 2) log-probs that `score` computes. Collective."""
-    logprobs = score_rows(model, rows, score, batch_size, "reference log-probs").double().cpu()
-    with main_rank_of_node_first():
-        return rows.add_column(REF_LOGPROBS, list(logprobs.numpy()))
+    return replace(rows, train=added(rows.train), eval=None if rows.eval is None else added(rows.eval))
 
 
 def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
     """Mean loss over pairs; `prepare` adds the log-probs of the reference to the rows."""
+    collate = on_device(collate_pairs, device, pad_id)
 
-    def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
-        return to_device(collate_pairs(rows, indices, pad_id), device)
-
-    def prepare(model: Model, rows: TokenRows) -> TokenRows:
-        size = config.fit.per_device_eval_batch_size
-        train = add_references(model, rows.train, pad_id, device, size)
-        held_out = None if rows.eval is None else add_references(model, rows.eval, pad_id, device, size)
-        return replace(rows, train=train, eval=held_out)
+    def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
+        batch = collate(rows, indices)
+        return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
 
     return Objective(
-        collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(dpo_loss, flags=config.reward),
-        real_rows, dict,
-        ("loss", "accuracy", "margin"), prepare=prepare,
+        collate, lambda batch: batch.pair_mask, partial(dpo_loss, flags=config.reward),
+        ("loss", "accuracy", "margin"), answers=2,
+        prepare=partial(with_references, score=score, batch_size=config.fit.per_device_eval_batch_size),
     )  # fmt: skip
 
 
@@ -183,22 +173,6 @@ def mismatched_rows(rows: Dataset) -> np.ndarray:
     return other
 
 
-def add_kto_references(
-    model: Model, rows: Dataset, pad_id: int, device: torch.device, batch_size: int, max_seq_len: int
-) -> Dataset:
-    """Choose the mismatched answer of each row, and add the log-probs of both answers under the current model, without
-    dropout. Collective."""
-    with main_rank_of_node_first():
-        rows = rows.add_column(OTHER_ROW, mismatched_rows(rows))
-
-    def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
-        batch = to_device(collate_labelled(rows, indices, pad_id, max_seq_len), device)
-        own = answer_logprobs(model, batch.input_ids, batch.answer_mask)
-        return torch.stack([own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1)  # (B, 2)
-
-    return with_reference(model, rows, score, batch_size)
-
-
 def log_balance(rows: Dataset, flags: PreferenceFlags) -> None:
     """Log the numbers of desirable and undesirable answers; warn if the weights do not balance them."""
     labels = np.concatenate([part["label"] for part in rows.select_columns(["label"]).with_format("numpy").iter(10**6)])
@@ -222,21 +196,23 @@ def log_balance(rows: Dataset, flags: PreferenceFlags) -> None:
 
 def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[LabelledBatch]:
     """Mean loss over answers; `prepare` adds the log-probs of the reference to the rows."""
-    limit = config.fit.max_seq_len
+    collate = on_device(collate_labelled, device, pad_id, config.fit.max_seq_len)
 
-    def collate(rows: Dataset, indices: Sequence[int]) -> LabelledBatch:
-        return to_device(collate_labelled(rows, indices, pad_id, limit), device)
+    def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
+        batch = collate(rows, indices)
+        own = answer_logprobs(model, batch.input_ids, batch.answer_mask)
+        return torch.stack([own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1)  # (B, 2)
 
     def prepare(model: Model, rows: TokenRows) -> TokenRows:
         assert isinstance(rows.train, Dataset)
         log_balance(rows.train, config.reward)
-        size = config.fit.per_device_eval_batch_size
-        train = add_kto_references(model, rows.train, pad_id, device, size, limit)
-        held_out = None if rows.eval is None else add_kto_references(model, rows.eval, pad_id, device, size, limit)
-        return replace(rows, train=train, eval=held_out)
-
-    def size(batch: LabelledBatch) -> Tensor:
-        return torch.stack([batch.row_mask.sum(), batch.lengths[batch.row_mask].sum()])
+        with main_rank_of_node_first():
+            parts = [
+                None if part is None else part.add_column(OTHER_ROW, mismatched_rows(part))
+                for part in (rows.train, rows.eval)
+            ]
+        rows = replace(rows, train=parts[0], eval=parts[1])
+        return with_references(model, rows, score, config.fit.per_device_eval_batch_size)
 
     def with_margin(metrics: dict[str, float]) -> dict[str, float]:
         if not {"chosen_reward", "rejected_reward"} <= metrics.keys():  # answers of one kind only
@@ -244,8 +220,8 @@ def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         return {**metrics, "margin": metrics["chosen_reward"] - metrics["rejected_reward"]}
 
     return Objective(
-        collate, lambda batch: batch.row_mask.sum(), size, partial(kto_loss, flags=config.reward),
-        lambda batch: batch.row_mask, with_margin, ("loss", "accuracy", "kl"), prepare=prepare, complete=with_baseline,
+        collate, lambda batch: batch.row_mask, partial(kto_loss, flags=config.reward), ("loss", "accuracy", "kl"),
+        summary=with_margin, prepare=prepare, complete=with_baseline,
     )  # fmt: skip
 
 
@@ -287,11 +263,7 @@ def reference_free_loss(
 
 def reference_free_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
     """Mean loss over pairs; nothing is computed before training."""
-
-    def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
-        return to_device(collate_pairs(rows, indices, pad_id), device)
-
     return Objective(
-        collate, lambda batch: batch.pair_mask.sum(), pair_size, partial(reference_free_loss, flags=config.reward),
-        real_rows, dict, ("loss", "accuracy", "margin"),
+        on_device(collate_pairs, device, pad_id), lambda batch: batch.pair_mask,
+        partial(reference_free_loss, flags=config.reward), ("loss", "accuracy", "margin"), answers=2,
     )  # fmt: skip

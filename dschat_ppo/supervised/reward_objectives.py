@@ -17,12 +17,12 @@ from dschat_ppo.algorithms.preference_loss import (
 from dschat_ppo.algorithms.process_loss import step_losses
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
-from dschat_ppo.data.batches import PairBatch, StepBatch, collate_pairs, collate_steps, real_rows
+from dschat_ppo.data.batches import PairBatch, StepBatch, collate_pairs, collate_steps
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
 from dschat_ppo.rewards.learned_reward import SEPARATOR
-from dschat_ppo.supervised.objective import Objective, score_rows
-from dschat_ppo.types import Model, to_device
+from dschat_ppo.supervised.objective import Objective, on_device, score_rows
+from dschat_ppo.types import Model
 
 
 def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
@@ -49,11 +49,6 @@ def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricS
     return loss
 
 
-def pair_size(batch: PairBatch) -> Tensor:
-    """(2,) int64: pairs of the batch that are not padding, and the tokens of both of their rows."""
-    return torch.stack([batch.pair_mask.sum(), batch.lengths[batch.pair_mask.repeat(2)].sum()])
-
-
 def score_statistics(
     model: Model, rows: TokenRows, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int
 ) -> dict[str, float | str]:
@@ -65,9 +60,7 @@ def score_statistics(
 
 def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
     """Mean Bradley-Terry loss over pairs; `describe` measures mean and spread of the trained model's scores."""
-
-    def collate(rows: Dataset, indices: Sequence[int]) -> PairBatch:
-        return to_device(collate_pairs(rows, indices, pad_id), device)
+    collate = on_device(collate_pairs, device, pad_id)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
@@ -77,10 +70,8 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
         return score_statistics(model, rows, partial(score, model), config.fit.per_device_eval_batch_size)
 
     return Objective(
-        collate, lambda batch: batch.pair_mask.sum(), pair_size,
-        partial(reward_loss, flags=config.reward),
-        real_rows, dict,
-        ("loss", "accuracy", "margin"), describe=describe, score=score,
+        collate, lambda batch: batch.pair_mask, partial(reward_loss, flags=config.reward),
+        ("loss", "accuracy", "margin"), answers=2, describe=describe, score=score,
     )  # fmt: skip
 
 
@@ -103,18 +94,10 @@ def process_loss(model: Model, batch: StepBatch, num_steps: Tensor, sums: Metric
     return losses.sum() / num_steps
 
 
-def step_size(batch: StepBatch) -> Tensor:
-    """(2,) int64: rows of the batch that are not padding, and their tokens."""
-    real = batch.label_mask.any(dim=1)
-    return torch.stack([real.sum(), batch.lengths[real].sum()])
-
-
 def process_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[StepBatch]:
     """Mean loss over labelled steps; `describe` measures mean and spread of the scores at the last tokens, which score
     an answer unless step 3 aggregates the scores of its steps."""
-
-    def collate(rows: Dataset, indices: Sequence[int]) -> StepBatch:
-        return to_device(collate_steps(rows, indices, pad_id), device)
+    collate = on_device(collate_steps, device, pad_id)
 
     def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
         def score(rows: Dataset, indices: Sequence[int]) -> Tensor:
@@ -124,7 +107,4 @@ def process_objective(pad_id: int, device: torch.device, config: PreferenceConfi
         found = score_statistics(model, rows, score, config.fit.per_device_eval_batch_size)
         return found | {SEPARATOR: config.reward.separator}
 
-    return Objective(
-        collate, lambda batch: batch.label_mask.sum(), step_size, process_loss,
-        lambda batch: batch.label_mask.any(dim=1), dict, ("loss", "accuracy"), describe=describe,
-    )  # fmt: skip
+    return Objective(collate, lambda batch: batch.label_mask, process_loss, ("loss", "accuracy"), describe=describe)

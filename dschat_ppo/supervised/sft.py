@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.config.steps import SFTConfig
-from dschat_ppo.data.batches import SFTBatch, collate_sft, real_rows
+from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
 from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.run.start_and_end import tool_command
-from dschat_ppo.supervised.objective import Objective
+from dschat_ppo.supervised.objective import Objective, on_device
 from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags
-from dschat_ppo.types import Model, to_device
+from dschat_ppo.types import Model
 
 
 def sft_loss(model: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
@@ -35,13 +33,6 @@ def sft_loss(model: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums
     return -logprobs.sum() / num_tokens
 
 
-def sft_size(batch: SFTBatch) -> Tensor:
-    """(2,) int64: rows of the batch that are not padding, and their tokens."""
-    assert batch.lengths is not None
-    real = batch.loss_mask.any(dim=1)
-    return torch.stack([real.sum(), batch.lengths[real].sum()])
-
-
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
     """Add `perplexity = exp(loss)`."""
     return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))}
@@ -49,14 +40,8 @@ def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
 
 def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> Objective[SFTBatch]:
     """Mean cross entropy over the tokens of the answers."""
-
-    def collate(rows: Dataset, indices: Sequence[int]) -> SFTBatch:
-        return to_device(collate_sft(rows, indices, pad_id, train_on_prompt), device)
-
-    return Objective(
-        collate, lambda batch: batch.loss_mask.sum(), sft_size, sft_loss, real_rows,
-        with_perplexity, ("loss",),
-    )  # fmt: skip
+    collate = on_device(collate_sft, device, pad_id, train_on_prompt)
+    return Objective(collate, lambda batch: batch.loss_mask, sft_loss, ("loss",), summary=with_perplexity)
 
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:

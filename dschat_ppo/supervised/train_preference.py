@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.steps import PreferenceConfig
-from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE, PreferenceFlags
+from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.loading import (
@@ -25,15 +22,8 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.run.start_and_end import ppo_words, step_command, tool_command
 from dschat_ppo.supervised.objective import Objective
-from dschat_ppo.supervised.policy_objectives import (
-    dpo_loss,
-    dpo_objective,
-    kto_loss,
-    kto_objective,
-    reference_free_loss,
-    reference_free_objective,
-)
-from dschat_ppo.supervised.reward_objectives import process_loss, process_objective, reward_loss, reward_objective
+from dschat_ppo.supervised.policy_objectives import dpo_objective, kto_objective, reference_free_objective
+from dschat_ppo.supervised.reward_objectives import process_objective, reward_objective
 from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags
 
@@ -56,16 +46,6 @@ _AIMS = {
     "kto": "trains the policy itself on desirable and undesirable answers, against the model that it starts from",
     **dict.fromkeys(REFERENCE_FREE, "trains the policy itself on pairs of answers, without a reference"),
 }
-
-
-def loss_of_objective(flags: PreferenceFlags) -> Callable[..., Tensor]:
-    """`(model, batch, total, sums)` -> the loss of a batch, without packing, see `Objective`."""
-    if flags.objective == "process":
-        return process_loss
-    if flags.objective in REFERENCE_FREE:
-        return partial(reference_free_loss, flags=flags)
-    losses: dict[str, Callable[..., Tensor]] = {"reward": reward_loss, "kto": kto_loss}
-    return partial(losses.get(flags.objective, dpo_loss), flags=flags)
 
 
 def load_trained_model(

@@ -272,8 +272,8 @@ class SupervisedTrainer(Generic[Batch]):
             batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
         if objective.complete is not None:
             batches = objective.complete(self.engine, batches)
-        counts = [torch.cat([objective.count(batch).view(1), objective.size(batch)]) for batch in batches]
-        counted = dist.all_reduce(torch.stack(counts).sum(dim=0)) // dist.sequence_ranks()  # each row once
+        counts = torch.stack([objective.counts(batch) for batch in batches]).sum(dim=0)
+        counted = dist.all_reduce(counts) // dist.sequence_ranks()  # each row once
         total, samples, tokens = counted.unbind()
         total = total.clamp_min(1)
         sums = MetricSums(self.rows.sources)
@@ -309,7 +309,7 @@ class SupervisedTrainer(Generic[Batch]):
                 if self.objective.complete is not None:
                     batches = self.objective.complete(self.engine, list(batches))
                 for number, batch in enumerate(batches, start=1):
-                    self.objective.loss(self.engine, batch, self.objective.count(batch).clamp_min(1), sums)
+                    self.objective.loss(self.engine, batch, self.objective.units(batch).sum().clamp_min(1), sums)
                     report_phase(number, len(used), "batches")
                     heartbeat()
             self.engine.train()

@@ -30,7 +30,7 @@ from dschat_ppo.ppo.collect import generation_config
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.supervised.sft import sft_loss
-from dschat_ppo.supervised.train_preference import loss_of_objective
+from dschat_ppo.supervised.train_preference import OBJECTIVES
 from dschat_ppo.types import to_device
 
 SHOWN = 20  # at most, of parameter names
@@ -94,7 +94,8 @@ def loss_function(what: dict[str, Any], config: Any, model: Any, folder: Path, d
     constants, sums, device = what["constants"], MetricSums(), dist.device()
     if what["step_name"] != "ppo":
         total = torch.tensor(constants["total"], device=device)
-        loss: Any = sft_loss if what["step_name"] == "sft" else loss_of_objective(config.reward)
+        is_sft = what["step_name"] == "sft"
+        loss: Any = sft_loss if is_sft else OBJECTIVES[config.reward.objective](0, device, config).loss
         return lambda batch: loss(model, batch, total, sums)
     over = Denominators(**constants["over"])
     update: MiniBatch[Any] = MiniBatch([], over, constants["value_tokens"], constants["share"])

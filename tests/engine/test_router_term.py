@@ -5,7 +5,7 @@ import torch
 from tiny_models import new_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dschat_ppo.data.batches import SFTBatch, real_rows
+from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.router_term import RouterSettings, router_settings, with_router_term
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
@@ -13,6 +13,10 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.sft import sft_loss
 
 LENGTHS = torch.tensor([7, 4, 6, 5])
+
+
+def real_rows(batch: SFTBatch) -> torch.Tensor:
+    return batch.loss_mask.any(dim=1)
 
 
 def whole_step(lm):

@@ -25,7 +25,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.supervised.policy_objectives import add_references, dpo_objective
+from dschat_ppo.supervised.policy_objectives import dpo_objective
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
@@ -58,7 +58,7 @@ def gradients_of(module, objective, rows, micro_batches) -> tuple[float, dict[st
     """Loss of a step over the micro-batches, and its gradients."""
     module.zero_grad()
     batches = [objective.collate(rows, indices) for indices in micro_batches]
-    total, sums = torch.stack([objective.count(batch) for batch in batches]).sum(), MetricSums()
+    total, sums = torch.stack([objective.units(batch).sum() for batch in batches]).sum(), MetricSums()
     for batch in batches:
         objective.loss(module, batch, total, sums).backward()
     grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -100,9 +100,9 @@ def test_reward_training_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alo
 
 
 def test_dpo_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alone():
-    rows = add_references(PolicyModel(new_model("qwen2")), ROWS, 0, CPU, 4)
     module = PolicyModel(new_model("llama"))
     config = config_of("--objective", "dpo_nll", "--packing")
+    rows = dpo_objective(0, CPU, config).prepare(PolicyModel(new_model("qwen2")), TokenRows(ROWS, None)).train
     assert_equal(*packed_and_alone(module, lambda _: dpo_objective(0, CPU, config), rows, 25))
 
 

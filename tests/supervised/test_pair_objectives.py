@@ -22,7 +22,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.policy_objectives import add_references, dpo_objective, reference_free_objective
+from dschat_ppo.supervised.policy_objectives import dpo_objective, reference_free_objective
 
 BETA = 0.3
 WORDS = {  # objective -> its flags
@@ -116,9 +116,11 @@ def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients():
     found, reference = [], language_model(2)
     for shares in (False, True):
         trained = PolicyModel(language_model(1), Layout(packed=True, shares=shares))
-        rows = add_references(PolicyModel(reference, Layout(shares=shares)), LONG_PROMPTS, 0, CPU, batch_size=2)
+        objective = dpo_objective(0, CPU, config_of("--objective", "dpo"))
+        before = PolicyModel(reference, Layout(shares=shares))
+        rows = objective.prepare(before, TokenRows(LONG_PROMPTS, None)).train
         tokens = tokens_run(trained)
-        loss, metrics = run_loss(dpo_objective(0, CPU, config_of("--objective", "dpo")), trained, rows, (2, 0, 1))
+        loss, metrics = run_loss(objective, trained, rows, (2, 0, 1))
         loss.backward()
         found.append((metrics, {name: p.grad for name, p in trained.named_parameters()}, tokens))
     (metrics, gradients, separate), (same, shared_gradients, shared) = found

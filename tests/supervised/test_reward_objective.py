@@ -49,6 +49,8 @@ def test_loss_and_metrics_match_scores_of_single_answers(classifier, words, coef
     config, sums = config_of(*words), MetricSums(("a", "b", "c"))
     objective = reward_objective(0, CPU, config)
     batch = objective.collate(ROWS.add_column("source", [2, 0, 0, 1, 2]), [4, PADDING_ROW, 0, 2])
+    tokens = sum(len(ROWS[n]["prompt_ids"]) + len(answer) for n in REAL for answer in ROWS[n]["answers"])
+    assert objective.counts(batch).tolist() == [3, 3, tokens]
     loss = objective.loss(ScalarModel(classifier), batch, torch.tensor(9), sums)
     chosen, rejected = scores_alone(classifier, REAL).T
     margin, centering = np.array([ROWS[n]["margin"] for n in REAL]), (chosen + rejected) ** 2

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.batches import SFTBatch, real_rows
+from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply
@@ -61,7 +61,7 @@ def train_experts(folder: str, ids: list[int], coef: float, out: str) -> None:
 
     loss_of = partial(loss, sums=sums)
     if settings is not None:
-        loss_of = with_router_term(settings, "router_loss", [batch], loss, real_rows, sums)
+        loss_of = with_router_term(settings, "router_loss", [batch], loss, lambda rows: rows.loss_mask.any(dim=1), sums)
     apply(accumulate(engine, [batch], loss_of))
     weights = gather_state(engine.module.lm)
     if dist.is_main():
