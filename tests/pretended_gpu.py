@@ -7,7 +7,7 @@ with pretended_gpu() as seen:
 Without gradients: a build of torch for CPUs has no backward pass for another device.
 """
 
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,10 +35,10 @@ class Seen:
 
     def count(self, counter: Counter[tuple[str, str]], what: str) -> None:
         """Add one, at the line of the innermost function of the package or of transformers."""
-        frames = [
-            f for f in traceback.extract_stack() if "/dschat_ppo/" in f.filename or "/transformers/" in f.filename
-        ]
-        counter[what, f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "?"] += 1
+        frame, ours = sys._getframe(1), ("/dschat_ppo/", "/transformers/")
+        while frame is not None and not any(folder in frame.f_code.co_filename for folder in ours):
+            frame = frame.f_back
+        counter[what, f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}" if frame else "?"] += 1
 
 
 _SEEN: list[Seen] = []

@@ -4,6 +4,7 @@
 those of the reward step.
 """
 
+import re
 from dataclasses import dataclass
 
 RM_STATIC = "Dahoas/rm-static"
@@ -137,23 +138,6 @@ SCRIPTS = {
         "reward", FOUR_SETS,
         _fit(f"{OPT}350m", 4, "5e-5", "0.1", 1, f"{PADDING} 1 --dropout 0.0 --zero_stage 3 --offload"),
     ),
-    "dpo/llama2/run_llama2_7b": Script(
-        "dpo", (RM_STATIC,), _fit(LLAMA, 8, "9.65e-6", "0.1", 1, "--gradient_checkpointing --zero_stage 3 --offload")
-    ),
-    "dpo/llama2/run_llama2_7b_lora": Script(
-        "dpo", (RM_STATIC,),
-        _fit(LLAMA, 8, "9.65e-6", "0.1", 1, f"--gradient_checkpointing --zero_stage 3 --offload {LLAMA_LORA}"),
-    ),
-    "dpo/opt/multi_node/run_350m": Script("dpo", FOUR_SETS, _fit(f"{OPT}350m", 2, "5e-5", "0.1", 1, NO_DROPOUT)),
-    "dpo/opt/single_gpu/run_350m": Script("dpo", (), f"--model_name_or_path {SMALL}"),
-    "dpo/opt/single_node/run_350m": Script("dpo", FOUR_SETS, _fit(f"{OPT}350m", 4, "5e-5", "0.1", 1, NO_DROPOUT)),
-    "dpo/opt/single_node/sweep/run_single": Script(
-        "dpo", FOUR_SETS, _fit(f"{OPT}350m", 4, "5e-5", "0.1", 1, f"{PADDING} 1 {NO_DROPOUT}")
-    ),
-    "dpo/opt/single_node/sweep/run_step2_sweep": Script(
-        "dpo", FOUR_SETS,
-        _fit(f"{OPT}350m", 4, "5e-5", "0.1", 1, f"{PADDING} 1 --dropout 0.0 --zero_stage 3 --offload"),
-    ),
     "step3/llama2/run_llama2_7b": Script(
         "ppo", (RM_STATIC,), _ppo(1, 3, f"{CHECKPOINTING} --offload_reference_model {HYBRID}")
     ),
@@ -203,6 +187,12 @@ SCRIPTS = {
     "step3/opt/single_node/sweep/run_step3_sweep": Script(
         "ppo", (RM_STATIC,), _ppo(4, 3, f"--print_answers {HYBRID} --offload {ACTOR_LORA}", decay="0")
     ),
+}  # fmt: skip
+SCRIPTS |= {
+    name.replace("step2", "dpo", 1): Script(
+        "dpo", script.data, script.flags if "sweep" in name else re.sub(rf" {PADDING} \d", "", script.flags)
+    )
+    for name, script in SCRIPTS.items() if name.startswith("step2")
 }  # fmt: skip
 
 # Scripts whose optimizer step takes the rows of several PPO steps, which here are one: the --generation_batches for it.

@@ -223,32 +223,6 @@ def test_a_malformed_file_is_an_error(tmp_path, name, content, words):
     assert "\n" not in str(problem.value) and len(str(problem.value)) < 700
 
 
-MUTATED = {**CONTENT, "a.txt": b"some\ntext\n" * 20, "plain.parquet": parquet(compression="none", use_dictionary=False)}
-MUTATED |= {f"a.jsonl{packing}": PACK[packing](CONTENT["a.jsonl"]) for packing in (".gz", ".zst")}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATED)
-def test_mutated_and_truncated_files_give_rows_or_a_one_line_error(tmp_path, name):
-    rng, content = random.Random(name), MUTATED[name]
-    for number in range(12):
-        damaged = bytearray(content)
-        for _ in range(rng.choice((1, 3, 20))):
-            damaged[rng.randrange(len(damaged))] ^= rng.randrange(1, 256)
-        if number % 3 == 0:
-            del damaged[rng.randrange(1, len(damaged)) :]
-        if number % 7 == 0:
-            damaged = damaged[len(damaged) // 2 :] + damaged[: len(damaged) // 2]
-        path = tmp_path / f"{number}_{name}"
-        path.write_bytes(damaged)
-        try:
-            splits = load(tmp_path, path)
-            assert len(list(splits.train)) == len(splits.train) > 0
-            assert all(str(path) in text for text in origins_of(splits.train))
-        except UserError as problem:
-            assert str(path) in str(problem) and "\n" not in str(problem) and len(str(problem)) < 1500
-
-
 def test_what_is_no_regular_file_is_refused_and_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "dead.jsonl").symlink_to(tmp_path / "nowhere")

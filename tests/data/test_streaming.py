@@ -5,8 +5,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +19,6 @@ from prepared import PAIRS, TOKENIZER, flags_for, listed, write_jsonl
 from streams import FEATURES, NumberFile, expected, source_of, tokens_of
 
 from dschat_ppo.common import stop_requests
-from dschat_ppo.config.cli import parse
 from dschat_ppo.data import parts, streaming
 from dschat_ppo.data.batches import chunked_order
 from dschat_ppo.data.parts import Batch, FilePart
@@ -47,6 +44,7 @@ def small_chunks(monkeypatch):
     """Of 8 token rows, read in batches of 7 raw rows."""
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
     monkeypatch.setattr(parts, "BATCH_ROWS", 7)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # how long an end waits for its worker
 
 
 def rest_of(parts, share=ALL, *position) -> list[tuple[str, int]]:
@@ -276,7 +274,7 @@ def long_rows(batch):
 
 def test_the_end_of_the_process_ends_the_run_where_its_rows_are_needed():
     rows = tried(long_rows)
-    time.sleep(1)  # half a chunk is in the pipe
+    time.sleep(0.5)  # half a chunk is in the pipe
     os.kill(rows._worker._workers[0].pid, signal.SIGKILL)
     time.sleep(0.5)
     assert number_of(rows, 5) == 6  # what is there can be used
@@ -291,29 +289,24 @@ def test_the_launchers_signals_do_not_end_the_process():
     assert number_of(rows, 40) == NUMBERS[40]
 
 
-@pytest.mark.parametrize("end", ["sys.exit(0)", "os.kill(os.getpid(), 9)"])
-def test_no_process_is_left_when_the_rank_ends(tmp_path, end):
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, sys, time\nfrom pathlib import Path\nfrom streams import *\n"
-        "from dschat_ppo.data.streaming import StreamedRows\n"
-        "def make(batch):\n    time.sleep(1 if batch.rows[0]['n'] > 20 else 0)\n    return tokens_of(batch)\n"
-        "from dschat_ppo.data import parts, streaming\nstreaming.CHUNK_ROWS, parts.BATCH_ROWS = 8, 7\n"
-        "rows = StreamedRows([source_of(NumberFile(0, 99), make=make)], 50, FEATURES, 'f')\n"
-        f"time.sleep(0.5)\nprint(rows._worker._workers[0].pid, flush=True)\n{end}\n"
-    )
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = os.environ | {"PYTHONPATH": path}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
-    pid, until = int(result.stdout.split()[-1]), time.monotonic() + 20
-    assert "Traceback" not in result.stderr
+def test_no_process_is_left_when_the_rank_is_killed():
+    read, write = os.pipe()
+    rank = os.fork()
+    if rank == 0:  # whose stream takes its time
+        rows = tried(lambda batch: time.sleep(1 if batch.rows[0]["n"] > 20 else 0) or tokens_of(batch))
+        os.write(write, str(rows._worker._workers[0].pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(write)
+    with os.fdopen(read) as told:
+        pid, until = int(told.readline()), time.monotonic() + 20
+    os.waitpid(rank, 0)
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < until, result.stderr
+        assert time.monotonic() < until
         time.sleep(0.05)
 
 
 def slowly(batch):
-    time.sleep(0.3)
+    time.sleep(0.1)
     return tokens_of(batch)
 
 
@@ -353,7 +346,7 @@ def train(tmp_path: Path, *paths: str, rows: int | None = 60, use: str = "sft", 
     return prepare(use, TOKENIZER, flags_for(tmp_path, *paths, rows=rows, use=use, **flags), limit)
 
 
-@pytest.mark.parametrize(("use", "limit"), [("sft", 64), ("sft", 14), ("preference", 14), ("prompt", 64)])
+@pytest.mark.parametrize(("use", "limit"), [("sft", 14), ("preference", 14), ("prompt", 64)])
 def test_the_token_rows_equal_those_without_streaming(tmp_path, use, limit):
     path = write_jsonl(tmp_path / "data.jsonl", SIXTY)
     plain = train(tmp_path, path, rows=None, use=use, limit=limit)
@@ -362,15 +355,16 @@ def test_the_token_rows_equal_those_without_streaming(tmp_path, use, limit):
     assert found.sources == plain.sources == ("data",) and found.eval is None
 
 
-def test_the_rows_of_the_three_steps_are_disjoint(tmp_path):
-    path = write_jsonl(tmp_path / "data.jsonl", [SIXTY[i % 60] | {"prompt": f"prompt {i}"} for i in range(2000)])
-    parts = []
-    for use, count in (("sft", 400), ("preference", 800), ("prompt", 800)):
+def test_the_rows_of_the_three_steps_are_disjoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "CHUNK_ROWS", 200)
+    path = write_jsonl(tmp_path / "data.jsonl", [SIXTY[i % 60] | {"prompt": f"prompt {i}"} for i in range(1000)])
+    found = []
+    for use, count in (("sft", 200), ("preference", 400), ("prompt", 400)):
         rows = train(tmp_path, path, rows=count, use=use, data_split="2,4,4").train
-        parts.append({tuple(rows[i]["prompt_ids"]) for i in range(count)})
-    assert len(set.union(*parts)) == 2000
-    with pytest.raises(UserError, match="has only 400 rows for this step; set --streaming_rows 400 or less"):
-        rows = train(tmp_path, path, rows=401, data_split="2,4,4").train
+        found.append({tuple(rows[i]["prompt_ids"]) for i in range(count)})
+    assert len(set.union(*found)) == 1000
+    with pytest.raises(UserError, match="has only 200 rows for this step; set --streaming_rows 200 or less"):
+        rows = train(tmp_path, path, rows=201, data_split="2,4,4").train
         list(map(rows.__getitem__, chunked_order(rows, 0, 0)))
 
 
@@ -424,9 +418,3 @@ def test_the_fingerprint_is_that_of_the_files_not_of_their_place(tmp_path):
     other = write_jsonl(tmp_path / "copy" / "data.jsonl", SIXTY)
     assert train(tmp_path, other, rows=30).train.fingerprint == one
     assert train(tmp_path, write_jsonl(tmp_path / "data.jsonl", SIXTY[::-1])).train.fingerprint != one
-
-
-def test_dpo_needs_all_rows():
-    words = "--model_name_or_path m --data_path d --output_dir o --streaming --streaming_rows 5 --objective dpo"
-    with pytest.raises(UserError, match="--objective dpo computes log-probs .* does not go with --streaming"):
-        parse("reward", words.split())

@@ -37,34 +37,43 @@ def logprobs(engine) -> torch.Tensor:
     return engine(ids, torch.ones_like(ids, dtype=torch.bool))[0]
 
 
-def test_actor_and_critic_train_and_reference_and_reward_do_not(assets):
-    engines = engines_of(assets)
-    kinds = [type(e.module) for e in (engines.actor, engines.reference, engines.critic, engines.reward)]
+@pytest.fixture(scope="module")
+def plain(assets) -> RLHFEngine:
+    return engines_of(assets)
+
+
+def test_actor_and_critic_train_and_reference_and_reward_do_not(plain):
+    kinds = [type(e.module) for e in (plain.actor, plain.reference, plain.critic, plain.reward)]
     assert kinds == [PolicyModel, PolicyModel, ScalarModel, ScalarModel]
-    assert engines.trained == {"actor": engines.actor, "critic": engines.critic}
-    assert [learning_rates(engine)["lr"] for engine in engines.trained.values()] == [0.25, 0.5]
-    assert torch.equal(logprobs(engines.actor), logprobs(engines.reference)), "to the last bit"
-    frozen = [*engines.reference.module.parameters(), *engines.reward.module.parameters()]
+    assert plain.trained == {"actor": plain.actor, "critic": plain.critic}
+    assert [learning_rates(engine)["lr"] for engine in plain.trained.values()] == [0.25, 0.5]
+    assert torch.equal(logprobs(plain.actor), logprobs(plain.reference)), "to the last bit"
+    frozen = [*plain.reference.module.parameters(), *plain.reward.module.parameters()]
     assert not any(parameter.requires_grad for parameter in frozen)
-    assert engines.actor_average is None
-    assert engines.hybrid.model is engines.actor.module.lm
-    assert engines.reward.module.layout == engines.critic.module.layout
-    assert engines.reference.module.layout == engines.actor.module.layout, "the same bits before any update"
+    assert plain.actor_average is None
+    assert plain.hybrid.model is plain.actor.module.lm and plain.hybrid.sleeping == []
+    assert plain.reward.module.layout == plain.critic.module.layout
+    assert plain.reference.module.layout == plain.actor.module.layout, "the same bits before any update"
 
 
-def test_every_role_has_the_attention_of_the_flag(assets):
+def test_every_role_has_the_attention_of_the_flag(assets, plain):
     roles = ("actor", "reference", "critic", "reward")
-    for choice in ("auto", "eager"):
-        engines = engines_of(assets, "--attn_implementation", choice, reference=str(assets / "uniform_lm"))
+    eager = engines_of(assets, "--attn_implementation", "eager", reference=str(assets / "uniform_lm"))
+    for choice, engines in (("auto", plain), ("eager", eager)):
         modules = [getattr(engines, role).module for role in roles]
         assert [module.layout.attention for module in modules] == 4 * [choice]
         assert all(module.layout.packed and module.layout.shares for module in modules)
         assert [module.config._attn_implementation for module in modules] == 4 * ["sdpa"]
-    torch.testing.assert_close(logprobs(engines.actor), logprobs(engines_of(assets).actor), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logprobs(eager.actor), logprobs(plain.actor), rtol=0, atol=1e-5)
 
 
-def test_train_and_eval_switch_dropout_of_actor_and_critic_alone(assets):
-    engines = engines_of(assets, "--actor_dropout", "0.5")
+def test_dropout_checkpointing_average_and_sleep_follow_their_flags(assets):
+    words = "--actor_gradient_checkpointing --critic_gradient_checkpointing --enable_ema --sleep_in_rollout"
+    engines = engines_of(assets, *words.split(), "--actor_dropout", "0.5")
+    assert engines.hybrid.sleeping == [engines.actor, engines.reference, engines.critic, engines.reward]
+    assert engines.actor.module.lm.is_gradient_checkpointing
+    assert engines.critic.module.classifier.is_gradient_checkpointing
+    assert set(engines.actor_average.state_dict()) == {name for name, _ in engines.actor.module.lm.named_parameters()}
     assert not torch.equal(logprobs(engines.actor), logprobs(engines.actor)), "training mode, with dropout"
     engines.eval()
     assert not engines.critic.module.training
@@ -81,35 +90,27 @@ def test_roles_that_the_run_does_not_use_are_none(assets):
     assert list(engines.trained) == ["actor"]
 
 
-def test_checkpointing_and_the_moving_average_follow_their_flags(assets):
-    words = ("--actor_gradient_checkpointing", "--critic_gradient_checkpointing", "--enable_ema")
-    engines = engines_of(assets, *words)
-    assert engines.actor.module.lm.is_gradient_checkpointing
-    assert engines.critic.module.classifier.is_gradient_checkpointing
-    assert set(engines.actor_average.state_dict()) == {name for name, _ in engines.actor.module.lm.named_parameters()}
-
-
-def test_memory_flags_reach_the_configuration_of_each_built_engine(assets):
-    engines = engines_of(assets, "--actor_zero_stage", "3", "--critic_zero_stage", "2", "--offload_optimizer")
+def test_memory_and_schedule_flags_reach_each_built_engine(assets):
+    """40 prompts in steps of 16, one update each: 3 updates."""
+    words = "--actor_zero_stage 3 --critic_zero_stage 2 --offload_optimizer"
+    words += " --lr_scheduler_type linear --warmup_ratio 0.5 --min_lr_ratio 0.4 --max_grad_norm 2"
+    engines = engines_of(assets, *words.split(), reward=False, ratio=True)
     actor, critic = engines.actor, engines.critic
     assert actor.zero_offload_optimizer().device == critic.zero_offload_optimizer().device == "cpu"
     assert actor.zero_offload_param().device == "none"
     assert actor.zero_hpz_partition_size() == 1
     assert [actor.zero_quantized_weights(), actor.zero_quantized_gradients()] == [False, False]
     assert not actor.zero_quantized_nontrainable_weights()
+    found = {role: (rates_of(engine), engine.gradient_clipping()) for role, engine in engines.trained.items()}
+    factors = [0, 0.5, 1]  # 2 warm-up steps of 3
+    assert found == {"actor": ([0.25 * f for f in factors], 2.0), "critic": ([0.5 * f for f in factors], 2.0)}
 
 
-def test_sleep_covers_all_engines(assets):
-    engines = engines_of(assets, "--sleep_in_rollout")
-    assert engines.hybrid.sleeping == [engines.actor, engines.reference, engines.critic, engines.reward]
-    assert engines_of(assets).hybrid.sleeping == []
-
-
-@pytest.mark.parametrize("lora", [(), ("--actor_lora_dim", "2", "--only_optimize_lora")])
-def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets, lora):
+def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets):
     """With LoRA too, where it would otherwise be the actor without its adapter."""
-    other = str(assets / "uniform_lm")
-    engines = engines_of(assets, "--ref_model_name_or_path", other, *lora, reference=other)
+    other, lora = str(assets / "uniform_lm"), ("--actor_lora_dim", "2", "--only_optimize_lora")
+    words = ("--ref_model_name_or_path", other, *lora)
+    engines = engines_of(assets, *words, reference=other, reward=False)
     expected = PolicyModel(LlamaForCausalLM.from_pretrained(other), Layout(fused=False))
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
@@ -121,33 +122,23 @@ def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets, lora
     assert kernels[0] == kernels[1], "selected for it by itself; the architecture is the same"
 
 
-def test_actor_and_critic_have_their_rates_and_one_schedule_and_clip_norm(assets):
-    """40 prompts in steps of 16, one update each: 3 updates."""
-    words = "--lr_scheduler_type linear --warmup_ratio 0.5 --min_lr_ratio 0.4 --max_grad_norm 2"
-    engines = engines_of(assets, *words.split(), ratio=True)
-    found = {role: (rates_of(engine), engine.gradient_clipping()) for role, engine in engines.trained.items()}
-    factors = [0, 0.5, 1]  # 2 warm-up steps of 3
-    assert found == {"actor": ([0.25 * f for f in factors], 2.0), "critic": ([0.5 * f for f in factors], 2.0)}
-
-
 def rates_of(engine) -> list[float]:
     """The learning rates of the first three optimizer steps."""
     scheduler = engine.lr_scheduler
     return [scheduler.base_lrs[0] * scheduler.lr_lambdas[0](step) for step in range(3)]
 
 
-@pytest.mark.parametrize("stages", [("0", None), ("3", None), ("0", 3), ("3", 2)])
+@pytest.mark.parametrize("stages", [("0", 3), ("3", 2)])
 def test_a_sync_moves_the_reference_at_any_zero_stage(assets, tmp_path, stages):
     """The actor may be at another stage than the reference, by --deepspeed_config."""
     flag, overlay = stages
-    words = ["--actor_zero_stage", flag, "--ref_sync_interval", "1", "--ref_sync_mixup", "0.25"]
-    if overlay is not None:
-        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": overlay}}))
-        words += ["--deepspeed_config", str(tmp_path / "ds.json")]
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": overlay}}))
     other = str(assets / "uniform_lm")
-    engines = engines_of(assets, *words, "--ref_model_name_or_path", other, critic=True, reference=other)
+    words = ["--actor_zero_stage", flag, "--ref_sync_interval", "1", "--ref_sync_mixup", "0.25"]
+    words += ["--deepspeed_config", str(tmp_path / "ds.json"), "--ref_model_name_or_path", other]
+    engines = engines_of(assets, *words, reference=other, reward=False)
     assert [hasattr(next(engine.module.parameters()), "ds_id") for engine in (engines.actor, engines.reference)] == [
-        (overlay or int(flag)) == 3, flag == "3"
+        overlay == 3, flag == "3"
     ]  # fmt: skip
     before = logprobs(engines.reference)
     moved = engines.reference_sync.update()

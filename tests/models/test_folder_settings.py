@@ -31,13 +31,13 @@ CODE = "import os\nopen(os.environ['MARK'], 'a').write('was run\\n')\nclass Own:
 MAP = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
 # The kinds of traps: settings of config.json, and other files of the folder.
 TRAPS = {
-    "attention": ({"attn_implementation": KERNEL}, {}),
-    "inner attention": ({"_attn_implementation": KERNEL, "_attn_implementation_internal": KERNEL}, {}),
-    "experts": ({"experts_implementation": KERNEL}, {}),
-    "auto_map": ({"auto_map": MAP}, {"own.py": CODE}),
-    "of the hub": ({"auto_map": {"AutoModelForCausalLM": "some-org/some-model--own.Own"}}, {}),
-    "generate": ({}, {"custom_generate/generate.py": CODE}),
-    "named": ({"custom_generate": KERNEL}, {"generation_config.json": json.dumps({"custom_generate": KERNEL})}),
+    "attention": ({"attn_implementation": KERNEL, "auto_map": MAP},
+                  {"own.py": CODE, "custom_generate/generate.py": CODE}),
+    "inner attention": (
+        {"_attn_implementation": KERNEL, "_attn_implementation_internal": KERNEL, "experts_implementation": KERNEL,
+         "auto_map": {"AutoModelForCausalLM": "some-org/some-model--own.Own"}, "custom_generate": KERNEL},
+        {"generation_config.json": json.dumps({"custom_generate": KERNEL})},
+    ),
 }  # fmt: skip
 LOADS = """\
 import os, sys, transformers
@@ -90,7 +90,7 @@ def test_no_trap_of_a_folder_runs_where_kernels_is_installed(assets, tmp_path):
         saved = json.loads((Path(folder + " saved") / "config.json").read_text())
         assert not {name.strip("_") for name in saved} & set(IGNORED), folder
     ignored = [line for line in run.stdout.splitlines() if "does not choose code" in line]
-    assert len(ignored) == 6  # one for each folder whose config.json has such a setting
+    assert len(ignored) == 2  # one for each folder
 
 
 def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):

@@ -7,16 +7,13 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import config_of, save_checkpoint
-from launch import ROOT
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import flatten, parse
@@ -43,43 +40,39 @@ def own_locks(monkeypatch):
     release_locks()
 
 
-OTHER_RUN = """
-import sys, time
-from pathlib import Path
-from dschat_ppo.errors import UserError
-from dschat_ppo.run.output_folder import lock_folder
-try:
-    lock_folder(Path(sys.argv[1]))
-    print("locked", flush=True)
-    time.sleep(300)
-except UserError as problem:
-    print(problem, flush=True)
-"""
+def lock_and_wait(folder, pipe):
+    try:
+        lock_folder(folder)
+        pipe.send("locked")
+        time.sleep(300)
+    except UserError as problem:
+        pipe.send(str(problem))
 
 
-def other_run(folder) -> tuple[subprocess.Popen, str]:
+def other_run(folder) -> tuple[multiprocessing.Process, str]:
     """Another process that tries to lock the folder, and what it says."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", OTHER_RUN, str(folder)], stdout=subprocess.PIPE, text=True, env=env
-    )
-    return process, process.stdout.readline()
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=lock_and_wait, args=(folder, theirs), daemon=True)
+    process.start()
+    return process, ours.recv()
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
     folder = tmp_path / "new" / "output"
     first, said = other_run(folder)
-    assert said == "locked\n"
+    assert said == "locked"
     with pytest.raises(UserError, match=rf"{folder} is being written by another run \(pid {first.pid} on host "):
         lock_folder(folder)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.kill()
+    first.join()
     before = os.listdir("/proc/self/fd")
     lock_folder(folder)
     lock_folder(folder)  # a later step in the same process
     assert len(os.listdir("/proc/self/fd")) == len(before) + 1
     second, said = other_run(folder)
-    assert f"another run (pid {os.getpid()} on host" in said and second.wait() == 0
+    second.join()
+    assert f"another run (pid {os.getpid()} on host" in said
     lock_folder(tmp_path / "other")
 
 
@@ -116,11 +109,11 @@ def test_a_child_does_not_keep_the_lock(tmp_path):
     lock_folder(tmp_path)
     forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     forked.start()
-    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+    started = subprocess.Popen(["sleep", "600"], close_fds=False)
     try:
         refused, said = other_run(tmp_path)
         assert "another run" in said, "the children have released it, the run has not"
-        refused.wait()
+        refused.join()
         release_locks()
         deadline = time.monotonic() + 20  # until the fork has come to its first line
         while True:

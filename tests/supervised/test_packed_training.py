@@ -187,9 +187,3 @@ def test_metrics_by_data_set_by_hand_and_none_where_a_step_has_no_rows(tmp_path)
 def test_a_model_that_cannot_pack_is_refused_before_training(tmp_path):
     with pytest.raises(UserError, match=r"^--packing: \w+ cannot run packed rows, because its sliding window"):
         trainer_of(config_for(tmp_path), new_model("phimoe"))
-
-
-def test_packing_does_not_go_with_streaming():
-    words = "--model_name_or_path m --data_path d --output_dir o --packing".split()
-    with pytest.raises(UserError, match="^--packing needs the length of every training row"):
-        parse("sft", [*words, "--streaming", "--streaming_rows", "10"])

@@ -1,8 +1,8 @@
 """The chat in a terminal: its flags, a whole chat through pipes, and models that answer by rule."""
 
+import io
 import re
 import socket
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -64,15 +64,14 @@ def test_a_reward_model_cannot_chat(assets, capsys):
     assert said.endswith("give a causal language model, such as the SFT model\n") and said.count("\n") == 1
 
 
-def test_a_chat_through_pipes(assets):
-    folder = assets / "lm"
-    command = [sys.executable, "-m", "dschat_ppo.tools.chat", "--model", folder, "--compare", assets / "uniform_lm"]
-    command += ["--max_tokens", "4", "--top_k", "1", "--dtype", "fp32"]
-    done = subprocess.run(command, input="Where is\n/undo\n", capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+def test_a_chat_through_pipes(assets, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Where is\n/undo\n"))
+    words = ["--model", str(assets / "lm"), "--compare", str(assets / "uniform_lm"), "--max_tokens", "4"]
+    assert main([*words, "--top_k", "1", "--dtype", "fp32"]) == 0
+    output = capsys.readouterr().out
+    lines = [line for line in output.splitlines() if not line.startswith("rollout: ")]  # a log line
     assert lines[0] == "lm:" and "uniform_lm:" in lines and lines[-1] == "forgotten: Where is"
-    assert done.stdout.count("[cut after 4 tokens]") == 2
+    assert output.count("[cut after 4 tokens]") == 2
 
 
 class Echo:

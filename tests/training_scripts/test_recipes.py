@@ -32,8 +32,8 @@ def folder(tmp_path_factory) -> Path:
     """Models without weights, pairs, and problems in the form of GSM8K."""
     folder = tmp_path_factory.mktemp("recipes")
     write_published(folder)
-    pairs = [{"prompt": f"Is {n} even?", "chosen": " I think so.", "rejected": " No."} for n in range(2500)]
-    problems = [{"question": f"What is {n} + 1?", "answer": f"{n}+1\n#### {n + 1}"} for n in range(2500)]
+    pairs = [{"prompt": f"Is {n} even?", "chosen": " I think so.", "rejected": " No."} for n in range(1900)]
+    problems = [{"question": f"What is {n} + 1?", "answer": f"{n}+1\n#### {n + 1}"} for n in range(1900)]
     for name, rows in (("pairs", pairs), ("problems", problems)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -85,18 +85,30 @@ def test_every_step_passes_a_dry_run(folder, capsys, monkeypatch, place, size):
         assert re.search(rf"global batch .* = {batch}\n", printed.out), f"{step}: {printed.out}"
 
 
-def test_a_dry_run_of_e2e_checks_every_step(folder, tmp_path):
-    model = folder / LARGEST["small"]
+def test_a_dry_run_of_e2e_checks_every_step(folder, tmp_path, capsys):
+    """Step 3 reads copies of the settings, which the script removes at its end."""
+    model, copies, kept = folder / LARGEST["small"], tmp_path / "copies", tmp_path / "kept"
+    copies.mkdir()
+    prints_and_keeps = PRINTS.replace("; }", '; cp -rT "$TMPDIR" "$KEPT"; }')
+    variables = {"BASH_FUNC_python%%": prints_and_keeps, "TMPDIR": copies, "KEPT": kept}
     result = bash("e2e.sh", "--actor-model", model, "--reward-model", model, "--data-path", folder / "pairs.jsonl",
-                  "--output-dir", tmp_path / "out", "--dry-run", program="")  # fmt: skip
+                  "--output-dir", tmp_path / "out", "--dry-run", program="", **variables)  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("dry run for 1 rank") == 3
+    assert not list(copies.iterdir())
+    for part in result.stdout.replace(str(copies), str(kept)).split("e2e: ")[1:]:
+        _, main, *flags = part.split("\0")[:-1]
+        code = run_training(MAINS[Path(main).parent.name], flags)
+        stop_requests.restore()
+        printed = capsys.readouterr()
+        assert code == 0 and "dry run for 1 rank" in printed.out, printed.err
+    assert result.stdout.count("e2e: ") == 3
 
 
+@pytest.mark.parametrize("names", [LARGEST.values(), pytest.param(PUBLISHED, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", HARDWARE_OF)
-def test_every_model_fits_with_the_peak_that_the_script_states(folder, place):
+def test_every_model_fits_with_the_peak_that_the_script_states(folder, place, names):
     ranks, per_machine, host = HARDWARE_OF[place]
-    for name in PUBLISHED:
+    for name in names:
         size = "large" if name.endswith(("7B", "8B")) else "small"
         [line] = re.findall(rf"^#   {re.escape(name)} +(.*)$", (SCRIPTS / place / "train.sh").read_text(), re.MULTILINE)
         for step, stated in zip(STEPS, line.split(), strict=True):
