@@ -19,6 +19,7 @@ with lasting_objects():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+    from dschat_ppo.common import stop_requests
     from dschat_ppo.common.logging import logger
     from dschat_ppo.tools import toy
 
@@ -40,6 +41,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """After each test, signals are handled as before, and no request to stop is left."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    stop_requests.reset()
 
 
 def tiny_config(**changes) -> LlamaConfig:

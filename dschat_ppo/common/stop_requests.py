@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.processes import ancestor, command_line, find_process, signal_when_parent_ends
@@ -32,7 +31,6 @@ class _Requests:
 
 
 _REQUESTS = _Requests()
-_HANDLERS: dict[int, Any] = {}  # signal -> its handler before `install`
 
 
 def install() -> None:
@@ -41,24 +39,15 @@ def install() -> None:
     A signal that is ignored stays ignored. If DeepSpeed's launcher is the parent, its end causes SIGTERM, however it
     ends (the kernel sends it, on Linux). SIGTERM ends forked processes, which ignore SIGINT and SIGHUP.
     """
-    _reset()
+    reset()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        handler = signal.getsignal(number)
-        if handler not in (signal.SIG_IGN, _on_signal):
-            _HANDLERS[number] = handler
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _on_signal)
     _find_launcher()
 
 
-def restore() -> None:
-    """Undo `install`."""
-    for number, handler in _HANDLERS.items():
-        signal.signal(number, handler)
-    _HANDLERS.clear()
-    _reset()
-
-
-def _reset() -> None:
+def reset() -> None:
+    """Forget all requests."""
     vars(_REQUESTS).update(vars(_Requests()))
 
 
@@ -127,9 +116,8 @@ def _on_signal(number: int, _frame: FrameType | None) -> None:
 
 
 def _after_fork_in_child() -> None:
-    if _HANDLERS:
-        _HANDLERS.clear()
-        _reset()
+    if signal.getsignal(signal.SIGTERM) is _on_signal:
+        reset()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)

@@ -29,7 +29,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.common.stop_requests import raise_if_stop_requested, restore
+from dschat_ppo.common.stop_requests import raise_if_stop_requested, reset
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import SPLIT_SEED, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS
@@ -194,7 +194,7 @@ class _Made(IterableDataset):
 def _begin_worker(_: int) -> None:
     """The worker is not ended by the signals that DeepSpeed's launcher sends to all descendants, since the rank still
     needs the rows of its last step, nor by a stop request before. It notices within seconds that its rank has ended."""
-    restore()
+    reset()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizer do not survive a fork

@@ -16,13 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common.heartbeat import TimeLeft
 from dschat_ppo.errors import printable_line
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -176,10 +176,10 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
 
 def _report(number: int, seconds: float) -> bytes:
     """What arrives at a descriptor until its end, the time limit or the size limit."""
-    poll, left, text = select.poll(), TimeLeft(seconds), b""
+    poll, end, text = select.poll(), time.monotonic() + seconds, b""
     poll.register(number, select.POLLIN)
-    while len(text) < _MOST_REPORT_BYTES and (most := left.seconds()) > 0:
-        if poll.poll(1000 * min(most, 1.0)):
+    while len(text) < _MOST_REPORT_BYTES and (left := end - time.monotonic()) > 0:
+        if poll.poll(1000 * left):
             part = os.read(number, _MOST_REPORT_BYTES)
             if not part:
                 break

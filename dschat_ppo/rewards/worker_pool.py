@@ -8,13 +8,14 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pickle import PicklingError, dumps
 from typing import Any
 
-from dschat_ppo.common.heartbeat import TimeLeft, heartbeat
+from dschat_ppo.common.heartbeat import heartbeat
 
 _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
@@ -56,11 +57,18 @@ class Worker:
         return self._exchange(b"", START_SECONDS, f"was not imported within {START_SECONDS:g} s", ends=True)
 
     def call(self, arguments: dict[str, Any]) -> Any:
-        """Call the function with keyword arguments; its reply, or `CallError`."""
+        """Call the function with keyword arguments; its reply, or `CallError`. A call whose process ends is repeated
+        once in a new one, because the kernel may kill any process when memory runs out."""
         try:
             request = dumps(arguments)
         except (PicklingError, TypeError, AttributeError) as problem:
             raise CallError(f"the row cannot be sent to its process: {problem}") from None
+        try:
+            return self._reply(request)
+        except WorkerDiedError:
+            return self._reply(request)
+
+    def _reply(self, request: bytes) -> Any:
         if self.process is None:
             self.start()
         late = f"took longer than {self.seconds:g} s (--reward_timeout) and was killed"
@@ -102,15 +110,17 @@ class Worker:
         """Write a request and read a line. The process may end or hang at any byte of them."""
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         inward, outward = self.process.stdin.fileno(), self.process.stdout.fileno()
-        left, unsent, line = TimeLeft(seconds), memoryview(request), bytearray()
+        end, unsent, line = time.monotonic() + seconds, memoryview(request), bytearray()
         poll = select.poll()
         poll.register(outward, select.POLLIN)
         if unsent:
             poll.register(inward, select.POLLOUT)
         while not line.endswith(b"\n"):
-            if (most := left.seconds()) <= 0:
+            left = end - time.monotonic()
+            ready = poll.poll(1000 * max(0.0, min(_HEARTBEAT_SECONDS, left)))
+            if left <= 0 and not ready:
                 raise TimeoutError
-            for number, _ in poll.poll(1000 * min(_HEARTBEAT_SECONDS, most)):
+            for number, _ in ready:
                 if number == inward:
                     unsent = unsent[os.write(inward, unsent) :]
                     if not unsent:
@@ -138,17 +148,6 @@ class WorkerPool:
             self.close()
             raise
 
-    def call(self, number: int, arguments: dict[str, Any], repeat: bool = True) -> Any:
-        """The reply of one worker, or `CallError`; one call of a worker at a time. With `repeat`, a call whose process
-        ends is repeated once in a new one, because the kernel may kill any process when memory runs out. Without,
-        `WorkerDiedError` tells that the state of the worker is lost."""
-        try:
-            return self.workers[number].call(arguments)
-        except WorkerDiedError:
-            if not repeat:
-                raise
-            return self.workers[number].call(arguments)
-
     def map(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Reply or `CallError` of each call, in order. Each worker takes the next call when it is free. Takes at most
         `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if every worker is replaced, and both once
@@ -156,17 +155,17 @@ class WorkerPool:
         results: list[Any] = [None] * len(calls)
         waiting = iter(range(len(calls)))  # shared by the threads
 
-        def serve(worker: int) -> None:
+        def serve(worker: Worker) -> None:
             for number in waiting:
                 if self.closed:
                     return
                 heartbeat()
                 try:
-                    results[number] = self.call(worker, calls[number])
+                    results[number] = worker.call(calls[number])
                 except CallError as problem:
                     results[number] = problem
 
-        list(self.threads.map(serve, range(min(len(calls), len(self.workers)))))
+        list(self.threads.map(serve, self.workers[: len(calls)]))
         return results
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ import torch.distributed as torch_dist
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from dschat_ppo.common import dist, ranks
-from dschat_ppo.common.heartbeat import running_clock
 from dschat_ppo.common.logging import print_line, quiet_prints
 from dschat_ppo.common.processes import ancestor
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
@@ -138,14 +137,14 @@ def open_store(address: str, port: int) -> TCPStore:
 def connect(address: str, port: int) -> TCPStore:
     """The store that rank 0 has opened, for which this waits up to `JOIN_SECONDS`, with probes by a plain connection:
     torch, which tries to connect again and again, would print stack traces of C++."""
-    began = logged = running_clock()
+    began = logged = time.monotonic()
     while True:
         raise_if_stop_requested(_DOING)
         try:
             socket.create_connection((address, port), _PROBE_SECONDS).close()
             return TCPStore(address, port, None, False, timedelta(seconds=_TRY_SECONDS), wait_for_workers=False)
         except (OSError, DistNetworkError) as problem:
-            now = running_clock()
+            now = time.monotonic()
             if now - began > JOIN_SECONDS:
                 reason = f" ({problem.strerror or problem})" if isinstance(problem, OSError) else ""
                 raise UserError(
@@ -163,11 +162,11 @@ def wait_for_all_ranks(store: Store) -> None:
     """Return when every rank has called this; `UserError` after `JOIN_SECONDS`."""
     names = [f"rank/{rank}" for rank in range(ranks.world_size())]
     store.set(names[ranks.rank()], "here")
-    began = logged = running_clock()
+    began = logged = time.monotonic()
     while not store.check(names):
         time.sleep(_POLL_SECONDS)
         raise_if_stop_requested(_DOING)
-        now = running_clock()
+        now = time.monotonic()
         if now - logged < _LOG_SECONDS:
             continue
         logged = now

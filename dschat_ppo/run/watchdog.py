@@ -26,7 +26,6 @@ from dschat_ppo.run.first_failure import FirstFailureRecord
 from dschat_ppo.run.rank_log import log_path, write_to_log
 
 POLL_SECONDS = 0.5
-_STOPPED_SECONDS = 2.0  # this thread has not run for so long: the process was stopped
 _STACKS_SECONDS = 5.0  # for all ranks to notice and to write their stacks: the first one to end ends the others
 _FAULTHANDLER_SECONDS = 10.0  # after the limit, when all other ranks have written
 LOST_SECONDS = 5.0  # for the main thread to notice by itself that a rank is lost
@@ -58,12 +57,7 @@ class _Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        polled = time.monotonic()
         while not self._ended.wait(POLL_SECONDS):
-            now = time.monotonic()
-            if now - polled > _STOPPED_SECONDS:
-                heartbeat.note_stop(now - polled)
-            polled = now
             self._arm_faulthandler()
             leave_dead_terminal()
             self._pass_on_stop_request()

@@ -118,11 +118,10 @@ def test_ctrl_c_returns_130_although_the_run_is_saved(machine, monkeypatch):
     def early(step, words):
         raise KeyboardInterrupt
 
-    for run, code in ((stopped_run, 130), (early, 130), (lambda step, words: stop_requests.restore() or 3, 3)):
+    for run, code in ((stopped_run, 130), (early, 130), (lambda step, words: stop_requests.reset() or 3, 3)):
         monkeypatch.setattr(start_ranks, "run_training", run)
         assert start("sft", SFT) == code
         assert start("sft", [*SFT, "--dry_run"]) == code
-    stop_requests.restore()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (None, 5)])

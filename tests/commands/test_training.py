@@ -6,19 +6,13 @@ import shutil
 import pytest
 
 from dschat_ppo.commands.training import _ranks_of, run_training
-from dschat_ppo.common import ranks, stop_requests
+from dschat_ppo.common import ranks
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading, model_files
 from dschat_ppo.supervised import supervised_run
 
 SHORT = ["--max_seq_len", "64"]
 LENGTHS = ["--max_prompt_seq_len", "32", "--max_answer_seq_len", "32"]
-
-
-@pytest.fixture(autouse=True)
-def handlers_restored():
-    yield
-    stop_requests.restore()
 
 
 def dry_run(step: str, folder, *words: object) -> int:

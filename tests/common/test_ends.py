@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from dschat_ppo.common import stop_requests
 from dschat_ppo.common.exit_codes import exit_code
 from dschat_ppo.common.memory_advice import memory_advice, ran_out_of_memory
 from dschat_ppo.common.phases import PhaseClock, reset_phases
@@ -32,9 +31,8 @@ def test_the_exit_code_of_each_exception(problem, code):
 
 
 @pytest.fixture(autouse=True)
-def own_signals():
+def own_phases():
     yield
-    stop_requests.restore()
     reset_phases()
 
 

@@ -23,7 +23,8 @@ from dschat_ppo.run.output_folder import remove_earlier_outputs
 def heartbeats(monkeypatch):
     """Grows by each heartbeat, which alone asks for the time here."""
     found = []
-    monkeypatch.setattr(heartbeat, "running_clock", lambda: found.append(1) or time.monotonic())
+    clock = SimpleNamespace(monotonic=lambda: found.append(1) or time.monotonic())
+    monkeypatch.setattr(heartbeat, "time", clock)
     return found
 
 

@@ -12,15 +12,6 @@ from dschat_ppo.common import stop_requests
 from dschat_ppo.errors import StopRequested
 
 
-@pytest.fixture(autouse=True)
-def handlers():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    stop_requests.restore()
-    assert [signal.getsignal(number) for number in numbers] == before
-
-
 def test_signals_are_noted_and_a_second_interrupt_raises():
     stop_requests.install()
     for _ in range(3):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from dschat_ppo.common import stop_requests
 from dschat_ppo.common.exit_codes import HOW_TO_RESUME
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step, reset_phases
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
@@ -13,9 +12,8 @@ from dschat_ppo.run.rank_log import close_log, open_log
 
 
 @pytest.fixture(autouse=True)
-def own_signals():
+def own_phases():
     yield
-    stop_requests.restore()
     reset_phases()
 
 
