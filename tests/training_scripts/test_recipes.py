@@ -96,7 +96,6 @@ def test_a_dry_run_of_e2e_checks_every_step(folder, tmp_path, capsys):
     for part in result.stdout.replace(str(copies), str(kept)).split("e2e: ")[1:]:
         _, main, *flags = part.split("\0")[:-1]
         code = run_training(MAINS[Path(main).parent.name], flags)
-        stop_requests.restore()
         printed = capsys.readouterr()
         assert code == 0 and "dry run for 1 rank" in printed.out, printed.err
     assert result.stdout.count("e2e: ") == 3
