@@ -129,6 +129,11 @@ def _check_dtype(dtype: str) -> None:
         )
     if dtype == "bf16" and not dist.on_gpu():
         kernels()  # compiled here, so that no rank waits for another in a forward pass
+        if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+            logger().warning(
+                "--dtype bf16: this processor has no bf16 arithmetic (AVX-512 or AMX), and torch emulates it slowly; "
+                "--dtype fp32 is several times as fast"
+            )
     elif dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         logger().warning(
             f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch emulates it slowly; "

@@ -1,6 +1,7 @@
 """The start of a step: checks and messages before a model is loaded."""
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from dschat_ppo.config.cli import parse
@@ -71,6 +72,17 @@ def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monk
     device = accelerator.device_name()
     with pytest.raises(UserError, match=f"^--dtype {dtype}: this {device} does not support it; use one of {usable}$"):
         session.begin_run("sft", config_of(tmp_path, "--dtype", dtype), [])
+
+
+def test_a_processor_without_bf16_arithmetic_gets_a_warning(events, tmp_path, monkeypatch, caplog):
+    if get_accelerator().device_name() != "cpu":
+        pytest.skip("a run on a GPU asks the GPU")
+    for there in (True, False):
+        caplog.clear()
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda there=there: there)
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+        session.begin_run("sft", config_of(tmp_path), [])
+        assert ("--dtype fp32 is several times as fast" in caplog.text) is not there
 
 
 def test_errors_of_a_block_name_its_flag():

@@ -17,7 +17,7 @@ from dschat_ppo.tools.evaluate_flags import read_arguments
 FOLDER = ROOT / "training_scripts/examples/gsm8k"
 NAMES, THINGS = ("Ann", "Bob", "Cy", "Dee"), ("pens", "hats")
 STUBS = """
-top="$PWD" RANKS="${RANKS:-1}"
+top="$PWD" RANKS="${RANKS:-1}" DTYPE=bf16
 launch() { command python -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@"; }
 python() { [ "$1" = -c ] && command python "$@" || launch "$@"; }
 """

@@ -34,5 +34,5 @@ launch "$top/training/step3_ppo/main.py" \
     --actor_learning_rate 3e-4 \
     --num_warmup_steps 2 \
     --actor_zero_stage 3 \
-    --dtype bf16 \
+    --dtype "$DTYPE" \
     --output_dir "$out/grpo" "$@"

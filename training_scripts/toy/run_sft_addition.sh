@@ -20,5 +20,5 @@ launch "$top/training/step1_sft/main.py" \
     --num_train_epochs 3 \
     --num_warmup_steps 20 \
     --zero_stage 3 \
-    --dtype bf16 \
+    --dtype "$DTYPE" \
     --output_dir "$output" "$@"

@@ -20,5 +20,5 @@ launch "$top/training/step2_dpo/main.py" \
     --num_train_epochs 1 \
     --num_warmup_steps 5 \
     --zero_stage 3 \
-    --dtype bf16 \
+    --dtype "$DTYPE" \
     --output_dir "$output" "$@"

@@ -28,5 +28,5 @@ launch "$top/training/step3_ppo/main.py" \
     --num_warmup_steps 2 \
     --actor_zero_stage 3 \
     --critic_zero_stage 3 \
-    --dtype bf16 \
+    --dtype "$DTYPE" \
     --output_dir "$output" "$@"

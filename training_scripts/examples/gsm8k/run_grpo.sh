@@ -30,5 +30,5 @@ launch "$top/training/step3_ppo/main.py" \
     --actor_learning_rate 1e-6 \
     --num_warmup_steps 10 \
     --actor_zero_stage 3 \
-    --dtype bf16 \
+    --dtype "$DTYPE" \
     --output_dir "$output" "$@"

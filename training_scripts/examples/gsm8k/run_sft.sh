@@ -22,5 +22,5 @@ launch "$top/training/step1_sft/main.py" \
     --num_train_epochs 2 \
     --num_warmup_steps 10 \
     --zero_stage 3 \
-    --dtype bf16 \
+    --dtype "$DTYPE" \
     --output_dir "$output" "$@"
