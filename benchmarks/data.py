@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,51 +82,30 @@ def make_files(work: Path, rows: int) -> None:
         tokenizer.save_pretrained(work / "tokenizer")
 
 
-def tokenise_texts(folder: str, texts: list[str], ready: Any, times: Any) -> None:
-    """A process of the baseline: put (start, end, tokens, CPU seconds) into the queue."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer(texts[:100])
-    ready.wait()
-    start, cpu, tokens = time.time(), time.process_time(), 0
+def tokenise_texts(folder: str, texts: list[str]) -> tuple[int, float]:
+    """A process of the baseline: (tokens, CPU seconds)."""
+    tokenizer, cpu, tokens = AutoTokenizer.from_pretrained(folder), time.process_time(), 0
     for place in range(0, len(texts), 1000):
         tokens += sum(map(len, tokenizer(texts[place : place + 1000])["input_ids"]))
-    times.put((start, time.time(), tokens, time.process_time() - cpu))
+    return tokens, time.process_time() - cpu
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process and of its children that have ended."""
-    return sum(os.times()[:4])
-
-
-def tokenizer_speed(work: Path, path: Path, rows: int, processes: int) -> tuple[float, float, float]:
-    """(rows per second, tokens per row, rows per CPU second) of the tokenizer alone, on the first rows."""
+def tokenizer_speed(work: Path, path: Path, rows: int, processes: int) -> tuple[float, float]:
+    """(tokens per row, rows per CPU second) of the tokenizer alone, on the first rows."""
     count = min(rows, BASELINE_ROWS)
     with path.open(encoding="utf-8") as lines:
         texts = [text for line, _ in zip(lines, range(count), strict=False) for text in json.loads(line).values()]
-    context = multiprocessing.get_context("fork")
-    ready, times = context.Barrier(processes), context.Queue()
-    parts = np.array_split(np.arange(len(texts)), processes)
-    runs = [
-        context.Process(
-            target=tokenise_texts, args=(str(work / "tokenizer"), [texts[place] for place in part], ready, times)
-        )
-        for part in parts
-    ]
-    for run in runs:
-        run.start()
-    found = [times.get() for _ in runs]
-    for run in runs:
-        run.join()
-    seconds = max(end for _, end, _, _ in found) - min(start for start, *_ in found)
-    return count / seconds, sum(tokens for _, _, tokens, _ in found) / count, count / sum(cpu for *_, cpu in found)
+    parts = [texts[number::processes] for number in range(processes)]
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        tokens, seconds = zip(*pool.map(partial(tokenise_texts, str(work / "tokenizer")), parts), strict=True)
+    return sum(tokens) / count, count / sum(seconds)
 
 
-def memory() -> dict[str, float]:
-    """Peak and present resident memory of this process and the part of it that no file backs, in GiB."""
+def memory(field: str) -> float:
+    """Resident memory of this process in GiB: its peak (VmHWM), or now (VmRSS)."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    names = {"peak": "VmHWM", "now": "VmRSS", "private": "RssAnon"}
-    return {name: int(status[field].split()[0]) / 2**20 for name, field in names.items()}
+    return int(status[field].split()[0]) / 2**20
 
 
 def rank(work: Path, path: Path, cache: Path) -> None:
@@ -146,23 +127,20 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     flags = DataFlags(data_path=[str(path)], data_split="0,1,0", data_output_path=str(cache))
     barrier()
-    before, start = memory(), time.perf_counter()
+    before, start = memory("VmRSS"), time.perf_counter()
     if is_main() and not any(cache.iterdir()):  # measured apart: the conversion of the file to Arrow is not tokenising
         load_splits(parse_sources(flags.data_path, "--data_path")[0], flags.data_output_path)
     barrier()
-    read, cpu = time.perf_counter(), cpu_seconds()
+    read, cpu = time.perf_counter(), sum(os.times()[:4])  # of this process and of its children that have ended
     rows = prepare("preference", tokenizer, flags, LIMIT).train
-    prepared, cpu = time.perf_counter(), cpu_seconds() - cpu
+    cpu = sum(os.times()[:4]) - cpu
     fingerprint = rows_fingerprint(rows) if is_main() else ""
-    done, after = time.perf_counter(), memory()
+    total = time.perf_counter() - start
     order = np.random.default_rng(int(os.environ["RANK"])).permutation(len(rows))[:20_000].reshape(-1, 16)
     for batch in order:
         collate_pairs(rows, batch.tolist(), tokenizer.pad_token_id)
-    result = {
-        "read_s": read - start, "prepare_s": prepared - read, "fingerprint_s": done - prepared, "total_s": done - start,
-        "cpu_s": cpu, "fingerprint": fingerprint, "rows": len(rows), "peak_gib": after["peak"],
-        "before_gib": before["now"], "private_gib": after["private"], "after_random_reads_gib": memory()["peak"],
-    }  # fmt: skip
+    result = {"read_s": read - start, "cpu_s": cpu, "total_s": total, "fingerprint": fingerprint, "before_gib": before,
+              "peak_gib": memory("VmHWM")}  # fmt: skip
     print("RESULT " + json.dumps(result), flush=True)
     barrier()
 
@@ -189,9 +167,7 @@ def launch(arguments: argparse.Namespace, work: Path, path: Path, cache: Path, p
 
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """All figures."""
-    started = time.perf_counter()
     make_files(work, arguments.rows)
-    print(f"made the files in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     path, processes = work / f"pairs_{arguments.rows}.jsonl", worker_count(None, arguments.rows)
     speeds = [tokenizer_speed(work, path, arguments.rows, processes)]
     with tempfile.TemporaryDirectory(dir=work) as cache:
@@ -201,34 +177,26 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         stored = sum(file.stat().st_size for file in Path(cache).rglob("*") if file.is_file())
     if first[0]["fingerprint"] != second[0]["fingerprint"]:
         sys.exit("the second start has another fingerprint")
-    speed = sum(rate for rate, *_ in speeds) / len(speeds)
-    ours = arguments.rows / first[0]["prepare_s"]
-    per_cpu = [arguments.rows / sum(rank["cpu_s"] for rank in first), sum(cpu for *_, cpu in speeds) / len(speeds)]
+    ours = arguments.rows / sum(rank["cpu_s"] for rank in first)
+    alone = sum(speed for _, speed in speeds) / len(speeds)
     return {
-        "rows": arguments.rows, "tokens_per_row": speeds[0][1], "processes": processes, "ranks": arguments.ranks,
+        "rows": arguments.rows, "tokens_per_row": speeds[0][0], "processes": processes,
         "file_gib": path.stat().st_size / 2**30, "cache_gib": stored / 2**30, "read_s": first[0]["read_s"],
-        "prepare_s": first[0]["prepare_s"], "rows_per_s": ours, "tokenizer_rows_per_s": speed, "ratio": ours / speed,
-        "rows_per_cpu_s": per_cpu[0], "tokenizer_rows_per_cpu_s": per_cpu[1], "cpu_ratio": per_cpu[0] / per_cpu[1],
-        "tokenizer_runs": [rate for rate, *_ in speeds], "second_start_s": max(rank["total_s"] for rank in second),
-        "second_prepare_s": second[0]["prepare_s"], "second_fingerprint_s": second[0]["fingerprint_s"],
+        "rows_per_cpu_s": ours, "tokenizer_rows_per_cpu_s": alone, "cpu_ratio": ours / alone,
+        "second_start_s": max(rank["total_s"] for rank in second),
         "peak_gib": max(rank["peak_gib"] for rank in first + second),
-        "private_gib": max(rank["private_gib"] for rank in first + second),
-        "before_gib": max(rank["before_gib"] for rank in first + second), "first": first, "second": second,
+        "before_gib": max(rank["before_gib"] for rank in first + second),
     }  # fmt: skip
 
 
-def table(found: dict[str, Any]) -> str:
-    """The table of docs/benchmarks.md."""
-    header = ["rows", "tokens a row", "file, GiB", "cache, GiB", "processes", "read, s",
-              "rows per CPU second", "tokenizer alone", "ratio", "second start, s",
-              "peak memory of a rank, GiB"]  # fmt: skip
-    cells = [
-        str(found["rows"]), f"{found['tokens_per_row']:.0f}", f"{found['file_gib']:.2f}", f"{found['cache_gib']:.2f}",
-        str(found["processes"]), f"{found['read_s']:.0f}", f"{found['rows_per_cpu_s']:.0f}",
-        f"{found['tokenizer_rows_per_cpu_s']:.0f}", f"{found['cpu_ratio']:.2f}", f"{found['second_start_s']:.1f}",
-        f"{found['peak_gib']:.2f} ({found['before_gib']:.2f} before)",
-    ]  # fmt: skip
-    return markdown(header, [cells])
+# column of the table of docs/benchmarks.md -> its figure
+COLUMNS = {
+    "rows": "{rows}", "tokens a row": "{tokens_per_row:.0f}", "file, GiB": "{file_gib:.2f}",
+    "cache, GiB": "{cache_gib:.2f}", "processes": "{processes}", "read, s": "{read_s:.0f}",
+    "rows per CPU second": "{rows_per_cpu_s:.0f}", "tokenizer alone": "{tokenizer_rows_per_cpu_s:.0f}",
+    "ratio": "{cpu_ratio:.2f}", "second start, s": "{second_start_s:.1f}",
+    "peak memory of a rank, GiB": "{peak_gib:.2f} ({before_gib:.2f} before)",
+}  # fmt: skip
 
 
 def main() -> None:
@@ -249,7 +217,8 @@ def main() -> None:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         found = measure(arguments, work)
-    publish(found, table(found), MARKS, arguments.json, arguments.docs)
+    table = markdown(list(COLUMNS), [[cell.format(**found) for cell in COLUMNS.values()]])
+    publish(found, table, MARKS, arguments.json, arguments.docs)
 
 
 if __name__ == "__main__":

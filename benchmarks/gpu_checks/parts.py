@@ -28,7 +28,6 @@ PARTS = {
     "rollout_large": Part("generation", "rollout", 130, "tokens/s of 7 B weights", ("llama-7b",)),
     "ppo": Part("steps", "steps", 110, "PPO steps, four models of 1.5 B weights (0.5 B below 100 GiB)", ("ppo",)),
     "grpo": Part("steps", "steps", 100, "GRPO steps, two models of 1.5 B weights", ("grpo",)),
-    "attention": Part("attention", "attention", 180, "--attn_implementation: all choices against eager, fp32 and bf16"),
 }
 
 
@@ -53,8 +52,6 @@ TARGETS = (
     Target("parity.architectures.wrong", at_most=0, right=True),
     Target("parity.fp32.ok", at_least=1, right=True),
     Target("parity.bf16.ok", at_least=1, right=True),
-    Target("attention.fp32.wrong", at_most=0, right=True),
-    Target("attention.bf16.wrong", at_most=0, right=True),
     Target("trajectory.sft.first_step", at_most=1e-3, right=True),
     Target("trajectory.sft.all_steps", at_most=1e-3, right=True),
     Target("trajectory.ppo.first_step", at_most=1e-3, right=True),

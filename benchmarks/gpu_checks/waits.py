@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from models import config_of, language_model, workload
-from op_counts import PACKAGE, Operators, caller
 from ppo_parts import make_ppo, ppo_step, save_models
 from rollout import by_us
 from torch.profiler import ProfilerActivity, profile
@@ -26,7 +25,6 @@ from gpu_checks.run_part import Findings
 from gpu_checks.steps import PassCounter
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-READS = ("aten::_local_scalar_dense", "aten::nonzero")  # what would wait if this CPU were a GPU; copies do not show
 
 
 def small_config(tiny: bool) -> PretrainedConfig:
@@ -60,7 +58,7 @@ def of_rollout(config: PretrainedConfig, device: torch.device, tiny: bool) -> di
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
             by_us(model, part, rows, graphs=graphs)
         events = profiler.key_averages()
-        counts.append({event.key: event.count for event in events if event.key in (WAITS if on_gpu else READS)})
+        counts.append({event.key: event.count for event in events if event.key in WAITS})
     kernels = sum(event.count for event in events if event.device_type != torch.autograd.DeviceType.CPU)
     tokens = int(work.answer_lengths.max())
     return {
@@ -80,7 +78,7 @@ def of_step(config: PretrainedConfig, device: torch.device, tiny: bool) -> dict[
     ppo = make_ppo(folder, rows, 1, (prompt, answer), budget)
     ppo_step(ppo, work, 1)
     passes, lines = PassCounter(ppo).passes, Counter[tuple[str, str]]()
-    with seen_by_torch(lines) if device.type == "cuda" else seen_by_operators(lines):
+    with seen_by_torch(lines) if device.type == "cuda" else nullcontext():
         ppo_step(ppo, work, 2)
     found: dict[str, Any] = {"where": {f"{phase} {line}": count for (phase, line), count in lines.most_common(25)}}
     for phase in ("score", "train"):
@@ -106,15 +104,3 @@ def seen_by_torch(lines: Counter[tuple[str, str]]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@contextmanager
-def seen_by_operators(lines: Counter[tuple[str, str]]) -> Iterator[None]:
-    """Count (phase, line of this package) of the operators for which the host would wait for a GPU."""
-
-    def count(name: str, arguments: Any) -> None:
-        if name in READS:
-            lines[current_phase(), caller(PACKAGE)] += 1
-
-    with Operators(count):
-        yield

@@ -16,5 +16,5 @@ def test_the_tokenizer_is_measured_on_the_first_rows(tmp_path, monkeypatch):
     path = tmp_path / "pairs_30.jsonl"
     assert [json.loads(line)["chosen"] for line in path.read_text().splitlines()] == ["a"] * 30
     monkeypatch.setattr(benchmark, "BASELINE_ROWS", 20)
-    speed, tokens, per_cpu = benchmark.tokenizer_speed(tmp_path, path, 30, 2)
-    assert speed > 0 and per_cpu > 0 and tokens == 3, "'ab' is one token of the trained vocabulary"
+    tokens, per_cpu = benchmark.tokenizer_speed(tmp_path, path, 30, 2)
+    assert per_cpu > 0 and tokens == 3, "'ab' is one token of the trained vocabulary"

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_checks.__main__ as runner  # noqa: E402
 import ppo_parts  # noqa: E402
 import rollout  # noqa: E402
-from gpu_checks import attention, generation, parts, run_part, steps, trajectory  # noqa: E402
+from gpu_checks import generation, parts, run_part, steps, trajectory  # noqa: E402
 from models import workload  # noqa: E402
 
 
@@ -40,7 +40,6 @@ def perfect(monkeypatch) -> dict:
     of_update = 2 * (3 + 2) + 8  # two micro-batches of packed rows, and their update
     return {
         "parity": {"architectures": {"wrong": 0}, "fp32": {"ok": 1}, "bf16": {"ok": 1}},
-        "attention": {"fp32": {"wrong": 0}, "bf16": {"wrong": 0}},
         "trajectory": {"sft": run, "ppo": run, "grpo": run},
         "resume": {"compared": {"beyond_again": trajectory.beyond_again(again=1.0, resumed=1.5)}},
         "machine": {"attention": {"new_shape_ms": 1.0}},
@@ -76,30 +75,6 @@ def test_the_models_of_a_step_fit_the_card(card, gib, algorithm):
 
     assert fits(int(gib * GIB))
     assert fits(200 * GIB) is not (card == "h100" and algorithm == "ppo"), "models of 1.5 B weights"
-
-
-def test_each_choice_of_attention_is_kept_as_soon_as_it_is_compared(monkeypatch, tmp_path):
-    def scored(model, rows, choice, *_):
-        if choice == "sdpa":
-            raise RuntimeError("no compiler")
-        return original(model, rows, choice, *_)
-
-    original, files = attention.scored, []
-    monkeypatch.setattr(attention, "scored", scored)
-    monkeypatch.setattr(attention, "init_process_group", lambda: torch.device("cpu"))
-    findings = run_part.Findings(tmp_path / "found.json")
-    monkeypatch.setattr(findings, "add", lambda name, value: files.append((name, value)))
-    attention.attention(findings, tiny=True)
-    last = dict(files)
-    assert [name for name, _ in files] == ["fp32"] * 3 + ["bf16"] * 3
-    assert [value["wrong"] for _, value in files] == [0, 1, 1] * 2
-    assert last["fp32"]["which"] == ["sdpa failed"] and "sdpa" in last["bf16"]
-    assert "no compiler" in last["fp32"]["sdpa"]["failed"]
-    for choice in ("auto", "eager"):
-        of_shared = last["fp32"][choice]["shared"]
-        assert last["fp32"][choice]["run"] == "packs and shares"
-        assert 0 < of_shared["logprobs"] < 1e-4 and "gradient" in of_shared
-        assert last["bf16"][choice]["padded"]["logprobs"] > 0
 
 
 def test_every_part_has_its_function_and_every_target_its_part():
@@ -167,9 +142,9 @@ def test_model_flops_by_hand(run, counted):
 
 @pytest.mark.slow
 def test_a_trial_of_each_kind_of_part(tmp_path):
-    """On a CPU only right and wrong count, as in `--tiny` on a GPU. `attention` runs above; the parts that are left out
-    have the functions of others."""
-    ran = [name for name in parts.PARTS if name not in ("attention", "rollout_large", "ppo")]
+    """On a CPU only right and wrong count, as in `--tiny` on a GPU. The parts that are left out have the functions of
+    others."""
+    ran = [name for name in parts.PARTS if name not in ("rollout_large", "ppo")]
     command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "--tiny", "--json", str(tmp_path / "found.json")]
     env = environment() | {"PYTHON": sys.executable}
     result = subprocess.run(
@@ -185,7 +160,6 @@ def test_a_trial_of_each_kind_of_part(tmp_path):
     assert found["parity"]["bf16"]["scored"] > 0, "bf16 is compared with fp32"
     for path in ("rollout_small.ratio_to_transformers", "grpo.last_step.score_mfu", "grpo.last_step.train_mfu"):
         assert parts.at(found, path) > 0, path
-    assert found["waits"]["step"]["where"]
     targets = [target.path for target in parts.TARGETS if target.path.split(".")[0] in ran]
     named = [path for path in targets if not isinstance(parts.at(found, path), (int, float))]
     assert named == [], "every target names a number that is measured"
