@@ -136,9 +136,9 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     cpu = sum(os.times()[:4]) - cpu
     fingerprint = rows_fingerprint(rows) if is_main() else ""
     total = time.perf_counter() - start
-    order = np.random.default_rng(int(os.environ["RANK"])).permutation(len(rows))[:20_000].reshape(-1, 16)
-    for batch in order:
-        collate_pairs(rows, batch.tolist(), tokenizer.pad_token_id)
+    order = np.random.default_rng(int(os.environ["RANK"])).permutation(len(rows))[:20_000].tolist()
+    for place in range(0, len(order), 16):
+        collate_pairs(rows, order[place : place + 16], tokenizer.pad_token_id)
     result = {"read_s": read - start, "cpu_s": cpu, "total_s": total, "fingerprint": fingerprint, "before_gib": before,
               "peak_gib": memory("VmHWM")}  # fmt: skip
     print("RESULT " + json.dumps(result), flush=True)
