@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from measure import markdown
 from safetensors.torch import load_file
 
-MEASURED = ("time", "time/", "memory/")
+MEASURED = ("time", "seconds", "memory/")  # "seconds": of result.json
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,12 @@ class Outcome:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that systems give to connections, so that no other launch takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def left_over(word: str, timeout: float = 40.0) -> int:
@@ -72,8 +76,13 @@ def lost_steps(first: str, both: str) -> int:
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl` without what measures the machine."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [without_times(json.loads(line)) for line in lines]
+
+
+def without_times(line: dict[str, Any]) -> dict[str, Any]:
+    """A line without what measures the machine."""
+    return {name: value for name, value in line.items() if not name.startswith(MEASURED)}
 
 
 def same_outputs(one: Path, other: Path) -> bool:

@@ -11,8 +11,8 @@ of 64 tokens to each.
 The plain way is in `plain.py`; both use the same DeepSpeed engines. `--old_logprobs` is that of our way. It takes
 `--micro_batch_tokens 2048`, a quarter of what the plain way has in one pass of "fixed". Peak memory is compared on
 "fixed" at a vocabulary of 32768, beyond what models and optimizers hold; its ratio is ours to the plain way's (less is
-better), the others are the plain way's cost to ours (more is better). `--compare trl` also runs TRL's trainers, where
-TRL is installed: PPO on "fixed" and GRPO on "group". `--tiny` makes models and workloads so small that only the
+better), the others are the plain way's cost to ours (more is better). `--compare trl` also runs TRL's GRPO trainer on
+"group", where TRL is installed. `--tiny` makes models and workloads so small that only the
 script itself is tried.
 """
 
@@ -134,17 +134,12 @@ def main() -> None:
             results[name] = compare(ppo, work, arguments.repeats, cores)
             print(name, json.dumps(results[name]), flush=True)
             del ppo
-        if arguments.compare:
+        if arguments.compare and "group" in arguments.workloads:
             from trl_step import samples_per_second
 
-            works = {"ppo": "fixed", "grpo": "group"}
-            results["trl"] = {
-                name: samples_per_second(name, folder, sizes.workload(work, sizes.model.vocab_size), cores)
-                for name, work in works.items() if work in arguments.workloads
-            }  # fmt: skip
-            results["ratio_to_trl"] = {
-                name: results[works[name]]["samples_per_s"] / rate for name, rate in results["trl"].items()
-            }
+            work = sizes.workload("group", sizes.model.vocab_size)
+            results["trl_samples_per_s"] = rate = samples_per_second(folder / "lm", work, cores)
+            results["ratio_to_trl"] = results["group"]["samples_per_s"] / rate
         if "fixed" in arguments.workloads:
             work = sizes.workload("fixed", sizes.wide.vocab_size)
             wide = sizes.components(folder / "wide", sizes.wide, work, common)

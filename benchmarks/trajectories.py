@@ -22,26 +22,24 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import fault_outcomes
 import torch
+from fault_outcomes import free_port
 from safetensors.torch import load_file
 from trajectory_runs import RUNS, SCORES
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_COMPARED = ("time", "seconds", "memory/")  # "seconds": of result.json
 LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers")
 MISSING, RESULT = "missing", "result"
 
@@ -117,20 +115,10 @@ class Tree:
         return {"metrics": metrics_of(output), "weights": weights_of(output)}
 
 
-def free_port() -> int:
-    """A port below those that systems give to connections, so that no other launch takes it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 def metrics_of(output: Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`, and `result.json` as another line, without times and memory."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    lines.append({"step": RESULT} | json.loads((output / "result.json").read_text(encoding="utf-8")))
-    return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in lines]
+    result = {"step": RESULT} | json.loads((output / "result.json").read_text(encoding="utf-8"))
+    return [*fault_outcomes.metrics_of(output), fault_outcomes.without_times(result)]
 
 
 def weights_of(output: Path) -> dict[str, str]:

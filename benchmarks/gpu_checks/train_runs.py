@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trajectories import NOT_COMPARED
+from fault_outcomes import metrics_of as lines_of
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from dschat_ppo.config.cli import parse
@@ -103,14 +103,8 @@ def train(made: Path, names: list[str]) -> None:
 
 def metrics_of(output: Path) -> dict[int, dict[str, float]]:
     """Step -> metrics of a run, without times and memory."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {
-        line["step"]: {
-            name: value for name, value in line.items()
-            if isinstance(value, float) and not name.startswith(NOT_COMPARED)
-        }
-        for line in lines
-    }  # fmt: skip
+    lines = lines_of(output)
+    return {line["step"]: {name: value for name, value in line.items() if isinstance(value, float)} for line in lines}
 
 
 def largest_difference(one: dict[str, float], other: dict[str, float]) -> tuple[float, str]:
