@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import collate_sft
-from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError
 from dschat_ppo.run.start_and_end import row_sample
@@ -270,15 +269,3 @@ def test_what_stands_in_the_texts_by_chance_is_no_copy_of_them(row):
     """Digits of a weight are in a number, and the prompt is in what surrounds it; the rest would be lost."""
     with pytest.raises(UserError, match="--ignore_columns"):
         form_of([row])
-
-
-def test_ignored_columns_must_exist():
-    rows, flags = [{"prompt": "Q: ", "response": "a"}], {"ignore_columns": ["picture"]}
-    forms = [form_of(rows, paths=paths, **flags) for paths in (1, 2)]
-    with pytest.raises(UserError, match="--ignore_columns picture: no .*has the columns 'prompt', 'response'"):
-        check_flags_used(forms, DataFlags(["a", "b"], **flags))
-    check_flags_used([*forms, form_of([{**rows[0], "picture": "a"}], **flags)], DataFlags(["a", "b"], **flags))
-    form = form_of(rows, paths=2, prompt_column="ask", response_column="response")
-    assert "--prompt_column ask: it has no such column" in form.description, "another data set may have it"
-    with pytest.raises(UserError, match="--prompt_column ask: no data set has such a column"):
-        check_flags_used([form], DataFlags(["a", "b"], prompt_column="ask"))

@@ -294,11 +294,10 @@ def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is
         assert ("every row is bad" if is_line else "4 of 4 rows cannot be used") in str(stopped.value)
 
 
-@pytest.mark.parametrize("rows", [None, 20])
-def test_bad_lines_of_its_own_evaluation_rows_are_counted(tmp_path, said, rows):
+def test_bad_lines_of_its_own_evaluation_rows_are_counted(tmp_path, said):
     write_jsonl(tmp_path / "data/train.jsonl", [{"prompt": f"p{n}", "response": "a"} for n in range(99)])
     write_jsonl(tmp_path / "data/eval.jsonl", [ROWS[0], "{no"])
-    flags = flags_for(tmp_path, str(tmp_path / "data"), bad_rows="skip", rows=rows)
+    flags = flags_for(tmp_path, str(tmp_path / "data"), bad_rows="skip")
     assert len(prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.1).eval) == 1
     assert any("data: skipped: " in line and "1 of 2 rows cannot be used" in line for line in said)
     assert any("eval.jsonl, row 2 is not JSON" in line for line in said)
@@ -317,6 +316,8 @@ def test_flags_of_columns_are_about_all_data_sets(tmp_path):
     for paths in ([held], [held, held]):
         with pytest.raises(UserError, match="--ignore_columns y: no data set has such a column"):
             prepare("sft", TOKENIZER, flags_for(tmp_path, *paths, ignore_columns=["y"]), 64)
+    with pytest.raises(UserError, match="--prompt_column y: no data set has such a column"):
+        prepare("sft", TOKENIZER, flags_for(tmp_path, held, held, prompt_column="y"), 64)
 
 
 BAD = [  # use, rows, flags, message

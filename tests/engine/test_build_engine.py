@@ -75,8 +75,7 @@ def decay(kind: str, progress: float) -> float:
     return 1 - progress if kind == "linear" else 1e-7 / 0.5 + (1 - 1e-7 / 0.5) * (1 - progress)
 
 
-@pytest.mark.parametrize("least", [0.0, 0.1])
-@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize(("warmup", "least"), [(0, 0.1), (3, 0.0), (3, 0.1)])
 @pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
 def test_rates_follow_the_formula_and_each_group_keeps_its_ratio(kind, warmup, least):
     """`polynomial` decays linearly (its power is 1), and with a lowest rate ends there instead of at 1e-7."""

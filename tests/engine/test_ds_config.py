@@ -114,7 +114,7 @@ def config_with(tmp_path, settings, step="sft", *words):
     return parse(step, [*NEEDED[step], "--deepspeed_config", str(tmp_path / "mine.json"), *words])
 
 
-@pytest.mark.parametrize("step", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("step", ["sft", "ppo"])
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_other_projects_are_used_as_they_are(tmp_path, name, step):
     schedule = ["--lr_scheduler_type", "constant_with_warmup"] if "scheduler" in FILES[name] else []

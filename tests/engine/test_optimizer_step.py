@@ -93,13 +93,12 @@ def test_the_first_step_is_adam_by_hand():
     torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(("stage", "frozen"), [(0, False), (2, True)])
 @pytest.mark.parametrize(("bad", "kind"), [
     (nan_loss, "loss"), (infinite_loss_with_finite_gradients, "loss"), (nan_gradient, "gradient"),
     (huge_gradient, "norm"),
 ])  # fmt: skip
-def test_a_bad_number_skips_the_update_and_is_located(stage, bad, kind, frozen):
+def test_a_bad_number_skips_the_update_and_is_located(stage, frozen, bad, kind):
     """The engine then trains like one that never saw the step; also if one layer is frozen."""
     engine, spared = engine_of(stage, frozen=frozen), engine_of(stage, frozen=frozen)
     start = [weight.detach().clone() for weight in engine.module[0].parameters()]
@@ -216,7 +215,7 @@ def test_one_overflow_skips_the_updates_of_both_engines_and_lowers_only_its_own_
     assert [result.applied for result in apply_together(parts)] == [True, True]
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_never_waits_for_the_device(stage, monkeypatch):
     """DeepSpeed's throughput timer would, from the third step on, in every forward pass and update."""
     waits = []

@@ -32,8 +32,7 @@ def whole_step(lm):
     return ids, wanted, nll, router
 
 
-@pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[0], [1], [2], [3]]])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("parts", "packed"), [([[0, 1], [2, 3]], False), ([[0], [1], [2], [3]], True)])
 def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, packed):
     lm = new_model("mixtral")
     ids, wanted, nll, router = whole_step(lm)

@@ -107,7 +107,7 @@ def test_a_folder_holds_one_form_of_a_model(assets, tmp_path):
     torch.testing.assert_close(logits(loaded), logits(earlier), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt-350m", "falcon", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt-oss"])
 def test_other_architectures_round_trip(assets, tmp_path, name):
     base = new_model(name, vocab_size=320)
     base.save_pretrained(tmp_path / "base")
@@ -133,10 +133,8 @@ def test_merging_rounds_the_product_once(assets, folder):
         assert close > 0.99, "fp64 and fp32 differ only where they round at a tie"
 
 
-@pytest.mark.parametrize("from_lm", [False, True])
-def test_a_reward_model_saves_its_head(assets, tmp_path, from_lm):
-    base = str(assets / ("lm" if from_lm else "reward"))
-    model = load_sequence_classifier(base, "fp32", None, from_lm, adapter=LORA)
+def test_a_reward_model_saves_its_head(assets, tmp_path):
+    model = load_sequence_classifier(str(assets / "reward"), "fp32", None, False, adapter=LORA)
     train_a_little(model)
     folder = saved(ScalarModel(model), assets, tmp_path / "adapter", False, {"reward_mean": 0.5})
     config = load_config(str(folder), "--m")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny_models import KINDS, new_model
+from tiny_models import new_model
 from torch import nn
 
 from dschat_ppo.config.lora_flags import AdapterFlags
@@ -55,7 +55,8 @@ def test_the_default_is_all_linear_layers_of_the_blocks():
     assert names == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts]
 
 
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"doge"}))  # a weight that is 0 at first multiplies its dt_proj
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt-350m", "falcon", "bloom", "mixtral", "gpt-oss", "mamba", "rwkv",
+                                  "granite-hybrid", "electra"])  # fmt: skip
 def test_every_adapter_of_every_architecture_gets_a_gradient(name):
     model = new_model(name)
     add_adapter(model, LORA)
@@ -106,8 +107,7 @@ def test_names_that_are_not_found_end_in_one_line_with_names_that_are():
 # Formulas
 
 
-@pytest.mark.parametrize(("rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("name", "rslora", "scale"), [("llama", False, 8 / 4), ("gpt2", True, 8 / math.sqrt(4))])
 def test_the_update_is_scale_times_b_a_x(name, rslora, scale):
     model, part = new_model(name), {"llama": "down_proj", "gpt2": "c_fc"}[name]
     add_adapter(model, AdapterSettings(4, 8.0, 0.0, part, rslora, False, True))

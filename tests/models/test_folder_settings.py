@@ -106,10 +106,8 @@ def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):
     assert not hasattr(config.text_config, "auto_map")
 
 
-@pytest.mark.parametrize(
-    "settings", [{"distributed_config": {"tp_size": 2}}, {"fusion_config": {"patch_embeddings": True}}]
-)
-def test_settings_that_change_how_a_model_is_built_and_saved_are_ignored(assets, tmp_path, settings):
+def test_settings_that_change_how_a_model_is_built_and_saved_are_ignored(assets, tmp_path):
+    settings = {"distributed_config": {"tp_size": 2}, "fusion_config": {"patch_embeddings": True}}
     model = load_causal_lm(str(changed(assets, tmp_path / "lm", settings)), "fp32", None)
     model.save_pretrained(tmp_path / "saved")
     assert not settings.keys() & json.loads((tmp_path / "saved" / "config.json").read_text()).keys()
@@ -127,8 +125,7 @@ def test_settings_of_another_run_are_those_of_this_one_with_a_note(assets, tmp_p
     assert model.is_gradient_checkpointing, "by the flag"
 
 
-@pytest.mark.parametrize("method", ["gptq", "xyz"])
-def test_quantised_weights_are_refused(assets, tmp_path, method):
-    folder = changed(assets, tmp_path / "lm", {"quantization_config": {"quant_method": method}})
-    with pytest.raises(UserError, match=f"its weights are quantised .*method {method}.*unquantised weights"):
+def test_quantised_weights_are_refused(assets, tmp_path):
+    folder = changed(assets, tmp_path / "lm", {"quantization_config": {"quant_method": "gptq"}})
+    with pytest.raises(UserError, match="its weights are quantised .*method gptq.*unquantised weights"):
         load_causal_lm(str(folder), "fp32", None)

@@ -100,11 +100,6 @@ def test_deepspeed_chat_layout_loads(assets, tmp_path, safe):
     torch.testing.assert_close(scores_of(tmp_path), expected_scores(model), rtol=0, atol=1e-5)
 
 
-def test_a_model_without_head_is_refused_where_a_trained_head_is_needed(assets):
-    with pytest.raises(UserError, match="no trained scalar head"):
-        load_sequence_classifier(str(assets / "lm"), "fp32", None, new_head=False)
-
-
 def test_a_reward_model_is_refused_where_a_language_model_is_needed(assets, tmp_path):
     with pytest.raises(UserError, match=r"reward: is a reward model.* \(score.weight\).*give a causal language model"):
         check_causal_lm(str(assets / "reward"))
@@ -211,15 +206,6 @@ def test_buffers_in_old_files_are_ignored(tmp_path, name, safe):
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS[:, :5] % 50).logits, model(IDS[:, :5] % 50).logits)
     assert check_sequence_classifier(str(tmp_path), new_head=True)
-
-
-@pytest.mark.parametrize("load", [load_causal_lm, lambda *a: load_sequence_classifier(*a, new_head=True)])
-def test_truncated_weights_are_named(tmp_path, load):
-    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match="read"):
-        load(str(tmp_path), "fp32", None)
 
 
 def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_noted(tmp_path, said):

@@ -13,7 +13,7 @@ def test_a_split_by_hand():
     assert [part.tolist() for part in split_by_tokens(lengths, 8)] == [[1], [4], [2, 0], [5, 3]]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_parts_contain_each_row_once_within_the_budget(seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0 if seed % 2 else 1, 60, (1 + 3 * seed,), generator=generator)
@@ -77,7 +77,7 @@ def test_rows_that_share_little_are_divided_as_if_they_shared_nothing():
         assert [part.tolist() for part in deal(lengths, ranks, prompts)] == [p.tolist() for p in deal(lengths, ranks)]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_parts_of_groups_contain_each_row_once_within_the_budget(seed):
     generator = torch.Generator().manual_seed(seed)
 

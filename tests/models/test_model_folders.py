@@ -126,39 +126,44 @@ def hub():
     server.server_close()
 
 
-def download(address: str, home, name: str = "some/model", dry: bool = False) -> str:
-    """The folder, or the message, of `model_folder` in a process with this hub; `dry`: for a dry run."""
-    code = (
-        "import contextlib, sys\nfrom dschat_ppo.errors import UserError\n"
-        "from dschat_ppo.models.model_files import settings_only\n"
-        "from dschat_ppo.models.model_folders import model_folder\n"
-        "with settings_only() if sys.argv[2:] else contextlib.nullcontext():\n"
-        "    try: print(model_folder(sys.argv[1], '--model_name_or_path'))\n"
-        "    except UserError as problem: print(problem)\n"
-    )
+DOWNLOADS = """
+import contextlib, sys
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.model_files import settings_only
+from dschat_ppo.models.model_folders import model_folder
+for word in sys.argv[1:]:
+    with settings_only() if word.startswith("dry ") else contextlib.nullcontext():
+        try:
+            print("FOUND", model_folder(word.removeprefix("dry "), "--model_name_or_path"))
+        except UserError as problem:
+            print("FOUND", problem)
+"""
+
+
+def download(address: str, home, *names: str) -> list[str]:
+    """The folders, or the messages, of `model_folder` in a process with this hub; "dry NAME": for a dry run."""
     settings = {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code, name, *["dry"] * dry], env=os.environ | settings, capture_output=True, text=True
-    )
-    return ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ran.stderr
+    command = [sys.executable, "-c", DOWNLOADS, *names]
+    ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    found = [line.removeprefix("FOUND ") for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
+    assert len(found) == len(names), ran.stderr
+    return found
 
 
 @pytest.mark.slow
 def test_a_download_fetches_one_format_and_is_used_again_without_network(hub, tmp_path):
-    kind, address = hub
+    (kind, address), nowhere = hub, "http://127.0.0.1:9"
     kind.files |= dict.fromkeys(OTHER_FORMATS, b"unwanted")
-    folder = download(address, tmp_path)
-    assert sorted(kind.fetched) == ["config.json", "model.safetensors"], folder
+    folder, again, missing = download(address, tmp_path, "some/model", "some/model", "some/other")
+    assert sorted(kind.fetched) == ["config.json", "model.safetensors"] and again == folder
     with open(f"{folder}/model.safetensors", "rb") as file:
         assert file.read() == b"safe"
-    kind.fetched.clear()
-    assert download("http://127.0.0.1:9", tmp_path) == folder  # no server there
-    assert download(address, tmp_path) == folder and not kind.fetched
-    missing = download(address, tmp_path, "some/other")
     assert missing.startswith("--model_name_or_path some/other: neither a local folder nor") and "404" in missing
-    unreachable = download("http://127.0.0.1:9", tmp_path, "some/third")
+    without_network, unreachable = download(nowhere, tmp_path, "some/model", "some/third")
+    assert without_network == folder
     assert "was not downloaded before, and the hub cannot be reached" in unreachable
-    settings_alone = download(address, tmp_path / "other", dry=True)
+    [settings_alone] = download(address, tmp_path / "other", "dry some/model")
     assert sorted(os.listdir(settings_alone)) == ["config.json"]
-    assert download("http://127.0.0.1:9", tmp_path / "other", dry=True) == settings_alone
-    assert "was not downloaded before" in download("http://127.0.0.1:9", tmp_path / "other"), "a run needs the weights"
+    dry, whole = download(nowhere, tmp_path / "other", "dry some/model", "some/model")
+    assert dry == settings_alone
+    assert "was not downloaded before" in whole, "a run needs the weights"

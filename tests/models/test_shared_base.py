@@ -40,20 +40,6 @@ def test_without_the_adapter_it_is_the_base(adapters):
 
 
 @torch.no_grad()
-def test_a_copied_adapter_stays_when_the_first_one_changes(adapters):
-    lm = load_causal_lm(str(adapters / "lm_adapter"), "fp32", None, adapter=SETTINGS).eval()
-    tree = model_over_base(lm, copies_adapter=True).eval()
-    assert own_parameters(tree, lm) == {n for n, _ in lm.named_parameters() if is_adapter_parameter(n)} != set()
-    before = lm(IDS).logits
-    assert torch.equal(tree(IDS).logits, before)
-    for name, weight in lm.named_parameters():
-        if is_adapter_parameter(name):
-            weight += 1
-    assert not torch.equal(lm(IDS).logits, before)
-    assert torch.equal(tree(IDS).logits, before)
-
-
-@torch.no_grad()
 def test_a_classifier_over_the_base_is_the_one_that_peft_loads(adapters):
     lm = load_causal_lm(str(adapters / "lm"), "fp32", None, adapter=SETTINGS)
     base = model_over_base(lm)

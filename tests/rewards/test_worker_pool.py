@@ -1,9 +1,8 @@
 """Worker processes of reward functions: what they load, time limits, crashes, signals and their end."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,16 +13,16 @@ from test_function_reward import FILE, HERE, REQUEST, ask, of_responses
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import worker_pool
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError, WorkerPool
 
 MAIN = "dschat_ppo.rewards.worker_process"
-PARENT = """
-import sys
-from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec
-from dschat_ppo.rewards.reward_source import RewardRequest
-reward = FunctionReward(FunctionSpec(sys.argv[1], "never_releases_the_lock"), 2, 60.0, 0.0)
-reward(RewardRequest.of(["", ""], sys.argv[2:], [{}, {}]), None)
-"""
+FORK = multiprocessing.get_context("fork")
+
+
+def ask_for_ever(files: list[str]) -> None:
+    reward = FunctionReward(FunctionSpec(FILE, "never_releases_the_lock"), 2, 60.0, 0.0)
+    reward(RewardRequest.of(["", ""], files, [{}, {}]), None)
 
 
 def test_a_module_that_raises_exits_or_hangs_on_import(tmp_path, monkeypatch):
@@ -85,12 +84,12 @@ def test_what_a_function_does_in_its_process_changes_no_other_score(name, respon
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_outlives_the_trainer(tmp_path, how):
     files = [tmp_path / "one", tmp_path / "two"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, FILE, *map(str, files)], env=environment)
+    trainer = FORK.Process(target=ask_for_ever, args=([*map(str, files)],))
+    trainer.start()
     pids = [numbers_in(file)[0] for file in files]
     assert all(map(alive, pids))
-    parent.send_signal(how)
-    parent.wait()
+    os.kill(trainer.pid, how)
+    trainer.join()
     wait_until_gone(pids)
 
 
