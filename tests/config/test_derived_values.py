@@ -1,6 +1,5 @@
 """Values that follow from several flags: defaults by method, folders of models, rates of adapters, the best metric."""
 
-import math
 from typing import get_args
 
 import pytest
@@ -19,7 +18,6 @@ from dschat_ppo.config.algorithm_flags import (
     AlgorithmFlags,
 )
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.data_flags import COLUMN_FLAGS, DataFlags
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags, thresholds
 from dschat_ppo.config.memory_flags import possible_sizes
 from dschat_ppo.config.run_flags import BestFlags, BestMetric, ConsoleFlags
@@ -165,12 +163,6 @@ def test_the_direction_of_the_best_metric_follows_from_its_name_or_is_given(text
     assert BestFlags(text).best_metric == BestMetric(name, higher)
 
 
-def test_better_is_higher_or_lower_and_never_nan():
-    assert BestMetric("a", True).is_better(2, 1) and not BestMetric("a", True).is_better(1, 1)
-    assert BestMetric("a", False).is_better(1, 2) and not BestMetric("a", False).is_better(2, 2)
-    assert not any(BestMetric("a", higher).is_better(math.nan, 1) for higher in (True, False))
-
-
 @pytest.mark.parametrize(("step", "words"), [
     ("sft", "eval_perplexity"), ("sft", "loss/name"), ("reward", "accuracy/name"), ("reward", "chosen_score:max"),
     ("reward", "centering_loss --center_rewards_coef 0.1"), ("reward", "margin --objective dpo"),
@@ -185,12 +177,6 @@ def test_metrics_that_the_evaluation_of_the_step_has_are_accepted(step, words):
 )
 def test_possible_sizes_of_sequence_parallelism_divide_ranks_and_heads(ranks, heads, sizes):
     assert possible_sizes(ranks, heads) == sizes
-
-
-def test_the_columns_of_the_flags_by_role():
-    assert DataFlags(data_path=["d"]).columns == {}
-    flags = DataFlags(data_path=["d"], **{name: name.upper() for name in COLUMN_FLAGS})
-    assert flags.columns == {name.removesuffix("_column"): name.upper() for name in COLUMN_FLAGS}
 
 
 def test_thresholds_of_health_rules_and_windows():

@@ -76,14 +76,12 @@ def test_values_on_the_command_line(tmp_path, monkeypatch, step, words, found):
     assert config[first.removeprefix("--").removeprefix("no_")] == found
 
 
-@pytest.mark.parametrize(("alias", "name"), [
-    ("input_key", "prompt_column"), ("output_key", "response_column"), ("chosen_key", "chosen_column"),
-    ("rejected_key", "rejected_column"), ("label_key", "answer_column"),
-])  # fmt: skip
-def test_the_names_of_openrlhf_for_columns_work_on_the_command_line_and_in_yaml(tmp_path, alias, name):
-    (tmp_path / "settings.yaml").write_text(f"{alias}: question\n")
-    assert read("sft", f"--{alias}", "question")[name] == "question"
-    assert read("sft", "--config", str(tmp_path / "settings.yaml"))[name] == "question"
+def test_the_names_of_openrlhf_for_columns_work_on_the_command_line_and_in_yaml(tmp_path):
+    names = {"input": "prompt", "output": "response", "chosen": "chosen", "rejected": "rejected", "label": "answer"}
+    for theirs, ours in names.items():
+        (tmp_path / "settings.yaml").write_text(f"{theirs}_key: question\n")
+        for words in ([f"--{theirs}_key", "question"], ["--config", str(tmp_path / "settings.yaml")]):
+            assert read("sft", *words)[f"{ours}_column"] == "question"
 
 
 def test_a_number_at_the_end_of_its_range_is_in_it():
@@ -129,14 +127,11 @@ HERE = " (all flags: --help all)"
 @pytest.mark.parametrize(("step", "given", "answer"), [
     # misspelt
     ("sft", "--learning-rat", "did you mean --learning_rate?"), ("ppo", "--temp", ""),  # no abbreviations
-    ("sft", "--max_seq_length=9", "did you mean --max_seq_len?"), ("ppo", "--kl_cof", "did you mean --kl_coef?"),
-    ("ppo", "--no_whiten_advantage", "did you mean --no_whiten_advantages?"),
-    ("ppo", "--top_n", ""), ("ppo", "--reward_zero_stage", ""), ("ppo", "--no_such_flag", ""),
-    ("sft", "--num_train_steps", ""), ("ppo", "--min_prompt_seq_len", ""),
+    ("sft", "--max_seq_length=9", "did you mean --max_seq_len?"), ("ppo", "--reward_zero_stage", ""),
+    ("ppo", "--no_whiten_advantage", "did you mean --no_whiten_advantages?"), ("sft", "--num_train_steps", ""),
     # of another step, or of peft
     ("sft", "--lora_rank", "use --lora_dim"), ("reward", "--actor_lora_dim", "use --lora_dim"),
     ("ppo", "--lora_target_modules=q_proj", "use --actor_lora_module_name and --critic_lora_module_name"),
-    ("ppo", "--learning_rate", "use --actor_learning_rate and --critic_learning_rate"),
     ("ppo", "--critic_temperature", "use --temperature"),
     ("sft", "--kl-coef=0.1", "is a flag of dschat-ppo"), ("sft", "--beta", "is a flag of dschat-reward and dschat-dpo"),
     ("ppo", "--packing", "is a flag of dschat-sft and dschat-reward and dschat-dpo"),
@@ -146,8 +141,6 @@ HERE = " (all flags: --help all)"
     ("ppo", "--num-generations=8", "use --n_samples_per_prompt"), ("ppo", "--beta", "use --kl_loss_coef and --kl_coef"),
     ("ppo", "--rollout.n_samples_per_prompt", "use --n_samples_per_prompt"),
     ("ppo", "--critic.adam.lr", "use --critic_learning_rate"), ("sft", "--max_length", "use --max_seq_len"),
-    ("ppo", "--ds.lora.rank", "use --actor_lora_dim and --critic_lora_dim"),
-    ("sft", "--micro_train_batch_size", "use --per_device_train_batch_size"),
 ])  # fmt: skip
 def test_an_unknown_flag_is_answered_with_the_one_that_is_meant_or_not_at_all(step, given, answer):
     with pytest.raises(UserError) as problem:

@@ -151,7 +151,7 @@ def test_variables_are_part_of_the_template_and_a_later_value_replaces_an_earlie
     assert len(lengths) == 1
 
 
-VALUES = [None, False, -3, 1e-7, "a \"b\" 'c' \\n\n\t%} {{ x }} {# 😀 \u2028", [1, ["x"]], {"k": {"l": None}}]
+VALUES = [None, -3, 1e-7, "a \"b\" 'c' \\n\n\t%} {{ x }} {# 😀 \u2028", {"k": [1, {"l": None}]}]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)

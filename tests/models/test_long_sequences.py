@@ -10,8 +10,6 @@ from dschat_ppo.models.backbone import backbone_of
 from dschat_ppo.models.long_sequences import apply_memory_flags, check_long_sequences, reason_not_to_divide
 from dschat_ppo.models.policy_model import PolicyModel
 
-WHOLE = ("gptj", "bloom", "falcon", "gpt-neo", "mamba")
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -32,7 +30,7 @@ def refusal(folder: str, scalar: bool = False, **flags) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", ["bloom", "mamba"])
 def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind):
     found = refusal(folder(kind), sequence_parallel_size=2)
     assert found.startswith(f"--sequence_parallel_size 2: --model {folder(kind)}: ")
