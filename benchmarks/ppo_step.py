@@ -125,7 +125,7 @@ def main() -> None:
     init_process_group()
     sizes = TINY if arguments.tiny else FULL
     cores, results = len(os.sched_getaffinity(0)), dict[str, Any]()
-    common = ["--old_logprobs", arguments.old_logprobs]
+    common = ["--old_logprobs", arguments.old_logprobs, "--dtype", "fp32" if arguments.tiny else "bf16"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in arguments.workloads:

@@ -3,20 +3,15 @@
 Only root may make them; `require_hosts` skips a test where they are forbidden.
 """
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
-from launch import ROOT, _free_port, environment
+from launch import ROOT, Ranks, _free_port, environment, fork_ranks, wait_until
 
 # $1: name, $2: folder that is its disk, $3: where it sees the disk; then the command
 _ENTER = """
@@ -30,78 +25,29 @@ wait $!
 """
 
 
-@cache
-def _hindrance() -> str | None:
-    """Why this machine cannot make hosts, or None."""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
-        return "machines in network namespaces need root, and the programs ip and unshare"
-    probe = f"dschat{os.getpid()}p"
-    inside = "mount -t tmpfs none /dev/shm && hostname probe"
-    commands = [
-        ["ip", "netns", "add", probe],
-        ["ip", "-n", probe, "link", "add", "v0", "type", "veth", "peer", "name", "v1"],
-        ["ip", "netns", "exec", probe, *_UNSHARE, "sh", "-c", inside],
-    ]
-    problem = None
-    for command in commands:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode and problem is None:
-            problem = f"namespaces are forbidden here: {' '.join(command)}: {result.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
-    return problem
-
-
 _UNSHARE = ["unshare", "--uts", "--pid", "--mount", "--ipc", "--kill-child", "--mount-proc"]
 
 
 def require_hosts() -> None:
     """Skip the test where the kernel does not let it make namespaces."""
-    if problem := _hindrance():
-        pytest.skip(problem)
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("machines in network namespaces need root, and the programs ip and unshare")
+    probe = "ip link add v0 type veth peer name v1 && mount -t tmpfs none /dev/shm && hostname probe"
+    result = subprocess.run([*_UNSHARE, "--net", "sh", "-c", probe], capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"namespaces are forbidden here: {result.stderr.strip()}")
 
 
 @dataclass
-class Ranks:
-    """The ranks of one machine: `pid` leads their process group; `folder` gets their output and exit code."""
+class Command(Ranks):
+    """A command of `Hosts.start`."""
 
-    pid: int
-    folder: Path
+    process: subprocess.Popen[bytes]
 
     @property
     def code(self) -> int | None:
-        """The exit code, once they have ended."""
-        path = self.folder / "code"
-        return int(path.read_text()) if path.exists() else None
-
-    @property
-    def out(self) -> str:
-        return (self.folder / "out").read_text(errors="replace")
-
-    @property
-    def err(self) -> str:
-        return (self.folder / "err").read_text(errors="replace")
-
-    def send(self, number: int) -> None:
-        """Send a signal to all of them, as a terminal does. SIGKILL is a loss of power."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-
-
-@dataclass
-class Command:
-    """A command of `Hosts.start`, with the files of its output."""
-
-    process: subprocess.Popen[str]
-    out: Path
-    err: Path
-
-    def send(self, number: int) -> None:
-        """Send a signal to it and all that it started, as a terminal does. SIGKILL is a loss of power."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def output(self) -> str:
-        return "\n".join(path.read_text(errors="replace")[-4000:] for path in (self.out, self.err))
+        """The exit code, once it has ended."""
+        return self.process.poll()
 
 
 class Hosts:
@@ -118,9 +64,7 @@ class Hosts:
         self.disk.mkdir()
         self._folder = folder
         self._spaces = [f"dschat{os.getpid()}{name[0]}" for name in self.names]
-        self._launches = 0
-        self._commands: list[Command] = []
-        self._server: subprocess.Popen[str] | None = None
+        self._launches: list[Ranks] = []
         hosts = "127.0.0.1 localhost\n" + "".join(f"{self.address(n)} {name}\n" for n, name in enumerate(self.names))
         for number in range(2):
             self.disk_of(number).mkdir()
@@ -155,30 +99,26 @@ class Hosts:
         """Plug it in again."""
         self._ip("-n", self._spaces[1], "link", "set", "eth0", "up")
 
-    def start(self, number: int, command: list[object], **changes: str) -> "Command":
+    def start(self, number: int, command: list[object], **changes: str) -> Command:
         """Run a command on a machine, from the repository's top, in an environment with `changes`."""
         enter = ["ip", "netns", "exec", self._spaces[number], *_UNSHARE, "bash", "-c", _ENTER]
         enter += ["bash", self.names[number], str(self.disk_of(number)), str(self.disk)]
         env = environment() | {"TMPDIR": str(self.disk / "tmp"), "GLOO_SOCKET_IFNAME": "eth0"} | changes
-        out, err = self._files("out", "err")
-        with out.open("w") as stdout, err.open("w") as stderr:
+        files = self._new_folder()
+        with (files / "out").open("w") as out, (files / "err").open("w") as err:
             process = subprocess.Popen(
-                [*enter, *map(str, command)], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-                text=True, start_new_session=True,
+                [*enter, *map(str, command)], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                start_new_session=True,
             )  # fmt: skip
-        self._commands.append(Command(process, out, err))
-        return self._commands[-1]
+        self._launches.append(Command(process.pid, files, process))
+        return self._launches[-1]
 
     def fork(self, machines: int, ranks: int, words: list[object], slurm: bool = False) -> list[Ranks]:
         """Start `ranks` ranks of `workers/slow_main.py` on each of the first machines.
 
         Their environment is that of a launcher; `slurm`: only what `srun` sets.
         """
-        if self._server is None:
-            command = [sys.executable, str(ROOT / "tests/workers/host_ranks.py")]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._server = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)
-        port, size, started = _free_port(), machines * ranks, []
+        port, size = _free_port(), machines * ranks
         for number in range(machines):
             environments = []
             for local in range(ranks):
@@ -189,43 +129,24 @@ class Hosts:
                     own = {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_JOB_ID": port}
                     own |= {"MASTER_ADDR": "alpha", "SLURM_STEP_NUM_TASKS": size, "SLURM_NTASKS": size}
                     own |= {"SLURM_STEP_TASKS_PER_NODE": f"{ranks}(x{machines})"}
-                own |= {"TMPDIR": self.disk / "tmp", "GLOO_SOCKET_IFNAME": "eth0"}
-                environments.append({name: str(value) for name, value in own.items()})
-            folder = self._files("out", "err")[0].parent
-            machine = {"space": self._spaces[number], "name": self.names[number], "environments": environments}
-            machine |= {"disk": str(self.disk_of(number)), "place": str(self.disk), "words": [*map(str, words)]}
-            machine |= {name: str(folder / name) for name in ("out", "err", "code")}
-            print(json.dumps(machine | {"script": str(ROOT / "tests/workers/slow_main.py")}), file=self._server.stdin)
-            self._server.stdin.flush()
-            started.append(Ranks(int(self._server.stdout.readline()), folder))
-        return started
+                environments.append(own | {"TMPDIR": self.disk / "tmp", "GLOO_SOCKET_IFNAME": "eth0"})
+            machine = {"space": self._spaces[number], "name": self.names[number]}
+            machine |= {"disk": str(self.disk_of(number)), "place": str(self.disk)}
+            script = "tests/workers/slow_main.py"
+            self._launches.append(fork_ranks(self._new_folder(), environments, script, *words, machine=machine))
+        return self._launches[-machines:]
 
-    def _files(self, *names: str) -> list[Path]:
-        self._launches += 1
-        folder = self._folder / f"launch_{self._launches}"
+    def _new_folder(self) -> Path:
+        folder = self._folder / f"launch_{len(self._launches)}"
         folder.mkdir()
-        for name in names:
-            (folder / name).touch()
-        return [folder / name for name in names]
+        return folder
 
     def end(self) -> None:
         """End what runs there, and remove the network."""
-        for command in self._commands:
-            command.send(signal.SIGKILL)
-            command.process.wait()
-        if self._server is not None:
-            self._server.kill()
-            self._server.wait()
+        for launch in self._launches:
+            launch.send(signal.SIGKILL)
         for space in self._spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
-
-
-def wait_until(condition, seconds: float, shown=lambda: "") -> None:
-    """Wait for a condition, or fail with what `shown` returns."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {shown()}"
-        time.sleep(0.05)
 
 
 def ended(machines: list[Ranks], seconds: float = 200) -> list[int]:

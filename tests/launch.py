@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -17,9 +19,68 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
-def deepspeed(ranks: int, script: str | Path, *words: object, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    """Run `script` (relative to the repository) on this many ranks, as a user would; output is kept in the result."""
-    return run(deepspeed_command(ranks, script, *words), timeout)
+@dataclass
+class Ranks:
+    """Ranks that were forked: `pid` leads their process group; `folder` gets their output and exit code."""
+
+    pid: int
+    folder: Path
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, once they have ended."""
+        path = self.folder / "code"
+        return int(path.read_text()) if path.exists() else None
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text(errors="replace")
+
+    def send(self, number: int) -> None:
+        """Send a signal to all of them, as a terminal does. SIGKILL is a loss of power."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+def wait_until(condition, seconds: float, shown=lambda: "") -> None:
+    """Wait for a condition, or fail with what `shown` returns."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {shown()}"
+        time.sleep(0.05)
+
+
+def rank_environments(ranks: int, env: dict[str, str]) -> list[dict]:
+    """What a launcher adds to the environment of each of `ranks` ranks on one machine, and `env`."""
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    return [{"RANK": rank, "LOCAL_RANK": rank, **shared, **env} for rank in range(ranks)]
+
+
+def fork_ranks(files: Path, environments: list[dict], script: str | Path, *words: object, **changes: object) -> Ranks:
+    """Fork ranks from a process that has imported the libraries; see `workers/fork_ranks.py` for `changes` of a launch.
+
+    Args:
+        files: a folder for their output and exit code.
+        environments: of each rank, in addition to that of the tests.
+        script: that they run, relative to the repository.
+        words: of its command line.
+        changes: of the launch.
+    """
+    launch = {"ranks": [{name: str(value) for name, value in one.items()} for one in environments]}
+    launch |= {"script": str(ROOT / script), "words": [*map(str, words)], "folder": str(ROOT), "stdin": os.devnull}
+    launch |= {name: str(files / name) for name in ("out", "err", "code")}
+    launch |= {"end": int(signal.SIGTERM), "machine": None} | changes
+    for name in ("out", "err"):
+        (files / name).touch()
+    server = _fork_server()
+    print(json.dumps(launch), file=server.stdin, flush=True)
+    answer = server.stdout.readline()
+    assert answer, f"the process that forks ranks ended with exit code {server.wait()}"
+    return Ranks(int(answer), files)
 
 
 def forked(
@@ -32,7 +93,7 @@ def forked(
     env: dict[str, str] | None = None,
     end: int = signal.SIGKILL,
 ) -> subprocess.CompletedProcess[str]:
-    """As `deepspeed`, for a worker: its ranks are forked from a process that has imported the libraries.
+    """Run `script` (relative to the repository) on this many ranks, forked where the libraries are imported already.
 
     For tests of what ranks compute, not of how they start and end. A forked process cannot use a GPU. The ranks run in
     `folder`, read the file `stdin` and have `env` in their environment; with a GPU they have neither of these two.
@@ -40,27 +101,16 @@ def forked(
     """
     if torch.cuda.is_available():
         return run(deepspeed_command(ranks, script, *words), timeout, folder)
-    with tempfile.TemporaryDirectory() as temporary:
-        out, err = Path(temporary, "out"), Path(temporary, "err")
-        out.touch(), err.touch()
-        launch = {"ranks": ranks, "port": _free_port(), "script": str(ROOT / script), "words": [*map(str, words)]}
-        launch |= {
-            "env": env or {},
-            "end": int(end),
-            "folder": str(folder),
-            "stdin": str(stdin),
-            "out": str(out),
-            "err": str(err),
-            "timeout": timeout,
-        }
-        server = _fork_server()
-        print(json.dumps(launch), file=server.stdin, flush=True)
-        answer = server.stdout.readline()
-        assert answer, f"the process that forks ranks ended with exit code {server.wait()}"
-        output = [file.read_text(errors="replace") for file in (out, err)]
-    if int(answer) == -signal.SIGALRM:
-        raise subprocess.TimeoutExpired(launch["script"], timeout, *output)
-    return subprocess.CompletedProcess(launch["words"], int(answer), *output)
+    environments = rank_environments(ranks, env or {})
+    with tempfile.TemporaryDirectory() as files:
+        changes = {"folder": str(folder), "stdin": str(stdin), "end": int(end)}
+        started, deadline = fork_ranks(Path(files), environments, script, *words, **changes), time.monotonic() + timeout
+        while started.code is None:
+            if time.monotonic() > deadline:
+                started.send(signal.SIGKILL)
+                raise subprocess.TimeoutExpired(str(script), timeout, started.out, started.err)
+            time.sleep(0.02)
+        return subprocess.CompletedProcess([*map(str, words)], started.code, started.out, started.err)
 
 
 @cache

@@ -17,7 +17,7 @@ import fuzz  # noqa: E402
 def test_fifteen_cases_end_with_a_result_or_one_line(tmp_path):
     found = tmp_path / "found.json"
     words = ["--cases", 15, "--seed", 1, "--jobs", 1, "--work", tmp_path / "work", "--json", found]
-    ended = forked(1, "tests/workers/short_fuzz.py", *words)
+    ended = forked(1, "tests/workers/run_module.py", "benchmarks/fuzz.py", *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     outcomes = json.loads(found.read_text())["outcomes"]
     assert sum(outcomes.values()) == 15 and min(outcomes["result"], outcomes["error line"]) >= 2, outcomes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, run, succeed
+from launch import ROOT, forked, succeed
 from one_rank import one_rank  # noqa: F401
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -56,7 +56,7 @@ def test_both_ways_make_the_same_update(name, folder, monkeypatch):
 @pytest.mark.slow
 def test_a_trial_of_the_script(tmp_path):
     words = ["--tiny", "--repeats", "1", "--workloads", "fixed", "--json", str(tmp_path / "found.json")]
-    result = succeed(run([sys.executable, str(ROOT / "benchmarks/ppo_step.py"), *words]))
+    result = succeed(forked(1, "tests/workers/run_module.py", "benchmarks/ppo_step.py", *words))
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["fixed"]["ratio_wall"] > 0
     assert found["peak_memory_ratio"] >= 0

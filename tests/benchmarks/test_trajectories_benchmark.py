@@ -1,6 +1,7 @@
 """The comparison of trajectories, apart from its runs: what is compared, what is named."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -76,26 +77,27 @@ def main(monkeypatch, *words) -> int:
     return trajectories.main()
 
 
-def call_by_fork(tree: trajectories.Tree, words: list[str], log: Path) -> str:
-    """As `Tree.call`, without the launcher and the imports."""
-    if words[0] == "-c":
-        return trajectories.__file__  # of the tree
-    if words[1] == "deepspeed.launcher.runner":
-        return succeed(forked(1, *words[6:], folder=tree.work)).stdout
-    return succeed(forked(1, "tests/workers/run_module.py", *words[1:], folder=tree.work)).stdout
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(tmp_path, monkeypatch, capsys):
     """The commands of docs/benchmarks.md with one run of two steps on one rank."""
-    short = trajectory_runs.SFT.replace("{made}/toy/data/sft_eval.jsonl", "{made}/plain.jsonl") + " --max_steps 2"
-    run = trajectory_runs.Run(
-        "step1_sft", f"{short} --save_steps 1 --keep_final_checkpoint", ranks=1, resumed=("step_000001",)
-    )
+    succeed(forked(1, "tests/workers/run_module.py", "dschat_ppo.tools.toy", tmp_path / "toy"))  # not in a thread
+
+    def call(tree: trajectories.Tree, words: list[str], log: Path) -> str:
+        """As `Tree.call`, without the launcher and the imports; the task is made once."""
+        if words[0] == "-c":
+            return trajectories.__file__  # of the tree
+        if words[1] == "dschat_ppo.tools.toy":
+            return shutil.copytree(tmp_path / "toy", words[2])
+        assert words[1] == "deepspeed.launcher.runner"
+        return succeed(forked(1, *words[6:], folder=tree.work)).stdout
+
+    small = "--data_path {made}/plain.jsonl --eval_data_path {made}/plain.jsonl --eval_iters 1 --dtype fp32"
+    small += " --per_device_train_batch_size 4 --max_steps 2 --save_steps 1 --keep_final_checkpoint"
+    run = trajectory_runs.Run("step1_sft", f"{trajectory_runs.SFT} {small}", ranks=1, resumed=("step_000001",))
     monkeypatch.setitem(trajectories.RUNS, "sft", run)
     before, kept = tmp_path / "before.json", tmp_path / "before"
-    monkeypatch.setattr(trajectories.Tree, "call", call_by_fork)
+    monkeypatch.setattr(trajectories.Tree, "call", call)
     assert main(monkeypatch, "--json", before, "--checkpoints", kept) == 0
     assert main(monkeypatch, "--against", before, "--resume_from", kept) == 0
     assert "no difference" in capsys.readouterr().out

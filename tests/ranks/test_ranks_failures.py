@@ -1,7 +1,7 @@
 """How runs of two real ranks end: exit codes, one message, stacks of a hanging run, no process left.
 
-Cases that get a signal, and those that Python does not end, have the launcher of a user (`deepspeed`: a runner, below
-it launch.py, below it the ranks) and run side by side. The others are forks, which are faster.
+Two cases that get a signal have the launcher of a user (`deepspeed`: a runner, below it launch.py, below it the ranks)
+and run side by side. The others are forks, which are faster.
 """
 
 import json
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import ROOT, deepspeed_command, environment, forked
+from launch import ROOT, Ranks, deepspeed_command, environment, fork_ranks, forked, rank_environments, wait_until
 
 from dschat_ppo.common.exit_codes import HOW_TO_RESUME
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-LAUNCHER_KILLED = 256 - signal.SIGKILL  # launch.py ends with the negative code of a rank that was killed
+KILLED_RANK = 256 - signal.SIGKILL  # the code of a rank that was killed, as a launcher passes it on
 
 
 @dataclass
@@ -44,10 +44,6 @@ class Ended:
         return [line for line in self.err.splitlines() if re.match(r"rank \d|error", line)]
 
 
-def to_runner(runner: subprocess.Popen, _ranks: list[int]) -> None:
-    runner.send_signal(signal.SIGTERM)
-
-
 def to_group(runner: subprocess.Popen, _ranks: list[int]) -> None:
     os.killpg(runner.pid, signal.SIGINT)  # as a terminal does
 
@@ -56,18 +52,9 @@ def to_launcher(_runner: subprocess.Popen, ranks: list[int]) -> None:
     psutil.Process(ranks[0]).parent().kill()
 
 
-def to_rank_1(_runner: subprocess.Popen, ranks: list[int]) -> None:
-    os.kill(ranks[1], signal.SIGTERM)
-
-
-SIGNALS = {
-    "rank 1 takes its time": to_rank_1,
-    "SIGKILL to launch.py": to_launcher,
-    "SIGTERM to the runner": to_runner,
-    "SIGINT to all": to_group,
-}
+SIGNALS = {"SIGKILL to launch.py": to_launcher, "SIGINT to all": to_group}
 HOLDS, KILLED = "rank 1 holds the lock", "rank 1 is killed"
-FAULTS = ["user error on rank 1", "rank 1 hangs", "rank 1 raises", "both raise"]
+FAULTS = ["user error on rank 1", "rank 1 hangs", "rank 1 raises", "both raise", "rank 1 takes its time", KILLED, HOLDS]
 
 
 def run_case(case: str, folder: Path) -> Ended:
@@ -77,8 +64,7 @@ def run_case(case: str, folder: Path) -> Ended:
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         runner = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
         try:
-            if case in SIGNALS:
-                SIGNALS[case](runner, ready_ranks(folder))
+            SIGNALS[case](runner, ready_ranks(folder))
             code = runner.wait(timeout=180)
             left = wait_until_gone(folder)
         finally:
@@ -90,10 +76,7 @@ def run_case(case: str, folder: Path) -> Ended:
 
 def ready_ranks(folder: Path) -> list[int]:
     files = [folder / f"ready_{rank}" for rank in range(2)]
-    deadline = time.monotonic() + 120
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline, (folder / "err").read_text()
-        time.sleep(0.05)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 120, (folder / "err").read_text)
     return [int(file.read_text()) for file in files]
 
 
@@ -112,22 +95,25 @@ def wait_until_gone(folder: Path) -> list[psutil.Process]:
     return left
 
 
-def run_forked(case: str, folder: Path) -> Ended:
-    """As `run_case`, with forks in place of the launcher: the ranks that do not fail get SIGTERM too."""
+def start_forked(case: str, folder: Path) -> Ranks:
+    """As `run_case`, with forks in place of the launcher: the ranks that do not fail get a signal too."""
     (folder / "tmp").mkdir(parents=True)
-    env = {"TMPDIR": str(folder / "tmp")}
-    found = forked(2, "tests/workers/failing.py", case, folder, env=env, end=signal.SIGTERM, timeout=180)
-    return Ended(found.returncode, found.stdout, found.stderr, folder)
+    environments = rank_environments(2, {"TMPDIR": str(folder / "tmp")})
+    end = int(signal.SIGKILL if case == HOLDS else signal.SIGTERM)
+    return fork_ranks(folder, environments, "tests/workers/failing.py", case, folder, end=end)
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("failures")
-    launched = [*SIGNALS, HOLDS, KILLED]
+    forked = {case: start_forked(case, folder / f"fork_{n}") for n, case in enumerate(FAULTS)}
     with ThreadPoolExecutor() as threads:
-        runs = {case: threads.submit(run_case, case, folder / str(n)) for n, case in enumerate(launched)}
-        found = {case: run_forked(case, folder / f"fork_{n}") for n, case in enumerate(FAULTS)}
-        return found | {case: run.result() for case, run in runs.items()}
+        runs = {case: threads.submit(run_case, case, folder / str(n)) for n, case in enumerate(SIGNALS)}
+        found = {case: run.result() for case, run in runs.items()}
+    for case, ranks in forked.items():
+        wait_until(lambda ranks=ranks: ranks.code is not None, 180, lambda ranks=ranks: ranks.err)
+        found[case] = Ended(ranks.code, ranks.out, ranks.err, ranks.folder)
+    return found
 
 
 def test_an_exception_of_one_rank_is_one_message_and_every_rank_keeps_a_log(ended):
@@ -163,7 +149,7 @@ def test_a_user_error_of_another_rank_is_reported_too(ended):
 
 def test_a_killed_rank_ends_the_run(ended):
     run = ended["rank 1 is killed"]
-    assert run.code in (5, LAUNCHER_KILLED)  # the code of the rank at which the launcher looks first
+    assert run.code in (5, KILLED_RANK)  # of the rank that ends first
     assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {HOW_TO_RESUME}"]
     assert "Traceback" not in run.err and "Traceback" in run.log(0)
     assert run.left(0)["code"] == 5
@@ -193,7 +179,6 @@ def test_a_hang_in_c_code_ends_the_run(ended):
     [
         ("rank 1 takes its time", 0, {"SIGTERM", None}),
         ("SIGKILL to launch.py", 0, {"SIGTERM"}),
-        ("SIGTERM to the runner", -signal.SIGTERM, {"the launcher has ended"}),
         ("SIGINT to all", -signal.SIGINT, {"SIGINT"}),
     ],
 )

@@ -32,19 +32,17 @@ def test_switches_change_no_weight_and_restore_training(found):
     for rank in found:
         toggles = rank["toggles"]
         assert toggles["weights equal"] and toggles["equal"] and toggles["training"]
-        assert toggles["memory growth"] < 8 and toggles["difference"] < 1e-5
+        assert toggles["left tensors"] == 0 and toggles["difference"] < 1e-5
         assert rank["steps"]["plain"]["partitioned"] == rank["steps"]["tensor parallel"]["partitioned"] == 21, "all"
 
 
-@pytest.mark.parametrize(("name", "like"), [("toggles", "plain"), ("sleep 2", "stage 2"), ("sleep 3", "plain")])
+@pytest.mark.parametrize(("name", "like"), [("sleep 2", "stage 2"), ("sleep 3", "plain")])
 def test_generating_in_between_and_sleep_change_no_bit(found, name, like):
     for rank in found:
         assert rank["steps"][name] == rank["steps"][like]
 
 
-@pytest.mark.parametrize(
-    "how", ["stage 2", "offload optimizer", "offload others", "tensor parallel", "layer by layer", "one rank"]
-)
+@pytest.mark.parametrize("how", ["stage 2", "offload", "tensor parallel", "layer by layer", "one rank"])
 def test_answers_and_updates_differ_by_rounding_alone(launches, how):
     alone, *found = launches
     for rank in found:
@@ -76,7 +74,7 @@ def test_divided_layers_compute_what_whole_layers_do_and_are_restored(found):
 
 
 def test_switches_with_adapters_change_no_bit_and_the_merged_model_gives_the_log_probs_of_training(launches):
-    assert [len(rank["adapters"]) for rank in launches] == [1, 5, 5]
+    assert [len(rank["adapters"]) for rank in launches] == [1, 3, 3]
     for rank in launches:
         for label, seen in rank["adapters"].items():
             for name in ("weights equal", "layers equal", "plain", "same forwards"):

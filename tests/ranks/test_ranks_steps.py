@@ -1,7 +1,4 @@
-"""The three steps by their command lines on two ranks, PPO under the launcher as a user runs it.
-
-`tests/docs/test_commands.py` runs SFT under the launcher.
-"""
+"""The three steps by their command lines on two ranks. `tests/docs/test_commands.py` runs SFT under the launcher."""
 
 import json
 import math
@@ -9,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from launch import deepspeed, forked, metrics_of, numbers_of, succeed
+from launch import forked, metrics_of, numbers_of, succeed
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from dschat_ppo.config.cli import parse
@@ -53,9 +50,8 @@ def out(assets, tmp_path_factory):
     ppo += " --generation_batches 2 --ppo_epochs 2 --gradient_accumulation_steps 2 --max_answer_seq_len 8"
     ppo += " --max_prompt_seq_len 64 --actor_learning_rate 0.001 --num_warmup_steps 0 --temperature 0.8"
     ppo += " --deterministic"
-    succeed(deepspeed(2, "training/step3_ppo/main.py", *ppo.split()))
-    again = ppo.replace(f"{folder}/ppo", f"{folder}/again").split()
-    succeed(forked(2, "training/step3_ppo/main.py", *again))
+    for words in (ppo, ppo.replace(f"{folder}/ppo", f"{folder}/again")):
+        succeed(forked(2, "training/step3_ppo/main.py", *words.split()))
     return folder
 
 

@@ -25,12 +25,12 @@ def forbidden(*_args, **_kwargs):
 def main() -> None:
     sft.load_causal_lm = train_preference.load_trained_model = train_ppo.RLHFEngine = forbidden
     found = {}
-    for name, (step, words) in json.loads(Path(sys.argv[1]).read_text()).items():
+    for name, (step, words) in json.loads(Path(sys.argv[-2]).read_text()).items():
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
             code = run_step(lambda argv, step=step: parse(step, argv), TRAIN[step], words)
         found[name] = [code, re.search(r"^error:.*", errors.getvalue(), re.M | re.S)[0].splitlines()]
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    Path(sys.argv[-1]).write_text(json.dumps(found))
 
 
 main()

@@ -1,12 +1,15 @@
 """Forks ranks from one process that has imported the libraries, which costs a process about seven seconds.
 
-fork_ranks.py      reads a line of JSON for each launch, answers each with its exit code, and ends with its input
+fork_ranks.py      reads a line of JSON for each launch, answers with the number of a process, and ends with its input
 
-    a launch: {"ranks": number, "port": number, "script": path, "words": [text, ...], "env": name -> text,
-        "folder": path where it runs, "stdin": path, "out": path, "err": path, "timeout": seconds, after which the exit
-        code is -SIGALRM, "end": number of the signal that the other ranks get if one fails}
+    a launch: {"ranks": [environment of a rank, ...], "script": path, "words": [text, ...], "folder": where it runs,
+        "stdin": path, "out": path, "err": path, "code": path of the file that gets the exit code, "end": number of the
+        signal that the other ranks get if one fails, "machine": null, or see `enter`}
+
+The process waits for the ranks. A signal to its group reaches all of them, as Ctrl-C does; its end is theirs.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -14,8 +17,9 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from dschat_ppo.common.processes import signal_when_parent_ends
@@ -31,35 +35,59 @@ IMPORTED = (
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",
 )
+NEW_MOUNTS, NEW_NAME, NEW_MEMORY, NEW_PROCESSES, NETWORK = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
+PRIVATE, RECURSIVE, BIND = 1 << 18, 1 << 14, 1 << 12
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def redirect(stdin: str, out: str, err: str) -> None:
-    """Standard input from a file, output and error to the ends of files, below Python too."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for number, path, flags in ((0, stdin, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
-        file = os.open(path, flags | os.O_APPEND)
-        os.dup2(file, number)
-        os.close(file)
+def check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def run_rank(rank: int, launch: dict) -> None:
+def mount(source: str, place: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    words = (source.encode(), place.encode(), kind.encode() or None, flags, options.encode() or None)
+    check(LIBC.mount(*words))
+
+
+def enter(machine: dict) -> None:
+    """Leave the network, names, memory and mounts of this machine, and the processes for children.
+
+    machine: {"space": network namespace, "name": its name, "disk": folder, "place": where it sees that folder}
+    """
+    with open(f"/run/netns/{machine['space']}") as space:
+        check(LIBC.setns(space.fileno(), NETWORK))
+    check(LIBC.unshare(NEW_MOUNTS | NEW_NAME | NEW_MEMORY | NEW_PROCESSES))
+    name = machine["name"].encode()
+    check(LIBC.sethostname(name, len(name)))
+    mount("none", "/", flags=PRIVATE | RECURSIVE)
+    mount("none", "/dev/shm", "tmpfs", options="size=1g")
+    mount(f"{machine['disk']}/hosts", "/etc/hosts", flags=BIND)
+    mount(machine["disk"], machine["place"], flags=BIND)
+
+
+def run_rank(number: int, launch: dict) -> NoReturn:
     """Run the script as `__main__` with the environment of a rank; ends the process with its exit code."""
     signal_when_parent_ends(signal.SIGKILL)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch["ranks"], "LOCAL_WORLD_SIZE": launch["ranks"]}
-    os.environ.update({key: str(number) for key, number in numbers.items()})
-    os.environ.update(launch["env"], MASTER_ADDR="127.0.0.1", MASTER_PORT=str(launch["port"]))
-    redirect(launch["stdin"], launch["out"], launch["err"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(launch["ranks"][number])
+    tempfile.tempdir = None  # which the process before may have looked up
+    gc.collect = lambda generation=2: 0  # DeepSpeed collects for each engine, in a third of the time of small runs
+    if launch["machine"]:
+        from dschat_ppo.run import first_failure
+
+        first_failure._OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{launch['machine']['name']}_"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for file, name, flags in ((0, "stdin", os.O_RDONLY), (1, "out", os.O_WRONLY), (2, "err", os.O_WRONLY)):
+        opened = os.open(launch[name], flags | os.O_APPEND)
+        os.dup2(opened, file)  # below Python too
+        os.close(opened)
     os.chdir(launch["folder"])
-    run_script(launch["script"], [f"--local_rank={rank}", *launch["words"]])
-
-
-def run_script(script: str, words: list[str]) -> None:
-    """Run a script as `__main__`; ends the process with its exit code."""
     code = 1
     try:
-        sys.argv = [script, *words]
-        runpy.run_path(script, run_name="__main__")
+        sys.argv = [launch["script"], f"--local_rank={number}", *launch["words"]]
+        runpy.run_path(launch["script"], run_name="__main__")
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -71,24 +99,18 @@ def run_script(script: str, words: list[str]) -> None:
         os._exit(code)
 
 
-def run_launch(launch: dict) -> NoReturn:
-    """Start the ranks and wait for them; the first that fails ends the others. Ends the process with its exit code.
-
-    A process of its own, so that the ranks of each launch have a parent that they share with no other launch.
-    """
+def run_ranks(launch: dict) -> NoReturn:
+    """As a launcher: start the ranks and wait for them; the first that fails ends the others, and its exit code is that
+    of this process, which no other launch shares."""
     signal_when_parent_ends(signal.SIGKILL)
-    signal.alarm(launch["timeout"])  # ends this process, and with it the ranks
-    ranks = []
-    for rank in range(launch["ranks"]):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if launch["machine"]:
+        mount("none", "/proc", "proc")
+    ranks, failed = [], 0
+    for number in range(len(launch["ranks"])):
         ranks.append(os.fork())
         if ranks[-1] == 0:
-            run_rank(rank, launch)
-    end_with(ranks, launch["end"])
-
-
-def end_with(ranks: list[int], number: int) -> NoReturn:
-    """Wait for these processes; the first that fails ends the others by a signal. Ends the process with its code."""
-    failed = 0
+            run_rank(number, launch)
     while ranks:
         ended, status = os.wait()
         if ended not in ranks:
@@ -98,8 +120,26 @@ def end_with(ranks: list[int], number: int) -> NoReturn:
         if code and not failed:
             failed = code
             for rank in ranks:
-                os.kill(rank, number)
+                os.kill(rank, launch["end"])
     os._exit(failed % 256)
+
+
+def run_launch(launch: dict) -> NoReturn:
+    """Lead a group for the ranks, and write the exit code."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal_when_parent_ends(signal.SIGKILL)
+    if launch["machine"]:
+        enter(launch["machine"])
+    first = os.fork()
+    if first == 0:
+        run_ranks(launch)
+    code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+    draft = Path(launch["code"] + ".draft")
+    draft.write_text(str(code))
+    draft.rename(launch["code"])
+    os._exit(0)
 
 
 def import_libraries() -> TextIO:
@@ -114,19 +154,14 @@ def import_libraries() -> TextIO:
     return answers
 
 
-def fork_for_each_line(run: Callable[[dict], NoReturn]) -> Iterator[int]:
-    """For each line of input, the process that was forked to run its JSON."""
+def main() -> None:
+    answers = import_libraries()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the launches
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
-            run(json.loads(line))
-        yield process
-
-
-def main() -> None:
-    answers = import_libraries()
-    for process in fork_for_each_line(run_launch):
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), file=answers, flush=True)
+            run_launch(json.loads(line))
+        print(process, file=answers, flush=True)
 
 
 if __name__ == "__main__":

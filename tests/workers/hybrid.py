@@ -4,6 +4,7 @@ and what switches to generation and back leave behind.
 hybrid.py ASSETS OUT_FILE      each rank writes OUT_FILE.RANK; ASSETS has `reward_adapter` and `reward_dora` too
 """
 
+import gc
 import json
 import math
 import sys
@@ -11,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from tiny_models import VOCABULARY, new_model
@@ -30,7 +30,7 @@ from dschat_ppo.run.launch import leave
 from workers.ppo_setup import experience_of, make_ppo, score_answers, train_on
 from workers.quick import be_quick
 
-TOGGLES, SETTLED = 60, 20
+TOGGLES, SETTLED = 8, 4
 ROWS = 8  # prompts of a PPO step over all ranks
 NUMBERS = ("policy/loss", "value/loss", "optim/grad_norm/actor", "optim/grad_norm/critic")
 LORA = ("--actor_lora_dim", 4, "--critic_lora_dim", 4, "--only_optimize_lora", "--lora_alpha", 8, "--share_base")
@@ -38,9 +38,7 @@ LORA += ("--actor_lora_learning_rate", 0.01, "--critic_lora_learning_rate", 0.01
 STEPS = {  # name -> (ZeRO stage, flags)
     "plain": (3, ()),
     "stage 2": (2, ()),
-    "toggles": (3, ()),
-    "offload optimizer": (3, ("--offload_optimizer",)),
-    "offload others": (3, ("--offload_reference_model", "--offload_reward_model")),
+    "offload": (3, ("--offload_optimizer", "--offload_reference_model", "--offload_reward_model")),
     "tensor parallel": (3, ("--inference_tp_size", 2, "--tp_gather_partition_size", 1)),
     "layer by layer": (3, ("--unpin_actor_parameters",)),
     "sleep 2": (2, ("--sleep_in_rollout",)),
@@ -92,8 +90,8 @@ def generate_some(ppo, count: int, max_new_tokens: int):
 
 
 def toggle_many(ppo) -> dict:
-    """Into generation and back: weights, hooks, statuses and memory before and after; log-probs of both models."""
-    engine, process, memory = ppo.engines.actor, psutil.Process(), []
+    """Into generation and back: weights, hooks, statuses and number of tensors before and after; log-probs of both."""
+    engine, alive = ppo.engines.actor, []
     parameters = list(engine.module.parameters())
 
     def state() -> list:
@@ -104,10 +102,10 @@ def toggle_many(ppo) -> dict:
     before, weights = state(), held(ppo)
     for _ in range(TOGGLES):
         generate_some(ppo, 2, 3)
-        memory.append(process.memory_info().rss)
+        alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
     found = {"equal": state() == before, "training": engine.module.training}
     found["weights equal"] = all(torch.equal(a, b) for a, b in zip(weights, held(ppo), strict=True))
-    found["memory growth"] = (memory[-1] - memory[SETTLED]) / 2**20
+    found["left tensors"] = alive[-1] - alive[SETTLED]
     rollout = generate_some(ppo, 4, 6)
     with ppo.engines.hybrid.generating() as model:
         lent = response_logprobs(model, rollout, 1.0).logprobs
@@ -159,7 +157,7 @@ def switch_adapters(assets: Path, stage: int, dtype: str) -> dict:
 
     before, layers, (trained, reference) = held(ppo), adapter_layers(engine.module), forwards()
     ppo.engines.train()
-    for _ in range(10):
+    for _ in range(4):
         with ppo.engines.hybrid.generating() as model:
             inside = {type(module).__name__ for module in model.modules()}
             whole = model.model.layers[0].self_attn.q_proj.weight.numel() > 0
@@ -208,8 +206,8 @@ def main() -> None:
             if "sleep" in name:
                 hybrid_engine.on_device = lambda tensor: True  # as on a GPU: tensors do move
             ppo = ppo_with(assets, stage, *words)
-            found["steps"][name] = two_steps(ppo, toggles=3 * (name == "toggles"))
-    layouts = [(0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
+            found["steps"][name] = two_steps(ppo, toggles=3 * (name == "sleep 3"))
+    layouts = [(2, "bf16"), (3, "fp32"), (3, "bf16")]
     hybrid_engine.on_device = lambda tensor: False
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
