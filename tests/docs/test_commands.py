@@ -24,9 +24,10 @@ from dschat_ppo.tools.plan import step_config
 
 RUN = ("README.md", "docs/your-data.md")
 NOT_RUN = r"bash |source |python benchmarks/"  # scripts and benchmarks have tests of their own
-LAUNCHED = r"deepspeed .*--output_dir out/sft$"  # by the launcher; the other programs are forked
-TWO_RANKS = r"deepspeed .*--output_dir out/(reward|ppo|grpo|dpo)$"
-MORE = {r"deepspeed training/step3_ppo": "--max_answer_seq_len 16", r".*tools\.(chat|evaluate)": "--max_tokens 8"}
+LAUNCHER_LINE = re.compile(r"\[(runner|launch)\.py:|Setting accelerator to CPU")
+LIBRARY_LINE = re.compile(r"^\[(20\d\d-|rank|transformers\])|built successfully|^ *- |it/s\]")
+SHORT = {"README.md": "--dtype fp32 --max_steps 4 --logging_steps 2", "docs/your-data.md": "--max_steps 2"}
+MORE = {r"deepspeed training/step3_ppo": "--max_answer_seq_len 8", r".*tools\.(chat|evaluate)": "--max_tokens 8"}
 STEPS = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}
 STEP_3 = (
     "deepspeed training/step3_ppo/main.py --actor_model_name_or_path a --critic_model_name_or_path c "
@@ -44,20 +45,36 @@ COMMANDS = {page: [c for b in BLOCKS if b.page == page for c in commands_of(b)] 
 CHECKED = sorted({c for page, part in COMMANDS.items() for c in part if page not in RUN or re.match(NOT_RUN, c)})
 
 
-def run_command(command: str, folder) -> None:
-    """Run a command in `folder`; fails with the end of its output."""
-    more = " ".join(words for start, words in MORE.items() if re.match(start, command))
-    line = re.sub(r"\bDATA\b", "pairs.jsonl", f"{command} {more}")
+def run_command(command: str, folder, page: str) -> str:
+    """Run a command in `folder`, and return its output; fails with the end of that."""
+    more = [words for start, words in MORE.items() if re.match(start, command)]
+    if command.startswith("deepspeed "):
+        more.append(SHORT[page])
+    line = re.sub(r"\bDATA\b", "pairs.jsonl", " ".join([command, *more]))
     words = shlex.split(line)
-    if "|" in words or re.match(LAUNCHED, command):
+    if "|" in words or (page == "README.md" and command.endswith("--output_dir out/sft")):  # by the launcher
         line = line.replace("deepspeed ", f"deepspeed --num_accelerators 2 --master_port {_free_port()} ", 1)
         settings = {"cwd": folder, "env": environment(), "text": True, "capture_output": True, "timeout": 600}
-        succeed(subprocess.run(["bash", "-euo", "pipefail", "-c", line], check=False, **settings))
+        result = subprocess.run(["bash", "-euo", "pipefail", "-c", line], check=False, **settings)
     elif words[0] == "deepspeed":
-        succeed(forked(2 if re.match(TWO_RANKS, command) else 1, *words[1:], folder=folder))
+        result = forked(2 if page == "README.md" else 1, *words[1:], folder=folder)
     else:
         assert words[:2] == ["python", "-m"]
-        succeed(forked(1, "tests/workers/run_module.py", *words[2:], folder=folder, stdin=folder / "input"))
+        result = forked(1, "tests/workers/run_module.py", *words[2:], folder=folder, stdin=folder / "input")
+    return succeed(result).stdout + result.stderr
+
+
+def check_console(lines: list[str], metrics: list[dict]) -> None:
+    """Two ranks print lines of this project alone, each once, and the steps to be logged."""
+    lines = [line for line in lines if not LAUNCHER_LINE.search(line)]
+    assert [line for line in lines if LIBRARY_LINE.search(line)] == []
+    for start in ("step 1: supervised", "expected peak: ", "models", "SFT: batches", "SFT: done", "report: "):
+        assert len([line for line in lines if line.startswith(start)]) == 1, start
+    assert len(lines) <= 45
+    shown = [line for line in lines if re.match(r"step \d+/4 ", line)]
+    assert [line.split()[1] for line in shown] == ["1/4", "2/4", "4/4"]
+    assert f"loss {metrics[-1]['loss']:7.4f}  lr {metrics[-1]['lr']:8.2e}  " in shown[-1]
+    assert re.search(r"[\d,]+ tokens/s$", shown[-1]) and re.search(r"tokens/s  \d+:\d\d left$", shown[0])
 
 
 @pytest.mark.ranks
@@ -71,15 +88,15 @@ def test_commands_of_a_page(page, assets, tmp_path):
     shutil.copy(assets / "pairs.jsonl", tmp_path)
     (tmp_path / "input").write_text("Where is the lamp?\n")  # typed into the chats
     (tmp_path / "my_rewards.py").write_text("def score(response, **columns):\n    return float(response.count('e'))\n")
-    for command in COMMANDS[page]:
-        if not re.match(NOT_RUN, command):
-            run_command(command, tmp_path)
+    commands = [command for command in COMMANDS[page] if not re.match(NOT_RUN, command)]
+    said = [run_command(command, tmp_path, page) for command in commands]
     out = tmp_path / "out"
     for step in ("sft", "reward", "ppo"):
         assert json.loads((out / step / "result.json").read_text())["world_size"] == (2 if page == "README.md" else 1)
         assert (out / step / "report.html").stat().st_size > 10_000
     assert (out / "ppo/actor/model.safetensors").exists()
     if page == "README.md":
+        check_console(said[0].splitlines(), metrics_of(out / "sft"))
         assert (out / "dpo/model.safetensors").exists() and not (out / "grpo/critic").exists()
         means = [line["reward/score_mean"] for line in metrics_of(out / "grpo") if "reward/score_mean" in line]
         assert means and means[0] >= 0, "my_rewards.py scores the responses"
