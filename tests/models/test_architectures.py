@@ -31,7 +31,6 @@ SIZES = {
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 ROBERTA = {**SIZES, "is_decoder": True}
 ROBERTAS = {
-    "camembert": (hf.CamembertConfig(**ROBERTA), hf.CamembertForCausalLM),
     "roberta": (hf.RobertaConfig(**ROBERTA), hf.RobertaForCausalLM),
     "xlm-roberta-xl": (hf.XLMRobertaXLConfig(**ROBERTA), hf.XLMRobertaXLForCausalLM),
 }

@@ -56,21 +56,17 @@ def logits_of(model) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
-def test_lora_has_its_own_rate_in_the_metrics_and_the_log(assets, tmp_path, said):
-    lines = run(make(assets, tmp_path, "--lora_dim", "4", "--lora_learning_rate", "0.01"), tmp_path)
-    assert [line["lr"] for line in lines] == pytest.approx([0, 1e-5, 2e-5, 1e-5])  # 2e-5: the default
-    assert [line["lora_lr"] for line in lines] == pytest.approx([0, 0.005, 0.01, 0.005])
-    assert any("lr 1.00e-05  LoRA lr 5.00e-03" in line for line in said)
-
-
-def test_if_only_lora_trains_there_is_one_rate_which_is_lora_s(assets, tmp_path):
-    lines = run(make(assets, tmp_path, *FROZEN), tmp_path)
-    assert [line["lr"] for line in lines] == pytest.approx([0, 0.005, 0.01, 0.005])
-    assert not any("lora_lr" in line for line in lines)
-
-
-def test_a_run_without_lora_has_no_such_metric(assets, tmp_path):
-    assert not any("lora_lr" in line for line in run(make(assets, tmp_path), tmp_path))
+@pytest.mark.parametrize(("more", "rates", "of_lora"), [
+    (("--lora_dim", "4", "--lora_learning_rate", "0.01"), [0, 1e-5, 2e-5, 1e-5], [0, 0.005, 0.01, 0.005]),  # by default
+    (FROZEN, [0, 0.005, 0.01, 0.005], [None] * 4), ((), [0, 1e-5, 2e-5, 1e-5], [None] * 4),
+])  # fmt: skip
+def test_lora_has_its_own_rate_in_the_metrics_and_the_log_if_other_weights_train(
+    assets, tmp_path, said, more, rates, of_lora
+):
+    lines = run(make(assets, tmp_path, *more), tmp_path)
+    assert [line["lr"] for line in lines] == pytest.approx(rates)
+    assert [line.get("lora_lr") for line in lines] == (pytest.approx(of_lora) if of_lora[0] == 0 else of_lora)
+    assert any("lr 1.00e-05  LoRA lr 5.00e-03" in line for line in said) is (of_lora[0] == 0)
 
 
 def test_gradient_checkpointing_does_not_change_what_lora_learns(assets, tmp_path):

@@ -58,7 +58,7 @@ def test_a_rate_is_high_above_1e_4_and_for_small_models_above_more(parameters, r
     ("1.1e-4", (), True), ("1e-4", (), False), ("2e-5", (), False), ("1e-3", ("--lora_dim", "8"), True),
     ("1e-3", ("--lora_dim", "8", "--only_optimize_lora"), False), ("1e-3", ("--validate_only",), False),
 ])  # fmt: skip
-@pytest.mark.parametrize("step", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize("step", ["sft", "dpo"])
 def test_a_rate_too_high_for_the_weights_that_train_gives_a_warning(step, rate, words, warned, said, monkeypatch):
     shapes = {"embedding": (1000, 100_000), "bias": (100_000,)}
     monkeypatch.setattr(supervised_run, "checkpoint_shapes", lambda folder: shapes)

@@ -303,49 +303,37 @@ def test_a_metric_that_the_evaluation_lacks_ends_the_run_before_the_first_step(t
     assert seen.of_training == []
 
 
-def test_measurements_belong_to_the_step_at_which_they_were_made(tmp_path):
-    asked, seen = [], Seen()
+def test_a_model_is_described_once_a_step_and_saved_with_it_and_nan_weights_are_neither(tmp_path, assets):
+    seen, asked = Seen(), []
 
     def describe(model, rows):
         asked.append(rows)
         return {"reward_mean": float(len(asked))}
 
     seen.objective = replace(seen.objective, describe=describe)
-    trainer = make(config_of(tmp_path), seen)
+    trainer, tokenizer = make(config_of(tmp_path), seen), AutoTokenizer.from_pretrained(assets / "lm")
     run(trainer, tmp_path)
     assert len(asked) == 1 and trainer.shared_state()["described"] == {"reward_mean": 1.0}  # after the last step
-    resumed = make(config_of(tmp_path), seen)
-    resumed.load_state(trainer.shared_state(), RankStates({}, lambda: iter(())))
-    assert resumed.describe() == {"reward_mean": 1.0} and len(asked) == 1
-    resumed.steps -= 1
-    assert resumed.shared_state()["described"] is None
-    assert resumed.describe() == {"reward_mean": 2.0}
-
-
-def test_a_saved_model_is_described_and_nan_weights_are_neither_measured_nor_saved(tmp_path, assets):
-    seen, asked = Seen(), []
-
-    def describe(model, rows):
-        asked.append(rows)
-        return {"reward_mean": 0.5}
-
-    seen.objective = replace(seen.objective, describe=describe)
-    trainer, tokenizer = make(config_of(tmp_path), seen), AutoTokenizer.from_pretrained(assets / "lm")
-    trainer.before, trainer.after = {"eval_loss": 2.0}, {}
+    trainer.before, trainer.after, trainer.best.found = {"eval_loss": 2.0}, {}, None
     result = trainer.save(tmp_path / "good", tokenizer)
     assert result == {
-        "eval_loss_before": 2.0, "eval_loss_after": 2.0, "reward_mean": 0.5, "optimizer_steps": LAST, "world_size": 1
+        "eval_loss_before": 2.0, "eval_loss_after": 2.0, "reward_mean": 1.0, "optimizer_steps": LAST, "world_size": 1
     }  # fmt: skip
-    assert json.loads((tmp_path / "good/config.json").read_text())["reward_mean"] == 0.5
+    assert json.loads((tmp_path / "good/config.json").read_text())["reward_mean"] == 1.0
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "good")
     weight = trainer.engine.module.lm.get_output_embeddings().weight
     assert torch.equal(saved.get_output_embeddings().weight, weight)
     trainer.after = {"eval_loss": 1.0}
     assert trainer.save(tmp_path / "good", tokenizer)["eval_loss_after"] == 1.0
+    resumed = make(config_of(tmp_path), seen)
+    resumed.load_state(trainer.shared_state(), RankStates({}, lambda: iter(())))
+    assert resumed.describe() == {"reward_mean": 1.0} and len(asked) == 1
+    resumed.steps -= 1
+    assert resumed.shared_state()["described"] is None and resumed.describe() == {"reward_mean": 2.0}
     weight.data[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"^model: weights are not finite \(rank 0: "):
         trainer.save(tmp_path / "bad", tokenizer)
-    assert len(asked) == 1 and not (tmp_path / "bad").exists()  # once for the weights of one step
+    assert len(asked) == 2 and not (tmp_path / "bad").exists()
 
 
 def test_rows_are_scored_in_order_without_fillers():
