@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -28,9 +29,12 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Models without weights, pairs, and problems in the form of GSM8K."""
+    """Models without weights (in `shallow` of two layers), pairs, and problems in the form of GSM8K."""
     folder = tmp_path_factory.mktemp("recipes")
     write_published(folder)
+    for name in LARGEST.values():
+        shallow = shutil.copytree(folder / name, folder / "shallow" / name) / "config.json"
+        shallow.write_text(json.dumps(json.loads(shallow.read_text()) | {"num_hidden_layers": 2, "layer_types": None}))
     pairs = [{"prompt": f"Is {n} even?", "chosen": " I think so.", "rejected": " No."} for n in range(1900)]
     problems = [{"question": f"What is {n} + 1?", "answer": f"{n}+1\n#### {n + 1}"} for n in range(1900)]
     for name, rows in (("pairs", pairs), ("problems", problems)):
@@ -57,9 +61,9 @@ def words_of(script: str, *words: object, **variables: object) -> list[str]:
 
 
 @cache
-def flags_of(folder: Path, place: str, size: str, step: str) -> tuple[str, tuple[str, ...]]:
+def flags_of(folder: Path, place: str, size: str, step: str, models: str = "") -> tuple[str, tuple[str, ...]]:
     """(name of the step's command, flags) of a script with the largest model of a size, in a dry run."""
-    model = folder / LARGEST[size]
+    model = folder / models / LARGEST[size]
     data = folder / ("problems.jsonl" if step == "grpo" else "pairs.jsonl")
     unbuffered, main, *flags = words_of(
         f"{place}/train.sh", step, folder / "out", "--dry_run", MODEL=model, REWARD_MODEL=model, DATA=data
@@ -72,7 +76,7 @@ def flags_of(folder: Path, place: str, size: str, step: str) -> tuple[str, tuple
 def test_every_step_passes_a_dry_run(folder, capsys, monkeypatch, place, size):
     monkeypatch.chdir(folder)
     for step in STEPS:
-        command, flags = flags_of(folder, place, size, step)
+        command, flags = flags_of(folder, place, size, step, "shallow")
         code = run_training(command, flags)
         printed = capsys.readouterr()
         assert code == 0, f"{step}: {printed.err}"
@@ -85,7 +89,7 @@ def test_every_step_passes_a_dry_run(folder, capsys, monkeypatch, place, size):
 
 def test_a_dry_run_of_e2e_checks_every_step(folder, tmp_path, capsys):
     """Step 3 reads copies of the settings, which the script removes at its end."""
-    model, copies, kept = folder / LARGEST["small"], tmp_path / "copies", tmp_path / "kept"
+    model, copies, kept = folder / "shallow" / LARGEST["small"], tmp_path / "copies", tmp_path / "kept"
     copies.mkdir()
     prints_and_keeps = PRINTS.replace("; }", '; cp -rT "$TMPDIR" "$KEPT"; }')
     variables = {"BASH_FUNC_python%%": prints_and_keeps, "TMPDIR": copies, "KEPT": kept}

@@ -9,7 +9,7 @@ from launch import ROOT, environment, succeed
 
 SCRIPT = Path("training_scripts/toy/run_grpo_addition.sh")
 STUBS = """
-top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" RANKS="${RANKS:-1}"
+top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" RANKS="${RANKS:-1}" DTYPE=bf16
 python() { echo "python $*"; mkdir -p "$3/model"; touch "$3/model/model.safetensors"; }
 launch() { echo "launch ${1##*/training/} $*"; }
 is_valid_json() { [ -e "$1" ]; }
