@@ -37,8 +37,6 @@ from fault_outcomes import Outcome, free_port, is_finished, left_over, lost_step
 from measure import publish
 from models import save_tiny_models
 
-from dschat_ppo.run.op_builds import TORCH_LOCK, folder_of_environment
-
 ROOT = Path(__file__).parent.parent
 STEPS = 4  # of every run
 AWAY_SECONDS = 30
@@ -260,14 +258,6 @@ def wait_for_service(output: Path) -> None:
     time.sleep(max(0.0, Service.away_until - time.monotonic()))
 
 
-def leave_lock(process: subprocess.Popen[str], output: Path) -> None:
-    """Leave torch's lock as a killed compilation does, and end the run."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or folder_of_environment(), "deepspeed_shm_comm")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / TORCH_LOCK).touch()
-    process.terminate()
-
-
 def start_rival(process: subprocess.Popen[str], output: Path) -> None:
     """Run the same command for the same output folder: it is refused, and the run goes on; then end the run."""
     one = psutil.Process(process.pid)
@@ -290,7 +280,6 @@ def others() -> list[Fault]:
         Fault("SIGTERM to the command", lambda process, _: process.terminate()),
         Fault("SIGTERM to rank 1", signals(rank, signal.SIGTERM)),
         Fault(f"reward service away for {AWAY_SECONDS} s", take_service_away, mend=away),
-        Fault("a lock of a killed compilation", leave_lock),
         Fault("the same command for the same folder", start_rival),
     ]
     try:

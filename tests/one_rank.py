@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from dschat_ppo.run.op_builds import folder_of_environment, guard_builds, offer_all_reduce
+from dschat_ppo.run.op_builds import folder_of_environment, guard_builds
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,6 @@ def one_rank(tmp_path_factory):
         patch.setenv("TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR", str(folder_of_environment())))
         patch.setattr(OpBuilder, "jit_load", OpBuilder.jit_load)
         guard_builds()
-        offer_all_reduce()
         yield
     torch_dist.destroy_process_group()
     for module, values in remembered.items():

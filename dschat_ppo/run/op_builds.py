@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common import ranks
 from dschat_ppo.common.atomic_files import make_folder
 from dschat_ppo.common.file_lock import locked
 from dschat_ppo.common.heartbeat import watchdog_paused
@@ -31,6 +30,7 @@ _QUIET_SECONDS = 5.0  # ranks that find an operator compiled load it in turn
 def guard_builds() -> None:
     """Let DeepSpeed compile operators in this environment's folder, in one process at a time. Every rank calls this
     before it loads an operator. `TORCH_EXTENSIONS_DIR`, if the user sets it, is the folder."""
+    from deepspeed import ops
     from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException, OpBuilder
 
     jit_load = OpBuilder.jit_load
@@ -59,6 +59,8 @@ def guard_builds() -> None:
             ) from problem
 
     OpBuilder.jit_load = load
+    # Else DeepSpeed would compile its all-reduce in shared memory, for the layers of its own tensor parallelism.
+    ops.__compatible_ops__ = {}
 
 
 @contextmanager
@@ -73,20 +75,6 @@ def _exclusive(folder: Path) -> Iterator[None]:
     with locked(folder / OWN_LOCK, waits, "waited for an operator", _QUIET_SECONDS):
         (folder / TORCH_LOCK).unlink(missing_ok=True)
         yield
-
-
-def offer_all_reduce() -> bool:
-    """Tell DeepSpeed, and return, whether to load its all-reduce in shared memory: on a CPU, if all ranks can share it.
-    Else it would probe all its operators, some by a compiler, and load this one for a single rank too."""
-    from deepspeed import ops
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None:
-        return False
-    is_loaded = ranks.world_size() > 1 and ranks.machines() == 1 and builder.is_compatible()
-    ops.__compatible_ops__ = {builder.NAME: is_loaded}
-    return is_loaded
 
 
 def folder_of_environment() -> Path:

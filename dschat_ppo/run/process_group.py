@@ -18,12 +18,10 @@ from dschat_ppo.common.logging import print_line, quiet_prints
 from dschat_ppo.common.processes import ancestor
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.errors import UserError
-from dschat_ppo.run.op_builds import guard_builds, offer_all_reduce
+from dschat_ppo.run.op_builds import guard_builds
 from dschat_ppo.run.unused_gpu import require_usable_gpu
 
 SHARED_MEMORY = Path("/dev/shm")  # Docker gives a container 64 MiB of it
-MIB = 2**20
-CPU_RANK_BYTES = 66 * MIB  # DeepSpeed's buffer for all-reduce on a CPU
 MORE = "give the container more (docker run --shm-size 8g, or --ipc host), or remount it: mount -o remount,size=8g"
 _NCCL_MESSAGE = "shared memory segment"
 ALLOCATOR = "expandable_segments:True"  # of torch's memory on a GPU
@@ -64,17 +62,15 @@ def init_process_group(folder: str = "") -> torch.device:
         # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes are new
         torch.backends.cuda.enable_cudnn_sdp(False)
     guard_builds()
-    if offer_all_reduce():
-        require_shared_memory(CPU_RANK_BYTES)
     try:
-        with subprocesses_may_stop("joined the ranks"), quiet_prints():  # on a CPU this compiles an operator
+        with subprocesses_may_stop("joined the ranks"), quiet_prints():
             backend, rank, size = accelerator.communication_backend_name(), dist.rank(), dist.world_size()
             if not torch_dist.is_initialized():  # by a run before it in this process
                 store = _store_of_this_launch(folder)
                 torch_dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=dist.TIMEOUT)
             deepspeed.init_distributed(dist_backend=backend, timeout=dist.TIMEOUT)
         _give_deepspeeds_groups_the_timeout()
-        _unlink_all_reduce_buffer()  # the first collective: NCCL connects the ranks
+        dist.barrier()  # the first collective: NCCL connects the ranks
     except RuntimeError as problem:
         if _NCCL_MESSAGE not in str(problem):
             raise
@@ -90,15 +86,6 @@ def _give_deepspeeds_groups_the_timeout() -> None:
 
     comm.cdb.new_group = partial(torch_dist.new_group, timeout=dist.TIMEOUT)
     groups._WORLD_GROUP = comm.new_group(range(dist.world_size()))
-
-
-def _unlink_all_reduce_buffer() -> None:
-    """Unlink this rank's all-reduce buffer in shared memory, once every rank has mapped it. Collective. On a CPU
-    DeepSpeed makes a buffer of 66 MiB in /dev/shm for each rank and leaves it there when the process ends. The kernel
-    frees unlinked memory, however the process ends."""
-    dist.barrier()
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{dist.rank()}").unlink(missing_ok=True)
 
 
 def _store_of_this_launch(folder: str) -> Store:
@@ -176,17 +163,3 @@ def wait_for_all_ranks(store: Store) -> None:
             raise UserError(f"{text} did not start within {JOIN_SECONDS:.0f} s; see the output of that machine")
         if ranks.local_rank() == 0:  # another launch may hold the port, and these ranks wait alone
             print_line(f"rank {ranks.rank()} waits for {text}")
-
-
-def require_shared_memory(rank_bytes: int, folder: Path = SHARED_MEMORY) -> None:
-    """Check that shared memory has `rank_bytes` for each rank of this machine, which they take once all have joined. A
-    rank that writes to a page for which there is no memory ends with a bus error, without a message."""
-    if not folder.is_dir():
-        return
-    needed, space = ranks.local_world_size() * rank_bytes, os.statvfs(folder)
-    free = space.f_bavail * space.f_frsize
-    if free < needed:
-        raise UserError(
-            f"{folder} has {free // MIB} MiB free, and the {ranks.local_world_size()} ranks of this machine need "
-            f"{-(-needed // MIB)} MiB of shared memory: {MORE} {folder}"
-        )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import ROOT, Ranks, deepspeed_command, environment, fork_ranks, forked, rank_environments, wait_until
+from launch import ROOT, Ranks, deepspeed_command, environment, fork_ranks, rank_environments, wait_until
 
 from dschat_ppo.common.exit_codes import HOW_TO_RESUME
 
@@ -198,11 +198,3 @@ def test_nothing_is_left_in_the_temporary_folder(ended):
         left = list((run.folder / "tmp").glob("dschat_ppo_*"))
         # a rank that holds the lock cannot leave; rank 0 takes the folder away if it leaves after that one's end
         assert len(left) <= (1 if case == HOLDS else 0), case
-
-
-def test_a_killed_run_leaves_no_shared_memory(tmp_path):
-    """The worker dies by SIGKILL in the middle; 66 MiB a rank would be held for ever by files in /dev/shm."""
-    assert forked(2, "tests/workers/killed.py", tmp_path / "names").returncode != 0
-    made = json.loads((tmp_path / "names").read_text())
-    assert (made["ranks"], made["sum"]) == (2, 3.0)
-    assert not [name for name in made["expected"] if Path(name).exists()]
