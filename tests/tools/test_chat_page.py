@@ -3,19 +3,17 @@
 import json
 import threading
 import time
-import urllib.error
 import urllib.request
 from dataclasses import asdict
 
 import pytest
-import uvicorn
 from headless_chromium import Chromium, needs_chromium
+from served import send, served
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat_model import Token
 from dschat_ppo.tools.chat_page import page
 from dschat_ppo.tools.sampling_settings import SamplingSettings
-from dschat_ppo.tools.web_server import listen, server_options
 
 MARKUP = "<b>&amp; <img src=http://evil.example/x.png>\n    ![x](http://evil.example/y.png)"
 
@@ -42,37 +40,22 @@ class Model:
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch):
+def page_of_two(tmp_path, monkeypatch):
     """(the models, address of the page)."""
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
     models = [Model("step1"), Model("actor")]
-    listening = listen("127.0.0.1", 0, "--port")
-    server = uvicorn.Server(server_options(page(models, SamplingSettings(top_k=3), "be kind")))
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    yield models, f"http://127.0.0.1:{listening.getsockname()[1]}/"
-    server.should_exit = server.force_exit = True
-    thread.join(20)
+    with served(page(models, SamplingSettings(top_k=3), "be kind")) as address:
+        yield models, f"{address}/"
 
 
-def status(url: str, body: bytes | None = None, **headers: str) -> int:
-    """Status of the reply; the header names have "_" for "-"."""
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, named), timeout=20) as reply:
-            return reply.status
-    except urllib.error.HTTPError as refused:
-        return refused.code
-
-
-def test_web_sites_cannot_use_the_page_and_it_may_load_nothing_else(served, tmp_path):
+def test_web_sites_cannot_use_the_page_and_it_may_load_nothing_else(page_of_two, tmp_path):
     """`test_serve_reward.py` shows which headers are those of web sites. They may send uploads without asking."""
-    _, address = served
+    _, address = page_of_two
     with urllib.request.urlopen(address, timeout=20) as page:
         policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'self' ") and "frame-ancestors 'none'" in policy and "http" not in policy
     for path in ("", "gradio_api/queue/join"):
-        assert status(address + path, Host="evil.example") == 400
+        assert send(address + path, Host="evil.example")[0] == 400
     data = ["", 0, [[], []], "", *asdict(SamplingSettings()).values()]
     event = json.dumps({"data": data, "fn_index": 0, "session_hash": "abc"}).encode()
     form = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nhello\r\n--x--\r\n'
@@ -80,9 +63,9 @@ def test_web_sites_cannot_use_the_page_and_it_may_load_nothing_else(served, tmp_
                              ("upload", form, "multipart/form-data; boundary=x")):  # fmt: skip
         url = f"{address}gradio_api/{path}"
         for headers in ({"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}):
-            assert status(url, body, Content_Type=kind, **headers) == 403
+            assert send(url, body, Content_Type=kind, **headers)[0] == 403
         assert not list(tmp_path.rglob("a.txt"))
-        assert status(url, body, Content_Type=kind, Origin=address.rstrip("/"), Sec_Fetch_Site="same-origin") == 200
+        assert send(url, body, Content_Type=kind, Origin=address.rstrip("/"), Sec_Fetch_Site="same-origin")[0] == 200
     assert list(tmp_path.rglob("a.txt"))
 
 
@@ -107,8 +90,8 @@ def click(browser: Chromium, selector: str) -> None:
 
 
 @needs_chromium
-def test_the_page(served, tmp_path):
-    (first, second), address = served
+def test_the_page(page_of_two, tmp_path):
+    (first, second), address = page_of_two
     with Chromium(tmp_path / "profile") as browser:
         browser.size(1200, 800)
         browser.open(address)

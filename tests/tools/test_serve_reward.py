@@ -6,17 +6,13 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import uvicorn
+from served import send, served
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.rewards.remote_reward import RemoteReward
@@ -24,7 +20,6 @@ from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward
 from dschat_ppo.tools.serve_reward import reward_app
 from dschat_ppo.tools.text_scorer import TextScorer
-from dschat_ppo.tools.web_server import listen, server_options
 
 TEXTS = ["a lamp in the hall", "", "red", "no thanks " * 12, "blue\n\x00é"]
 
@@ -44,21 +39,9 @@ def scorer(assets):
     return TextScorer(str(assets / "reward"), "fp32", 60)
 
 
-@contextmanager
-def served(score, host="127.0.0.1"):
-    """The address of a server."""
-    listening = listen("127.0.0.1", 0, "--port")
-    server = uvicorn.Server(server_options(reward_app(score, host)))
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(60)
-
-
 @pytest.fixture(scope="module")
 def address(scorer):
-    with served(scorer) as found:
+    with served(reward_app(scorer, "127.0.0.1")) as found:
         yield found
 
 
@@ -70,16 +53,6 @@ def test_a_rendered_chat_is_scored_at_its_end_of_turn(assets):
     hidden = [scorer.model.classifier.base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
     expected = [float(scorer.model.classifier.score(state)) for state in hidden]
     assert scorer(["a<|system|>b", "a b"]) == pytest.approx(expected, abs=1e-5)
-
-
-def send(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
-    """Status and JSON of the reply; {} for a reply in another format."""
-    try:
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as refusal:
-        return refusal.code, json.loads(refusal.read()) if "json" in refusal.headers["Content-Type"] else {}
 
 
 def ask(address: str, texts, **others) -> tuple[int, dict]:
@@ -128,22 +101,22 @@ def test_the_remote_reward_reads_it(assets, address):
 
 
 def test_a_name_that_was_rebound_to_this_machine_is_refused(address):
-    with served(lambda texts: [], "::1") as other:
+    with served(reward_app(lambda texts: [], "::1")) as other:
         for path, body in (("/health", None), ("/get_reward", b'{"query": []}')):
             for host in ("evil.example", "127.0.0.1.evil.example"):
                 assert [send(place + path, body, Host=host)[0] for place in (address, other)] == [400, 400]
             assert send(address + path, body, Host="localhost:9")[0] == 200, "through a tunnel"
             assert send(other + path, body, Host="[::1]:9")[0] == 200
-    with served(lambda texts: [], "0.0.0.0") as other:
+    with served(reward_app(lambda texts: [], "0.0.0.0")) as other:
         assert send(other + "/health", Host="reward.example")[0] == 200
         assert send(other + "/health", Host="reward.example", Origin="http://evil.example")[0] == 403
 
 
 @pytest.mark.parametrize(("headers", "status"), [
-    ({"Sec-Fetch-Site": "none"}, 200), ({"Origin": "http://localhost:9", "Sec-Fetch-Site": "same-origin"}, 200),
-    ({"Sec-Fetch-Site": "cross-site"}, 403), ({"Sec-Fetch-Site": "same-site"}, 403),
+    ({"Sec_Fetch_Site": "none"}, 200), ({"Origin": "http://localhost:9", "Sec_Fetch_Site": "same-origin"}, 200),
+    ({"Sec_Fetch_Site": "cross-site"}, 403), ({"Sec_Fetch_Site": "same-site"}, 403),
     ({"Origin": "http://evil.example"}, 403), ({"Origin": "http://localhost:1"}, 403), ({"Origin": "null"}, 403),
-    ({"Content-Type": "text/plain"}, 422),  # a browser asks the server before it sends JSON to another site
+    ({"Content_Type": "text/plain"}, 422),  # a browser asks the server before it sends JSON to another site
 ])  # fmt: skip
 def test_pages_of_web_sites_are_refused(address, headers, status):
     assert send(f"{address}/get_reward", b'{"query": []}', Host="localhost:9", **headers)[0] == status
@@ -172,7 +145,7 @@ def test_requests_are_scored_one_after_another_and_get_their_own_scores():
         running.pop()
         return list(map(float, texts))
 
-    with served(score) as address, ThreadPoolExecutor(4) as threads:
+    with served(reward_app(score, "127.0.0.1")) as address, ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda n: ask(address, [str(n), "7"]), range(4)))
     assert answers == [(200, {"rewards": [n, 7.0]}) for n in range(4)]
     assert most == [1] * 4
@@ -184,7 +157,7 @@ def test_a_failing_model_and_a_score_that_is_not_finite(capfd):
             return [float("nan")]
         raise RuntimeError("no memory")
 
-    with served(score) as address:
+    with served(reward_app(score, "127.0.0.1")) as address:
         assert ask(address, ["a"])[0] == 500
         assert ask(address, ["nan"]) == (500, {"detail": "a score is not finite"})
         assert send(f"{address}/health")[0] == 200
