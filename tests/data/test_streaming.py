@@ -1,6 +1,7 @@
 """Streams: order of raw and token rows, chunks, positions, mixtures, bad rows; what a rank sees; ends and failures;
 `prepare` with --streaming gives the token rows that it gives without."""
 
+import atexit
 import io
 import json
 import os
@@ -289,17 +290,25 @@ def test_the_launchers_signals_do_not_end_the_process():
     assert number_of(rows, 40) == NUMBERS[40]
 
 
-def test_no_process_is_left_when_the_rank_is_killed():
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_no_process_is_left_when_the_rank_ends(is_killed):
     read, write = os.pipe()
     rank = os.fork()
     if rank == 0:  # whose stream takes its time
+        atexit._clear()
         rows = tried(lambda batch: time.sleep(1 if batch.rows[0]["n"] > 20 else 0) or tokens_of(batch))
-        os.write(write, str(rows._worker._workers[0].pid).encode())
+        [worker] = rows._worker._workers
+        if not is_killed:
+            atexit._run_exitfuncs()
+            worker.join(10)
+        os.write(write, f"{worker.pid} {worker.exitcode}".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(write)
     with os.fdopen(read) as told:
-        pid, until = int(told.readline()), time.monotonic() + 20
+        pid, code = told.readline().split()
     os.waitpid(rank, 0)
+    assert code == ("None" if is_killed else "-9")
+    until = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < until
         time.sleep(0.05)
