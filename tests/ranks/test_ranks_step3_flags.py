@@ -1,4 +1,4 @@
-"""Step 3 on two ranks: further reward sources, and failures of them that end all ranks."""
+"""Step 3 on two ranks: further reward sources, and failures and health events that end all ranks."""
 
 import json
 import shutil
@@ -28,6 +28,9 @@ def misspelt(reponses, **columns):
 
 def half(response, number):
     return {"score": number / 2, "fourth": number % 4 == 0, "text": response}
+
+def constant(responses):
+    return [1.0] * len(responses)
 
 def odd(prompts, completions, number, **columns):
     return [None if value % 4 == 3 else 1.0 for value in number]
@@ -85,6 +88,8 @@ def cases_of(data, url: str) -> dict[str, str]:
         "foreign": f"--advantage_estimator grpo --reward_model_name_or_path {data / 'foreign'} --test_stop_step 1 "
         "--normalize_rewards model",
         "steps": f"--critic_model_name_or_path {data / 'prm'} --process_reward min --test_stop_step 1",
+        "unhealthy": f"--advantage_estimator grpo --use_reward_model False --test_stop_step 3 --stop_on_health warning "
+        f"--reward_function {functions}:constant",
         "one rank": f"--advantage_estimator grpo --remote_reward_timeout 1 {no_model} --remote_reward_url {url}",
     }  # fmt: skip
 
@@ -96,21 +101,33 @@ def runs(data, tmp_path_factory):
     common = [*COMMON.split(), "--data_path", data / "numbered.jsonl", "--actor_model_name_or_path", data / "lm"]
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        found = run_steps({
+        cases = {
             name: ("ppo", [*common, "--output_dir", folder / name, *flags.split()])
             for name, flags in cases_of(data, f"http://127.0.0.1:{server.server_port}").items()
-        }, folder)  # fmt: skip
+        }
+        found = run_steps(cases | {"resumed": cases["unhealthy"]}, folder)
         server.shutdown()
-    ends = {"all bad": "failed on every one", "one rank": "status 500"}
+    ends = {"all bad": "failed on every one", "one rank": "status 500", "unhealthy": "run the same command again"}
     for name, end in found.items():
         assert ends[name] in end["error"] if name in ends else end["error"] is None, name
-        assert (folder / name / "result.json").exists() == (name not in ends)
+    for name in cases:
+        assert (folder / name / "result.json").exists() == (name not in ("all bad", "one rank"))
         assert (folder / name / "critic").exists() == (name == "steps")
-    written = {name: folder / name / "metrics.jsonl" for name in found}
     return {
-        name: (metrics_of(path.parent) if path.exists() else [], found[name]["said"], found[name]["error"])
-        for name, path in written.items()
+        name: (
+            metrics_of(folder / name) if (folder / name / "metrics.jsonl").exists() else [],
+            end["said"],
+            end["error"],
+        )
+        for name, end in found.items()
     }
+
+
+def test_an_unhealthy_run_stops_on_all_ranks_and_resumes(runs):
+    lines, _, error = runs["unhealthy"]
+    assert error.startswith("--stop_on_health warning: step 1: scores_equal: reward/score_std is 0, below 0.001")
+    assert "checkpoints/step_000001" in error and "resuming from" in runs["resumed"][1]
+    assert [line["reward/score_mean"] for line in lines] == [1.0] * 3
 
 
 def test_remax_with_a_function_a_learned_reward_and_plain_text(runs):

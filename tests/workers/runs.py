@@ -4,7 +4,7 @@ runs.py CASES_FILE OUT_FILE
 
     cases: name -> [step, words, ends]; `ends` says of each start where it is to stop: at the check of this number since
         the start, where the state is saved under this name, or nowhere (null)
-    out: name -> [{"said": output, "error": the `UserError` of all ranks or null, "stopped": why it stopped, or null}]
+    out: name -> [{"said": output, "error": that of all ranks or null, "stopped": why it stopped, or null}]
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from dschat_ppo.checkpoint.store import checkpoint_name
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data import streaming
-from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.run import session
 from dschat_ppo.run.launch import leave
@@ -55,7 +55,7 @@ def start(step: str, words: list[str], place: int | str | None) -> dict:
     ends: dict = {"error": None, "stopped": None}
     try:
         TRAIN[step](parse(step, words))
-    except UserError as problem:
+    except (UserError, UnhealthyRun) as problem:
         ends["error"] = str(problem)
     except StopRequested as reason:
         ends["stopped"] = str(reason)
