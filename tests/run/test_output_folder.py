@@ -71,8 +71,8 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
     lock_folder(folder)  # a later step in the same process
     assert len(os.listdir("/proc/self/fd")) == len(before) + 1
     second, said = other_run(folder)
-    second.join()
     assert f"another run (pid {os.getpid()} on host" in said
+    second.join()
     lock_folder(tmp_path / "other")
 
 
