@@ -50,7 +50,7 @@ def thinking(thought: str, text: str) -> dict:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("prompt", [[ASK], TALK], ids=["ask", "talk"])
-@pytest.mark.parametrize("answer", ["In the hall.", "", "  two words ", "a\nb\n", "lamp?"])
+@pytest.mark.parametrize("answer", ["", "  two words ", "a\nb\n", "lamp?"])
 def test_prompt_and_answer_equal_the_rendered_chat_up_to_the_end_of_turn(name, prompt, answer):
     tokenizer, shape = shaped(name)
     end = tokenizer.convert_tokens_to_ids(shape.end)
@@ -186,8 +186,9 @@ def test_a_text_that_brings_its_own_bos_has_one(kind):
     assert with_bos.prompt == without.prompt
 
 
-@pytest.mark.parametrize("after", ["", " \n\n", "\n<|endoftext|>"])
-@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize(("end", "after"), [
+    ("<|im_end|>", ""), ("<|im_end|>", "\n<|endoftext|>"), ("<|endoftext|>", " \n\n"),
+])  # fmt: skip
 @pytest.mark.parametrize("prompt", ["", "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"])
 def test_a_rendered_text_keeps_its_one_end(end, after, prompt):
     tokenizer = special_tokenizer(CHATML, "<|endoftext|>", MARKERS)

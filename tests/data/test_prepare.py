@@ -24,7 +24,7 @@ LONG = {"prompt": "x" * 300, "response": "long"}
 
 
 @pytest.mark.parametrize("shares", [(2.0, 4.0, 4.0), (10.0, 0.0, 0.0), (0.2, 0.5, 0.3)])
-@pytest.mark.parametrize("count", [1, 7, 100])
+@pytest.mark.parametrize("count", [1, 7])
 def test_the_parts_of_the_steps_are_disjoint_and_complete(shares, count):
     parts = [list(range(*share_of_step(count, shares, part))) for part in range(3)]
     assert sorted(sum(parts, [])) == list(range(count))

@@ -117,6 +117,7 @@ def test_one_base_holds_four_models(adapters):
 
 
 def test_the_stage_that_the_deepspeed_config_sets_is_that_of_all_models_over_the_base(adapters, tmp_path):
+    """Layers that are gathered one by one generate with their adapters beside."""
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     words = ("--deepspeed_config", str(tmp_path / "ds.json"), "--share_base", "--unpin_actor_parameters")
     engines = engines_of(adapters, "role_actor", *FROZEN, *words)
@@ -125,17 +126,18 @@ def test_the_stage_that_the_deepspeed_config_sets_is_that_of_all_models_over_the
     with torch.no_grad():
         ids, lengths = torch.tensor([[5, 6, 7, 8]], device=dist.device()), torch.tensor([4], device=dist.device())
         assert torch.equal(engines.critic(ids, lengths), engines.reward(ids, lengths))
+    expected = logprobs(engines.actor)
     with engines.hybrid.generating() as model:
         assert adapter_layers(model)
+        found = logprobs(PolicyModel(model, Layout(fused=False)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_actor_generates_merged_or_layer_by_layer_with_its_adapter_beside(adapters):
-    for words, plain in (((), True), ((*STAGE_3, "--unpin_actor_parameters"), False)):
-        engines = engines_of(adapters, "role_actor", *FROZEN, *words)
-        engines.eval()
-        expected = logprobs(engines.actor)
-        with engines.hybrid.generating() as model:
-            assert bool(adapter_layers(model)) is not plain
-            found = logprobs(PolicyModel(model, Layout(fused=False)))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        assert adapter_layers(engines.actor.module)
+def test_the_actor_generates_with_its_adapter_merged(adapters):
+    engines = engines_of(adapters, "role_actor", *FROZEN)
+    engines.eval()
+    with engines.hybrid.generating() as model:
+        assert not adapter_layers(model)
+        found = logprobs(PolicyModel(model, Layout(fused=False)))
+    torch.testing.assert_close(found, logprobs(engines.actor), rtol=1e-4, atol=1e-5)
+    assert adapter_layers(engines.actor.module)

@@ -66,10 +66,9 @@ def numbers_of(policy: PolicyModel, critic: ScalarModel, rows: Rollout) -> list[
     return found + [gradient for gradient in grads if gradient is not None]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response", "width"), [(20, 9, 64), (60, 4, 64), (60, 10, POSITIONS), (80, 16, POSITIONS)]
-)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("name", "prompt", "response", "width"), [
+    ("llama", 20, 9, 64), ("gpt2", 60, 4, 64), ("llama", 60, 10, POSITIONS), ("gpt2", 80, 16, POSITIONS),
+])  # fmt: skip
 def test_on_a_gpu_rows_have_few_widths_within_the_models_positions_and_the_same_numbers(
     name, prompt, response, width, monkeypatch
 ):
