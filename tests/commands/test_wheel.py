@@ -16,6 +16,8 @@ from launch import ROOT
 import dschat_ppo
 from dschat_ppo import __main__ as program
 
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
 STEPS = ("sft", "reward", "dpo", "ppo")
 TASKS = {"toy", "addition"}  # of the scripts: no commands of an installed package
 
@@ -82,8 +84,6 @@ def test_each_step_has_a_command_with_help(environment, tmp_path):
     assert Path(where.strip()).is_relative_to(programs.parent)
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
 def test_an_installed_command_trains(environment, assets, tmp_path):
     programs, variables = environment
     flags = ["--model_name_or_path", assets / "lm", "--data_path", assets / "sft.jsonl", "--max_seq_len", 64]
