@@ -11,7 +11,7 @@ import pytest
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm, load_config
-from dschat_ppo.models.model_files import IGNORED, OF_A_RUN
+from dschat_ppo.models.model_files import OF_A_RUN
 
 KERNEL = "some-org/some-kernel"
 TRAP = """\
@@ -86,11 +86,13 @@ def test_no_trap_of_a_folder_runs_where_kernels_is_installed(assets, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert f"fetched ('{KERNEL}'," in run.stdout  # by transformers alone
-    for folder in folders:
-        saved = json.loads((Path(folder + " saved") / "config.json").read_text())
-        assert not {name.strip("_") for name in saved} & set(IGNORED), folder
     ignored = [line for line in run.stdout.splitlines() if "does not choose code" in line]
     assert len(ignored) == 2  # one for each folder
+    for folder, line, (settings, _) in zip(folders, ignored, TRAPS.values(), strict=True):
+        named = set(line.split(" in config.json")[0].split(f"{folder}: ")[1].split(", "))
+        assert named == settings.keys() - {"_attn_implementation_internal"}
+        saved = json.loads((Path(folder + " saved") / "config.json").read_text())
+        assert not {name.strip("_") for name in saved} & {name.strip("_") for name in settings}, folder
 
 
 def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):
