@@ -30,12 +30,12 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import Prompts
 from dschat_ppo.ppo.mini_dataset import gather_rows
-from dschat_ppo.ppo.state import PPOComponents, PPOData
+from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 GIB = 2**30
 
@@ -133,7 +133,7 @@ def measure_ppo(flags: PPOConfig, load: Workload) -> dict[str, Any]:
     rewards = build_sources(flags.rewards, learned_reward(flags, engines, tokenizer, plan.micro_batch_tokens))
     ids = np.random.default_rng(0).integers(2, 300, (plan.rollout_prompts, load.prompt)).tolist()
     prompts = Dataset.from_dict({"row": ["{}"] * len(ids), "prompt_ids": ids})
-    ppo = PPOComponents(flags, plan, PPOData(prompts, tokenizer), engines, rewards)
+    ppo = PPOComponents(flags, plan, TokenRows(prompts, None), tokenizer, engines, rewards)
     mine = Prompts(list(range(dist.rank() * rows, (dist.rank() + 1) * rows)), dist.rank() * rows)
     collection, held = ppo.collection, dict[str, float]()
     models = [engine for engine in (engines.actor, engines.reference, engines.critic, engines.reward) if engine]
@@ -178,7 +178,7 @@ def measure_supervised(step: str, config: Any, load: Workload) -> dict[str, Any]
     rows, dtype = Dataset.from_dict(columns), config.run.dtype
 
     def build() -> SupervisedTrainer[Any]:
-        ds_config = fit_ds_config(config.fit, config.run, config.memory)
+        ds_config = fit_ds_config(config)
         if step == "sft":
             model: Any = PolicyModel(load_causal_lm(folder, dtype, ds_config))
             objective: Any = sft_objective(0, False, dist.device())
@@ -187,7 +187,7 @@ def measure_supervised(step: str, config: Any, load: Workload) -> dict[str, Any]
             objective = reward_objective(0, dist.device(), config)
         if config.fit.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        return SupervisedTrainer(model, ds_config, TokenRows(rows, None), objective, TrainerFlags.of(config))
+        return SupervisedTrainer(model, ds_config, TokenRows(rows, None), objective, config)
 
     trainer = peaks.measure("load", build)
     own = load.rows * parts

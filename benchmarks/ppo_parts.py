@@ -17,11 +17,12 @@ from transformers import PretrainedConfig
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo import collect as rollouts
 from dschat_ppo.ppo.loop import make_experience, update
-from dschat_ppo.ppo.state import PPOComponents, PPOData
+from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.rollout.generator import generate
@@ -84,7 +85,7 @@ def make_ppo(folder: Path, prompts: int, samples: int, most: tuple[int, int], fl
     tokenizer = load_tokenizer(str(folder / "lm"), "lm")
     source = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens) or FreeReward()
     rows = Dataset.from_dict({"row": ["{}"] * prompts})
-    return PPOComponents(config, plan, PPOData(rows, tokenizer), engines, RewardMixture([(source, 1.0)]))
+    return PPOComponents(config, plan, TokenRows(rows, None), tokenizer, engines, RewardMixture([(source, 1.0)]))
 
 
 class NoCheckpoints:

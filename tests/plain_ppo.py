@@ -18,6 +18,7 @@ from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
+from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import StopRequested
@@ -32,7 +33,7 @@ from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.score import RewardRequests
-from dschat_ppo.ppo.state import PPOComponents, PPOData, ResumablePPO
+from dschat_ppo.ppo.state import PPOComponents, ResumablePPO
 from dschat_ppo.rewards.reward_source import RewardMixture
 
 CPU = torch.device("cpu")
@@ -172,7 +173,7 @@ class PlainRun:
             blocks = Dataset.from_dict({"prompt_ids": [[7]] * 5, "answers": [[[9, 10 + row]] for row in range(5)]})
             texts = TextBatches(blocks, plan.global_batch, 1, 3, 0, CPU)
         engines = PlainEngines(assets, config)
-        self.ppo = PPOComponents(config, plan, PPOData(prompts_of(PROMPTS), tokenizer, texts=texts), engines, mixture)
+        self.ppo = PPOComponents(config, plan, TokenRows(prompts_of(PROMPTS), None), tokenizer, engines, mixture, texts)
         self.saved_best: list[tuple[float, int]] = []
         self.evaluation = None
         if config.validation.eval_data_path:

@@ -71,13 +71,9 @@ def _words_of(path: str, known: set[str], parser: FlagParser) -> list[str]:
 
 
 def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = None) -> Any:
-    """The frozen configuration of a step: `SFTConfig`, `PreferenceConfig` or `PPOConfig`.
-
-    Args:
-        step_name: "sft", "reward", "dpo" or "ppo".
-        argv: arguments after the program's name. They override the YAML file named by `--config`.
-        given: flag -> value that takes the place of its default; such a flag is not required.
-    """
+    """The frozen configuration of a step, a key of `STEPS`. `argv`, the arguments after the program's name, override
+    the YAML file named by `--config`. `given`: flag -> value that takes the place of its default; such a flag is not
+    required."""
     step = STEPS[step_name]
     groups = list(groups_of(step).items())
     parser = flag_parser([kind for _, kind in groups], add_help=False)

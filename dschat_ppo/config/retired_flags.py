@@ -25,21 +25,13 @@ RETIRED: dict[str, str] = {
     "data_split_seed": "left: --data_split divides a data set in the same way in all steps",
     "dataset_config": "left: name it after the data set, as in --data_path openai/gsm8k:main",
     "dataset_split": "left: name it after the data set, as in --data_path openai/gsm8k:main[train]",
-    "health_window": "left: --health window=STEPS",
-    "health_kl_spike": "left: --health kl_spike=VALUE",
-    "health_negative_kl": "left: --health kl_negative=-VALUE",
-    "health_entropy_factor": "left: --health entropy_collapse=VALUE entropy_explosion=VALUE",
-    "health_score_std": "left: --health scores_equal=VALUE",
-    "health_distinct_share": "left: --health duplicate_answers=VALUE",
-    "health_length_growth": "left: rollout/length_mean in metrics.jsonl shows longer answers (rule: reward_exploited)",
-    "health_ended_drop": "left: --health fewer_answers_end=VALUE",
-    "health_clip_fraction": "left: --health clip_fraction_high=VALUE",
-    "health_first_log_ratio": "left: --health first_ratio_not_one=VALUE",
-    "health_logprob_diff": "left: --health logprob_diff_high=VALUE",
-    "health_rank_wait": "left: time/PHASE_imbalance in metrics.jsonl shows which ranks wait",
-    "health_grad_growth": "left: --health gradient_explodes=VALUE",
-    "health_loss_growth": "left: --health loss_grows=VALUE",
-    "health_overfit_evals": "left: --health overfitting=N",
+    **{
+        f"health_{name}": "left: --health NAME=VALUE sets the threshold of a rule (docs/troubleshooting.md)"
+        for name in (
+            "window kl_spike negative_kl entropy_factor score_std distinct_share length_growth ended_drop "
+            "clip_fraction first_log_ratio logprob_diff rank_wait grad_growth loss_growth overfit_evals"
+        ).split()
+    },
     "local_checkpoints": "left: several machines share --output_dir (NFS or another network file system)",
     "device_kind": "left: the planner counts memory alone; give the size of a GPU's memory (device_memory)",
     "node_link": "left: the planner counts memory alone, and no time",

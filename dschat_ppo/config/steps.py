@@ -19,7 +19,7 @@ from dschat_ppo.config.supervised_flags import PreferenceFlags, SFTFlags, Superv
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FitConfig:
+class FitConfig:
     """What steps 1 and 2 share."""
 
     data: DataFlags
@@ -59,7 +59,7 @@ class _FitConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(_FitConfig):
+class SFTConfig(FitConfig):
     """The configuration of step 1."""
 
     sft: SFTFlags
@@ -70,7 +70,7 @@ class SFTConfig(_FitConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(_FitConfig):
+class PreferenceConfig(FitConfig):
     """The configuration of step 2."""
 
     reward: PreferenceFlags
@@ -85,12 +85,8 @@ class PreferenceConfig(_FitConfig):
 
     @property
     def has_head(self) -> bool:
-        """See `_FitConfig`."""
+        """See `FitConfig`."""
         return self.reward.trains_classifier
-
-    def idle(self) -> dict[str, str]:
-        """See `_FitConfig`."""
-        return self.reward.idle | super().idle()
 
 
 @dataclass(frozen=True)
@@ -275,7 +271,7 @@ class PPOConfig:
         return self.ppo.old_logprobs == "recompute"
 
 
-StepConfig: TypeAlias = SFTConfig | PreferenceConfig | PPOConfig
+StepConfig: TypeAlias = FitConfig | PPOConfig
 
 
 @dataclass(frozen=True)

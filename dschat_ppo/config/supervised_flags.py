@@ -40,8 +40,6 @@ ONLY_FOR = {
     "kto_undesirable_weight": ("kto",),
     "step_separator": ("process",),
 }
-# Defaults of earlier versions: configurations saved by them name these values also where they have no effect.
-FORMER_PREFERENCES = {"beta": 0.1, "nll_coef": 0.2}
 DEFAULT_BETA, BETAS = 0.1, {"simpo": 2.0}
 NLL_COEFS = {"dpo_nll": 0.2, "cpo": 1.0, "simpo": 0.0}  # by objective
 _DATA_USES: dict[str, Literal["unpaired", "steps"]] = {"kto": "unpaired", "process": "steps"}
@@ -149,7 +147,7 @@ class PreferenceFlags:
 
     def __post_init__(self) -> None:
         require_used(self, (
-            (self.objective in objectives or name in self.idle, f"--objective {' or '.join(objectives)}", name)
+            (self.objective in objectives, f"--objective {' or '.join(objectives)}", name)
             for name, objectives in ONLY_FOR.items()
         ))  # fmt: skip
         refuse({
@@ -160,13 +158,6 @@ class PreferenceFlags:
             "--nll_coef must be above 0 for --objective dpo_nll; --objective dpo has no NLL term":
                 self.objective == "dpo_nll" and self.nll_weight == 0,
         })  # fmt: skip
-
-    @property
-    def idle(self) -> dict[str, str]:
-        """Flags that have no effect with the objective, but are accepted -> the reason."""
-        reason = f"--objective {self.objective} does not use it"
-        former = {name for name, value in FORMER_PREFERENCES.items() if vars(self)[name] == value}
-        return {name: reason for name in sorted(former) if self.objective not in ONLY_FOR[name]}
 
     @property
     def strength(self) -> float:

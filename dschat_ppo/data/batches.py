@@ -50,12 +50,9 @@ def chunked_order(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Iterat
 def optimizer_steps(
     order: Iterable[int], micro_batch: int, accumulation: int, world_size: int, rank: int
 ) -> Iterator[list[list[int]]]:
-    """Yield this rank's micro-batches of each optimizer step, once through `order`.
-
-    A step takes the next `micro_batch * accumulation * world_size` rows, so the rows of a step do not depend on how
-    they are split over ranks and micro-batches. The last step may be short: it has the same number of micro-batches,
-    but smaller ones, padded with `PADDING_ROW`, so that all ranks run equally many micro-batches of equal size.
-    """
+    """Yield this rank's micro-batches of each optimizer step, once through `order`. A step takes the next `micro_batch
+    * accumulation * world_size` rows, however they are split over ranks and micro-batches. The last one may be short:
+    its micro-batches are smaller, padded with `PADDING_ROW`, so that all ranks run equally many of equal size."""
     micro_batches = accumulation * world_size  # of all ranks
     indices = iter(order)
     while step := list(islice(indices, micro_batch * micro_batches)):

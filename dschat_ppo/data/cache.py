@@ -30,11 +30,9 @@ NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say 
 
 
 def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
-    """The entry `key` of the cache below `root` (None: that of `datasets`), memory-mapped; `key` is its fingerprint.
-
-    If it is missing, `make` is called with an empty folder; it writes Arrow files below it and returns the rows (at
-    least one) in them. `StopRequested` if the run receives a stop request while another process makes the entry.
-    """
+    """The entry `key` of the cache below `root` (None: that of `datasets`), memory-mapped; `key` is its fingerprint. If
+    it is missing, `make` is called with an empty folder; it writes Arrow files below it and returns the rows (at least
+    one) in them. `StopRequested` on a stop request while another process makes the entry."""
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
     if not folder.is_dir():
         try:

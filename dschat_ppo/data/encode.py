@@ -159,13 +159,9 @@ def joined_steps(example: Example, separator: str) -> Example:
 
 
 def step_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], separator: str) -> list[int]:
-    """The token at which each step of an answer ends, as rising indices of `ids`; the last one is `len(ids) - 1`. []
-    for an answer without tokens.
-
-    A step ends at the token that completes the separator after it, and the last one at the last token. Blank text
-    between two separators is no step. A token may hold more than the separator, such as a full stop and a line break.
-    Spaces at the end of a separator do not count, since most tokenizers put them into the token of the next word.
-    """
+    """The token at which each step of an answer ends, as rising indices of `ids`: the one that completes the separator
+    after it, and of the last step the last token. Blank text between two separators is no step. Spaces at the end of a
+    separator do not count, since most tokenizers put them into the token of the next word."""
     if not ids:
         return []
     text = decoded(tokenizer, ids)

@@ -44,29 +44,18 @@ CONTEXT = "_context"  # a key of messages that their data set excludes from trai
 
 @dataclass(frozen=True)
 class Example:
-    """What one row asks and answers.
-
-    Attributes:
-        prompt: text that is used as it is, or chat messages up to the answer, for the chat template. The prompt of
-            plain text is "": all of it is the answer.
-        answers: [response] (SFT, unpaired), [chosen, rejected] (preference), the steps of one response (steps) or []
-            (PPO prompt). An answer to chat messages may be a message, such as one with tool calls.
-        margin: by which the chosen answer is better.
-        truth: the correct answer, for reward functions; None if the row names none.
-        tools: tool descriptions for the chat template, or None.
-        suffix: of the row's name if a row gives several examples, such as ", answers 1 and 3".
-        labels: of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN for a step without a label.
-        context: numbers of the prompt's messages that are turns of the assistant and no targets of SFT.
-    """
+    """What one row asks and answers. The prompt is text that is used as it is, or chat messages up to the answer, for
+    the chat template; that of plain text is "", and all of it is the answer. An answer to chat messages may be one."""
 
     prompt: str | Messages
+    # [response] (SFT, unpaired), [chosen, rejected] (preference), the steps of one response (steps), [] (PPO prompt)
     answers: Sequence[str | Message] = field(default_factory=list)
-    margin: float = 0.0
-    truth: Any = None
-    tools: list[Any] | None = None
-    suffix: str = ""
-    labels: tuple[float, ...] = ()
-    context: tuple[int, ...] = ()
+    margin: float = 0.0  # by which the chosen answer is better
+    truth: Any = None  # the correct answer, for reward functions
+    tools: list[Any] | None = None  # descriptions for the chat template
+    suffix: str = ""  # of the row's name if a row gives several examples, such as ", answers 1 and 3"
+    labels: tuple[float, ...] = ()  # of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN without a label
+    context: tuple[int, ...] = ()  # numbers of the prompt's messages of the assistant that are no targets of SFT
 
 
 def limit_flag(use: Use) -> str:
@@ -218,12 +207,9 @@ def leaves_out(weight: Any) -> bool:
 
 def read_messages(value: Any, column: str, role_names: dict[str, str] | None = None) -> Messages:
     """Normalise the messages of one field: a list of messages or texts, one message, or JSON of these (CSV files hold
-    lists as text).
-
-    New messages come back: `role` and `content` (text), then the other keys that are not null. A turn of the assistant
-    that its data set excludes from training has the key `CONTEXT`. Errors say which message cannot be used and why, and
-    do not name the row. `role_names` maps further names of roles, in lower case, to `ROLES`.
-    """
+    lists as text). New messages have `role` and `content` (text), then the other keys that are not null. A turn of the
+    assistant that its data set excludes from training has the key `CONTEXT`. Errors do not name the row. `role_names`:
+    further names of roles, in lower case."""
     value = json_value(value)
     if isinstance(value, dict):
         value = value["messages"] if isinstance(value.get("messages"), list) else [value]

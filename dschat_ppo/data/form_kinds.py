@@ -15,30 +15,19 @@ from dschat_ppo.data.examples import Row, Use, number_of, text_at, value_at
 
 @dataclass(frozen=True)
 class Kind:
-    """One form. Names are separated by spaces.
-
-    Attributes:
-        roles: role -> names of columns that have it; the first one that exists counts.
-        needs: (uses, the roles that must be there) for each choice. "preference" serves "unpaired" too.
-        by_flag: whether column flags may name columns of all its roles; `--data_format` allows it of any form.
-        rendering: "as given" (text prompts stay text, messages are chat), "chat", "text" (nothing else), or "content"
-            (chat if there is a chat template).
-        inside: whether the prompt is part of a longer text, so that `--input_template` does not apply.
-        labelled: whether each answer is good or bad by itself, so that SFT takes all good ones.
-        alone: whether it also holds prompts alone.
-        is_known_set: whether it is a data set of DeepSpeed-Chat.
-    """
+    """One form. Names are separated by spaces."""
 
     name: str
-    roles: dict[str, str]
-    needs: tuple[tuple[str, str], ...]
+    roles: dict[str, str]  # role -> names of columns that have it; the first one that exists counts
+    needs: tuple[tuple[str, str], ...]  # (uses, roles that must be there); "preference" serves "unpaired" too
     read: Callable[[readers.Cells, Use], readers.Found]
-    by_flag: bool = False
+    by_flag: bool = False  # column flags may name columns of all its roles; `--data_format` allows it of any form
+    # "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there is a template)
     rendering: str = "as given"
-    inside: bool = False
-    labelled: bool = False
-    alone: bool = False
-    is_known_set: bool = False
+    inside: bool = False  # the prompt is part of a longer text, so that `--input_template` does not apply
+    labelled: bool = False  # each answer is good or bad by itself, so that SFT takes all good ones
+    alone: bool = False  # it also holds prompts alone
+    is_known_set: bool = False  # a data set of DeepSpeed-Chat
 
     def choices(self) -> list[tuple[Use, set[str]]]:
         """Each use with a set of roles by which it is served."""

@@ -59,38 +59,25 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class Form:
-    """How the rows of one data set are read. It can be pickled.
-
-    Attributes:
-        columns: role -> column, such as "prompt": "question".
-        input_template: text around a prompt that is text; `{}` stands for the prompt.
-        system, tools, truth: columns, or None.
-        truth_pattern: finds the correct answer in that column; None takes the whole value.
-        role_names: further names of roles in messages -> roles.
-        watched: columns whose content would be lost.
-        function, file_sha: None, or the `FILE.py:FUNCTION` that makes rows of this form, and a hash of its file.
-        about: the data set, its columns and the form, for messages.
-        description, warning: what was understood, and what may be wrong with it, each one line for the log.
-        names: all columns of the data set.
-    """
+    """How the rows of one data set are read. It can be pickled."""
 
     kind: Kind = field(repr=False)
-    columns: dict[str, str]
+    columns: dict[str, str]  # role -> column, such as "prompt": "question"
     rendering: Literal["chat", "text"] = "text"
-    input_template: str | None = None
-    system: str | None = None
+    input_template: str | None = None  # text around a prompt that is text; `{}` stands for the prompt
+    system: str | None = None  # a column, as the next two
     tools: str | None = None
     truth: str | None = None
-    truth_pattern: str | None = None
+    truth_pattern: str | None = None  # finds the correct answer in that column; None takes the whole value
     system_message: str | None = None
-    role_names: dict[str, str] = field(default_factory=dict)
-    watched: tuple[str, ...] = ()
-    function: str | None = None
-    file_sha: str = ""
-    about: str = field(default="", repr=False)
-    description: str = field(default="", repr=False)
-    warning: str = field(default="", repr=False)
-    names: tuple[str, ...] = field(default=(), repr=False)
+    role_names: dict[str, str] = field(default_factory=dict)  # further names of roles in messages -> roles
+    watched: tuple[str, ...] = ()  # columns whose content would be lost
+    function: str | None = None  # the `FILE.py:FUNCTION` that makes rows of this form
+    file_sha: str = ""  # a hash of its file
+    about: str = field(default="", repr=False)  # the data set, its columns and the form, for messages
+    description: str = field(default="", repr=False)  # what was understood, one line for the log
+    warning: str = field(default="", repr=False)  # what may be wrong with it
+    names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import datasets
 import numpy as np
@@ -23,6 +24,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import subprocesses_may_stop
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig, StepConfig
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use, limit_flag
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
@@ -64,25 +66,38 @@ class Part:
     order: np.ndarray
 
 
+def rows_of_step(config: StepConfig, tokenizer: PreTrainedTokenizerBase, most_rows: int | None = None) -> TokenRows:
+    """The token rows of a step by its flags; see `prepare`."""
+    if isinstance(config, PPOConfig):
+        limit, held_out = config.ppo.max_prompt_seq_len, config.validation.eval_data_path
+        return prepare("prompt", tokenizer, config.data, limit, eval_paths=held_out, most_rows=most_rows)
+    fit, own = config.fit, dict[str, Any]()
+    use: Use = "sft"
+    if isinstance(config, SFTConfig):
+        own = {"whole_paths": config.sft.sft_only_data_path, "all_turns": config.sft.train_on == "all"}
+    elif isinstance(config, PreferenceConfig):
+        use, own = config.reward.data_use, {"step_separator": config.reward.separator}
+    return prepare(
+        use, tokenizer, config.data, fit.max_seq_len, eval_paths=fit.eval_data_path, eval_fraction=fit.eval_fraction,
+        most_rows=most_rows, **own,
+    )  # fmt: skip
+
+
 def prepare(
     use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, whole_paths: list[str] | None = None,
     eval_paths: list[str] | None = None, eval_fraction: float | None = None, all_turns: bool = False,
     step_separator: str = "\n", most_rows: int | None = None, whole_flag: str = "",
 ) -> TokenRows:  # fmt: skip
-    """Token rows of one step from all its data sets, of at most `limit` tokens.
+    """Token rows of one step from all its data sets, of at most `limit` tokens. `UserError` if one cannot be used or
+    has no row for this step, or `--bad_rows` refuses its bad rows; `StopRequested` on a stop request.
 
     Args:
         whole_paths: further data sets of which this step uses every row (`--sft_only_data_path`).
-        eval_paths: data sets for evaluation.
         eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
             and `eval_paths` is empty; None leaves evaluation to `eval_paths` alone.
         all_turns, step_separator: see `encode_example` and `TokeniseSettings`.
         most_rows: use only the first rows of each data set, as if there were no others.
         whole_flag: if given, all rows of `flags.data_path`, which this flag names, are for evaluation.
-
-    Raises:
-        UserError: a data set cannot be used or has no row for this step, or `--bad_rows` refuses its bad rows.
-        StopRequested: the run receives a stop request.
     """
     sources = parse_sources(flags.data_path, whole_flag or "--data_path")
     sources += parse_sources(whole_paths or [], "--sft_only_data_path", [source.name for source in sources])

@@ -15,7 +15,6 @@ import pyarrow as pa
 from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
 from dschat_ppo.data.parts import BadRow, FilePart, Part, Row, read_part
@@ -38,10 +37,6 @@ class Rows:
 
     def __getitem__(self, index: int) -> Row | BadRow:
         return parsed(self.table[index][ROW], self.columns)
-
-    def origin(self, index: int) -> str:
-        """ "FILE, row N" of a row, for messages."""
-        return shown_path(self.table[index][ORIGIN])
 
     def select(self, numbers: Sequence[int]) -> Rows:
         """The rows with these numbers."""

@@ -58,25 +58,16 @@ _STRAY = re.compile(  # files beside the data, hidden ones, and all in hidden fo
 
 @dataclass(frozen=True)
 class DataSource:
-    """One data set that a flag names.
+    """One data set that a flag names."""
 
-    Attributes:
-        spec: as written on the command line, for messages; a path in the working directory is relative.
-        location: a file, a folder or a hub name; `~` is expanded.
-        split: its training split, perhaps with a slice such as `train[:10%]`, or None.
-        name: short, unique among the sources of a run; for metrics.
-        weight: its share of a mixture in units of the other weights, above 0; None if the flag gives none.
-        samples: number of its rows in a mixture, above 0; None for all.
-    """
-
-    spec: str
+    spec: str  # as written on the command line, for messages; a path in the working directory is relative
     flag: str
-    location: str
+    location: str  # a file, a folder or a hub name; `~` is expanded
     config: str | None
-    split: str | None
-    name: str
-    weight: float | None
-    samples: int | None
+    split: str | None  # its training split, perhaps with a slice such as `train[:10%]`
+    name: str  # short, unique among the sources of a run; for metrics
+    weight: float | None  # its share of a mixture in units of the other weights, above 0
+    samples: int | None  # number of its rows in a mixture, above 0; None for all
 
 
 def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) -> list[DataSource]:
@@ -262,15 +253,9 @@ def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> Open
 
 
 def split_files(folder: Path, config: str | None, what: str, cache_dir: str | None = None) -> dict[str, list[Path]]:
-    """The files of each split of a folder, sorted by path.
-
-    The README.md of a clone of a hub data set says it, if it lists configurations. In any other folder, a file named
-    `NAME-00000-of-00002` is of the split NAME; a file whose name, or whose folder's name, starts with one of
-    `EVAL_NAMES` is of that split; all others are training files. Subfolders count only if the folder itself has no
-    training file.
-
-    `config` is a configuration in README.md or a subfolder, or None. `what` is for messages.
-    """
+    """The files of each split of a folder, sorted by path: by the README.md of a clone of a hub data set, if it lists
+    configurations, or else by their names, see `_split_of`. Subfolders count only if the folder itself has no training
+    file. `config` is a configuration in README.md or a subfolder, or None. `what` is for messages."""
     readme = folder / "README.md"
     if readme.is_file():
         with reading(f"{what}: the configurations of its README.md (FOLDER:CONFIG names one)"):
@@ -296,7 +281,8 @@ def split_files(folder: Path, config: str | None, what: str, cache_dir: str | No
 
 
 def _split_of(path: Path) -> str:
-    """The split of a file by its name, then by the folders that it lies in."""
+    """The split of a file: NAME of `NAME-00000-of-00002`; the one of `EVAL_NAMES` with which its name or that of a
+    folder around it starts; or else that for training."""
     stem = path.name.split(".")[0]
     if shard := re.match(r"(.+?)-\d{5}-of-\d{5}", stem):
         return shard[1]

@@ -79,22 +79,16 @@ def raw_batches(parts: Sequence[Part], share: tuple[int, int], position: Positio
 
 @dataclass(frozen=True)
 class StreamSource:
-    """One data set of a stream.
-
-    Attributes:
-        weight: its share of the rows, relative to the other data sets.
-        share: see `raw_batches`.
-        tokenise: makes of a batch of raw rows the token rows that are kept, counts of what was done for the log (of
-            `UNUSABLE` rows too), and the problem of the first bad row, or ""; `UserError` for a row that ends the run.
-        bad_rows: the flag.
-    """
+    """One data set of a stream."""
 
     name: str
-    weight: float
+    weight: float  # its share of the rows, relative to the other data sets
     parts: Sequence[Part]
-    share: tuple[int, int]
+    share: tuple[int, int]  # see `raw_batches`
+    # raw rows -> token rows that are kept, counts of what was done for the log (of `UNUSABLE` rows too), and what is
+    # wrong with the first bad row, or ""; `UserError` for a row that ends the run
     tokenise: Callable[[Batch], Tokens]
-    bad_rows: str = "few"
+    bad_rows: str = "few"  # the flag
 
 
 @dataclass(frozen=True)

@@ -119,23 +119,16 @@ def with_variables(template: str, variables: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The text that a chat template renders after an answer: `kept + dropped`.
+    """The text that a chat template renders after an answer: `kept + dropped`. If the template has no end-of-turn
+    token, `kept` is empty and `token` is the tokenizer's EOS."""
 
-    `kept` ends with the end-of-turn token, whose id is `token`, and belongs to the answer. `dropped`, such as the line
-    break after ChatML's `<|im_end|>`, does not, because generation stops before it. If the template has no end-of-turn
-    token, `kept` is empty and `token` is the tokenizer's EOS.
-
-    `earlier` is what the template renders in place of `kept` where another message follows, up to and including its
-    first added token: `<|end|>` for gpt-oss, the next turn's `<|user|>` for GLM. It is "" if that is `kept` too.
-
-    `lead` is what the template renders before the content of an earlier answer, such as a space or a channel's name.
-    """
-
-    kept: str
-    dropped: str
-    token: int
+    kept: str  # ends with the end-of-turn token, and belongs to the answer
+    dropped: str  # before which generation stops, such as the line break after ChatML's `<|im_end|>`
+    token: int  # id of the end-of-turn token
+    # in place of `kept` where another message follows, up to and including its first added token: `<|end|>` for
+    # gpt-oss, the next turn's `<|user|>` for GLM; "" if that is `kept` too
     earlier: str = ""
-    lead: str = ""
+    lead: str = ""  # before the content of an earlier answer, such as a space or a channel's name
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
@@ -295,12 +288,9 @@ def check_rendered(text: str, messages: Messages, tools: Tools | None) -> None:
 
 
 def turn_spans(tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None) -> list[Span]:
-    """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the assistant, each
-    with its end-of-turn token. `UserError` if one cannot be found for certain.
-
-    They come from the `{% generation %}` marks of the template if it has them. Otherwise the template is rendered with
-    another text in place of all answers: the ranges are what changes.
-    """
+    """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the assistant, each with
+    its end-of-turn token: by the `{% generation %}` marks of the template if it has them, or else by what changes where
+    another text takes the place of all answers. `UserError` if one cannot be found for certain."""
     turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
     end = turn_end(tokenizer)
     for find in (_marked, _probed):

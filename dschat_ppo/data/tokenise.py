@@ -108,13 +108,10 @@ def token_features(use: str) -> Features:
 def tokenise_batch(
     raw_rows: Sequence[Row | BadRow], origins: Sequence[str], settings: TokeniseSettings
 ) -> list[dict[str, Any]]:
-    """Tokenise some raw rows of one data set; `origins` is "FILE, row N" of each.
-
-    Returns:
-        Token rows in the order of the raw rows, with the columns of `token_features` and `NOTES`; `number` counts the
-        raw rows given here. A raw row gives none, one or several. A bad one gives a single row without tokens, which is
-        UNUSABLE: its `problem` names the row and quotes it. Rows that the limit drops are included as DROPPED.
-    """
+    """Token rows of some raw rows of one data set, in their order, with the columns of `token_features` and `NOTES`;
+    `origins` is "FILE, row N" of each, and `number` counts the raw rows given here. A raw row gives none, one or
+    several. A bad one gives a single row without tokens, which is UNUSABLE: its `problem` names the row and quotes it.
+    Rows that the limit drops are included as DROPPED."""
     made: list[dict[str, Any]] = []
     for number, (row, origin) in enumerate(zip(raw_rows, origins, strict=True)):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
@@ -183,14 +180,11 @@ def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSetting
 def fit(
     ids: EncodedExample, example: Example, tokenizer: PreTrainedTokenizerBase, limit: int, policy: str
 ) -> list[tuple[EncodedExample, Fitted]]:
-    """Rows of at most `limit` tokens in prompt and longest answer, and what `--truncation` did to them.
-
-    A plain text over the limit is divided into blocks: the first token of each is the last one of the block before it,
-    so each token is predicted once. Otherwise it is one row. "left", "right" and "middle" cut the start, the end or the
-    middle of the prompt; its `fixed_ends` stay if the limit allows it. An eighth of the limit is for the prompt, and
-    half of it where an answer alone is over the limit: answers that leave it less are cut at their end. No answer
-    becomes empty. "drop" and "error" cut nothing. Of `prompt_spans`, those stay of which no token was cut.
-    """
+    """Rows of at most `limit` tokens in prompt and longest answer, and what `--truncation` did to them. A plain text
+    over the limit is divided into blocks: the first token of each is the last one of the block before it, so each token
+    is predicted once. Otherwise it is one row: the prompt is cut, but for its `fixed_ends` if the limit allows it. An
+    eighth of the limit is for the prompt, and half of it where an answer alone is over the limit: answers that leave it
+    less are cut at their end. Of `prompt_spans`, those stay of which no token was cut."""
     if example.prompt == "":
         text = [*ids.prompt, *ids.answers[0]]
         if len(text) > limit and policy not in ("drop", "error"):

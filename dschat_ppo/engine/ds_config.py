@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.config.schema import read_settings, require
-from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig
+from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
@@ -144,7 +144,7 @@ def read_overlay(path: str | None) -> Config:
     return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
 
 
-def require_agreement(config: SFTConfig | PreferenceConfig | PPOConfig, ranks: int) -> None:
+def require_agreement(config: StepConfig, ranks: int) -> None:
     """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of the flags."""
     path, run = config.run.deepspeed_config, config.run
     settings = _settings_of(path)

@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from dschat_ppo.common.extras import how_to_install, is_installed
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_files import check_settings, files_of
@@ -22,14 +21,10 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     adapter folder without a tokenizer has that of its base."""
     if is_adapter_folder(folder) and not any(Path(folder).glob("tokenizer*")):
         folder = base_folder(folder, flag)
-    if _needs_sentencepiece(folder):
-        raise UserError(
-            f"{flag} {folder}: its only tokenizer is a SentencePiece tokenizer.model: "
-            f"{how_to_install('sentencepiece')}, or save a tokenizer.json there"
-        )
     if (Path(folder) / "config.json").exists():  # transformers reads it here too
         check_settings(folder, f"{flag} {folder}: config.json cannot be used")
-    with reading(f"{flag} {folder}: it has no tokenizer, or one that cannot be loaded"):
+    hint = " (a tokenizer.model alone needs the package sentencepiece)" * (Path(folder) / "tokenizer.model").exists()
+    with reading(f"{flag} {folder}: it has no tokenizer, or one that cannot be loaded{hint}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         words = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
         if words:  # parts that do not match fail only in use; any other text may lack an unknown token
@@ -70,17 +65,6 @@ def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) ->
         f"{flag} {folder}: neither the tokenizer nor the model's eos_token_id names an EOS token, so answers could not "
         "end; set eos_token in tokenizer_config.json to a special token of the tokenizer"
     )
-
-
-def _needs_sentencepiece(folder: str) -> bool:
-    """Whether the sentencepiece package is needed and missing; transformers' own error asks for tiktoken instead. Files
-    of tiktoken are lines of text; those of SentencePiece are protocol buffers, whose first byte is the tag of the list
-    of pieces."""
-    file = Path(folder) / "tokenizer.model"
-    if is_installed("sentencepiece") or (Path(folder) / "tokenizer.json").exists() or not file.is_file():
-        return False
-    with file.open("rb") as stream:
-        return stream.read(1) == b"\n"
 
 
 def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -7,9 +7,9 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import is_main
@@ -253,13 +253,6 @@ class Event:
         return f"{self.name}: {self.seen}. Likely cause: {self.cause}. What to change: {self.change}"
 
 
-class CanStop(Protocol):
-    """A `CheckpointManager`, which a layer above defines."""
-
-    def stop_if(self, reason: str | None) -> None:
-        """Save a checkpoint and end the run if rank 0 has a reason."""
-
-
 class HealthWatch:
     """Applies rules to the metrics of each step. A warning that persists is one event; after `CALM` steps without it,
     it is over and would be a new one. A `StorageError` of `health.jsonl` is raised on rank 0 only."""
@@ -302,8 +295,9 @@ class HealthWatch:
         self._reason_to_stop = f"--stop_on_health {self.stop}: {stops[0]}" if stops else None
         return fresh
 
-    def stop_if_due(self, checkpointer: CanStop) -> None:
-        """Give the checkpointer the reason to stop at the last step, unless `--stop_on_health` is off. Collective."""
+    def stop_if_due(self, checkpointer: Any) -> None:
+        """Give the `CheckpointManager` the reason to stop at the last step, unless `--stop_on_health` is off.
+        Collective."""
         if self.stop != "off":
             checkpointer.stop_if(self._reason_to_stop)
 
@@ -327,8 +321,7 @@ class HealthWatch:
             losses=state["losses"],
         )  # fmt: skip
         self._standing = dict(state["standing"])
-        names = [each.name for each in fields(Event)]  # earlier versions also wrote since which step
-        self.events = [Event(**{name: event[name] for name in names}) for event in state["events"]]
+        self.events = [Event(**event) for event in state["events"]]
 
     def _write_events(self) -> None:
         """Write `health.jsonl` on rank 0, durably: all of it, because events are rare."""

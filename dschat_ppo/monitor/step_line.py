@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dschat_ppo.common.logging import logger
@@ -18,12 +18,6 @@ class Column:
     metric: str  # its name in metrics.jsonl
     form: str  # format specification with a width, such as "7.3f"
 
-    def text(self, metrics: Mapping[str, float]) -> str:
-        """Label and number; "-" in its width for a step without the metric."""
-        width = int(self.form.split(".")[0].rstrip(","))
-        value = metrics.get(self.metric)
-        return f"{self.label} {'-'.rjust(width) if value is None else format(value, self.form)}"
-
 
 PPO_COLUMNS = (
     Column("score", "reward/score_mean", "7.3f"),
@@ -32,8 +26,6 @@ PPO_COLUMNS = (
     Column("explained", "value/explained_variance", "5.2f"),
     Column("length", "rollout/length_mean", "6.1f"),
 )
-REFERENCE_COLUMN, CRITIC_COLUMN = PPO_COLUMNS[1], PPO_COLUMNS[3]
-LEARNING_RATE, LORA_LEARNING_RATE = Column("lr", "lr", "8.2e"), Column("LoRA lr", "lora_lr", "8.2e")
 _SUPERVISED = {
     "loss": Column("loss", "loss", "7.4f"),
     "accuracy": Column("accuracy", "accuracy", "5.3f"),
@@ -43,16 +35,10 @@ _SUPERVISED = {
 GRAD_NORM = Column("grad norm", "grad_norm", "6.3g")
 
 
-def ppo_columns(has_reference: bool, has_critic: bool) -> list[Column]:
-    """The columns of step 3."""
-    without = [*([] if has_reference else [REFERENCE_COLUMN]), *([] if has_critic else [CRITIC_COLUMN])]
-    return [column for column in PPO_COLUMNS if column not in without]
-
-
-def supervised_columns(headline: Sequence[str], rates: Container[str]) -> list[Column]:
-    """The columns of steps 1 and 2; `headline` names the objective's metrics, `rates` has "lr" or "lora_lr"."""
-    known = [rate for rate in (LEARNING_RATE, LORA_LEARNING_RATE) if rate.metric in rates]
-    return [*(_SUPERVISED.get(name, Column(name, name, "7.4g")) for name in headline), *known, GRAD_NORM]
+def supervised_columns(headline: Sequence[str]) -> list[Column]:
+    """The columns of steps 1 and 2; `headline` names the objective's metrics."""
+    own = [_SUPERVISED.get(name, Column(name, name, "7.4g")) for name in headline]
+    return [*own, Column("lr", "lr", "8.2e"), Column("LoRA lr", "lora_lr", "8.2e"), GRAD_NORM]
 
 
 def show_step(
@@ -65,9 +51,9 @@ def show_step(
 
 
 def step_line(columns: Sequence[Column], metrics: Mapping[str, float], progress: Progress) -> str:
-    """The line about the step that `progress` has counted last: its numbers, the rate and the time left."""
-    width = len(str(progress.total))
-    parts = [f"step {progress.done:>{width}}/{progress.total}", *(column.text(metrics) for column in columns)]
+    """The line about the step that `progress` has counted last: the numbers that it has, the rate and the time left."""
+    parts = [f"step {progress.done:>{len(str(progress.total))}}/{progress.total}"]
+    parts += [f"{each.label} {format(metrics[each.metric], each.form)}" for each in columns if each.metric in metrics]
     if tokens := progress.tokens_per_second:
         parts.append(f"{tokens:7,.0f} tokens/s")
     elif each := progress.seconds_per_step:

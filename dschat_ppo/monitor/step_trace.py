@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,14 +19,12 @@ Item = TypeVar("Item")
 
 
 class StepTrace:
-    """Records one step of a run on this rank (from 1 on; None: nothing), and writes the trace when the step is
-    finished. Every rank writes its own file: where ranks wait for each other shows only in the traces of all of
-    them."""
+    """Records one step of a run on this rank (from 1 on; None: nothing). Every rank writes its own file: where ranks
+    wait for each other shows only in the traces of all of them."""
 
     def __init__(self, output: Path, step: int | None):
         self.output = output
         self.step = step
-        self._is_finished = False
 
     @property
     def file(self) -> Path:
@@ -35,31 +32,19 @@ class StepTrace:
         return self.output / FOLDER / f"step_{self.step}_rank_{rank()}.json.gz"
 
     def around(self, steps: Iterable[Item], first: int) -> Iterator[Item]:
-        """Yield the items of `steps`, each of which is the work of one step, and record what the caller does with one.
-        `first` is the number of the first step. If the caller's loop ends before the step is finished, no trace is
-        written. If it ends by an exception after `finish`, such as the stop at a checkpoint, the trace is written."""
+        """Yield the items of `steps`, each of which is the work of one step, and record what the caller does with one,
+        also if it ends by an exception. `first` is the number of the first step."""
         for number, item in enumerate(steps, first):
-            if number == self.step:
-                with self._recorded():
-                    yield item
-            else:
+            if number != self.step:
                 yield item
-
-    def finish(self, step: int) -> None:
-        """Mark step `step` as finished: what follows in the loop, such as the checkpoint, may end the run."""
-        self._is_finished = step == self.step
-
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which prints its starts and stops
-        recorder = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu())
-        recorder.start()
-        try:
-            yield
-            self._is_finished = True
-        finally:
-            recorder.stop()
-            if self._is_finished:
+                continue
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which prints its starts and stops
+            recorder = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu())
+            recorder.start()
+            try:
+                yield item
+            finally:
+                recorder.stop()
                 self._write(recorder)
 
     def _write(self, recorder: profile) -> None:

@@ -89,14 +89,6 @@ class Plan:
         *device, host = (f"{_gib(needs)} of {_gib(memory)}" for _, needs, memory in self.peaks)
         return ", ".join([*(f"{each} per device" for each in device), f"{host} of host memory"])
 
-    def short_lines(self) -> list[str]:
-        """One or two lines for the start of a run: the peak, and what is too small."""
-        where = f"phase '{self.peaks[0][0].name}'; python -m dschat_ppo.tools.plan shows the parts"
-        lines = [f"expected peak: {self.peak_text()} ({where})"]
-        if shortages := self.shortages():
-            lines.append(f"may run out of memory: {'; '.join(shortages)}")
-        return lines
-
 
 def usable(memory: int) -> int:
     """Bytes of a device's or host's memory that a plan may need."""
@@ -215,10 +207,10 @@ def show_memory_plan(config: StepConfig) -> None:
     except UserError as problem:
         logger().warning(f"no memory plan: {problem}")
         return
-    expected, *shortages = plan.short_lines()
-    logger().info(expected)
-    for line in shortages:
-        logger().warning(line)
+    where = f"phase '{plan.peaks[0][0].name}'; python -m dschat_ppo.tools.plan shows the parts"
+    logger().info(f"expected peak: {plan.peak_text()} ({where})")
+    if shortages := plan.shortages():
+        logger().warning(f"may run out of memory: {'; '.join(shortages)}")
 
 
 def full_text(plan: Plan, title: str) -> str:

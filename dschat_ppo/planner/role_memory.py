@@ -166,27 +166,19 @@ def sums_at_once(role: Role) -> bool:
 
 
 def update_gradients(role: Role) -> Memory:
-    """Gradients that an update needs in addition to `gradients` and `buckets`, at its largest, at the end of backward.
-
-    - stage 0 in fp32: the gradients that autograd makes, s T, and, with several ranks, a copy of those that are
-      reduced together, s x min(T, bucket)
-    - stage 1 in bf16: the gradient of one parameter in bf16 and in fp32, or, with several ranks, a copy of the sums, if
-      they are at most `SUMMED_TOGETHER`
-    - stage 1 (else) and 2: the same as stage 0 until a bucket of them is reduced, s x min(T, bucket) at stage 2, the
-      bucket, and this rank's part of the sum in fp32, 4 T / N (an offloaded optimizer has that in host memory)
-    - stage 3: those of the running layers until they are in the bucket, at most as many, s x bucket
-    """
+    """Gradients that an update needs in addition to `gradients` and `buckets`, at the end of backward."""
     if not role.trained:
         return Memory()
     size = role.itemsize
-    if role.stage == 0:
+    if role.stage == 0:  # those of autograd, s T, and with several ranks a copy of a bucket of them
         return Memory.of(size * role.trained + (size * role.bucket if role.ranks > 1 else 0))
-    if sums_at_once(role):
+    if sums_at_once(role):  # of one parameter in bf16 and in fp32, or with several ranks a copy of the sums
         of_one = (size + FP32) * min(role.parts.largest, role.trained)
         is_copied = role.ranks > 1 and role.trained <= SUMMED_TOGETHER
         return Memory.of(max(of_one, FP32 * role.trained if is_copied else 0))
-    if role.stage == 3:
+    if role.stage == 3:  # of the running layers until they are in the bucket
         return Memory.of(size * role.bucket)
+    # those of autograd, at stage 2 until a bucket of them is reduced; the bucket; this rank's sums in fp32, 4 T / N
     autograd = size * (role.trained if role.stage == 1 else role.bucket)
     summed = 0 if role.offloads_optimizer else FP32 * role.part
     return Memory.of(autograd + size * role.bucket + summed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dschat_ppo.config.batch_plan import PPOPlan
-from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig, StepConfig
+from dschat_ppo.config.steps import FitConfig, PPOConfig, PreferenceConfig, StepConfig
 from dschat_ppo.engine.tensor_parallel import reason_not_to_divide
 from dschat_ppo.models.micro_batches import COPIED, sharing_pays
 from dschat_ppo.planner import role_memory
@@ -83,7 +83,7 @@ def checkpoint_phase(roles: Sequence[Role], ema: bool) -> Phase:
     return phase
 
 
-def supervised_phases(config: SFTConfig | PreferenceConfig, role: Role) -> list[Phase]:
+def supervised_phases(config: FitConfig, role: Role) -> list[Phase]:
     """The phases of steps 1 and 2. Pairs of answers make two rows of each row of a batch."""
     fit, roles = config.fit, [role]
     is_pair = isinstance(config, PreferenceConfig) and config.reward.data_use == "preference"

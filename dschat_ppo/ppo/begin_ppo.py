@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.identity import EVAL_ROWS, TEXT_BLOCKS, RunInputs
 from dschat_ppo.common import dist
@@ -19,7 +18,7 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.prepare import TokenRows, rows_of_step
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
@@ -45,7 +44,7 @@ from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
-from dschat_ppo.run.start_and_end import log_samples, show_plan, warn_of_little_data
+from dschat_ppo.run.start_and_end import log_samples, show_plan
 
 ACTOR = "--actor_model_name_or_path"
 REFERENCE = "--ref_model_name_or_path"
@@ -158,22 +157,6 @@ def _check_reference(
             f"{REFERENCE} {folder}: has {sizes[0]} rows in its vocabulary and the actor {sizes[1]}, but the KL "
             "estimator 'full' compares all of them; use a reference of the same size or another estimator"
         )
-    if config.reference.ref_sync_interval > 0:
-        shapes = [_shapes(each, size).items() for each, size in zip((model_config, actor), sizes, strict=True)]
-        differing = sorted(name for name, _ in shapes[0] ^ shapes[1])
-        if differing:
-            raise UserError(
-                f"--ref_sync_interval: {REFERENCE} {folder} and the actor have different parameters ({differing[0]}), "
-                "so one cannot move towards the other; omit one of the two flags"
-            )
-
-
-def _shapes(config: PretrainedConfig, vocab_size: int) -> dict[str, torch.Size]:
-    """Name -> shape of the parameters of a causal language model, without its weights."""
-    config = copy.deepcopy(config)
-    config.get_text_config().vocab_size = vocab_size
-    with torch.device("meta"):
-        return {name: weight.shape for name, weight in AutoModelForCausalLM.from_config(config).named_parameters()}
 
 
 def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
@@ -261,9 +244,6 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if not validate_only:
         show_batches(config, plan)
         show_memory_plan(config)
-        is_trial = config.schedule.max_steps > 0 or ppo.enable_test_mode
-        eval_rows = None if rows.eval is None or config.validation.eval_max_prompts else len(rows.eval)
-        warn_of_little_data(None if is_trial else plan.total_updates, eval_rows)
     end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
     started = time.perf_counter()
     session = None if validate_only else open_session(
@@ -275,9 +255,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
 
 def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
     """The prompts of training and evaluation. Collective."""
-    rows = prepare(
-        "prompt", tokenizer, config.data, config.ppo.max_prompt_seq_len, eval_paths=config.validation.eval_data_path
-    )
+    rows = rows_of_step(config, tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)

@@ -16,7 +16,6 @@ from dschat_ppo.algorithms.evaluation_statistics import pass_at_k
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
-from dschat_ppo.common.logging import logger
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.data.batches import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
@@ -25,7 +24,7 @@ from dschat_ppo.ppo.collect import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.rewards.rules import last_boxed
-from dschat_ppo.run.kept_models import BEST
+from dschat_ppo.run.kept_models import BEST, best_is_lost
 from dschat_ppo.types import FinishReason, Rollout
 
 CUT = FinishReason.LENGTH.name.lower()
@@ -190,17 +189,13 @@ class Evaluation:
         return metrics
 
     def require_best_models(self, before: Mapping[str, float]) -> None:
-        """Forget the best evaluation of a resumed run if `best/` is not there, as with another `--output_dir`, so that
-        the best models from here on are kept; `before`, the metrics before training, is to be beaten. Collective."""
-        needed = self.best is not None and self.best[1] > 0 and self.flags.save_best
-        if self.best is None or not needed or dist.broadcast_object((self.folder / BEST).is_dir()):
+        """Forget the best evaluation of a resumed run if its models are not there, so that the best ones from here on
+        are kept; `before`, the metrics before training, is to be beaten. Collective."""
+        if self.best is None or self.best[1] == 0 or not self.flags.save_best:
             return
-        logger().info(
-            f"evaluation: {self.folder / BEST} does not hold the models of step {self.best[1]}, the best so far; the "
-            "run looks for the best from here on"
-        )
-        score = before.get("eval/score", math.nan)
-        self.best = (score, 0) if math.isfinite(score) else None
+        if best_is_lost(self.folder / BEST, self.best[1]):
+            score = before.get("eval/score", math.nan)
+            self.best = (score, 0) if math.isfinite(score) else None
 
     def _answer(self, prompts: Dataset, indices: list[int], step: int) -> list[Answered]:
         """Answers to some prompts, with their scores; each list entry is one prompt."""

@@ -29,7 +29,6 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: CheckpointManager, 
             checkpointer.save_if_due()
         ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
         report.finish(step)  # metrics, evaluation, warnings
-        trace.finish(step)  # --profile
         checkpointer.save_if_due()
         report.health.stop_if_due(checkpointer)  # --stop_on_health
 

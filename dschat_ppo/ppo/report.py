@@ -10,7 +10,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.progress import Progress
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.rollout_metrics import drift_metrics, kl_metrics, phase_metrics
-from dschat_ppo.monitor.step_line import PPO_COLUMNS, ppo_columns, show_step
+from dschat_ppo.monitor.step_line import PPO_COLUMNS, show_step
 from dschat_ppo.monitor.trackers import Answer
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
@@ -64,8 +64,7 @@ class PPOReport:
         answers = [Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in shown]
         self.writer.write(step, metrics, answers)
         self.bar.advance()
-        columns = ppo_columns(ppo.engines.reference is not None, ppo.engines.critic is not None)
-        show_step(columns, metrics, self.bar, ppo.config.console)
+        show_step(PPO_COLUMNS, metrics, self.bar, ppo.config.console)
         self.health.check(step, metrics)
         state.finish_step(metrics)
 

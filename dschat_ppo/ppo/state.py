@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
@@ -22,9 +21,9 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.on_policy import describe, old_logprobs_source
 from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.json_lines import JsonLines
@@ -110,32 +109,25 @@ class PPOState:
             self.experience = to_device(record_of(Experience, state["experience"]), device)
 
 
-@dataclass(frozen=True)
-class PPOData:
-    """What the actor learns from."""
-
-    prompts: Dataset  # token rows
-    tokenizer: PreTrainedTokenizerBase  # of the actor
-    sources: Sequence[str] = ()  # names of the data sets, which the column `source` of the prompts numbers
-    texts: TextBatches | None = None  # blocks of plain text for the PTX loss
-
-
 class PPOComponents:
-    """The components that `run`, `make_experience` and `update` use. Constructing it is collective."""
+    """The components that `run`, `make_experience` and `update` use. Constructing it is collective. `tokenizer`: of the
+    actor; `texts`: blocks of plain text for the PTX loss."""
 
-    def __init__(self, config: PPOConfig, plan: PPOPlan, data: PPOData, engines: RLHFEngine, rewards: RewardMixture):
+    def __init__(
+        self, config: PPOConfig, plan: PPOPlan, rows: TokenRows, tokenizer: PreTrainedTokenizerBase,
+        engines: RLHFEngine, rewards: RewardMixture, texts: TextBatches | None = None,
+    ):  # fmt: skip
         ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
-        prompts, tokenizer = data.prompts, data.tokenizer
         self.config = config
         self.plan = plan
         self.engines = engines
         self.device = dist.device()
-        self.texts = data.texts
-        self.data_sources = tuple(data.sources)
+        self.texts = texts
+        self.data_sources = rows.sources
         self.state = PPOState()
         self.clock = PhaseClock()
         self.nonfinite = NonFinitePolicy(config.safety, ReproBundles("ppo", config, tokenizer))
-        generator = RolloutGenerator(ppo, engines.hybrid, prompts, tokenizer, seed)
+        generator = RolloutGenerator(ppo, engines.hybrid, rows.train, tokenizer, seed)
         seed_this_rank(seed)
         model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
@@ -150,7 +142,7 @@ class PPOComponents:
         )  # fmt: skip
         pool = GroupPool(plan.rollout_rows, self.shaping.shaped) if algorithm.dynamic_sampling else None
         self.collection = ExperienceCollection(
-            config, plan, generator, RewardRequests(rewards, prompts, tokenizer), passes, pool, self.clock,
+            config, plan, generator, RewardRequests(rewards, rows.train, tokenizer), passes, pool, self.clock,
             len(self.data_sources) > 1,
         )  # fmt: skip
         self.mini_dataset = MiniDataset(
@@ -163,7 +155,7 @@ class PPOComponents:
                 algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_delta, algorithm.entropy_coef_max
             )
         self.updates = PPOUpdate(
-            config, late_ends, engines, data.texts, self.entropy_coef, self.nonfinite, self.clock
+            config, late_ends, engines, texts, self.entropy_coef, self.nonfinite, self.clock
         )  # fmt: skip
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
@@ -273,8 +265,7 @@ class ResumablePPO:
         }
 
     def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
-        """Restore the `shared_state` of the saved run and the `rank_state` of its ranks. `UserError` if rows of a PPO
-        step in flight lack a field that the flags now need."""
+        """Restore the `shared_state` of the saved run and the `rank_state` of its ranks."""
         ppo = self.ppo
         ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.device)
         average, sync = ppo.engines.actor_average, ppo.engines.reference_sync
@@ -284,7 +275,6 @@ class ResumablePPO:
         if sync is not None and not sync.restore(state["reference"] or {} for state in ranks.read_all()):
             log_starts_from_scratch("--ref_sync_interval")
         ppo.collection.load_state_dict(shared["collector"], ppo.device)
-        self._check_rows()
         ppo.shaping.load_state_dict(shared["shaping"])
         if ppo.config.algorithm.entropy_target is not None:
             load_saved("--entropy_target", shared["entropy_coef"], ppo.entropy_coef.load_state_dict)
@@ -296,23 +286,6 @@ class ResumablePPO:
             self.evaluation.best = tuple(shared["best"])
         for file in self.files:
             file.offset = shared["files"].get(file.path.name, 0)
-
-    def _check_rows(self) -> None:
-        """Check the rows of a PPO step in flight, and those kept for the next one: the saved flags made them."""
-        algorithm, pool = self.ppo.config.algorithm, self.ppo.collection.pool
-        needed = {"values": algorithm.has_critic, "ref_logprobs": algorithm.has_reference}
-        needed["selected"] = algorithm.selects_tokens
-        needed["data_sources"] = self.ppo.collection.several_data_sets
-        kept = [vars(rows) for rows in (self.ppo.state.experience, pool and pool.accepted) if rows is not None]
-        missing = [
-            name for name in needed if needed[name] and any(name in rows and rows[name] is None for rows in kept)
-        ]
-        if missing:
-            raise UserError(
-                f"--resume_force: rows of a PPO step in the checkpoint have no {', '.join(missing)}, which the flags "
-                "now need; restore the former settings, or resume from a checkpoint without such rows by --resume "
-                "FOLDER"
-            )
 
     def _sums_of(self, ranks: RankStates) -> MetricSums:
         """This rank's part of the metric sums. On another number of ranks, rank 0 takes the sums of all ranks; the

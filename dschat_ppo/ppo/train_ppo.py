@@ -25,7 +25,7 @@ from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.json_lines import JsonLines
-from dschat_ppo.monitor.step_line import CRITIC_COLUMN, PPO_COLUMNS
+from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward, reward_tokenizer
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
@@ -33,7 +33,7 @@ from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.samples import SAMPLES, Samples
 from dschat_ppo.ppo.score import RewardRequests
-from dschat_ppo.ppo.state import PPOComponents, PPOData, ResumablePPO
+from dschat_ppo.ppo.state import PPOComponents, ResumablePPO
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
@@ -55,8 +55,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
-        data = PPOData(rows.train, tokenizer, rows.sources, begun.texts)
-        components = PPOComponents(config, plan, data, engines, rewards)
+        components = PPOComponents(config, plan, rows, tokenizer, engines, rewards, begun.texts)
         show_roles(config, components, begun.folders, output)
         evaluation, health = None, HealthWatch(config.health)
         kept = KeptModels(
@@ -129,8 +128,8 @@ def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output:
 
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
     """Log what the run has reached. `result` is that of `result.json`, `start` the actor's folder before training."""
-    shown = [column for column in PPO_COLUMNS if column is not CRITIC_COLUMN]  # its last value alone says little
-    names = {column.metric: column.label for column in shown} | {"eval/score": "held-out score"}
+    names = {column.metric: column.label for column in PPO_COLUMNS} | {"eval/score": "held-out score"}
+    del names["value/explained_variance"]  # whose last value alone says little
     saved = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
     chat = tool_command("chat", ["--model", str(output / "actor"), "--compare", start])
     steps = f"{counted(result['ppo_steps'], 'PPO step')}, {counted(result['optimizer_steps'], 'update')}"

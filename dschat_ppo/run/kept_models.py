@@ -50,6 +50,15 @@ class KeptModels:
         dist.on_main(storage_errors(folder)(lambda: replace_folder(folder, partial)))
 
 
+def best_is_lost(folder: Path, step: int) -> bool:
+    """Whether a resumed run does not find in `folder` the models of `step`, its best so far: it had another
+    `--output_dir`, or did not keep them. Collective."""
+    is_lost = not dist.broadcast_object(folder.is_dir())
+    if is_lost:
+        logger().info(f"{folder} does not hold the models of step {step}, the best so far; the best is looked for anew")
+    return is_lost
+
+
 def clear_partials(output: Path) -> None:
     """Remove what a crash left incomplete in `best/` and `hf/`; a folder that was being replaced gets its name back.
     Once at the start, on rank 0, with the lock held."""

@@ -28,7 +28,6 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import ADDED
-from dschat_ppo.errors import counted
 from dschat_ppo.html_report.page import report_run
 from dschat_ppo.monitor.writers import MODELS, MetricsWriter, write_result
 from dschat_ppo.types import Engine
@@ -36,7 +35,6 @@ from dschat_ppo.types import Engine
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
 VALIDATION = "validation"  # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 MOST_CHARACTERS, _COLUMN_CHARACTERS = 2000, 200  # of a sample, and of each of its other columns, in the log
-FEW_STEPS, FEW_EVAL_ROWS = 20, 8  # fewer are warned of
 CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
 
@@ -138,19 +136,6 @@ def show_plan(title: str, rows: list[tuple[str, str]], *warmups: tuple[int, int]
                 f"the warm-up ({warmup} steps) is {compared} the run ({total} optimizer steps): the learning "
                 "rate never reaches its peak (--num_warmup_steps, --warmup_ratio)"
             )
-
-
-def warn_of_little_data(steps: int | None, eval_rows: int | None) -> None:
-    """Warn of a run that is too short to train a model, or whose evaluation has too few rows to tell how well. None: a
-    flag ends the run early, as in a trial; there is no evaluation, or a flag takes a few of its rows."""
-    few = [counted(steps, "optimizer step")] if steps is not None and steps < FEW_STEPS else []
-    if steps is not None and eval_rows is not None and eval_rows < FEW_EVAL_ROWS:
-        few.append(counted(eval_rows, "evaluation row"))
-    if few:
-        logger().warning(
-            f"this step has only {' and '.join(few)}, usually too few to train or to judge a model: "
-            "use more data, a larger share of it (--data_split) or more passes (--num_train_epochs)"
-        )
 
 
 def show_end(

@@ -24,33 +24,24 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Objective(Generic[Batch]):
-    """What the model is trained for.
+    """What the model is trained for. `prepare`, `describe` and `complete` are collective."""
 
-    Attributes:
-        collate: `(rows, indices)` -> a batch on the device.
-        units: a batch's mask of the units that the loss is a mean over: tokens (B, T), or pairs or answers (B,) bool.
-        loss: `(model, batch, total, sums)` -> the batch's part of the loss: its sum over units divided by `total`, the
-            units of the whole optimizer step. Adds the batch's metrics to `sums`.
-        headline: names of the metrics in the log line of each step.
-        answers: rows of a batch for each sample.
-        summary: adds derived numbers to the reduced metrics.
-        prepare: `(model, rows)` -> rows with columns computed by the untrained model, or None. Collective.
-        describe: `(model, rows)` -> entries about the trained model for its config and `result.json`, or None.
-            Collective.
-        score: `(model, rows, indices)` -> (len(indices), answers of a row): what the model gives each answer; or None.
-        complete: `(model, batches)` -> this rank's batches of an optimizer step (or of a whole evaluation) with values
-            that depend on those of all ranks, without gradient; or None. Collective.
-    """
-
-    collate: Callable[[Dataset, Sequence[int]], Batch]
-    units: Callable[[Batch], Tensor]
+    collate: Callable[[Dataset, Sequence[int]], Batch]  # (rows, indices) -> a batch on the device
+    units: Callable[[Batch], Tensor]  # bool mask of what the loss is a mean over: tokens (B, T), or pairs, answers (B,)
+    # (model, batch, total, sums) -> the sum over units divided by `total`, the units of the whole optimizer step; adds
+    # the batch's metrics to `sums`
     loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
-    headline: tuple[str, ...]
-    answers: int = 1
-    summary: Callable[[dict[str, float]], dict[str, float]] = dict
+    headline: tuple[str, ...]  # names of the metrics in the log line of each step
+    answers: int = 1  # rows of a batch for each sample
+    summary: Callable[[dict[str, float]], dict[str, float]] = dict  # adds derived numbers to the reduced metrics
+    # (model, rows) -> rows with columns computed by the untrained model
     prepare: Callable[[Model, TokenRows], TokenRows] | None = None
+    # (model, rows) -> entries about the trained model for its config and `result.json`
     describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
+    # (model, rows, indices) -> (len(indices), answers of a row): what the model gives each answer
     score: Callable[[Model, Dataset, Sequence[int]], Tensor] | None = None
+    # (model, this rank's batches of an optimizer step, or of an evaluation) -> these with values that depend on those
+    # of all ranks, without gradient
     complete: Callable[[Model, list[Batch]], list[Batch]] | None = None
 
     def real_rows(self, batch: Any) -> Tensor:
@@ -75,12 +66,8 @@ def on_device(
 def score_rows(
     model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
 ) -> Tensor:
-    """Apply `score`, `(rows, indices)` -> (len(indices), k), to every row, with the rows divided among the ranks.
-    Collective.
-
-    The model is in eval mode meanwhile, so without dropout. The lines of filler rows are ignored. Every rank gets
-    (len(rows), k) on the CPU, in the order of the rows.
-    """
+    """Apply `score`, `(rows, indices)` -> (len(indices), k), to every row, without dropout; the ranks divide the rows,
+    and each gets (len(rows), k) on the CPU, in their order. Collective."""
     model.eval()
     batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank()))
     parts = []
@@ -100,11 +87,8 @@ def collated(
     collate: Callable[[Dataset, Sequence[int]], Batch], rows: Any, steps: Iterable[MicroBatches], device: torch.device
 ) -> Generator[tuple[MicroBatches, Callable[[], list[Batch]]], None, None]:
     """For each step: the row numbers of its micro-batches, and a function that waits for their batches, or raises an
-    error of `collate`. Close the generator to end its thread.
-
-    A thread makes the batches of the next step while the caller uses those before; steps are drawn on the caller's
-    thread. `device`: of the batches; a thread whose copies go to another GPU than the current one would use both.
-    """
+    error of `collate`. A thread makes the batches of the next step while the caller uses those before; close the
+    generator to end it. `device`: of the batches; a thread whose copies go to another GPU would use both."""
 
     def make(micro_batches: MicroBatches) -> list[Batch]:
         return [collate(rows, indices) for indices in micro_batches]

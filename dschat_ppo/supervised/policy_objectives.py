@@ -156,13 +156,10 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
 
 
 def mismatched_rows(rows: Dataset) -> np.ndarray:
-    """For each row the row whose answer it borrows: one with another prompt, (n,) int64.
-
-    In the order of prompts (rows of a prompt together, prompts as they come first) each row borrows from the one so
-    many places before it as the most frequent prompt has rows. So every answer is borrowed once, and desirable and
-    undesirable ones as often as they occur. If all rows have one prompt, each borrows from the row before; if more than
-    half have it, some of these borrow from each other.
-    """
+    """For each row the row whose answer it borrows: one with another prompt, (n,) int64. In the order of prompts (rows
+    of a prompt together, prompts as they come first) each row borrows from the one so many places before it as the most
+    frequent prompt has rows: every answer is borrowed once. If all rows have one prompt, each borrows from the row
+    before; if more than half have it, some of these borrow from each other."""
     numbers, prompts = dict[int, int](), list[int]()  # hash of a prompt -> its number
     for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
         keys = [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]

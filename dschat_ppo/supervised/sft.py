@@ -18,7 +18,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective, on_device
 from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
-from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags
+from dschat_ppo.supervised.trainer import SupervisedTrainer
 from dschat_ppo.types import Model
 
 
@@ -46,15 +46,14 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
-    fit, flags, paths = config.fit, config.run, config.sft.sft_only_data_path
-    title, all_turns = "step 1: supervised fine-tuning", config.sft.train_on == "all"
-    run = begin_supervised_run(config, SupervisedStep("sft", "SFT", title, "sft", check_causal_lm, paths, all_turns))
+    fit, flags, title = config.fit, config.run, "step 1: supervised fine-tuning"
+    run = begin_supervised_run(config, SupervisedStep("sft", "SFT", title, check_causal_lm))
     resize = flags.resize_vocabulary
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     if fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     apply_memory_flags(model, config.memory)
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
-    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, TrainerFlags.of(config), run.nonfinite)
+    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     chat = tool_command("chat", ["--model", str(run.output)])
     return train_and_save(trainer, run, chat)

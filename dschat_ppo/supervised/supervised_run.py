@@ -19,12 +19,10 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.run_flags import ConsoleFlags, RunFlags
-from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
+from dschat_ppo.config.steps import FitConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import plan_packing
-from dschat_ppo.data.examples import Use
-from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.prepare import TokenRows, rows_of_step
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
@@ -49,7 +47,6 @@ from dschat_ppo.run.start_and_end import (
     show_end,
     show_models,
     text_between,
-    warn_of_little_data,
     write_validation,
 )
 from dschat_ppo.supervised.objective import score_rows
@@ -74,10 +71,7 @@ class SupervisedRun:
     ds_config: Config
     nonfinite: NonFinitePolicy
     adapter: AdapterSettings | None
-    save_hf_steps: int
-    keeps_best: bool  # the best model, in `best/`
-    console: ConsoleFlags
-    dtype: str
+    config: FitConfig
 
 
 @dataclass(frozen=True)
@@ -87,16 +81,11 @@ class SupervisedStep:
     kind: Literal["sft", "reward"]
     name: str  # in lines about batches and progress
     title: str  # the first line of the log
-    use: Use  # of the data, as the next two, see `prepare`
-    check: Callable[
-        [str, AdapterSettings | None], object
-    ]  # `UserError` if a folder, or its adapter, holds another model
-    whole_paths: list[str] | None = None
-    all_turns: bool = False
+    check: Callable[[str, AdapterSettings | None], object]  # `UserError` if a folder holds another model
     scalar: bool = False  # the model has a scalar head
 
 
-def begin_supervised_run(config: SFTConfig | PreferenceConfig, step: SupervisedStep) -> SupervisedRun:
+def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedRun:
     """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to stop, or is already
     complete. Collective."""
     fit, named, resize = config.fit, config.best.metric_for_best, config.run.resize_vocabulary
@@ -114,13 +103,9 @@ def begin_supervised_run(config: SFTConfig | PreferenceConfig, step: SupervisedS
     require_length(folder, fit.max_seq_len, "--max_seq_len")
     check_long_sequences(config.memory, MODEL, folder, step.scalar)
     require_agreement(config, dist.world_size())
-    ds_config = fit_ds_config(fit, config.run, config.memory)
+    ds_config = fit_ds_config(config)
     announce("prepare data")
-    separator = config.reward.separator if isinstance(config, PreferenceConfig) else "\n"
-    rows = prepare(
-        step.use, tokenizer, config.data, fit.max_seq_len, step.whole_paths, fit.eval_data_path, fit.eval_fraction,
-        all_turns=step.all_turns, step_separator=separator,
-    )  # fmt: skip
+    rows = rows_of_step(config, tokenizer)
     if rows.eval is None and (fit.validate_only or named is not None):
         flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
         raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
@@ -133,67 +118,50 @@ def begin_supervised_run(config: SFTConfig | PreferenceConfig, step: SupervisedS
         if config.run.dry_run:
             show_batches(step.name, plan, fit, config.schedule)
         show_memory_plan(config)
-        is_trial = config.schedule.max_steps > 0
-        warn_of_little_data(None if is_trial else plan.total_steps, None if rows.eval is None else len(rows.eval))
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
+    overlay, bases = ("--deepspeed_config", config.run.deepspeed_config), with_bases([(MODEL, folder)])
     session = None if fit.validate_only else open_session(
-        step.kind, output, config, supervised_inputs(rows, folder, config.run), {"rows_per_update": plan.global_batch},
-        plan.total_steps,
+        step.kind, output, config, RunInputs(rows.train, {EVAL_ROWS: rows.eval}, bases, [overlay]),
+        {"rows_per_update": plan.global_batch}, plan.total_steps,
     )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(step.kind, config, tokenizer))
-    kept = (config.safety.save_hf_steps, named is not None)
-    settings = (config.console, config.run.dtype)
     return SupervisedRun(
-        step.name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, *kept, *settings
+        step.name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, config
     )
 
 
-def high_learning_rate(parameters: int) -> float:
-    """The rate above which training all weights ruins most pretrained models: 1e-4, and more for models of less than
-    100 M parameters, in inverse proportion to their number."""
-    return 1e-4 * max(1.0, _SMALL_MODEL / max(1, parameters))
-
-
 def report_learning_rate(fit: SupervisedFlags, adapter: AdapterSettings | None, folder: str) -> None:
-    """Warn of a learning rate that is high for all weights of the model in `folder`, if they train."""
+    """Warn of a learning rate above which training all weights ruins most pretrained models: 1e-4, and more for models
+    of less than 100 M parameters, in inverse proportion to their number. `folder`: of the model."""
     if fit.validate_only or (adapter is not None and adapter.freeze_base):
         return
     parameters = sum(math.prod(shape) for shape in checkpoint_shapes(base_folder(folder, MODEL)).values())
-    if fit.learning_rate > high_learning_rate(parameters):
+    if fit.learning_rate > 1e-4 * max(1.0, _SMALL_MODEL / max(1, parameters)):
         logger().warning(
             f"--learning_rate {fit.learning_rate:g} trains whole weights: that ruins most pretrained models of "
             f"{short_count(parameters)} parameters; 1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
         )
 
 
-def supervised_inputs(rows: TokenRows, folder: str, run: RunFlags) -> RunInputs:
-    """The inputs of steps 1 and 2 that identify a run; `folder` holds the model that training starts from."""
-    return RunInputs(
-        rows.train,
-        {EVAL_ROWS: rows.eval},
-        with_bases([(MODEL, folder)]),
-        [("--deepspeed_config", run.deepspeed_config)],
-    )
-
-
 def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_command: str) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model, write `result.json` and return its
     content. Without a session, only evaluate."""
-    output, started = run.output, time.perf_counter()
+    output, config, started = run.output, run.config, time.perf_counter()
     if (session := run.session) is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
-    show_models({"model": (trainer.engine, run.folder)}, run.dtype, output)
+    show_models({"model": (trainer.engine, run.folder)}, config.run.dtype, output)
     show_batches(run.name, trainer.plan, trainer.fit, trainer.schedule)
     announce("train")
 
-    kept = KeptModels(output, run.save_hf_steps, run.keeps_best, lambda folder: trainer.save(folder, run.tokenizer))
+    keeps_best, every = config.best.metric_for_best is not None, config.safety.save_hf_steps
+    kept = KeptModels(output, every, keeps_best, lambda folder: trainer.save(folder, run.tokenizer))
     with session.training(trainer) as (writer, checkpointer):
         trainer.health.begin(output)
         if trainer.steps == 0 and trainer.objective.score is not None:
             write_answers(trainer, run.tokenizer, output)
-        trainer.run(writer, checkpointer, run.name, kept, run.console, session.trace)
+        trainer.run(writer, checkpointer, run.name, kept, config.console, session.trace)
         write_answers(trainer, run.tokenizer, output)
     announce("save models")
     result = trainer.save(output, run.tokenizer)
@@ -201,7 +169,7 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
     write_result(output, result)
     if dist.is_main():
         report_run(output)
-        if not session.safety.keep_final_checkpoint:
+        if not config.safety.keep_final_checkpoint:
             remove_checkpoints(output)
     names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
     steps = counted(int(result["optimizer_steps"]), "optimizer step")

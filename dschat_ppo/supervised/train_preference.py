@@ -25,7 +25,7 @@ from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.policy_objectives import dpo_objective, kto_objective, reference_free_objective
 from dschat_ppo.supervised.reward_objectives import process_objective, reward_objective
 from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
-from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags
+from dschat_ppo.supervised.trainer import SupervisedTrainer
 
 # --objective -> (pad id, device, config) -> what `SupervisedTrainer` minimises
 OBJECTIVES: dict[str, Callable[..., Objective[Any]]] = {
@@ -78,14 +78,12 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
             check_causal_lm(folder, adapter)
 
     title = f"step 2: --objective {name} {aim}"
-    run = begin_supervised_run(
-        config, SupervisedStep("reward", _NAMES[name], title, flags.data_use, check, scalar=is_classifier)
-    )
+    run = begin_supervised_run(config, SupervisedStep("reward", _NAMES[name], title, check, is_classifier))
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)
     objective = OBJECTIVES[name](filler_id(run.tokenizer), run.device, config)
-    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, TrainerFlags.of(config), run.nonfinite)
+    trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.folder])
     if is_classifier:

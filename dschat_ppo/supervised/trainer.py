@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,11 +23,9 @@ from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan
-from dschat_ppo.config.health_flags import FitHealthFlags
-from dschat_ppo.config.memory_flags import MemoryFlags
-from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags, RunFlags, SafetyFlags
+from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags
 from dschat_ppo.config.schedule_flags import ScheduleFlags
-from dschat_ppo.config.steps import PreferenceConfig, SFTConfig
+from dschat_ppo.config.steps import FitConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import (
     PackingPlan,
@@ -54,7 +51,7 @@ from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy
-from dschat_ppo.run.kept_models import KeptModels
+from dschat_ppo.run.kept_models import KeptModels, best_is_lost
 from dschat_ppo.run.start_and_end import show_plan
 from dschat_ppo.supervised.objective import Batch, Objective, collated
 from dschat_ppo.types import Engine
@@ -97,16 +94,6 @@ class BestEvaluation:
         else:
             logger().info(f"--metric_for_best: the run looks for the best {self.metric.name} from here on")
 
-    def require_model(self, folder: Path) -> None:
-        """Forget an evaluation whose model was not kept in `folder`: by a run without `--metric_for_best`, or with
-        another `--output_dir`. Collective."""
-        if self.found is not None and not dist.broadcast_object(folder.is_dir()):
-            logger().info(
-                f"--metric_for_best: {folder} does not hold the model of step {self.found[1]}, the best so far; the "
-                "run looks for the best from here on"
-            )
-            self.found = None
-
 
 def plan_batches(
     fit: SupervisedFlags, rows: Dataset | StreamedRows, packing: PackingPlan | None, max_steps: int, shared: int
@@ -129,64 +116,35 @@ def show_batches(title: str, plan: SupervisedPlan, fit: SupervisedFlags, schedul
     show_plan(f"{title}: batches", plan.table(), warmup)
 
 
-@dataclass(frozen=True)
-class AdapterPlan:
-    """How a model with a LoRA adapter is trained and saved."""
-
-    learning_rate: float  # of the LoRA parameters
-    merge: bool  # save the whole model with its adapter merged, instead of an adapter folder
-
-
-@dataclass(frozen=True)
-class TrainerFlags:
-    """The flags that decide how a trainer trains, and which of its models is the best."""
-
-    fit: SupervisedFlags
-    run: RunFlags
-    schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
-    health: FitHealthFlags = field(default_factory=FitHealthFlags)
-    best_metric: BestMetric = LOWEST_LOSS
-    adapter: AdapterPlan | None = None  # None without LoRA
-
-    @classmethod
-    def of(cls, config: SFTConfig | PreferenceConfig) -> TrainerFlags:
-        """Those of step 1 or 2."""
-        adapter = None
-        if config.lora.lora_dim > 0:
-            merge = config.adapters.lora_merge or not config.adapters.only_optimize_lora
-            adapter = AdapterPlan(config.lora.lora_learning_rate, merge)
-        return cls(config.fit, config.run, config.schedule, config.health, config.best.best_metric, adapter)
-
-
 class SupervisedTrainer(Generic[Batch]):
     """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps. `ds_config` is what
     the model was built with. Without `nonfinite`, NaN and infinity stop the run without a repro bundle."""
 
     def __init__(
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
-        flags: TrainerFlags, nonfinite: NonFinitePolicy | None = None,
+        config: FitConfig, nonfinite: NonFinitePolicy | None = None,
     ):  # fmt: skip
-        fit, run, adapter = flags.fit, flags.run, flags.adapter
-        self.schedule = flags.schedule
-        self.nonfinite = nonfinite or NonFinitePolicy(SafetyFlags())
+        fit, run, self.schedule = config.fit, config.run, config.schedule
+        self.nonfinite = nonfinite or NonFinitePolicy(config.safety)
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
         self.plan = plan_batches(fit, rows.train, self.packing, self.schedule.max_steps, dist.sequence_ranks())
         self.objective = objective
-        self.fit = fit
-        self.run_flags = run
-        self.adapter = adapter
+        self.fit, self.seed = fit, run.seed
+        # else an adapter folder is saved
+        self.saves_whole_model = config.adapters.lora_merge or not config.adapters.only_optimize_lora
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done
         self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
         self.after: dict[str, float] = {}  # the last evaluation
-        self.best = BestEvaluation(flags.best_metric)
-        self.health = HealthWatch(flags.health)
+        self.best = BestEvaluation(config.best.best_metric)
+        self.health = HealthWatch(config.health)
         self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
         settings = OptimizerSettings(
             fit.learning_rate, fit.weight_decay, fit.lr_scheduler_type,
             self.schedule.warmup_steps(fit.lr_scheduler_type, fit.num_warmup_steps, self.plan.total_steps),
             self.plan.total_steps,
-            (run.adam_beta1, run.adam_beta2), run.adam_epsilon, None if adapter is None else adapter.learning_rate,
+            (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
+            config.lora.lora_learning_rate if config.lora.lora_dim > 0 else None,
             self.schedule.min_lr_ratio,
         )  # fmt: skip
         self.router = router_settings(fit.router_loss_coef, model)
@@ -212,8 +170,8 @@ class SupervisedTrainer(Generic[Batch]):
             self.before = self.evaluate()
             writer.write(0, self.before)
         self.best.require_metric(self.before)
-        if kept is not None and kept.keeps_best:
-            self.best.require_model(kept.best)
+        if kept is not None and kept.keeps_best and self.best.found and best_is_lost(kept.best, self.best.found[1]):
+            self.best.found = None
         steps = collated(self.objective.collate, self.rows.train, self.steps_left(), self.engine.device)
         with Progress(title, self.plan.total_steps, self.steps) as progress, closing(steps):
             for micro_batches, take in trace.around(steps, self.steps + 1):
@@ -224,7 +182,7 @@ class SupervisedTrainer(Generic[Batch]):
                     metrics = self.train_step(micro_batches, take())
                 self.steps = step
                 progress.advance(metrics["tokens"], f"loss {metrics['loss']:.4f}")
-                show_step(supervised_columns(self.objective.headline, rates), metrics | rates, progress, console)
+                show_step(supervised_columns(self.objective.headline), metrics | rates, progress, console)
                 interval, ends = self.fit.eval_interval, step == self.plan.total_steps
                 if ends or step % self.plan.steps_per_epoch == 0 or (interval and step % interval == 0):
                     self.after = self.evaluate()
@@ -242,7 +200,6 @@ class SupervisedTrainer(Generic[Batch]):
                 metrics |= {f"memory/{name}_peak_gib": value for name, value in peak.items()}
                 writer.write(step, metrics)
                 self.health.check(step, metrics)
-                trace.finish(step)
                 checkpointer.save_if_due()
                 self.health.stop_if_due(checkpointer)
 
@@ -251,7 +208,7 @@ class SupervisedTrainer(Generic[Batch]):
         per_epoch, total = self.plan.steps_per_epoch, self.plan.total_steps
         epoch, done = divmod(self.steps, per_epoch)
         for number in range(epoch, -(-total // per_epoch)):
-            seed, packed = self.run_flags.seed, []
+            seed, packed = self.seed, []
             order: Iterable[int]
             if self.packing is None:
                 order = chunked_order(self.rows.train, seed, number)
@@ -334,8 +291,8 @@ class SupervisedTrainer(Generic[Batch]):
         require_finite_weights("model", self.engine)
         described = self.describe()
         with self.clock.phase("save"):
-            merge = self.adapter is None or self.adapter.merge
-            save_model(self.engine, tokenizer, folder, described, ends=answer_ends(tokenizer), merge=merge)
+            ends = answer_ends(tokenizer)
+            save_model(self.engine, tokenizer, folder, described, ends=ends, merge=self.saves_whole_model)
         before = self.before or {}
         result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
         result |= {f"{name}_after": value for name, value in (self.after or before).items()} | self.best.result()
@@ -383,10 +340,11 @@ class SupervisedTrainer(Generic[Batch]):
         load_stream_state(self.rows.train, shared.get("data"))
 
 
-def fit_ds_config(fit: SupervisedFlags, run: RunFlags, memory: MemoryFlags | None = None) -> Config:
+def fit_ds_config(config: FitConfig) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
-    memory, ranks, device = memory or MemoryFlags(), dist.world_size(), dist.device().type
+    fit, run, memory, ranks, device = config.fit, config.run, config.memory, dist.world_size(), dist.device().type
     overlay = read_overlay(run.deepspeed_config)
     check_zero_plus_plus(memory, False, ranks, device)
-    norm, dtype = fit.max_grad_norm, run.dtype
-    return train_config(fit.zero_stage, dtype, fit.offload, ranks, norm, overlay, memory, device=device)
+    return train_config(
+        fit.zero_stage, run.dtype, fit.offload, ranks, fit.max_grad_norm, overlay, memory, device=device
+    )

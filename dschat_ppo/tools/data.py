@@ -23,7 +23,7 @@ from dschat_ppo.common.logging import quiet_hugging_face
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import flag_parser
-from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
+from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, counted
 
 STEPS = {"1": "sft", "2": "reward", "3": "ppo", "sft": "sft", "reward": "reward", "dpo": "dpo", "ppo": "ppo"}
@@ -78,7 +78,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     # after the flags are checked: these imports take seconds
     from datasets import Dataset
 
-    from dschat_ppo.data.prepare import prepare
+    from dschat_ppo.data.prepare import rows_of_step
     from dschat_ppo.data.templates import with_template_flags
     from dschat_ppo.models.model_files import settings_only
     from dschat_ppo.models.model_folders import model_folder
@@ -91,25 +91,12 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
         with settings_only():
             folder = model_folder(folder, "--tokenizer")
     tokenizer = with_template_flags(load_tokenizer(folder, "--tokenizer"), config.data)
-    rows = prepare(tokenizer=tokenizer, flags=config.data, most_rows=words.rows, **settings_of(config))
+    rows = rows_of_step(config, tokenizer, words.rows)
     log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
         check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
     held_out = 0 if rows.eval is None else len(rows.eval)
     print(f"an epoch has {counted(len(rows.train), 'row')}; held out: {held_out}")
-
-
-def settings_of(config: StepConfig) -> dict[str, Any]:
-    """The arguments of `prepare` that differ between the steps."""
-    if isinstance(config, PPOConfig):
-        limit, paths = config.ppo.max_prompt_seq_len, config.validation.eval_data_path
-        return {"use": "prompt", "limit": limit, "eval_paths": paths}
-    fit = config.fit
-    found = {"limit": fit.max_seq_len, "eval_paths": fit.eval_data_path, "eval_fraction": fit.eval_fraction}
-    if isinstance(config, PreferenceConfig):
-        return found | {"use": config.reward.data_use, "step_separator": config.reward.separator}
-    whole, all_turns = config.sft.sft_only_data_path, config.sft.train_on == "all"
-    return found | {"use": "sft", "whole_paths": whole, "all_turns": all_turns}
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 import pytest
 from command_lines import NEEDED, noted, read
 
-from dschat_ppo.config.cli import notes, parse
-
 LORA = "--actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora"
 SHARED = f"--share_base {LORA}"
 STAGES = "--actor_zero_stage 3 --critic_zero_stage 2"
@@ -75,14 +73,3 @@ def test_a_note_names_each_flag_without_effect(step, words, names):
 ])  # fmt: skip
 def test_flags_that_fit_together_are_accepted(words):
     read("ppo", *words.split())
-
-
-def test_former_defaults_in_saved_configurations_are_accepted_with_a_note(tmp_path):
-    """Before other objectives had their own ones, `config.yaml` named 0.1 and 0.2 for every objective."""
-    (tmp_path / "config.yaml").write_text("beta: 0.1\nnll_coef: 0.2\n")
-    for objective, idle in (("reward", ["beta", "nll_coef"]), ("dpo", ["nll_coef"]), ("dpo_nll", [])):
-        words = ["--config", str(tmp_path / "config.yaml"), "--objective", objective]
-        config = parse("reward", [*NEEDED["reward"], *words])
-        reason = f"has no effect: --objective {objective} does not use it"
-        assert notes("reward", config) == [f"--{name} {reason}" for name in idle]
-        assert config.reward.nll_weight == (0.2 if objective == "dpo_nll" else config.reward.nll_coef)

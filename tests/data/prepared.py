@@ -7,6 +7,7 @@ from typing import NamedTuple
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset
 
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.rows import ORIGIN, Rows, load_splits
@@ -64,7 +65,9 @@ def load(tmp_path: Path, path: Path | str) -> Read:
     def good(rows: Rows | None) -> Rows | None:
         if rows is None:
             return None
-        bad.extend(f"{rows.origin(n)} {row}" for n, row in enumerate(rows) if isinstance(row, BadRow))
+        bad.extend(
+            f"{shown_path(rows.table[n][ORIGIN])} {row}" for n, row in enumerate(rows) if isinstance(row, BadRow)
+        )
         return rows.select([n for n, row in enumerate(rows) if isinstance(row, dict)])
 
     splits = load_splits(source_of(path), str(tmp_path / "cache"))

@@ -107,9 +107,5 @@ def test_a_tokenizer_model_alone_asks_for_sentencepiece(tmp_path, monkeypatch):
     tiny_config().save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    with pytest.raises(UserError, match=r'--model .*pip install -e "\.\[sentencepiece\]"'):
+    with pytest.raises(UserError, match="--model .*needs the package sentencepiece"):
         load_tokenizer(str(tmp_path), "--model")
-    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # a file of tiktoken
-    with pytest.raises(UserError, match="tokenizer") as raised:
-        load_tokenizer(str(tmp_path), "--model")
-    assert "sentencepiece" not in str(raised.value)

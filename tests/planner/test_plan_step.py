@@ -171,17 +171,16 @@ def test_what_a_device_and_a_host_need():
     assert on_cpu.needs(phase).host == 2 * (phase.total().device + phase.total().host + HOST_PROCESS)
 
 
-def test_short_lines_name_the_peak_and_what_is_too_small():
-    [line] = plan_ppo(f"{STAGE_3} {CHECKPOINTING}").short_lines()
-    assert line.startswith("expected peak: ") and "of 80.0 GiB per device" in line
-    first, second = plan_ppo().short_lines()
-    assert "may run out of memory: the phase 'actor update' needs about" in second
-    assert "of a device, and 72.0 GiB of 80.0 GiB are to be used" in second
+def test_a_plan_says_its_peak_and_what_is_too_small():
+    plan = plan_ppo(f"{STAGE_3} {CHECKPOINTING}")
+    assert plan.shortages() == [] and "of 80.0 GiB per device" in plan.peak_text()
+    [device] = plan_ppo().shortages()
+    assert device.startswith("the phase 'actor update' needs about")
+    assert device.endswith("of a device, and 72.0 GiB of 80.0 GiB are to be used")
     assert plan_ppo().fits is False
-    _, host = plan_ppo(f"{STAGE_3} {CHECKPOINTING} --offload", host=64 * GIB).short_lines()
+    [host] = plan_ppo(f"{STAGE_3} {CHECKPOINTING} --offload", host=64 * GIB).shortages()
     assert "of host memory for 8 ranks, and 57.6 GiB of 64.0 GiB are to be used" in host
-    [on_cpu] = plan_ppo("", SMALL, 1, 0, 16 * GIB).short_lines()
-    assert "of 16.0 GiB of host memory" in on_cpu
+    assert plan_ppo("", SMALL, 1, 0, 16 * GIB).peak_text().endswith("of 16.0 GiB of host memory")
 
 
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["device", "host"])

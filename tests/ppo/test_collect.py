@@ -15,11 +15,12 @@ from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
+from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, check_stop_ids, generation_config, greedily
 from dschat_ppo.ppo.score import ForwardPasses
-from dschat_ppo.ppo.state import PPOComponents, PPOData
+from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig
@@ -94,7 +95,7 @@ def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(asset
     expected = torch.rand(3)
     torch.manual_seed(99)
     scorer = ppo.collection.requests
-    PPOComponents(ppo.config, ppo.plan, PPOData(scorer.prompts, scorer.tokenizer), ppo.engines, scorer.mixture)
+    PPOComponents(ppo.config, ppo.plan, TokenRows(scorer.prompts, None), scorer.tokenizer, ppo.engines, scorer.mixture)
     assert torch.equal(torch.rand(3), expected)
 
 

@@ -156,12 +156,12 @@ def test_a_step_that_a_limit_has_ended_is_not_resumed_with_further_updates(asset
     require_equal((run, did, run.run(checkpointer)))
 
 
-@pytest.mark.parametrize(("at", "files"), [((1, 0), 1), ((0, 2), 0)])
-def test_the_trace_of_a_step_is_kept_if_the_run_stops_after_it_and_not_inside(assets, tmp_path, at, files):
+@pytest.mark.parametrize("at", [(1, 0), (0, 2)])
+def test_a_trace_is_kept_if_the_run_stops_after_the_step_or_inside(assets, tmp_path, at):
     run, checkpointer, _ = started(assets, tmp_path, position=at)
     with pytest.raises(StopRequested):
         run.run(checkpointer, trace=StepTrace(tmp_path, 1))
-    assert len(list(tmp_path.glob("profile/step_1_*.gz"))) == files
+    assert len(list(tmp_path.glob("profile/step_1_*.gz"))) == 1
 
 
 @pytest.mark.parametrize(("question", "last"), [(3, "generate 2"), (4, "add")])

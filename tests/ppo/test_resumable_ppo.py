@@ -1,12 +1,11 @@
 """The state of step 3 in a checkpoint: its keys, other numbers of ranks, flags that change under `--resume_force`."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_advantages import computation
-from test_collect import CPU, DYNAMIC, collection_of, rows
+from test_collect import CPU, collection_of
 from test_mini_dataset import experience
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
@@ -15,7 +14,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.batches import IndexStream
-from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
@@ -124,32 +122,6 @@ def test_what_was_off_starts_from_the_flags(capsys):
     assert after.ppo.entropy_coef.value == 0.01 and after.ppo.texts.stream.taken == 0
     assert after.ppo.engines.actor_average.did == ["begun"] and after.evaluation.best is None
     assert after.ppo.engines.reference_sync.did == []
-
-
-@pytest.mark.parametrize(
-    ("lacking", "words", "missing"),
-    [
-        ({}, "", ""), ({"values": None}, "", "values"), ({"ref_logprobs": None, "kl": None}, "", "ref_logprobs"),
-        ({"values": None, "ref_logprobs": None}, "", "values, ref_logprobs"), ({"values": None}, GRPO, ""),
-        ({"ref_logprobs": None}, "--kl_coef 0", ""), ({}, "--policy_loss kl_cov", "selected"),
-    ],
-)  # fmt: skip
-def test_rows_in_flight_that_lack_a_field_the_flags_now_need_are_refused(lacking, words, missing):
-    before, after = resumable(), resumable(words)
-    before.ppo.state.begin_updates(replace(experience(range(3)), **lacking), {})
-    if missing:
-        with pytest.raises(UserError, match=f"have no {missing}, which the flags now need"):
-            resume(before, after)
-    else:
-        assert resume(before, after).ppo.state.experience is not None
-
-
-def test_rows_kept_for_the_next_step_that_lack_a_field_the_flags_now_need_are_refused():
-    before, after = resumable(GRPO, collection=DYNAMIC), resumable(collection=DYNAMIC)
-    resume(before, after)
-    before.ppo.collection.pool.add(rows([0, 0], [0.0, 1.0]))
-    with pytest.raises(UserError, match="have no values, ref_logprobs, which"):
-        resume(before, after)
 
 
 def test_gradient_norms_are_counted_once_over_all_ranks(monkeypatch):

@@ -31,7 +31,6 @@ from dschat_ppo.run.start_and_end import (
     show_plan,
     step_command,
     tool_command,
-    warn_of_little_data,
     write_validation,
 )
 
@@ -92,14 +91,6 @@ def test_the_end_names_results_folders_and_the_next_command(said, monkeypatch, t
 def test_a_warm_up_that_never_ends_is_reported_with_the_plan(said, warmup, total, warns):
     show_plan("batches", [("rows", "8")], (3, 10), (warmup, total))
     assert any("never reaches its peak" in line for line in said) is warns
-
-
-@pytest.mark.parametrize(("steps", "eval_rows", "few"), [
-    (1, 1, "1 optimizer step and 1 evaluation row,"), (20, 8, None), (19, None, "19 optimizer steps,"), (None, 1, None),
-])  # fmt: skip
-def test_few_steps_and_few_evaluation_rows_are_warned_of(said, steps, eval_rows, few):
-    warn_of_little_data(steps, eval_rows)
-    assert [line.partition(" usually")[0] for line in said] == ([f"this step has only {few}"] if few else [])
 
 
 def test_a_validation_is_a_run_of_step_0_that_does_not_finish_the_training_around_it(tmp_path):

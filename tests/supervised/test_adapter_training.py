@@ -23,7 +23,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.supervised.policy_objectives import dpo_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -36,13 +36,13 @@ def make(assets, folder, *more: str) -> SupervisedTrainer:
     words += " --per_device_train_batch_size 4 --num_train_epochs 2 --lr_scheduler_type linear --num_warmup_steps 2"
     config = parse("sft", [*words.split(), *more])
     adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
-    ds_config = fit_ds_config(config.fit, config.run)
+    ds_config = fit_ds_config(config)
     torch.manual_seed(5)
     model = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", ds_config, config.fit.dropout, adapter=adapter))
     if config.fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(0, False, dist.device())
-    return SupervisedTrainer(model, ds_config, TokenRows(TRAIN, None), objective, TrainerFlags.of(config))
+    return SupervisedTrainer(model, ds_config, TokenRows(TRAIN, None), objective, config)
 
 
 def run(trainer: SupervisedTrainer, folder) -> list[dict]:
@@ -129,10 +129,10 @@ def test_the_saved_folder_is_an_adapter_unless_other_weights_trained_or_it_is_me
 def test_the_reference_of_dpo_is_the_model_without_its_adapter(assets, tmp_path):
     config = pairs_config("--objective", "dpo", "--dtype", "fp32", "--zero_stage", "0", *FROZEN)
     adapter = adapter_settings(4, None, config.adapters)
-    ds_config = fit_ds_config(config.fit, config.run)
+    ds_config = fit_ds_config(config)
     model = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", ds_config, 0.0, adapter=adapter))
     objective = dpo_objective(0, dist.device(), config)
-    trainer = SupervisedTrainer(model, ds_config, TokenRows(PAIRS, None), objective, TrainerFlags.of(config))
+    trainer = SupervisedTrainer(model, ds_config, TokenRows(PAIRS, None), objective, config)
     base = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", None)).eval()
     batch = objective.collate(trainer.rows.train, [0, 1])
     with torch.no_grad():

@@ -3,6 +3,7 @@
 import math
 
 from dschat_ppo.config.run_flags import BestMetric
+from dschat_ppo.run.kept_models import best_is_lost
 from dschat_ppo.supervised.trainer import BestEvaluation
 
 ACCURACY = BestMetric("eval_accuracy", higher=True)
@@ -31,14 +32,8 @@ def test_a_resumed_run_keeps_the_best_unless_the_metric_changed(said):
     assert old.found == (0.25, 2)
 
 
-def test_the_best_is_sought_again_if_its_model_was_not_kept(said, tmp_path):
-    best = BestEvaluation(ACCURACY)
-    best.require_model(tmp_path / "best")  # none was found yet
-    best.consider({"eval_accuracy": 0.5}, 3)
+def test_the_best_is_lost_where_its_models_are_not(said, tmp_path):
     (tmp_path / "best").mkdir()
-    best.require_model(tmp_path / "best")
-    assert best.found == (0.5, 3) and said == []
-    best.require_model(tmp_path / "none")
-    assert best.found is None and "does not hold the model of step 3, the best so far" in said[0]
-    best.consider({"eval_accuracy": 0.25}, 4)
-    assert best.result() == {"best_eval_accuracy": 0.25, "best_step": 4}
+    assert not best_is_lost(tmp_path / "best", 3) and said == []
+    assert best_is_lost(tmp_path / "none", 3)
+    assert "does not hold the models of step 3, the best so far" in said[0]

@@ -28,7 +28,7 @@ from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.supervised.policy_objectives import dpo_objective
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -126,7 +126,7 @@ def trainer_of(config, model=None, sources=("short", "long")) -> SupervisedTrain
     torch.manual_seed(3)
     rows, objective = TokenRows(SFT_ROWS, None, sources), sft_objective(0, False, dist.device())
     module = PolicyModel(model or new_model("llama"))
-    return SupervisedTrainer(module, fit_ds_config(config.fit, config.run), rows, objective, TrainerFlags.of(config))
+    return SupervisedTrainer(module, fit_ds_config(config), rows, objective, config)
 
 
 def run(trainer, folder, checkpointer=NO_CHECKPOINTS) -> list[dict]:

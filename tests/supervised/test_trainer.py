@@ -18,7 +18,6 @@ from dschat_ppo.checkpoint.manager import RankStates
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.run_flags import BestMetric
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.models.policy_model import PolicyModel
@@ -27,7 +26,7 @@ from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles, read_bundle
 from dschat_ppo.run.kept_models import KeptModels
 from dschat_ppo.supervised.objective import score_rows
 from dschat_ppo.supervised.sft import sft_objective
-from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -78,13 +77,13 @@ def config_of(output, *more: str):
     return parse("sft", [*words.split(), "--output_dir", str(output), *more])
 
 
-def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT, **more) -> SupervisedTrainer:
+def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT) -> SupervisedTrainer:
     torch.manual_seed(5)
     model = PolicyModel(LlamaForCausalLM(tiny_config(attention_dropout=0.1)))
     bundles = ReproBundles("sft", config, tokenizer) if tokenizer else None
     return SupervisedTrainer(
-        model, fit_ds_config(config.fit, config.run), TokenRows(TRAIN, held_out), seen.objective,
-        replace(TrainerFlags.of(config), **more), NonFinitePolicy(config.safety, bundles),
+        model, fit_ds_config(config), TokenRows(TRAIN, held_out), seen.objective,
+        config, NonFinitePolicy(config.safety, bundles),
     )  # fmt: skip
 
 
@@ -272,8 +271,8 @@ def test_evaluation_is_the_mean_over_all_rows_without_dropout_and_may_be_cut_sho
 
 def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path):
     (tmp_path / "out").mkdir()
-    config, saved = config_of(tmp_path / "out"), []
-    trainer = make(config, Seen(), best_metric=BestMetric("eval_perplexity", higher=True))
+    config, saved = config_of(tmp_path / "out", "--metric_for_best", "perplexity:max"), []
+    trainer = make(config, Seen())
 
     def save(folder):
         saved.append((folder.relative_to(tmp_path).as_posix(), trainer.steps))
@@ -297,8 +296,8 @@ def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path)
 
 def test_a_metric_that_the_evaluation_lacks_ends_the_run_before_the_first_step(tmp_path):
     seen = Seen()
-    trainer = make(config_of(tmp_path), seen, best_metric=BestMetric("eval_accuracy", True))
-    with pytest.raises(UserError, match="the evaluation has no eval_accuracy; it has eval_loss, eval_perplexity"):
+    trainer = make(config_of(tmp_path, "--metric_for_best", "loss/wiki"), seen)
+    with pytest.raises(UserError, match="the evaluation has no eval_loss/wiki; it has eval_loss, eval_perplexity"):
         run(trainer, tmp_path)
     assert seen.of_training == []
 

@@ -21,7 +21,7 @@ from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.run.session import open_session
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.supervised_run import MODEL
-from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.tools import checkpoint_models
 from dschat_ppo.tools.export import main
 
@@ -43,7 +43,7 @@ def runs(one_rank, assets, tmp_path_factory):  # noqa: F811
         words = f"--model_name_or_path {folder}/base --data_path d --output_dir {folder}/{name} --learning_rate 0.01"
         words += f" --zero_stage {stage} --per_device_train_batch_size 2 --dropout 0.25 --save_minutes 0 --save_steps 1"
         config = parse("sft", words.split())
-        ds_config = fit_ds_config(config.fit, config.run)
+        ds_config = fit_ds_config(config)
         model = PolicyModel(load_causal_lm(str(folder / "base"), "bf16", ds_config, 0.25))
         for parameter, weight in model.lm.named_parameters():
             weight.requires_grad_(name == "whole" or not parameter.startswith(FROZEN))
@@ -51,7 +51,7 @@ def runs(one_rank, assets, tmp_path_factory):  # noqa: F811
             "sft", folder / name, config, RunInputs(TRAIN, models=[(MODEL, str(folder / "base"))]), {}, len(TRAIN) // 2
         )
         trainer = SupervisedTrainer(
-            model, ds_config, TokenRows(TRAIN, None), sft_objective(0, False, dist.device()), TrainerFlags.of(config)
+            model, ds_config, TokenRows(TRAIN, None), sft_objective(0, False, dist.device()), config
         )
         tokenizer = AutoTokenizer.from_pretrained(folder / "base")
         with session.training(trainer) as (writer, saver):

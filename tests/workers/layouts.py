@@ -29,7 +29,7 @@ from dschat_ppo.run.launch import leave
 from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.train_preference import OBJECTIVES, load_trained_model
-from dschat_ppo.supervised.trainer import SupervisedTrainer, TrainerFlags, fit_ds_config
+from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
 from workers import divided_rows
 from workers.ppo_setup import experience_of, ppo_of, update_once
@@ -126,7 +126,7 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
         use = config.reward.data_use
     tokens = prepare(use, load_tokenizer(model, "model"), config.data, 64).train
     rows, ds_config = TokenRows(tokens.select(range(11)), tokens.select(range(11, 16))), None
-    ds_config = fit_ds_config(config.fit, config.run, config.memory)
+    ds_config = fit_ds_config(config)
     if task == "sft":
         adapter = adapter_settings(config.lora.lora_dim, None, config.adapters)
         trained = PolicyModel(load_causal_lm(model, config.run.dtype, ds_config, adapter=adapter))
@@ -137,7 +137,7 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
     else:
         trained = load_trained_model(model, config, ds_config)
         objective = OBJECTIVES[task](0, dist.device(), config)
-    fit = SupervisedTrainer(trained, ds_config, rows, objective, TrainerFlags.of(config))
+    fit = SupervisedTrainer(trained, ds_config, rows, objective, config)
     assert trained.layout.divided == (dist.sequence_ranks() > 1)
     if packed is not None:
         trained.layout = replace(trained.layout, packed=packed)

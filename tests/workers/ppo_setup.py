@@ -13,7 +13,7 @@ from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.health import HealthWatch
@@ -24,7 +24,7 @@ from dschat_ppo.ppo.collect import Prompts
 from dschat_ppo.ppo.loop import run, update
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
 from dschat_ppo.ppo.report import PPOReport, update_metrics
-from dschat_ppo.ppo.state import PPOComponents, PPOData
+from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.ppo.update import Outcome
 from dschat_ppo.rewards.build_rewards import build_sources
@@ -57,7 +57,7 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
     tokenizer = load_tokenizer(folders.actor, "model")
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
     texts = plain_texts(config, plan, tokenizer, device)
-    return PPOComponents(config, plan, PPOData(prompts, tokenizer, texts=texts), engines, rewards)
+    return PPOComponents(config, plan, TokenRows(prompts, None), tokenizer, engines, rewards, texts)
 
 
 def run_all(ppo: PPOComponents, writer: MetricsWriter, checkpointer: Any = NO_CHECKPOINTS) -> dict[str, Any]:
