@@ -81,15 +81,16 @@ def by_us(
     assert int(rollout.response_mask.sum()) == work.tokens
 
 
-def limits(model: PreTrainedModel, work: Workload, most_rows: int) -> tuple[float, float]:
-    """Tokens per second if only (memory reads, arithmetic) took time.
-
-    The weights are read once per decoding step, each key and value once.
-    """
+def used_weights(model: PreTrainedModel) -> int:
+    """How many weights a token uses: of an embedding table that is not the head too, only one row is read."""
     config: Any = model.config
-    weights = sum(p.numel() for p in model.parameters())
-    if not config.tie_word_embeddings:  # only a few rows of the embedding table are read
-        weights -= config.vocab_size * config.hidden_size
+    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return sum(weight.numel() for weight in model.parameters()) - table
+
+
+def memory_limit(model: PreTrainedModel, work: Workload, most_rows: int) -> float:
+    """Tokens per second if only memory reads took time: the weights once per decoding step, each key and value once."""
+    config: Any = model.config
     head_dim = config.hidden_size // config.num_attention_heads
     token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     prompt = work.prompts.prompt_mask.sum(dim=1).repeat_interleave(work.samples)
@@ -98,9 +99,13 @@ def limits(model: PreTrainedModel, work: Workload, most_rows: int) -> tuple[floa
     shared = (prompt * answer).view(-1, work.samples)
     kv_bytes = float(own + shared.amax(dim=1).sum()) * token_bytes
     steps = max(float(answer.max()), work.tokens / most_rows)
-    memory = (steps * 2 * weights + kv_bytes) / read_bandwidth(model.device)
+    return work.tokens / (steps * 2 * used_weights(model) + kv_bytes) * read_bandwidth(model.device)
+
+
+def compute_limit(model: PreTrainedModel, work: Workload) -> float:
+    """Tokens per second if only arithmetic took time."""
     passed = float(work.prompts.prompt_mask.sum()) + work.tokens
-    return work.tokens / memory, work.tokens / (2 * weights * passed / matmul_rate(model.device, config.hidden_size))
+    return work.tokens / (2 * used_weights(model) * passed) * matmul_rate(model.device, model.config.hidden_size)
 
 
 def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrainedModel, work: Workload) -> int:
@@ -119,7 +124,10 @@ def compare(name: str, plain: PreTrainedModel, model: PreTrainedModel, repeats: 
     work = workload(name, model.config.vocab_size, PROMPTS[name])
     with threads(cores):
         rows = {"transformers": better(by_transformers, plain, work), "dschat_ppo": better(by_us, model, work)}
-        memory_limit, compute_limit = limits(model, work, max(ROWS))
+        limits = {
+            "limit_tokens_per_s": memory_limit(model, work, max(ROWS)),
+            "compute_limit_tokens_per_s": compute_limit(model, work),
+        }
     runs = {
         "transformers": lambda: by_transformers(plain, work, rows["transformers"]),
         "dschat_ppo": lambda: by_us(model, work, rows["dschat_ppo"]),
@@ -130,8 +138,7 @@ def compare(name: str, plain: PreTrainedModel, model: PreTrainedModel, repeats: 
         "ratio_wall": theirs.wall / ours.wall,
         "ratio_cpu": theirs.cpu / ours.cpu,
         "tokens_per_s": work.tokens / ours.wall,
-        "limit_tokens_per_s": memory_limit,
-        "compute_limit_tokens_per_s": compute_limit,
+        **limits,
         "transformers_tokens_per_s": work.tokens / theirs.wall,
         "tokens_per_cpu_s": work.tokens / ours.cpu,
         "rows": rows,

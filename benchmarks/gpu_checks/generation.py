@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from measure import wait
 from models import SHAPES, Workload, config_of, language_model, workload
-from rollout import by_transformers, by_us, limits
+from rollout import by_transformers, by_us, memory_limit
 from transformers import PreTrainedModel
 
 from dschat_ppo.models.fast_layers import use_fast_layers
@@ -39,7 +39,7 @@ def rollout(found: Findings, tiny: bool, shape: str) -> None:
     use_fast_layers(model)
     rows, shrink = (4, 32) if tiny else (64, 1)
     work = workload("long", model.config.vocab_size, rows, shrink)
-    found.measure("limit_64", lambda: limits(model, work, rows)[0])
+    found.measure("limit_64", lambda: memory_limit(model, work, rows))
     ours = found.measure("ours_64", lambda: measured(model, work, rows))
     if "tokens_per_s" in ours and isinstance(found.found["limit_64"], float):
         found.add("ours_64", ours | {"share_of_limit": ours["tokens_per_s"] / found.found["limit_64"]})

@@ -38,7 +38,7 @@ def limits(found: Findings, tiny: bool) -> None:
 
 def matmul_rate(device: torch.device, tiny: bool) -> float:
     """Floating-point operations per second of a bf16 matrix product of random numbers: the best of five."""
-    width = 512 if tiny else 8192
+    width = 128 if tiny else 8192
     left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def seconds() -> float:

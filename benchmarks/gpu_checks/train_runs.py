@@ -49,7 +49,8 @@ SFT = (
     "--apply_chat_template False --per_device_train_batch_size 8 --learning_rate 3e-4 --num_warmup_steps 0 "
     "--num_train_epochs 1 --dtype fp32"
 )
-SAVED = "--dtype bf16 --test_stop_step 4 --save_steps 2 --save_total_limit 9 --keep_final_checkpoint"
+SAVED = "--dtype bf16" if torch.cuda.is_available() else "--dtype fp32"  # many a CPU has no arithmetic in bf16
+SAVED += " --test_stop_step 4 --save_steps 2 --save_total_limit 9 --keep_final_checkpoint"
 # name -> (step, flags)
 RUNS = {
     "sft": ("sft", SFT),

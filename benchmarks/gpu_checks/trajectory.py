@@ -54,7 +54,7 @@ def weights_apart(one: Path, other: Path) -> float:
 
 
 def resume(found: Findings, tiny: bool) -> None:
-    """A PPO run in bf16, the same again, and one resumed in a new process from the checkpoint in its middle.
+    """A PPO run, on a GPU in bf16, the same again, and one resumed in a new process from the checkpoint in its middle.
 
     On a CPU all three are equal. On a GPU sums in another order may make equal runs differ, and chance decides which is
     further from the first: then the resumed run must be at most `FURTHER` times as far from it as the second one.
