@@ -124,30 +124,12 @@ class RunInputs:
 def identify_run(
     kind: Literal["sft", "reward", "ppo"], config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]
 ) -> RunIdentity:
-    """The identity of a run. `derived`: derived batch sizes, see `PRODUCTS`. Only rank 0, and the first
-    rank of each machine, reads the inputs: other ranks have no fingerprints."""
+    """The identity of a run. `derived`: derived batch sizes, see `PRODUCTS`. Only rank 0 reads the inputs: other ranks
+    have no fingerprints."""
     settings = flatten(config) | dict(derived)
-    if not (dist.is_main() or (dist.machines() > 1 and dist.local_rank() == 0)):
+    if not dist.is_main():
         return RunIdentity(kind, settings, "")
     return RunIdentity(kind, settings | input_fingerprints(inputs), rows_fingerprint(inputs.train))
-
-
-def require_same_on_machines(identity: RunIdentity, versions: Mapping[str, str]) -> None:
-    """Require the same flags, data, models and packages on every machine. Collective; nothing on one machine."""
-    if dist.machines() == 1:
-        return
-    settings = {name: str(value) for name, value in identity.config.items() if name != "local_rank"}
-    mine = {**settings, "training rows": identity.data[:_SHORT], **{f"version of {n}": v for n, v in versions.items()}}
-    found = dist.gather_objects((os.uname().nodename, mine) if dist.local_rank() == 0 else None)
-    (first, expected), *others = [machine for machine in found if machine is not None]
-    for host, settings in others:
-        differing = [name for name in {**expected, **settings} if expected.get(name) != settings.get(name)]
-        if differing:
-            name = differing[0]
-            raise UserError(
-                f"machines {first} and {host} differ in {', '.join(differing)} ({expected.get(name)} and "
-                f"{settings.get(name)}): start the same command on all machines, with the same files and packages"
-            )
 
 
 def input_fingerprints(inputs: RunInputs) -> dict[str, str]:

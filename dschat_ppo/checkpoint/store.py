@@ -173,16 +173,16 @@ class CheckpointFolder:
         sync_entries(self.root.parent)
         write_text(self.root / LATEST, name)  # for people and scripts
 
-    def newest_intact(self, checksums: bool = True) -> tuple[str | None, list[str]]:
+    def newest_intact(self) -> tuple[str | None, list[str]]:
         """(name of the newest intact checkpoint or None, a line for each fault after it). (None, []): none was ever
-        saved here. Without `checksums` it checks only manifests and sizes."""
+        saved here."""
         complaints: list[str] = []
         left = [path.name for path in sorted(self.root.glob(f"*{SET_ASIDE}*"))]
         if not self.names() and (left or (self.root / LATEST).exists()):
             kept = f" (set aside: {', '.join(left)}; name one by --resume)" if left else ""
             complaints.append(f"{self.root}: the checkpoints that were saved there are gone{kept}")
         for name in reversed(self.names()):
-            fault = damage(self.root / name, checksums)
+            fault = damage(self.root / name)
             if fault is None:
                 return name, complaints
             complaints.append(f"checkpoint {self.root / name}: {fault}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -29,19 +29,7 @@ from dschat_ppo.models.model_folders import adapter_weights, base_folder, base_n
 Bits = Literal[4, 8]
 
 
-def require_quantisation(bits: Bits) -> None:
-    """Check that this machine has a GPU and bitsandbytes."""
-    flag = f"--load_in_{bits}bit"
-    if not dist.on_gpu():
-        raise UserError(f"{flag} needs a GPU, and this run has none; omit it to train LoRA over whole weights")
-    require_extra("bitsandbytes", flag)
-
-
-def is_quantised(model: PreTrainedModel) -> bool:
-    """Whether weights of the model are quantised, so that nothing can be merged into them without another rounding."""
-    return bool(getattr(model, "is_quantized", False))
-
-
+ADAPTER = "default"  # peft's name of a model's only adapter
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
 # Classes of `x W + b` by name, with those of bitsandbytes; other subclasses of nn.Linear do more, such as routing.
 LINEAR = frozenset({"Linear", "Conv1D", "FalconLinear", "Linear4bit", "Linear8bitLt"})
@@ -58,26 +46,16 @@ _HOW_TO_MERGE = "docs/lora.md"
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """A LoRA adapter and how it is trained.
-
-    Attributes:
-        alpha: scale of the update: alpha / rank, or alpha / sqrt(rank) with `rslora`.
-        targets: parts of names of the adapted layers, separated by commas; None: all linear layers of the blocks.
-        rslora: rank-stabilised scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
-        dora: also train the magnitudes of the weights (Liu 2024, https://arxiv.org/abs/2402.09353).
-        freeze_base: train the adapter and a score head only; else also what has no adapter: embeddings, norms, biases
-            and the other layers. The weights under an adapter never train.
-        quantise: bits of the frozen weights (QLoRA); None: not quantised.
-    """
+    """A LoRA adapter and how it is trained."""
 
     rank: int
-    alpha: float
+    alpha: float  # scale of the update: alpha / rank, or alpha / sqrt(rank) with `rslora`
     dropout: float
-    targets: str | None
-    rslora: bool
-    dora: bool
-    freeze_base: bool
-    quantise: Bits | None = None
+    targets: str | None  # parts of names of layers, separated by commas; None: all linear layers of the blocks
+    rslora: bool  # rank-stabilised scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)
+    dora: bool  # also train the magnitudes of the weights (Liu 2024, https://arxiv.org/abs/2402.09353)
+    freeze_base: bool  # train the adapter and a score head only; else all weights but those under the adapter
+    quantise: Bits | None = None  # bits of the frozen weights (QLoRA); None: not quantised
     flag: str = "--lora_module_name"
 
 
@@ -90,7 +68,10 @@ def adapter_settings(
     require_extra("peft", "LoRA")
     bits: Bits | None = 4 if flags.load_in_4bit else 8 if flags.load_in_8bit else None
     if bits is not None:
-        require_quantisation(bits)
+        needs = f"--load_in_{bits}bit"
+        if not dist.on_gpu():
+            raise UserError(f"{needs} needs a GPU, and this run has none; omit it to train LoRA over whole weights")
+        require_extra("bitsandbytes", needs)
     return AdapterSettings(
         dim, flags.lora_alpha, flags.lora_dropout, module_name, flags.use_rslora, flags.use_dora,
         flags.only_optimize_lora, bits, flag,
@@ -180,29 +161,24 @@ def quantised_base(
     return {"quantization_config": config, "device_map": {"": dist.device()}}
 
 
-def add_adapter(
-    model: PreTrainedModel, settings: AdapterSettings, name: str = "default", folder: str | None = None
-) -> None:
-    """Add a LoRA adapter to `model`, in place, before it gets an engine. The class of the model stays.
+def add_adapter(model: PreTrainedModel, settings: AdapterSettings, folder: str | None = None) -> None:
+    """Add a LoRA adapter to `model`, in place, before it gets an engine. The class of the model stays. The adapter of a
+    `folder` keeps its own layers and scale.
 
     Matrix B is zero, so that the model computes the same as before. Matrix A is drawn from the seed that torch was
     given last, equally on every rank and at every ZeRO stage. Under ZeRO-3 the new parameters are whole on every rank;
     `deepspeed.initialize` partitions them.
-
-    The weights under the adapter are frozen. With `settings.freeze_base` only the adapter, a score head and earlier
-    adapters train; else all other weights that trained before train too. Of several adapters the first is active. The
-    adapter of a `folder` keeps its own layers and scale.
     """
     config = _new_config(model, settings) if folder is None else _config_to_continue(model, folder, settings)
     trained = {weight: weight.requires_grad for weight in model.parameters()}
-    _inject(model, config, name, folder)
+    _inject(model, config, folder)
     for parameter, weight in model.named_parameters():
         has_adapter = parameter.endswith(".base_layer.weight")
         is_small = parameter.startswith(f"{SCORE}.") or is_adapter_parameter(parameter)
         may_train = not has_adapter and (is_small or not settings.freeze_base)
         weight.requires_grad_(may_train and trained.get(weight, True))
     if folder is not None:
-        load_adapter_weights(model, folder, name)
+        load_adapter_weights(model, folder)
 
 
 def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
@@ -235,27 +211,23 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _inject(model: PreTrainedModel, config: Any, name: str, folder: str | None) -> None:
+def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
     """Add peft's layers of `config`, which is that of an adapter in `folder` or of a new one (None)."""
     from peft import inject_adapter_in_model
 
-    seed = torch.initial_seed() ^ crc32(name.encode())
-    earlier, layers = dict(getattr(model, "peft_config", {})), adapter_layers(model)
-    active = next((layer.active_adapters for layer in layers.values()), [name])
+    seed = torch.initial_seed() ^ crc32(ADAPTER.encode())
     injected = replace(config, modules_to_save=None)  # peft would wrap the score head
     without = all(weight.is_meta for weight in model.parameters())  # then its matrices need no numbers
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _gathered_by_peft(model):
-        warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself, and that there are several adapters
+        warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself
         torch.manual_seed(seed)
         problem = f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"
         with reading(problem), torch.device("meta") if without else nullcontext():
-            inject_adapter_in_model(injected, model, adapter_name=name)
+            inject_adapter_in_model(injected, model, adapter_name=ADAPTER)
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
-    model.peft_config = {**earlier, name: injected}
-    for layer in adapter_layers(model).values():
-        layer.set_adapter(active)
-        if without:  # peft has not given them the type of the base
-            layer.to(layer.get_base_layer().weight.dtype)
+    model.peft_config = {ADAPTER: injected}
+    for layer in adapter_layers(model).values() if without else ():  # peft has not given them the type of the base
+        layer.to(layer.get_base_layer().weight.dtype)
 
 
 @contextmanager
@@ -330,19 +302,16 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
     import deepspeed
 
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    config = replace(saved_config(folder), init_lora_weights=False)
-    name = "merged"
-    _inject(model, config, name, folder)
-    weights = load_adapter_weights(model, folder, name)
+    _inject(model, replace(saved_config(folder), init_lora_weights=False), folder)
+    weights = load_adapter_weights(model, folder)
     for path, layer in adapter_layers(model).items():
         base = layer.get_base_layer()
         if not is_linear(base):
             raise UserError(f"{folder}: its adapter of {path} is not of a linear layer; merge it with peft")
         partitioned = hasattr(base.weight, "ds_id")
         with deepspeed.zero.GatheredParameters([base.weight], modifier_rank=0, enabled=partitioned), torch.no_grad():
-            a, b = (weights[f"{path}.{matrix}.{name}.weight"] for matrix in MATRICES[:2])
-            magnitude = weights.get(f"{path}.{MATRICES[2]}.{name}.weight")
-            base.weight.copy_(merged_weight(layer, name, base.weight, a, b, magnitude))
+            a, b, magnitude = matrices_of(weights, path)
+            base.weight.copy_(merged_weight(layer, base.weight, a, b, magnitude))
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, base)
     del model.peft_config
@@ -350,14 +319,14 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
         weight.requires_grad_(True)
 
 
-def load_adapter_weights(model: PreTrainedModel, folder: str, name: str) -> dict[str, Tensor]:
-    """Copy the weights in an adapter folder into the adapter `name` of `model`, and its whole layers into the model.
-    Returns them as the file has them, by their names in the model, on its device."""
+def load_adapter_weights(model: PreTrainedModel, folder: str) -> dict[str, Tensor]:
+    """Copy the weights in an adapter folder into the adapter of `model`, and its whole layers into the model. Returns
+    them as the file has them, by their names in the model, on its device."""
     import deepspeed
 
-    weights = adapter_weights(folder, name)
+    weights = adapter_weights(folder, ADAPTER)
     parameters: dict[str, Any] = dict(model.named_parameters())
-    wanted = {key for key in parameters if any(f".{matrix}.{name}." in key for matrix in MATRICES)}
+    wanted = {key for key in parameters if is_adapter_parameter(key)}
     weights = {key: weight for key, weight in weights.items() if not key.startswith(LM_HEADS) or key in parameters}
     faults = {
         "missing": wanted - weights.keys(),
@@ -381,16 +350,23 @@ def _shape(parameter: Any) -> torch.Size:
     return shape
 
 
-def merged_weight(layer: Any, name: str, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
-    """The weight of a layer with its adapter `name` merged, in fp32 and in the layout of `weight`: LoRA `W + s B A`;
-    DoRA each row of this divided by its norm and multiplied by its magnitude.
+def matrices_of(weights: Mapping[str, Tensor], path: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A, B and, for DoRA, the magnitudes of the layer at `path`, of weights by their names in the model."""
+    a, b, magnitude = (weights.get(f"{path}.{matrix}.{ADAPTER}.weight") for matrix in MATRICES)
+    assert a is not None and b is not None
+    return a, b, magnitude
+
+
+def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None) -> Tensor:
+    """The weight of a layer with its adapter merged, in fp32 and in the layout of `weight`: LoRA `W + s B A`; DoRA each
+    row of this divided by its norm and multiplied by its magnitude.
 
     `weight` (out, in), or (in, out) for GPT-2's `Conv1D`; `a` (rank, in), `b` (out, rank); `magnitude` (out,) for DoRA,
     None for LoRA. peft's `layer` has the scale s and the layout.
     """
     transposed = bool(layer.fan_in_fan_out)
     whole = weight.float().T if transposed else weight.float()
-    whole = whole + layer.scaling[name] * (b.float() @ a.float())
+    whole = whole + layer.scaling[ADAPTER] * (b.float() @ a.float())
     if magnitude is not None:
         whole = whole * (magnitude.float() / whole.norm(dim=1)).unsqueeze(1)
     return whole.T if transposed else whole
@@ -407,10 +383,8 @@ def merged(
     with a quantised base keep their adapter unmerged. The model has whole weights and no hooks; its weights and
     adapters must not change inside the context.
 
-    Args:
-        disposable: weights that are dropped after the context (copies gathered by ZeRO-3), so they are merged in place.
-            The device holds the other adapted weights twice.
-        originals_on_host: keep the originals in host memory instead. This costs two transfers of the adapted weights.
+    `disposable` weights are dropped after the context (copies gathered by ZeRO-3), so they are merged in place. The
+    device holds the other adapted weights twice, or with `originals_on_host` host memory the originals.
     """
     dropped = set(disposable)
     layers = {layer for layer in adapter_layers(model).values() if layer.get_base_layer().weight.is_floating_point()}
@@ -421,22 +395,18 @@ def merged(
                 if child in layers:
                     base: Any = child.get_base_layer()  # type: ignore[union-attr,operator]
                     in_place = base.weight in dropped and not _is_own_partition(base.weight)
-                    new = _with_adapters(child, base.weight)
+                    new = _with_adapter(child, base.weight)
                     stack.enter_context(_weight_replaced(base.weight, new, in_place, originals_on_host))
-                    stack.enter_context(_child_replaced(parent, name, base))
+                    stack.callback(parent._modules.__setitem__, name, child)  # the order of children stays
+                    parent._modules[name] = base
         yield
 
 
 @torch.no_grad()
-def _with_adapters(layer: Any, weight: nn.Parameter) -> Tensor:
-    """The weight of `layer` with its active adapters merged: computed in fp32, in the dtype and layout of `weight`."""
-    whole = weight.detach()
-    for name in layer.active_adapters:
-        if name in layer.lora_A:
-            parts = [getattr(layer, matrix) for matrix in MATRICES]
-            matrices: list[Any] = [part[name].weight if name in part else None for part in parts]
-            whole = merged_weight(layer, name, whole, *matrices)
-    return whole.to(weight.dtype).contiguous()
+def _with_adapter(layer: Any, weight: nn.Parameter) -> Tensor:
+    """The weight of `layer` with its adapter merged: computed in fp32, in the dtype and layout of `weight`."""
+    a, b, magnitude = matrices_of(dict(layer.named_parameters(prefix="layer")), "layer")
+    return merged_weight(layer, weight.detach(), a, b, magnitude).to(weight.dtype).contiguous()
 
 
 def _is_own_partition(weight: Any) -> bool:
@@ -463,14 +433,3 @@ def _weight_replaced(weight: nn.Parameter, new: Tensor, in_place: bool, original
             weight.data.copy_(original)
         else:
             weight.data = original
-
-
-@contextmanager
-def _child_replaced(parent: nn.Module, name: str, new: nn.Module) -> Iterator[None]:
-    """Replace a child of a module. The order of its children stays."""
-    original = parent._modules[name]
-    parent._modules[name] = new
-    try:
-        yield
-    finally:
-        parent._modules[name] = original

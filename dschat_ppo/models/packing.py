@@ -44,20 +44,13 @@ NAME = "dschat_packed"
 
 @dataclass(frozen=True)
 class ReplacedAttention:
-    """A `with` block in which models of `config` run with another attention than their own.
-
-    Attributes:
-        segments: of the only row of a forward pass; None: rows are not packed.
-        divided: ranks share the rows, and the model gets this rank's columns; segments are those of whole rows.
-        choice: the value of `--attn_implementation`.
-        name: of the attention in transformers.
-    """
+    """A `with` block in which models of `config` run with another attention than their own."""
 
     config: PretrainedConfig
-    segments: Segments | None
-    divided: bool = False
-    choice: str = "auto"
-    name: str = NAME
+    segments: Segments | None  # of the only row of a forward pass; None: rows are not packed
+    divided: bool = False  # ranks share the rows: the model gets this rank's columns; segments are those of whole rows
+    choice: str = "auto"  # the value of `--attn_implementation`
+    name: str = NAME  # of the attention in transformers
     before: list[str | None] = field(default_factory=list)  # what the config named outside
 
     def __enter__(self) -> None:

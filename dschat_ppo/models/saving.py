@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import NonFiniteError, StorageError
-from dschat_ppo.models.adapters import MATRICES, adapter_layers, is_adapter_parameter, is_quantised, merged_weight
+from dschat_ppo.models.adapters import ADAPTER, adapter_layers, is_adapter_parameter, matrices_of, merged_weight
 from dschat_ppo.models.architectures import SCORE, first_position
 from dschat_ppo.models.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_name
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -78,15 +77,10 @@ def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) 
 
 
 def save_model(
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: str | Path,
-    described: Mapping[str, float | str | None] | None = None,
-    weights: Mapping[str, Tensor] | None = None,
-    ends: Sequence[int] = (),
-    merge: bool = True,
-    adapter: str = "default",
-) -> None:
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, folder: str | Path,
+    described: Mapping[str, float | str | None] | None = None, weights: Mapping[str, Tensor] | None = None,
+    ends: Sequence[int] = (), merge: bool = True,
+) -> None:  # fmt: skip
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
 
     A model with a LoRA adapter is written as the model with the adapter merged, or as an adapter folder, which peft
@@ -100,15 +94,13 @@ def save_model(
         weights: whole tensors, on rank 0, that replace the engine's weights of these names.
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
         merge: merge an adapter instead of writing its folder; never done with quantised weights.
-        adapter: the name of the adapter to save or to merge.
     """
     model = pretrained(engine.module)
-    as_adapter = bool(adapter_layers(model)) and (not merge or is_quantised(model))
-    wanted = partial(is_saved_with, adapter) if as_adapter else None
-    state = gather_state(model, wanted) | dict(weights or {})
+    as_adapter = bool(adapter_layers(model)) and (not merge or bool(getattr(model, "is_quantized", False)))
+    state = gather_state(model, is_in_adapter_folder if as_adapter else None) | dict(weights or {})
     problem = None
     if dist.is_main():
-        problem = write_model(engine.module, state, tokenizer, folder, described, ends, not as_adapter, adapter)
+        problem = write_model(engine.module, state, tokenizer, folder, described, ends, not as_adapter)
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
@@ -121,15 +113,9 @@ def pretrained(module: nn.Module) -> PreTrainedModel:
 
 
 def write_model(
-    module: nn.Module,
-    state: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: str | Path,
-    described: Mapping[str, float | str | None] | None = None,
-    ends: Sequence[int] = (),
-    merge: bool = True,
-    adapter: str = "default",
-) -> str | None:
+    module: nn.Module, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: str | Path,
+    described: Mapping[str, float | str | None] | None, ends: Sequence[int], merge: bool,
+) -> str | None:  # fmt: skip
     """Write a model whose weights are `state`, not those of `module`; returns why it cannot be written, or None.
     `state` has the names of the transformers model in `module`, a `PolicyModel` or a `ScalarModel`; for an adapter
     folder only the weights of the adapter and of a score head. The other arguments are those of `save_model`."""
@@ -147,29 +133,26 @@ def write_model(
         pad = tokenizer.pad_token_id
         model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
     if not merge and adapter_layers(model):
-        return _write_adapter(model, state, tokenizer, Path(folder), adapter)
-    return _write(model, merged_state(model, state, adapter), tokenizer, Path(folder))
+        return _write_adapter(model, state, tokenizer, Path(folder))
+    return _write(model, merged_state(model, state), tokenizer, Path(folder))
 
 
-def is_saved_with(adapter: str, name: str) -> bool:
+def is_in_adapter_folder(name: str) -> bool:
     """Whether a parameter of this name is part of an adapter folder: of the adapter, or of a score head."""
-    return name.startswith(f"{SCORE}.") or (is_adapter_parameter(name) and f".{adapter}." in name)
+    return name.startswith(f"{SCORE}.") or is_adapter_parameter(name)
 
 
-def merged_state(model: nn.Module, state: Mapping[str, Tensor], adapter: str = "default") -> dict[str, Tensor]:
-    """The weights of `model` under the names that they have without adapters, with one adapter merged. `state` has all
+def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of `model` under the names that they have without an adapter, with it merged. `state` has all
     weights, whole; `model` only gives names and scales. The product is computed in fp32 and rounded to the number
     format of the weight. On ranks without weights: {}."""
     merged = {name: weight for name, weight in state.items() if not is_adapter_parameter(name)}
     for path, layer in adapter_layers(model).items() if state else ():
         for name in [name for name in merged if name.startswith(f"{path}.base_layer.")]:
             merged[name.replace(".base_layer.", ".")] = merged.pop(name)
-        if adapter not in layer.lora_A:
-            continue
-        a, b, magnitude = (state.get(f"{path}.{matrix}.{adapter}.weight") for matrix in MATRICES)
-        assert a is not None and b is not None
         weight = merged[f"{path}.weight"]
-        merged[f"{path}.weight"] = merged_weight(layer, adapter, weight, a, b, magnitude).to(weight.dtype).contiguous()
+        whole = merged_weight(layer, weight, *matrices_of(state, path))
+        merged[f"{path}.weight"] = whole.to(weight.dtype).contiguous()
     return merged
 
 
@@ -189,15 +172,15 @@ def _write(
 
 
 def _write_adapter(
-    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, adapter: str
+    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> str | None:
     """Write an adapter folder; returns why that is impossible, or None. A scalar model's `config.json` is added: it has
     the number of labels, PAD and statistics of the scores."""
 
     def write(unfinished: Path) -> None:
-        named = {saved_name(name, adapter): weight.contiguous() for name, weight in state.items()}
+        named = {saved_name(name, ADAPTER): weight.contiguous() for name, weight in state.items()}
         save_file(named, unfinished / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        trained: Any = model.peft_config[adapter]
+        trained: Any = model.peft_config[ADAPTER]
         config = replace(trained, inference_mode=True)
         if not isinstance(config.target_modules, str):
             config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process

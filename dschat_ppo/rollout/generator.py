@@ -66,7 +66,7 @@ def generate(
 ) -> Rollout:  # fmt: skip
     """Sample responses: B * `samples` rows, those of one prompt one after another, padded to the longest. A response
     depends on its prompt, its seed and the weights, not on the other rows (up to rounding, which can differ with the
-    shapes of matrix products). Arguments that do not match raise a `ValueError`.
+    shapes of matrix products).
 
     Args:
         model: in eval mode, as lent by `HybridEngine.generating`.
@@ -79,7 +79,6 @@ def generate(
             tokens, and unfinished responses have none.
         graphs: CUDA graphs of all rollouts of a run; None: of this one.
     """
-    _validate(model, prompts, seeds, config, max_over_ranks, limits)
     on_gpu = prompts.prompt_ids.is_cuda
     static = on_gpu and max_over_ranks is None if config.static is None else config.static
     with ExitStack() as stack:
@@ -140,24 +139,6 @@ def _generate_static(
     if graphs and engine.rows == rows:  # else memory ran out, and the rows were halved
         graphs.keep(key, model, buffers, memory)
     return buffers.rollout()
-
-
-def _validate(
-    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, config: GenerationConfig,
-    max_over_ranks: MaxOverRanks | None, limits: Tensor | None,
-) -> None:  # fmt: skip
-    count, vocabulary = len(prompts.prompt_ids), vocabulary_size(model)
-    if not count or not bool(prompts.prompt_mask.any(dim=1).all()):
-        raise ValueError("there are no prompts" if not count else "a prompt is empty")
-    if len(seeds) != count * config.samples:
-        raise ValueError(f"{len(seeds)} seeds for {count} prompts x {config.samples} samples")
-    most = config.stopping.max_new_tokens
-    if limits is not None and (limits.shape != seeds.shape or not bool(((limits > 0) & (limits <= most)).all())):
-        raise ValueError(f"limits must be {len(seeds)} numbers from 1 to {most}")
-    if not all(0 <= number < vocabulary for number in config.stopping.ids):
-        raise ValueError(f"the ids that end a response, {config.stopping.ids}, must be below {vocabulary}")
-    if config.static and max_over_ranks is not None:
-        raise ValueError("static steps do not support synchronised ranks")
 
 
 _log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,6 @@ _TRY_SECONDS = 20.0
 _PROBE_SECONDS = 3.0  # for rank 0 to accept a connection
 _POLL_SECONDS = 0.1
 _LOG_SECONDS = 20.0
-_DOING = "waited for the other ranks"
 
 
 def init_process_group(folder: str = "") -> torch.device:
@@ -124,42 +124,43 @@ def open_store(address: str, port: int) -> TCPStore:
 def connect(address: str, port: int) -> TCPStore:
     """The store that rank 0 has opened, for which this waits up to `JOIN_SECONDS`, with probes by a plain connection:
     torch, which tries to connect again and again, would print stack traces of C++."""
-    began = logged = time.monotonic()
-    while True:
-        raise_if_stop_requested(_DOING)
+    place, cause = f"rank 0 at {address}, port {port}", None
+    for _ in _tries(lambda: place):
         try:
             socket.create_connection((address, port), _PROBE_SECONDS).close()
             return TCPStore(address, port, None, False, timedelta(seconds=_TRY_SECONDS), wait_for_workers=False)
         except (OSError, DistNetworkError) as problem:
-            now = time.monotonic()
-            if now - began > JOIN_SECONDS:
-                reason = f" ({problem.strerror or problem})" if isinstance(problem, OSError) else ""
-                raise UserError(
-                    f"rank {ranks.rank()} on {socket.gethostname()} cannot reach rank 0 at {address}, port "
-                    f"{port}{reason}: start the other machines, check that --master_addr is the address of the first "
-                    "one, and that no firewall closes the port"
-                ) from problem
-            if now - logged >= _LOG_SECONDS and ranks.local_rank() == 0:
-                logged = now
-                print_line(f"rank {ranks.rank()} waits for rank 0 at {address}, port {port}")
-            time.sleep(_POLL_SECONDS)
+            cause = problem
+    reason = f" ({cause.strerror or cause})" if isinstance(cause, OSError) else ""
+    raise UserError(
+        f"rank {ranks.rank()} on {socket.gethostname()} cannot reach {place}{reason}: start the other machines, check "
+        "that --master_addr is the address of the first one, and that no firewall closes the port"
+    ) from cause
 
 
 def wait_for_all_ranks(store: Store) -> None:
     """Return when every rank has called this; `UserError` after `JOIN_SECONDS`."""
     names = [f"rank/{rank}" for rank in range(ranks.world_size())]
     store.set(names[ranks.rank()], "here")
+
+    def missing() -> str:
+        left = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+        return f"rank{'s' * (len(left) > 1)} {', '.join(left)} of {len(names)}"
+
+    for _ in _tries(missing):  # another launch may hold the port, and these ranks wait alone
+        if store.check(names):
+            return
+    raise UserError(f"{missing()} did not start within {JOIN_SECONDS:.0f} s; see the output of that machine")
+
+
+def _tries(waits_for: Callable[[], str]) -> Iterator[None]:
+    """Once every `_POLL_SECONDS`, for `JOIN_SECONDS`. A line says now and then what the ranks of this machine wait for;
+    a stop request ends it."""
     began = logged = time.monotonic()
-    while not store.check(names):
+    while (now := time.monotonic()) - began <= JOIN_SECONDS:
+        raise_if_stop_requested("waited for the other ranks")
+        if now - logged >= _LOG_SECONDS and ranks.local_rank() == 0:
+            logged = now
+            print_line(f"rank {ranks.rank()} waits for {waits_for()}")
+        yield
         time.sleep(_POLL_SECONDS)
-        raise_if_stop_requested(_DOING)
-        now = time.monotonic()
-        if now - logged < _LOG_SECONDS:
-            continue
-        logged = now
-        missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-        text = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {len(names)}"
-        if now - began > JOIN_SECONDS:
-            raise UserError(f"{text} did not start within {JOIN_SECONDS:.0f} s; see the output of that machine")
-        if ranks.local_rank() == 0:  # another launch may hold the port, and these ranks wait alone
-            print_line(f"rank {ranks.rank()} waits for {text}")

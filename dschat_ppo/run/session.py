@@ -20,9 +20,8 @@ from dschat_ppo.checkpoint.identity import (
     find_checkpoint,
     identify_run,
     is_inside,
-    require_same_on_machines,
 )
-from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, package_versions, restore
+from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, restore
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger, quiet_libraries
@@ -149,7 +148,6 @@ def open_session(
     `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps."""
     _raise_if_stop_requested()
     identity = identify_run(kind, config, inputs, derived)
-    require_same_on_machines(identity, package_versions())
     overwrite = config.run.overwrite_output_dir
     checkpoint = dist.on_main(lambda: find_checkpoint(output, config.safety, identity, overwrite))
     if checkpoint is not None:

@@ -27,7 +27,7 @@ from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.saving import is_saved_with, pretrained, write_model
+from dschat_ppo.models.saving import is_in_adapter_folder, pretrained, write_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.begin_ppo import ACTOR
@@ -148,7 +148,7 @@ def export_role(
     state = {name.removeprefix(inside): value for name, value in {**state, **buffers}.items()}
     described = statistics_of(run, role)
     if not merge:
-        state = {name: weight for name, weight in state.items() if is_saved_with("default", name)}
+        state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
     module, ends = module.to(number_format), answer_ends(tokenizer)
     problem = write_model(module, state, tokenizer, place, described, ends, merge)
     if problem is not None:

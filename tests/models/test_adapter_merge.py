@@ -72,19 +72,6 @@ def test_the_merged_model_computes_what_the_unmerged_one_does(settings):
     assert torch.equal(model(IDS).logits, new_model("llama")(IDS).logits)
 
 
-def test_every_active_adapter_counts():
-    model = adapted("llama")
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, adapter_name="second")
-    layer = model.model.layers[0].self_attn.q_proj
-    nn.init.normal_(layer.lora_B["second"].weight)
-    first, second = (layer.scaling[n] * layer.lora_B[n].weight @ layer.lora_A[n].weight for n in ("default", "second"))
-    for active in (["default"], ["second"], ["default", "second"]):
-        layer.set_adapter(active)
-        total = layer.base_layer.weight + sum({"default": first, "second": second}[name] for name in active)
-        with merged(model):
-            torch.testing.assert_close(model.model.layers[0].self_attn.q_proj.weight, total, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("is_partition", [False, True])
 def test_disposable_weights_are_merged_in_place_and_restored_only_if_they_are_the_partition_itself(is_partition):
     """On one rank ZeRO-3 gathers no copy; otherwise it drops the copy."""

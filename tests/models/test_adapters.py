@@ -158,19 +158,6 @@ def test_without_a_frozen_base_all_but_the_weights_under_the_adapter_train():
     assert frozen == {"lm_head.weight", *under}, "lm_head.weight was frozen before"
 
 
-def test_a_second_adapter_leaves_the_first_as_it_is():
-    model = new_model("llama")
-    add_adapter(model, LORA, "first")
-    train_a_little(model)
-    before = logits(model, IDS % 48)
-    add_adapter(model, AdapterSettings(2, 2.0, 0.0, "q_proj", False, False, True), "second")
-    assert torch.equal(logits(model, IDS % 48), before)
-    assert set(model.peft_config) == {"first", "second"}
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    assert sum(".first." in name for name in trained) == 28 and sum(".second." in name for name in trained) == 4
-    assert len(trained) == 32
-
-
 # Settings
 
 

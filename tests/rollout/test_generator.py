@@ -147,32 +147,3 @@ def test_after_a_cancellation_only_finished_responses_have_tokens(engine, tokens
     assert tokens_of(found) == expected
     assert (found.finish_reason < 0).tolist() == [not row for row in expected]
     assert tokens in (0, 14) or 0 < sum(not row for row in expected) < COUNT, "the case shows nothing"
-
-
-# Refusals
-
-
-def with_an_empty_prompt() -> PromptBatch:
-    prompts = prompts_of()
-    prompts.prompt_mask[3] = False
-    return prompts
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"prompts": with_an_empty_prompt()}, "a prompt is empty"),
-        ({"prompts": PromptBatch(torch.zeros(0, 3).long(), torch.zeros(0, 3).bool())}, "no prompts"),
-        ({"seeds": SEEDS[1:]}, "7 seeds for 8 prompts"),
-        ({"samples": 2}, "8 seeds for 8 prompts x 2 samples"),
-        ({"limits": torch.tensor([15] + [14] * 7)}, "from 1 to 14"),
-        ({"limits": torch.tensor([0] + [14] * 7)}, "from 1 to 14"),
-        ({"stopping": StoppingCriteria(3, eos_ids=(-1,))}, "-1"),
-        ({"stopping": StoppingCriteria(3, stop_ids=(48,))}, "48"),
-        ({"static": True, "max_over_ranks": lambda number: number}, "static"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_arguments_that_do_not_match_are_refused(how, message):
-    with pytest.raises(ValueError, match=message):
-        answer(**{"prompts": prompts_of(), **how})
