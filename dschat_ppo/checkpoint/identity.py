@@ -58,7 +58,7 @@ HARMLESS = frozenset({
     "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
     "rollout_rows", "rollout_engine", "unpin_actor_parameters",
     "sleep_in_rollout", "inference_tp_size", "tp_gather_partition_size", "deterministic",
-    "sequence_parallel_size", "tiled_mlp", "offload_activations", "attn_implementation",
+    "sequence_parallel_size", "offload_activations", "attn_implementation",
     "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
     *WITHOUT_EFFECT,
 })  # fmt: skip

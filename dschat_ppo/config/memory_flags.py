@@ -20,9 +20,6 @@ class MemoryFlags:
     offload_activations: bool = flag(False,
         "keep in host memory the activations that the backward pass needs; with gradient checkpointing, these are the "
         "inputs of the layers (no effect on a CPU)")
-    tiled_mlp: bool = flag(False,
-        "run the MLP of each layer over pieces of the sequence and compute each piece again in the backward pass; "
-        "mixtures of experts run whole")
     attn_implementation: Literal["auto", "sdpa", "eager"] = flag("auto",
         "attention of scoring and training, in all models; generation has its own. auto: PyTorch's scaled dot product "
         "attention, for packed rows on a GPU its variable-length FlashAttention, and for bf16 on a CPU blocks of "

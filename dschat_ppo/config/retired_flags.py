@@ -19,6 +19,7 @@ RETIRED: dict[str, str] = {
     "critic_num_warmup_steps": "left: the critic has the warm-up of --num_warmup_steps or --warmup_ratio",
     "critic_max_grad_norm": "left: the critic has the clip norm of --max_grad_norm",
     "experience_on_host": "left: the rows of a PPO step are small beside its models",
+    "tiled_mlp": "left: use gradient checkpointing and --offload_activations",
     "samples_per_step": "left: samples.jsonl has 8 answers of a PPO step (--sample_interval)",
     "remote_reward_retries": "left: a request is tried 6 times",
     "remote_reward_batch_size": "left: a request has 64 rows at most",

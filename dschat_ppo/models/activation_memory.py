@@ -1,5 +1,4 @@
-"""Less memory and work: MLPs in pieces of the sequence, the last MLP only for the tokens whose states are read,
-activations in host memory.
+"""Less memory and work: the last MLP only for the tokens whose states are read, activations in host memory.
 
 Log-probs read the states of answers, and a reward model reads one state of each row. What the last MLP computes at
 other tokens reaches nothing: later operations (norms, the head) do not mix tokens. Its output there is 0 instead.
@@ -9,15 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
-from dschat_ppo.common import dist
 from dschat_ppo.models.backbone import forward_replaced
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
@@ -31,60 +26,6 @@ def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
     count = backbone.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
     lists = [module for module in backbone.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
     return list(lists[0]) if lists else []
-
-
-def mlp_of(layer: nn.Module) -> tuple[nn.Module | None, bool]:
-    """The MLP of a decoder layer, None if it has none, and whether it is a mixture of experts."""
-    mlp = next((child for name, child in layer.named_children() if name in MLP_NAMES), None)
-    if mlp is None or not any(mlp.children()):
-        return None, False
-    return mlp, any(name.rsplit(".", 1)[-1] in EXPERTS for name, _ in mlp.named_modules())
-
-
-def mlps_of(backbone: nn.Module) -> tuple[list[nn.Module], int]:
-    """The MLP of each decoder layer that has one, and the number of layers whose MLP is a mixture of experts. Experts
-    are not tiled: their router sees all tokens of a layer at once, and its loss needs that."""
-    found = [mlp_of(layer) for layer in decoder_layers(backbone)]
-    return [mlp for mlp, experts in found if mlp is not None and not experts], sum(experts for _, experts in found)
-
-
-def tile_mlps(backbone: PreTrainedModel) -> None:
-    """Run the MLPs of `mlps_of` over pieces of as many tokens as a hidden state has numbers (Bekman et al. 2025).
-
-    Memory for what is between the layers of an MLP is then that of one piece, which the backward pass computes again.
-    Numbers are the same up to the rounding of sums over tokens in the weights' gradients. ZeRO-3 may gather the weights
-    for each piece, so a forward pass is collective: a rank with fewer tokens runs empty pieces.
-    """
-    size = backbone.config.get_text_config().hidden_size
-    for mlp in mlps_of(backbone)[0]:
-        if not hasattr(mlp, "tile_size"):
-            kind: Any = type(mlp)
-            mlp.__class__ = _tiled(kind)
-            mlp.tile_size = size
-
-
-@cache
-def _tiled(kind: Any) -> Any:
-    """The class of an MLP that runs in pieces. (A function in the module itself would be that of another module in a
-    copy of it.)"""
-
-    def forward(self: Any, *values: Tensor) -> Tensor:
-        whole = partial(kind.forward, self)
-        shape = values[0].shape
-        own = count = max(1, -(-shape[:-1].numel() // self.tile_size))
-        if any(layer._forward_pre_hooks for layer in self.children()):  # those of ZeRO-3, which gather its weights
-            count = int(dist.all_reduce(torch.tensor(own, device=values[0].device), "max"))
-        if count == 1:
-            return whole(*values)
-        rows = [x.reshape(1, -1, x.shape[-1]) for x in values]
-        pieces = zip(*(x.split(self.tile_size, dim=1) + (x[:, :0],) * (count - own) for x in rows), strict=True)
-        if torch.is_grad_enabled():
-            outputs = [checkpoint(whole, *piece, use_reentrant=False) for piece in pieces]
-        else:
-            outputs = [whole(*piece) for piece in pieces]
-        return torch.cat(outputs, dim=1).view(*shape[:-1], -1)
-
-    return type(f"Tiled{kind.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def activations_on_host(enabled: bool) -> AbstractContextManager[Any]:
@@ -113,9 +54,11 @@ def _from_host(saved: tuple[torch.device, Tensor]) -> Tensor:
 
 def last_mlp(backbone: nn.Module) -> nn.Module | None:
     """The MLP of the last decoder layer; None if it has none, or a mixture of experts, whose router sees all tokens."""
-    layers = decoder_layers(backbone)
-    mlp, has_experts = mlp_of(layers[-1]) if layers else (None, False)
-    return None if has_experts else mlp
+    children = [pair for layer in decoder_layers(backbone)[-1:] for pair in layer.named_children()]
+    mlp = next((child for name, child in children if name in MLP_NAMES), None)
+    if mlp is None or not any(mlp.children()):
+        return None
+    return None if any(name.rsplit(".", 1)[-1] in EXPERTS for name, _ in mlp.named_modules()) else mlp
 
 
 _RUNNING: list[tuple[nn.Module, bool, Tensor, Tensor | int]] = []  # arguments of the blocks of `read_tokens_only`

@@ -9,10 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dschat_ppo.common.dist import world_size
-from dschat_ppo.common.logging import logger
 from dschat_ppo.config.memory_flags import MemoryFlags, possible_sizes
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.activation_memory import mlps_of, tile_mlps
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import accepts, backbone_of
 from dschat_ppo.models.classifiers import classifier_class, config_for
@@ -27,7 +25,7 @@ def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: boo
     """Check that the model at `folder`, which passed `check_causal_lm` or (`scalar`) `check_sequence_classifier`, suits
     the flags of memory, without reading its weights."""
     choice = flags.attn_implementation
-    if flags.sequence_parallel_size == 1 and not flags.tiled_mlp and choice == "auto":
+    if flags.sequence_parallel_size == 1 and choice == "auto":
         return
     with reading(f"{flag} {folder}: no model can be built from its config.json"):
         backbone = _backbone_without_weights(folder, flag, scalar)
@@ -47,13 +45,6 @@ def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: boo
                 f"{given} has {heads} attention heads, which the size must divide; with {world_size()} ranks use "
                 f"{possible_sizes(world_size(), heads)}"
             )
-    if flags.tiled_mlp:
-        found, experts = mlps_of(backbone)
-        if not found:
-            reason = "all of its MLPs are mixtures of experts" if experts else "its layers have no separate MLP"
-            raise UserError(f"--tiled_mlp: {flag} {folder}: {name} cannot be tiled, because {reason}; omit the flag")
-        if experts:
-            logger().info(f"--tiled_mlp: {name}: {len(found)} MLPs run in pieces, {experts} mixtures of experts whole")
 
 
 def reason_against(choice: str, backbone: PreTrainedModel) -> str | None:
@@ -86,9 +77,7 @@ def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
 
 
 def apply_memory_flags(model: PolicyModel | ScalarModel, flags: MemoryFlags) -> None:
-    """Switch `--tiled_mlp`, `--offload_activations` and `--attn_implementation` on in the model as the flags ask."""
-    if flags.tiled_mlp:
-        tile_mlps(model.backbone)
+    """Switch `--offload_activations` and `--attn_implementation` on in the model as the flags ask."""
     model.layout = replace(
         model.layout, attention=flags.attn_implementation, offload_activations=flags.offload_activations
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 
 from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.activation_memory import decoder_layers, mlps_of
+from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
 from dschat_ppo.models.architectures import MASK_IS_READ, first_position
 from dschat_ppo.models.backbone import backbone_of, position_arguments
@@ -34,7 +36,6 @@ class SavedActivations:
     layers: tuple[int, ...]  # of each decoder layer
     rest: int  # of the embedding and the last norm
     layer_input: int  # the input of a layer, all that gradient checkpointing keeps of it
-    piece: int = 0  # with tiled MLPs, what an MLP needs while a piece of the tokens runs again
 
     @property
     def whole(self) -> int:
@@ -89,14 +90,13 @@ _COUNTED: dict[tuple[Any, ...], ModelParts] = {}  # the planner counts each mode
 
 
 def parts_of(
-    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None = None, tiled: bool = False,
-    on_gpu: bool = True,
-) -> ModelParts:  # fmt: skip
+    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None = None, on_gpu: bool = True
+) -> ModelParts:
     """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains;
     `UserError` if transformers cannot build it, if it reads numbers in its forward pass and cannot run without data, or
-    if it has not the settings of a decoder. `tiled`: `--tiled_mlp`. In bf16 on a CPU, layers with kernels save less for
-    the backward pass than `on_gpu`."""
-    given = (dtype, scalar, adapter, tiled, on_gpu)
+    if it has not the settings of a decoder. In bf16 on a CPU, layers with kernels save less for the backward pass than
+    `on_gpu`."""
+    given = (dtype, scalar, adapter, on_gpu)
     key = (config.to_json_string(use_diff=False), *given)
     if key not in _COUNTED:
         with reading(f"{type(config).__name__}: its memory cannot be counted"):
@@ -105,7 +105,7 @@ def parts_of(
 
 
 def _parts_of(
-    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None, tiled: bool, on_gpu: bool
+    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None, on_gpu: bool
 ) -> ModelParts:
     with torch.device("meta"):
         if scalar:
@@ -140,7 +140,7 @@ def _parts_of(
         hidden=config.get_text_config().hidden_size,
         vocabulary=1 if scalar else head.weight.shape[0],
         kv_bytes=kv_bytes,
-        saved=saved_activations(backbone, tiled),
+        saved=saved_activations(backbone),
     )
 
 
@@ -177,39 +177,33 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: An
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def saved_activations(backbone: PreTrainedModel, tiled: bool = False) -> SavedActivations:
+def saved_activations(backbone: PreTrainedModel) -> SavedActivations:
     """What a forward pass of a model on the meta device saves for each token, without parameters. `backbone` has no
-    head. `tiled` (`--tiled_mlp`): of an MLP, only its input is kept."""
+    head."""
     text = backbone.config.get_text_config()
     positions = (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(backbone.config)
     tokens, itemsize = max(1, min(TOKENS, positions)), next(backbone.parameters()).element_size()
-    layer_input, layers = text.hidden_size * itemsize, len(decoder_layers(backbone))
-    sizes = _saved_sizes(backbone, tokens, tiled)
-    in_mlps = [sizes.get((number, True), 0) // tokens for number in range(layers)]
-    kept = tuple(
-        sizes.get((number, False), 0) // tokens + (layer_input if mlp else 0) for number, mlp in enumerate(in_mlps)
-    )
-    return SavedActivations(kept, sizes.get((-1, False), 0) // tokens, layer_input, max(in_mlps, default=0))
+    sizes = _saved_sizes(backbone, tokens)
+    kept = tuple(sizes[number] // tokens for number in range(len(decoder_layers(backbone))))
+    return SavedActivations(kept, sizes[-1] // tokens, text.hidden_size * itemsize)
 
 
-def _saved_sizes(backbone: Any, tokens: int, tiled: bool) -> dict[tuple[int, bool], int]:
+def _saved_sizes(backbone: Any, tokens: int) -> Counter[int]:
     """Bytes that a forward pass over `tokens` tokens saves: each piece of memory once, by the layer in which it is
-    saved first (-1: outside the layers), and whether inside a tiled MLP."""
+    saved first (-1: outside the layers)."""
     config, before = backbone.config, backbone.config._attn_implementation
-    place, sizes = {"layer": -1, "in_mlp": False}, dict[tuple[int, bool], int]()  # where the forward pass is
+    place, sizes = {"layer": -1}, Counter[int]()  # where the forward pass is
     known = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in backbone.parameters()}
 
     def save(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
         if memory._cdata not in known:
             known[memory._cdata] = memory  # kept, so that its number is not used again
-            here = (place["layer"], bool(place["in_mlp"]))
-            sizes[here] = sizes.get(here, 0) + memory.nbytes()
+            sizes[place["layer"]] += memory.nbytes()
         return tensor
 
-    def around(module: nn.Module, inside: dict[str, int], outside: dict[str, int]) -> None:
-        stack.callback(module.register_forward_pre_hook(lambda *_: place.update(inside)).remove)
-        stack.callback(module.register_forward_hook(lambda *_: place.update(outside)).remove)
+    def note(layer: int, *_: Any) -> None:
+        place["layer"] = layer
 
     backbone.train()
     with ExitStack() as stack:
@@ -219,9 +213,8 @@ def _saved_sizes(backbone: Any, tokens: int, tiled: bool) -> dict[tuple[int, boo
         backbone.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the ids
         stack.callback(delattr, backbone, "warn_if_padding_and_no_attention_mask")
         for number, module in enumerate(decoder_layers(backbone)):
-            around(module, {"layer": number}, {"layer": -1})
-        for module in mlps_of(backbone)[0] if tiled else []:
-            around(module, {"in_mlp": True}, {"in_mlp": False})
+            stack.callback(module.register_forward_pre_hook(partial(note, number)).remove)
+            stack.callback(module.register_forward_hook(partial(note, -1)).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor))
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         positions = position_arguments(backbone, torch.arange(tokens, device="meta").unsqueeze(0))

@@ -135,7 +135,7 @@ def roles_of(
                 dim, adapters.lora_alpha, 0.0, layers, adapters.use_rslora, adapters.use_dora,
                 adapters.only_optimize_lora,
             )  # fmt: skip
-        return parts_of(models[role], dtype, scalar, adapter, config.memory.tiled_mlp, on_gpu)
+        return parts_of(models[role], dtype, scalar, adapter, on_gpu)
 
     def fits(size: ModelParts) -> bool:
         return fits_whole(ITEMSIZE[dtype] * size.total, ranks, device_memory)

@@ -186,16 +186,14 @@ def update_gradients(role: Role) -> Memory:
 
 def activations(role: Role, tokens: int, on_host: bool = False) -> Memory:
     """What the backward pass of a micro-batch needs: bytes per token (`SavedActivations`) x tokens. With gradient
-    checkpointing: the inputs of the layers, and the whole of the layer that runs again. With tiled MLPs, one piece of
-    as many tokens as a hidden state has numbers."""
+    checkpointing: the inputs of the layers, and the whole of the layer that runs again."""
     saved = role.parts.saved
-    piece = saved.piece * min(tokens, role.parts.hidden)
     largest = max(saved.layers, default=0)
     if not role.checkpoints:
-        kept, running = saved.whole * tokens, piece
+        kept, running = saved.whole * tokens, 0
     else:
         kept = (len(saved.layers) * saved.layer_input + saved.rest) * tokens
-        running = largest * tokens + piece
+        running = largest * tokens
     if on_host and role.on_gpu and kept > SMALLEST_ON_HOST:
         return Memory(largest * tokens + running, kept)
     return Memory.of(kept + running)

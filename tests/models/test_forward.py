@@ -19,7 +19,6 @@ from rows_alone import (
 from tiny_models import new_model
 
 from dschat_ppo.algorithms.kl import kl_full
-from dschat_ppo.models.activation_memory import tile_mlps
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.policy_model import PolicyModel
@@ -39,7 +38,6 @@ CASES += [(name, way, None) for name in PACKED for way in OF_PACKED]
 CASES += [(name, way, None) for name in ("llama", "gpt2") for way in ("padded", "packed few", "shared")]
 CASES += [("llama", way, "late ends") for way in ("plain", "padded", "shared")]
 CASES += [(name, way, "checkpointing") for name in ("mistral-window", "opt-350m") for way in OF_PACKED]
-CASES += [(name, way, "tiled") for name in ("llama", "gpt2", "gemma3") for way in ("padded few", "shared few")]
 CASES += [(name, way, choice) for way in ("padded", *OF_PACKED)
           for name, choice in (("llama", "sdpa"), ("mistral-window", "eager"), ("gemma2", "eager"))]  # fmt: skip
 
@@ -57,8 +55,6 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
     expected = scores_alone(lm, rows, ends)
     if change == "checkpointing":
         policy.train().gradient_checkpointing_enable()
-    if change == "tiled":
-        tile_mlps(policy.backbone)
     found = both(response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True, late_ends=ends))
     assert lm.config._attn_implementation == own
     assert expected[0].std() > 0.2, "all tokens have the same score, so the test shows nothing"

@@ -1,4 +1,4 @@
-"""Which models suit `--sequence_parallel_size` and `--tiled_mlp`; the refusals come before any weight is read."""
+"""Which models suit `--sequence_parallel_size`; the refusals come before any weight is read."""
 
 import pytest
 import transformers
@@ -59,24 +59,9 @@ def test_the_size_divides_the_heads(folder):
     assert found.endswith("has 2 attention heads, which the size must divide; with 4 ranks use 1 or 2")
 
 
-def test_models_without_tileable_mlp_are_refused_by_name(folder):
-    assert refusal(folder("opt"), tiled_mlp=True) == (
-        f"--tiled_mlp: --model {folder('opt')}: OPTModel cannot be tiled, because its layers have no separate MLP; "
-        "omit the flag"
-    )
-    assert "MixtralModel cannot be tiled, because all of its MLPs are mixtures" in refusal(
-        folder("mixtral"), scalar=True, tiled_mlp=True
-    )
-    check_long_sequences(MemoryFlags(tiled_mlp=True), "--model", folder("bloom"), False)
-
-
 def test_flags_are_switched_on_in_the_model():
     model = PolicyModel(new_model("llama"))
-    mlp = model.lm.model.layers[0].mlp
-    plain = type(mlp)
     apply_memory_flags(model, MemoryFlags())
     assert not model.layout.offload_activations
-    assert type(mlp) is plain
-    apply_memory_flags(model, MemoryFlags(offload_activations=True, tiled_mlp=True))
-    assert model.layout.offload_activations
-    assert type(mlp).__name__ == "TiledLlamaMLP"
+    apply_memory_flags(model, MemoryFlags(offload_activations=True, attn_implementation="eager"))
+    assert model.layout.offload_activations and model.layout.attention == "eager"

@@ -160,10 +160,3 @@ def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
     assert saved_activations(planned).layers[1:] == (norms + attention + mlp,) * 2
     with padded_attention(model, "auto", True):
         assert saved_activations(planned).whole == pytest.approx(saved_by_a_pass(model), rel=0.02)
-
-
-def test_a_tiled_mlp_keeps_its_input_and_one_piece():
-    whole, tiled = saved_activations(backbone()), saved_activations(backbone(), tiled=True)
-    assert tiled.piece == 4 * 2 * 160 + 2 * 64  # of its input, the weighted output of the norm is saved there too
-    assert tiled.layers[1] == whole.layers[1] - tiled.piece + 2 * 64
-    assert whole.piece == 0

@@ -97,9 +97,6 @@ def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host(
     assert role_memory.activations(role(), many, on_host=True) == Memory(many * 240)  # no effect on a CPU
     checkpointed = role_memory.activations(role(on_gpu=True, checkpoints=True), many, on_host=True)
     assert checkpointed == Memory(many * 120 * 2, many * (2 * 16 + 20))
-    tiled = sized(role(), saved=replace(PARTS.saved, piece=30))
-    assert role_memory.activations(tiled, 100) == Memory(100 * 240 + 8 * 30)  # a piece of 8 tokens, the hidden size
-    assert role_memory.activations(tiled, 5) == Memory(5 * 240 + 5 * 30)
 
 
 def test_the_fused_head_holds_three_blocks_and_the_states():

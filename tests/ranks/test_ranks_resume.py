@@ -91,7 +91,7 @@ RUNS = {
         f"{MODELS} {PPO} 2 {BATCHES} {PLAIN_TEXT} --per_device_generation_batch_size @4 --eval_interval 1 "
         "--per_device_training_batch_size 4 --gradient_accumulation_steps 2 --sequence_parallel_size @@ "
         "--old_logprobs recompute --kl_target 0.05 --entropy_coef 0.01 --actor_zero_stage 3 --critic_zero_stage 2 "
-        "--tiled_mlp --offload_activations --dtype fp32",
+        "--offload_activations --dtype fp32",
         [INSIDE],
     ),
     "ppo stream": (

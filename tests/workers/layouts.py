@@ -63,8 +63,7 @@ CASES = {
     "ppo pass_at_k": f"{GRPO} grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9 --kl_coef 0.1",
 }
 BF16, PACKED, PADDED = "--dtype bf16", "packed", "padded"
-CHECKPOINTING, TILED = "--gradient_checkpointing", "--tiled_mlp"
-SPARING = f"{TILED} --offload_activations"
+CHECKPOINTING, ON_HOST = "--gradient_checkpointing", "--offload_activations"
 ROLES = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
 # name of a launch -> (ranks, how many of them share rows, [(case, ZeRO stage, rows of a micro-batch, further flags)])
 LAUNCHES = {
@@ -82,11 +81,11 @@ LAUNCHES = {
     "shared": (2, 2, [
         *((task, 3, 2, PACKED) for task in ("reward", "dpo", "kto", "process", "orpo", "ppo")),
         *((task, 0, 2, PADDED) for task in ("sft", "dpo", "ppo")),
-        ("sft", 3, 2, f"{CHECKPOINTING} {SPARING}"), ("sft lora", 3, 2, f"{CHECKPOINTING} {SPARING}"),
-        ("ppo lora alone", 3, 2, f"{PADDED} {TILED}"),
+        ("sft", 3, 2, f"{CHECKPOINTING} {ON_HOST}"), ("sft lora", 3, 2, f"{CHECKPOINTING} {ON_HOST}"),
+        ("ppo lora alone", 3, 2, PADDED),
     ]),
     "groups": (4, 2, [
-        ("sft", 3, 1, f"{CHECKPOINTING} {TILED}"), ("ppo", 3, 2, f"{TILED} --micro_batch_tokens 96"), ("dpo", 0, 2, ""),
+        ("sft", 3, 1, CHECKPOINTING), ("ppo", 3, 2, "--micro_batch_tokens 96"), ("dpo", 0, 2, ""),
         ("sft", 3, 1, "--zero_hpz_partition_size 2"),
     ]),
 }  # fmt: skip
