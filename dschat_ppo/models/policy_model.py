@@ -25,7 +25,34 @@ from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_attenti
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 
 
-class PolicyModel(nn.Module):
+class WrappedModel(nn.Module):
+    """A transformers model, its only child, and the layout of the rows that it runs."""
+
+    layout: Layout
+
+    @property
+    def pretrained(self) -> Any:
+        """The transformers model."""
+        return next(self.children())
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Its configuration, which DeepSpeed and transformers look for."""
+        config: PretrainedConfig = self.pretrained.config
+        return config
+
+    @property
+    def device(self) -> torch.device:
+        """Its device, as on a DeepSpeed engine."""
+        device: torch.device = self.pretrained.device
+        return device
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute activations in the backward pass."""
+        self.pretrained.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+
+
+class PolicyModel(WrappedModel):
     """A causal language model whose outputs are log-probs of tokens instead of logits.
 
     Fused, it runs the backbone, selects the hidden states that predict wanted tokens, and goes through the vocabulary
@@ -45,23 +72,9 @@ class PolicyModel(nn.Module):
         self._head = Head(scale / divisor, getattr(text, "final_logit_softcapping", None))
 
     @property
-    def config(self) -> PretrainedConfig:
-        """The language model's configuration, which DeepSpeed and transformers look for."""
-        return self.lm.config
-
-    @property
     def backbone(self) -> PreTrainedModel:
         """The model without its head."""
         return backbone_of(self.lm)
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device, as on a DeepSpeed engine."""
-        return self.lm.device
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute activations in the backward pass."""
-        self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
 
     def forward(
         self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False,

@@ -21,6 +21,7 @@ from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.adapters import ADAPTER, adapter_layers, is_adapter_parameter, matrices_of, merged_weight
 from dschat_ppo.models.architectures import SCORE, first_position
 from dschat_ppo.models.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_name
+from dschat_ppo.models.policy_model import WrappedModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.types import Engine
 
@@ -95,7 +96,7 @@ def save_model(
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
         merge: merge an adapter instead of writing its folder; never done with quantised weights.
     """
-    model = pretrained(engine.module)
+    model: PreTrainedModel = engine.module.pretrained
     as_adapter = bool(adapter_layers(model)) and (not merge or bool(getattr(model, "is_quantized", False)))
     state = gather_state(model, is_in_adapter_folder if as_adapter else None) | dict(weights or {})
     problem = None
@@ -106,20 +107,14 @@ def save_model(
         raise StorageError(problem)
 
 
-def pretrained(module: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a `PolicyModel` or a `ScalarModel`."""
-    model: PreTrainedModel = module.classifier if isinstance(module, ScalarModel) else module.lm  # type: ignore[assignment]
-    return model
-
-
 def write_model(
-    module: nn.Module, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: str | Path,
+    module: WrappedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: str | Path,
     described: Mapping[str, float | str | None] | None, ends: Sequence[int], merge: bool,
 ) -> str | None:  # fmt: skip
     """Write a model whose weights are `state`, not those of `module`; returns why it cannot be written, or None.
-    `state` has the names of the transformers model in `module`, a `PolicyModel` or a `ScalarModel`; for an adapter
-    folder only the weights of the adapter and of a score head. The other arguments are those of `save_model`."""
-    model = pretrained(module)
+    `state` has the names of the transformers model in `module`; for an adapter folder only the weights of the adapter
+    and of a score head. The other arguments are those of `save_model`."""
+    model: PreTrainedModel = module.pretrained
     model.config.dtype = next(iter(state.values())).dtype
     for name, value in (described or {}).items():
         if value is not None:

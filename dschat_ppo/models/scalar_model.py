@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, token_states
+from dschat_ppo.models.packing import DividedRows, token_states
+from dschat_ppo.models.policy_model import WrappedModel
 
 
-class ScalarModel(nn.Module):
+class ScalarModel(WrappedModel):
     """A one-label sequence classifier whose head, named `score`, is applied at every position. The score of a reward
     model is the value at the last real token; a critic uses all values."""
 
@@ -25,23 +26,9 @@ class ScalarModel(nn.Module):
         use_fast_layers(classifier)
 
     @property
-    def config(self) -> PretrainedConfig:
-        """The classifier's configuration, which DeepSpeed and transformers look for."""
-        return self.classifier.config
-
-    @property
     def backbone(self) -> PreTrainedModel:
         """The model without its head."""
         return self.classifier.base_model
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device, as on a DeepSpeed engine."""
-        return self.classifier.device
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute activations in the backward pass."""
-        self.classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
 
     def forward(
         self, input_ids: Tensor, lengths: Tensor, last_only: bool = False, wanted: Tensor | None = None

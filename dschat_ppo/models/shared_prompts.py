@@ -20,21 +20,14 @@ LEAST_SAVING = 0.05  # share of the tokens that a micro-batch must save, else it
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Right-padded rows (B, T) as one packed row of N tokens.
+    """Right-padded rows (B, T) as one packed row of N tokens."""
 
-    Attributes:
-        tokens: (N,) int64, where each packed token is in the rows, flattened to (B x T).
-        positions: (N,) int64, its column there.
-        places: (B, T) int64, where each token of a row is in the packed row; any valid place after a row's end.
-        lengths: of the segments of the packed row, none 0.
-        seen: for each segment, the columns (start, end) of the packed row that it attends to before its own, empty if
-            start = end; None: no segment has any.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    places: Tensor
-    lengths: list[int]
+    tokens: Tensor  # (N,) int64, where each packed token is in the rows, flattened to (B x T)
+    positions: Tensor  # (N,) int64, its column there
+    places: Tensor  # (B, T) int64, where each token of a row is in the packed row; any valid place after a row's end
+    lengths: list[int]  # of the segments of the packed row, none 0
+    # for each segment, the columns (start, end) of the packed row that it attends to before its own, empty if start =
+    # end; None: no segment has any
     seen: list[tuple[int, int]] | None = None
 
 

@@ -24,7 +24,7 @@ from dschat_ppo.ppo.collect import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.rewards.rules import last_boxed
-from dschat_ppo.run.kept_models import BEST, best_is_lost
+from dschat_ppo.run.output_folder import BEST, best_is_lost
 from dschat_ppo.types import FinishReason, Rollout
 
 CUT = FinishReason.LENGTH.name.lower()

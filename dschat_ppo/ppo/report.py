@@ -16,7 +16,7 @@ from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.run.kept_models import KeptModels
+from dschat_ppo.run.output_folder import KeptModels
 
 RESULT = (*(c.metric for c in PPO_COLUMNS), "reward/total_mean", "rollout/ended_share", "rollout/distinct_share")
 

@@ -37,8 +37,7 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.planner.plan_step import show_memory_plan
-from dschat_ppo.run.kept_models import KeptModels
-from dschat_ppo.run.output_folder import remove_checkpoints
+from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import (
     changes_of,

@@ -51,7 +51,7 @@ from dschat_ppo.monitor.step_line import show_step, supervised_columns
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy
-from dschat_ppo.run.kept_models import KeptModels, best_is_lost
+from dschat_ppo.run.output_folder import KeptModels, best_is_lost
 from dschat_ppo.run.start_and_end import show_plan
 from dschat_ppo.supervised.objective import Batch, Objective, collated
 from dschat_ppo.types import Engine

@@ -27,7 +27,7 @@ from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.saving import is_in_adapter_folder, pretrained, write_model
+from dschat_ppo.models.saving import is_in_adapter_folder, write_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.begin_ppo import ACTOR
@@ -131,7 +131,7 @@ def export_role(
     # The run rounds its fp32 weights in the same way after each update.
     state = {name: weight.to(number_format) for name, weight in whole_weights(states, common)}
     require_same_parameters(f"{states}", state, module, frozen, base)
-    inside = f"{next(name for name, part in module.named_children() if part is pretrained(module))}."
+    inside = f"{next(name for name, _ in module.named_children())}."
     if role == "actor_ema":
         shapes = {name.removeprefix(inside): weight.shape for name, weight in state.items()}
         averages = whole_averages(run.averages(), shapes)

@@ -290,12 +290,9 @@ def model_table(found: Evaluated) -> list[list[str]]:
 
 def tables(found: Evaluated) -> list[str]:
     """The tables as lines of text: of the models, and of the reward model for all pairs and each data set."""
-    lines, of_models = [], [model_table(found)] if found.results else []
-    of_pairs = [[name, str(share.count), shown(share)] for name, share in found.reward_accuracy.items()]
-    for table in [
-        *of_models,
-        *([[["reward model on pairs", "pairs", "accuracy [95 %]"], *of_pairs]] if of_pairs else []),
-    ]:
+    lines, of_pairs = [], [["reward model on pairs", "pairs", "accuracy [95 %]"]]
+    of_pairs += [[name, str(share.count), shown(share)] for name, share in found.reward_accuracy.items()]
+    for table in [model_table(found)] * bool(found.results) + [of_pairs] * bool(found.reward_accuracy):
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
     return lines

@@ -20,10 +20,11 @@ from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.run import output_folder, session
-from dschat_ppo.run.kept_models import KeptModels, clear_partials
 from dschat_ppo.run.output_folder import (
+    KeptModels,
     check_earlier_outputs,
     check_shared_folder,
+    clear_partials,
     lock_folder,
     prepare_output_folder,
     refuse_model_folders,
