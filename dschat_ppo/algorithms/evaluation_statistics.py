@@ -41,8 +41,3 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
     centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     reach = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return max(0.0, centre - reach), min(1.0, centre + reach)
-
-
-def accuracy_of(chosen: Tensor, rejected: Tensor) -> float:
-    """Share of pairs whose chosen answer scores strictly higher, as step 2 reports it."""
-    return float((chosen > rejected).to(torch.float64).mean())

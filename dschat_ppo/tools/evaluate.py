@@ -1,16 +1,13 @@
-"""Evaluate models on prompts, and a reward model on pairs of answers.
+"""Evaluate models on prompts.
 
     python -m dschat_ppo.tools.evaluate --model A B --data_path PROMPTS [--reward_model_name_or_path R]
         [--reward_function F ...] [--samples 8] [--show 4] [--json FILE]
-    python -m dschat_ppo.tools.evaluate --reward_model_name_or_path R --pairs PAIRS ...
 
 The models answer all prompts, greedily and by sampling, with the generation engine of training. An answer is scored by
 the weighted sum of the reward sources, which are those of step 3. The table shows the mean score, pass@k, and the win
 rate against the first model (a tie counts half) with Wilson's 95 % interval. An answer passes if its score is at least
 --pass_score. Sampled answers and their scores vary with --seed. Without a reward source there are no scores, and --show
-prints the answers. --pairs measures how often the reward model scores the preferred answer higher, over all pairs and
-for each data set. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3, and pairs beyond
---max_seq_len lose the start of the prompt, as in step 2.
+prints the answers. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3.
 """
 
 from __future__ import annotations
@@ -39,14 +36,14 @@ def _evaluate(wanted: Wanted) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.common.paths import shown_path
-    from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, notes, tables
+    from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, notes, table
 
     quiet_libraries()
     path = None if wanted.words.json is None else Path(wanted.words.json)
     if path is not None and (os.path.isdir(path) or not path.resolve().parent.is_dir()):
         raise UserError(f"--json {path}: is a folder, or in none; name a file in a folder that exists")
     found = evaluate(wanted)
-    for line in [*answer_lines(found, wanted.words.show), *tables(found), *notes(found)]:
+    for line in [*answer_lines(found, wanted.words.show), *table(found), *notes(found)]:
         print(line)
     if path is not None:
         try:

@@ -1,5 +1,5 @@
-"""An evaluation: checks, the answers of models to the same prompts, their scores, a reward model on pairs, and the
-results as tables, as answers in text, and as JSON."""
+"""An evaluation: checks, the answers of models to the same prompts, their scores, and the results as a table, as
+answers in text, and as JSON."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.evaluation_statistics import accuracy_of, wilson_interval, win_shares
+from dschat_ppo.algorithms.evaluation_statistics import wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.batches import collate_pairs, collate_prompts
+from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.cache import token_key
-from dschat_ppo.data.examples import Use, limit_flag
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
@@ -35,24 +32,23 @@ from dschat_ppo.ppo.collect import end_ids, greedily
 from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import build_sources, check_sources
-from dschat_ppo.rewards.learned_reward import model_reward, scores_in_batches
+from dschat_ppo.rewards.learned_reward import model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
-from dschat_ppo.tools.evaluate_flags import PAIR_TOKENS, PROMPT_TOKENS, Wanted
+from dschat_ppo.tools.evaluate_flags import PROMPT_TOKENS, Wanted
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 from dschat_ppo.types import Rollout, to_device
 
 REWARD_FLAG, LIMITS = "--reward_model_name_or_path", "--max_prompt_seq_len + --max_tokens"
-PAIRS_AT_A_TIME = 256
 PREFIX = "eval/"  # of the metrics of `summary`
 UNSCORED = ("length_mean", "ended_share")  # metrics that need no reward
 
 
 @dataclass(frozen=True)
 class Share:
-    """A share of `count` prompts or pairs, with its 95 % confidence interval."""
+    """A share of `count` prompts, with its 95 % confidence interval."""
 
     share: float
     low: float
@@ -90,9 +86,7 @@ class Evaluated:
 
     flags: dict[str, str]
     scored: bool  # there is a reward
-    results: list[Result]  # of the prompts; empty without models
-    reward_accuracy: dict[str, Share]  # of the reward model, see `accuracies`; empty without pairs
-    pairs: list[dict[str, Any]]  # of each pair the data set and both scores
+    results: list[Result]
 
 
 def evaluate(wanted: Wanted) -> Evaluated:
@@ -101,18 +95,13 @@ def evaluate(wanted: Wanted) -> Evaluated:
     words, rewards = wanted.words, wanted.rewards
     if rewards is not None:
         check_sources(rewards)
-    models = check_models([("--model", name) for name in words.model], wanted.prompts) if wanted.prompts else []
+    models = check_models([("--model", name) for name in words.model], wanted.prompts)
     longest = words.max_prompt_seq_len + wanted.settings.max_tokens
     for model in models:
         require_length(model.folder, longest, LIMITS)
     name = None if rewards is None else rewards.reward_model_name_or_path
-    reward = check_models([(REWARD_FLAG, name)], wanted.pairs or wanted.prompts, True)[0] if name else None
+    reward = check_models([(REWARD_FLAG, name)], wanted.prompts, True)[0] if name else None
     prompts, names = _prompts(wanted, models)
-    pairs, pair_names = None, tuple[str, ...]()
-    if wanted.pairs and reward:
-        require_length(reward.folder, words.max_seq_len, "--max_seq_len")
-        pairs, pair_names = prepare_whole("preference", reward.tokenizer, wanted.pairs, words.max_seq_len, "--pairs")
-        report_length([reward.folder], words.max_seq_len, "--max_seq_len", words.max_seq_len == PAIR_TOKENS)
     is_default = longest == PROMPT_TOKENS + SamplingSettings.max_tokens
     report_length([model.folder for model in models], longest, LIMITS, is_default)
 
@@ -128,27 +117,10 @@ def evaluate(wanted: Wanted) -> Evaluated:
         if result is not firsts[result.decoding]:
             shares = win_shares(result.scores, firsts[result.decoding].scores)
             result.wins = Share.of(float(shares.mean()), len(shares))
-    measured, scored_pairs = dict[str, Share](), list[dict[str, Any]]()
-    if pairs is not None and reward is not None and scorer is not None:
-        scores = _score_pairs(scorer, pairs, filler_id(reward.tokenizer), words.max_batch_tokens)
-        measured = accuracies(scores, pairs["source"], pair_names)
-        for number, (chosen, rejected) in zip(pairs["source"], scores.tolist(), strict=True):
-            scored_pairs.append({"data_source": pair_names[number], "chosen": chosen, "rejected": rejected})
     flags = {
         name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
     }
-    return Evaluated(flags, rewards is not None, results, measured, scored_pairs)
-
-
-def prepare_whole(
-    use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, flag: str
-) -> tuple[Dataset, tuple[str, ...]]:
-    """(token rows of all rows of `flags.data_path` in the order of the files, names of the data sets that their column
-    `source` numbers), for an evaluation outside of training. `flag` names the data sets in messages."""
-    rows = prepare(use, tokenizer, flags, limit, whole_flag=flag)
-    if rows.eval is None:
-        raise UserError(f"{flag}: no row is within {limit_flag(use)} {limit}; raise it, or use --truncation left")
-    return rows.eval, rows.eval_sources
+    return Evaluated(flags, rewards is not None, results)
 
 
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
@@ -157,13 +129,17 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
     names, made = tuple[str, ...](), dict[str, Dataset]()  # rows by tokenizer
     keys = [token_key("", model.tokenizer) for model in models]
     for key, model in zip(keys, models, strict=True):
-        assert wanted.prompts is not None
         if key in made:
             continue
         if made:
             logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
         limit = wanted.words.max_prompt_seq_len
-        rows, names = prepare_whole("prompt", model.tokenizer, wanted.prompts, limit, "--data_path")
+        prepared = prepare("prompt", model.tokenizer, wanted.prompts, limit, whole_flag="--data_path")
+        rows, names = prepared.eval, prepared.eval_sources
+        if rows is None:
+            raise UserError(
+                f"--data_path: no row is within --max_prompt_seq_len {limit}; raise it, or use --truncation left"
+            )
         made[key] = rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows))))
     found = [made[key] for key in keys]
     if any(list(rows["row"]) != list(found[0]["row"]) for rows in found[1:]):
@@ -239,27 +215,6 @@ def _answer(
     return Result(checked.name, checked.label, decoding, metrics, means, failed, rows)
 
 
-def _score_pairs(scorer: ScalarModel, rows: Dataset, filler: int, batch_tokens: int) -> Tensor:
-    """(pairs, 2) fp32: the scores of the chosen and of the rejected answers."""
-    parts = []
-    for first in range(0, len(rows), PAIRS_AT_A_TIME):
-        batch = collate_pairs(rows, range(len(rows))[first : first + PAIRS_AT_A_TIME], filler)
-        batch = to_device(batch, dist.device())
-        scores = scores_in_batches(scorer, batch.input_ids, batch.lengths, batch_tokens)
-        parts.append(scores.view(2, -1).T.cpu())
-    return torch.cat(parts)
-
-
-def accuracies(scores: Tensor, sources: Sequence[int], names: Sequence[str]) -> dict[str, Share]:
-    """Accuracy over all pairs, under the name "all", and of each data set if there are several. `scores` are (pairs,
-    2), of chosen and rejected answers; `sources` is the number of each pair's data set."""
-    of = torch.tensor(sources)
-    groups = {"all": torch.ones_like(of, dtype=torch.bool)}
-    if len(names) > 1:
-        groups |= {name: of == number for number, name in enumerate(names) if bool((of == number).any())}
-    return {name: Share.of(accuracy_of(*scores[mask].unbind(dim=1)), int(mask.sum())) for name, mask in groups.items()}
-
-
 def shown(share: Share | None) -> str:
     """A share with its interval, in percent."""
     return "" if share is None else f"{100 * share.share:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
@@ -288,20 +243,17 @@ def model_table(found: Evaluated) -> list[list[str]]:
     return lines
 
 
-def tables(found: Evaluated) -> list[str]:
-    """The tables as lines of text: of the models, and of the reward model for all pairs and each data set."""
-    lines, of_pairs = [], [["reward model on pairs", "pairs", "accuracy [95 %]"]]
-    of_pairs += [[name, str(share.count), shown(share)] for name, share in found.reward_accuracy.items()]
-    for table in [model_table(found)] * bool(found.results) + [of_pairs] * bool(found.reward_accuracy):
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-    return lines
+def table(found: Evaluated) -> list[str]:
+    """The table as lines of text."""
+    rows = model_table(found)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def notes(found: Evaluated) -> list[str]:
     """What the numbers depend on, a sentence on each line, and the path of each model."""
     lines = []
-    if found.results and found.scored:
+    if found.scored:
         lines.append(f"pass: a score of at least {float(found.flags['pass_score']):g} (--pass_score)")
     if any(result.decoding == "sampled" for result in found.results):
         lines.append(f"sampled: the answers, and so the numbers, depend on --seed ({found.flags['seed']})")
@@ -316,7 +268,7 @@ def answer_lines(found: Evaluated, count: int) -> list[str]:
         return [f"    {line}" for line in escaped(text).split("\n")]
 
     lines = []
-    for place, row in enumerate(found.results[0].prompts[:count] if found.results else []):
+    for place, row in enumerate(found.results[0].prompts[:count]):
         lines += [f"prompt {place + 1}:", *indented(row.prompt)]
         for result in found.results:
             own = result.prompts[place]

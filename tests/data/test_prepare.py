@@ -14,7 +14,6 @@ from dschat_ppo.data.prepare import Part, hold_out, mix, prepare, share_of_step
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.ppo.mini_dataset import text_blocks
-from dschat_ppo.tools.evaluate_models import prepare_whole
 from dschat_ppo.tools.toy import make_tokenizer
 
 EOS = TOKENIZER.eos_token
@@ -368,11 +367,10 @@ def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypat
 def test_whole_data_sets_in_the_order_of_the_files(tmp_path):
     """All rows, whatever the split, each with the number of its data set."""
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", PAIRS[:3]), ("b", PAIRS[3:8]))]
-    rows, names = prepare_whole("preference", TOKENIZER, flags_for(tmp_path, *paths), 64, "--pairs")
+    prepared = prepare("preference", TOKENIZER, flags_for(tmp_path, *paths), 64, whole_flag="--pairs")
+    rows, names = prepared.eval, prepared.eval_sources
     assert prompts_of(rows) == [row["prompt"] for row in PAIRS[:8]]
     assert [names[number] for number in rows["source"]] == ["a"] * 3 + ["b"] * 5
-    with pytest.raises(UserError, match=r"^--pairs: no row is within --max_seq_len 2; raise it"):
-        prepare_whole("preference", TOKENIZER, flags_for(tmp_path, *paths, truncation="drop"), 2, "--pairs")
 
 
 def read_blocks(tmp_path, rows: list, length: int, **flags):
