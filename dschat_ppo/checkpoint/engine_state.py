@@ -201,7 +201,6 @@ def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int,
 
 
 def _fragments_of(engine: Any) -> list[Fragment]:
-    """The fragments of this rank of the engine."""
     if engine.zero_optimization_partition_weights():
         return partitioned_fragments(engine._get_zero_param_shapes(), dist.rank(), dist.world_size())
     if not engine.zero_optimization():

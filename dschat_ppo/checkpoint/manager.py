@@ -175,7 +175,6 @@ class CheckpointManager:
         return shown_path(self._folder.root / checkpoint_name(*self._trainer.position))
 
     def _any(self, mine: list[bool]) -> list[bool]:
-        """For each flag, whether it is set on any rank."""
         flags = dist.all_reduce(torch.tensor(mine, dtype=torch.int32, device=dist.device()), "max")
         return [bool(flag) for flag in flags.tolist()]
 

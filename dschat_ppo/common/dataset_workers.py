@@ -86,7 +86,6 @@ def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[
 
 
 def _begin(parent: int) -> None:
-    """The first call in a process."""
     signal_when_parent_ends(signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)

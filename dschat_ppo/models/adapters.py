@@ -107,7 +107,6 @@ def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the layers that can get LoRA."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     tied = head is not None and getattr(config, "tie_word_embeddings", False)
@@ -247,7 +246,6 @@ def _gathered_by_peft(model: nn.Module) -> Iterator[None]:
 
 
 def _new_config(model: PreTrainedModel, settings: AdapterSettings) -> Any:
-    """peft's configuration of a new adapter of `model`."""
     from peft import LoraConfig
 
     base, revision = base_name(model.config._name_or_path)
@@ -345,7 +343,6 @@ def load_adapter_weights(model: PreTrainedModel, folder: str) -> dict[str, Tenso
 
 
 def _shape(parameter: Any) -> torch.Size:
-    """The shape of a parameter that may be partitioned."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 

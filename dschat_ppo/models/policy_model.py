@@ -112,7 +112,6 @@ class PolicyModel(WrappedModel):
         self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,
         distributions: bool, forbidden: Forbidden | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """From whole logits."""
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed

@@ -154,7 +154,6 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
 def _write(
     model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> str | None:
-    """Write a whole model; returns why that is impossible, or None."""
 
     def write(unfinished: Path) -> None:
         # Save under the names of the architecture's checkpoints on the hub, which other programs read too (of each

@@ -65,7 +65,6 @@ def main(where: str, name: str, settings: str) -> None:
 def _call(
     function: Callable[..., Any], signature: Signature, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop
 ) -> list[Returned]:
-    """The results of one call, one for each response."""
     logged: dict[str, Any] = {}
     if signature.form == "trl":
         arguments = dict.fromkeys(filter(signature.wants, LOGGERS), logged.__setitem__) | arguments

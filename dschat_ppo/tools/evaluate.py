@@ -28,7 +28,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate(wanted: Wanted) -> None:
-    """Evaluate, print the tables, and write the file."""
     # after the flags are checked: these imports take seconds
     import torch
 

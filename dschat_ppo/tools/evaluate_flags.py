@@ -80,5 +80,4 @@ def read_arguments(argv: Sequence[str], description: str | None = None) -> Wante
 
 
 def _of(group: type, words: argparse.Namespace) -> dict[str, Any]:
-    """The values of the flags of a group."""
     return {field.name: getattr(words, field.name) for field in fields(group) if hasattr(words, field.name)}
