@@ -106,18 +106,16 @@ def require_length(folder: str, longest: int, flags: str) -> None:
         )
 
 
-def report_length(folders: Iterable[str], longest: int, flags: str, is_default: bool) -> None:
-    """Log one line, which names the one of `folders` that knows the fewest positions, if rows of `longest` tokens go
-    beyond the rotary positions that a model was trained on: a note for a default length, else a warning."""
+def report_length(folders: Iterable[str], longest: int, flags: str) -> None:
+    """Warn, by one line that names the one of `folders` that knows the fewest positions, if rows of `longest` tokens go
+    beyond the rotary positions that a model was trained on."""
     found = [(known, folder) for folder in folders if (known := _known_positions(folder)) is not None]
     known, folder = min(found, default=(longest, ""))
-    if longest <= known:
-        return
-    beyond = f"{longest} tokens goes beyond the {known} positions of {shown_path(folder)}"
-    if is_default:
-        logger().info(f"note: {flags}: the default of {beyond}; it was trained on rows of up to {known} tokens")
-    else:
-        logger().warning(f"{flags} of {beyond}; it was not trained on longer rows: lower it")
+    if longest > known:
+        logger().warning(
+            f"{flags} of {longest} tokens goes beyond the {known} positions of {shown_path(folder)}; it was not "
+            "trained on longer rows: lower it"
+        )
 
 
 def _known_positions(folder: str) -> int | None:

@@ -93,8 +93,6 @@ class PolicyModel(WrappedModel):
         lengths = torch.where(wanted, torch.arange(wanted.shape[1], device=wanted.device), 0).amax(dim=1).clamp_min(1)
         with activations_on_host(self.layout.offload_activations):
             if self.layout.divided:
-                if distributions:
-                    raise ValueError("ranks that share rows do not compute whole distributions")
                 return self._divided_scores(input_ids, wanted, lengths, temperature, entropy_grad, forbidden)
             if distributions or not self.layout.fused:
                 return self._plain_scores(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -66,11 +65,9 @@ class ModelParts:
         return self.embedding + sum(self.layers) + self.head + self.other
 
 
-def read_model_configs(
-    config: StepConfig, folder_of: Callable[[str, str], str] = model_folder
-) -> dict[str, PretrainedConfig]:
+def read_model_configs(config: StepConfig) -> dict[str, PretrainedConfig]:
     """The model configurations of a step by role: of step 3 "actor", and "reference", "critic" and "reward" if the run
-    has them; of the other steps "model". `folder_of`: (folder or name on the hub, flag) -> local folder."""
+    has them; of the other steps "model"."""
     named: dict[str, tuple[str, str | None]]
     if not isinstance(config, PPOConfig):
         named = {"model": ("--model_name_or_path", config.fit.model_name_or_path)}
@@ -82,7 +79,9 @@ def read_model_configs(
             "reward": (config.reward_flag, config.reward_folder),
         }
     return {
-        role: load_config(folder_of(folder, flag), flag) for role, (flag, folder) in named.items() if folder is not None
+        role: load_config(model_folder(folder, flag), flag)
+        for role, (flag, folder) in named.items()
+        if folder is not None
     }
 
 

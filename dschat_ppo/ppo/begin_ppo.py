@@ -16,7 +16,6 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
-from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, rows_of_step
 from dschat_ppo.data.templates import with_template_flags
@@ -99,10 +98,7 @@ def report_lengths(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrain
     readers = {folders.actor, folders.reference, folders.critic}
     if folders.reward is not None and reward_tokenizer(config, folders.reward, tokenizer) is None:
         readers.add(folders.reward)
-    defaults = PPOFlags.max_prompt_seq_len, PPOFlags.max_answer_seq_len
-    longest = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
-    is_default = (ppo.max_prompt_seq_len, ppo.max_answer_seq_len) == defaults
-    report_length(sorted(filter(None, readers)), longest, LIMITS, is_default)
+    report_length(sorted(filter(None, readers)), ppo.max_prompt_seq_len + ppo.max_answer_seq_len, LIMITS)
 
 
 def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:

@@ -85,8 +85,6 @@ def check_routes(
 def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:
     """All reward sources with their weights: the learned reward (`model_source`), functions, the remote service. Starts
     the worker processes of the functions; `RewardMixture.close` ends them."""
-    if flags.use_reward_model != (model_source is not None):
-        raise ValueError("a learned reward is required if and only if --use_reward_model is on")
     sources: list[tuple[RewardSource, float]] = []
     if model_source is not None:
         sources.append((model_source, flags.reward_model_weight))

@@ -151,8 +151,6 @@ class RewardMixture:
         self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0,
         routes: Mapping[str, Sequence[str]] | None = None,
     ):  # fmt: skip
-        if not sources:
-            raise ValueError("a mixture of rewards needs at least one source")
         self.sources = list(sources)
         self.default = default
         self.routes = routes or {}

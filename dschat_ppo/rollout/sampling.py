@@ -171,10 +171,6 @@ class StoppingCriteria:
     min_new_tokens: int = 0
     decode: Decode | None = None
 
-    def __post_init__(self) -> None:
-        if self.stop_strings and self.decode is None:
-            raise ValueError("stop strings need a decoder")
-
     @property
     def ids(self) -> tuple[int, ...]:
         """All tokens that end a response."""

@@ -108,7 +108,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     if rows.eval is None and (fit.validate_only or named is not None):
         flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
         raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
-    report_length([folder], fit.max_seq_len, "--max_seq_len", fit.max_seq_len == SupervisedFlags.max_seq_len)
+    report_length([folder], fit.max_seq_len, "--max_seq_len")
     report_learning_rate(fit, adapter, folder)
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None

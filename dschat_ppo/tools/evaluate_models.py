@@ -37,8 +37,7 @@ from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
-from dschat_ppo.tools.evaluate_flags import PROMPT_TOKENS, Wanted
-from dschat_ppo.tools.sampling_settings import SamplingSettings
+from dschat_ppo.tools.evaluate_flags import Wanted
 from dschat_ppo.types import Rollout, to_device
 
 REWARD_FLAG, LIMITS = "--reward_model_name_or_path", "--max_prompt_seq_len + --max_tokens"
@@ -102,8 +101,7 @@ def evaluate(wanted: Wanted) -> Evaluated:
     name = None if rewards is None else rewards.reward_model_name_or_path
     reward = check_models([(REWARD_FLAG, name)], wanted.prompts, True)[0] if name else None
     prompts, names = _prompts(wanted, models)
-    is_default = longest == PROMPT_TOKENS + SamplingSettings.max_tokens
-    report_length([model.folder for model in models], longest, LIMITS, is_default)
+    report_length([model.folder for model in models], longest, LIMITS)
 
     scorer: ScalarModel | None = None
     if reward is not None:

@@ -5,7 +5,7 @@
     python -m dschat_ppo.tools.plan --step 1 --model M --devices 8 [flags of step 1]
 
 --step is 1 (SFT), 2 (reward model), dpo or 3 (PPO, the default). A model is a folder that holds at least config.json,
-or a name on the hub, of which only config.json is downloaded. No weights are read. All flags of the step's main.py
+or a name on the hub, of which no weights are downloaded. All flags of the step's main.py
 are accepted; --data_path and --output_dir may be left out. docs/memory.md explains the table.
 """
 
@@ -17,7 +17,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dschat_ppo.common.exit_codes import exit_code_of
@@ -25,7 +24,7 @@ from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.steps import PPOConfig, StepConfig
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.errors import UserError
 
 if TYPE_CHECKING:  # it needs torch
     from dschat_ppo.planner.plan_step import Plan
@@ -90,28 +89,18 @@ def main(argv: Sequence[str]) -> int:
     return exit_code_of(lambda: _print_plan(*read_words(argv)))
 
 
-def settings_folder(name: str, flag: str) -> str:
-    """The local folder of a model's configuration: the folder itself, or that of `config.json` from the hub."""
-    from dschat_ppo.models.model_folders import model_folder
-
-    if os.path.exists(os.path.expanduser(name)) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return model_folder(name, flag)
-    import huggingface_hub
-
-    with reading(f"{flag} {name}: neither a local folder nor a model whose config.json can be downloaded from the hub"):
-        return str(Path(huggingface_hub.hf_hub_download(name, "config.json")).parent)
-
-
 def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     config = step_config(words.step, rest)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for a device, and prints a warning
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_hugging_face
+    from dschat_ppo.models.model_files import settings_only
     from dschat_ppo.planner.model_parts import read_model_configs
     from dschat_ppo.planner.plan_step import full_text, plan_step
 
     quiet_hugging_face()
-    models = read_model_configs(config, settings_folder)
+    with settings_only():
+        models = read_model_configs(config)
 
     def plan_with(more: list[str]) -> Plan:
         changed = step_config(words.step, [*rest, *more])

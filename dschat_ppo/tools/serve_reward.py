@@ -75,7 +75,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def serve(argv: Sequence[str]) -> None:
     """Load the model and serve until SIGTERM or SIGINT; requests in progress are answered first."""
     arguments = read_arguments(argv)
-    for module in ("fastapi", "starlette", "uvicorn"):
+    for module in ("fastapi", "uvicorn"):
         require_extra(module, "the reward server")
     host = arguments.host
     listening = listen(host, arguments.port, f"--host {host} --port {arguments.port}")

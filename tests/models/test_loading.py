@@ -188,7 +188,7 @@ def test_buffers_in_old_files_are_ignored(tmp_path, safe):
     assert check_sequence_classifier(str(tmp_path), new_head=True)
 
 
-def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_noted(tmp_path, said):
+def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_warned_of(tmp_path, said):
     GPT2Config(n_positions=32).save_pretrained(tmp_path / "gpt2")
     for name, positions in (("long", 256), ("short", 64), ("middle", 128)):
         tiny_config(max_position_embeddings=positions).save_pretrained(tmp_path / name)
@@ -199,13 +199,11 @@ def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_noted(
     require_length(folders[1], 4 * 64, "--max_seq_len")
     with pytest.raises(UserError, match="64 positions"):
         require_length(folders[1], 4 * 64 + 1, "--max_seq_len")
-    report_length(folders, 64, "--max_seq_len", is_default=False)
+    report_length(folders, 64, "--max_seq_len")
     assert not said
-    report_length(folders, 200, "--max_seq_len", is_default=True)
-    report_length(folders, 65, "--max_seq_len", is_default=False)
-    note, warning = said
-    assert note.startswith("note: --max_seq_len: the default of 200 tokens") and f"64 positions of {folders[1]}" in note
-    assert warning.startswith("--max_seq_len of 65 tokens goes beyond the 64 positions") and "not trained" in warning
+    report_length(folders, 65, "--max_seq_len")
+    [warning] = said
+    assert warning.startswith(f"--max_seq_len of 65 tokens goes beyond the 64 positions of {folders[1]};")
 
 
 @pytest.fixture

@@ -152,11 +152,6 @@ def test_eos_and_stop_token_have_precedence_over_a_string_that_they_complete(way
         assert rollout.finish_reason[number] == reason
 
 
-def test_strings_need_a_decoder():
-    with pytest.raises(ValueError, match="decode"):
-        StoppingCriteria(4, stop_strings=("end",))
-
-
 @pytest.mark.parametrize(
     ("tokens", "found", "reason", "length"),
     [

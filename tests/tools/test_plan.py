@@ -2,11 +2,9 @@
 
 import sys
 
-import huggingface_hub
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dschat_ppo.tools import plan
 from dschat_ppo.tools.plan import main, size_of
 
 
@@ -79,16 +77,3 @@ def test_what_the_planner_cannot_use_is_one_line(models, capsys, tmp_path, monke
         assert main(words) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and problem in error and error.count("\n") == 1
-
-
-def test_a_name_on_the_hub_downloads_its_settings_alone(monkeypatch, models):
-    asked = []
-
-    def download(*words):
-        asked.append(words)
-        return f"{models['actor']}/config.json"
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert plan.settings_folder("org/name", "--actor") == models["actor"]
-    assert plan.settings_folder(models["critic"], "--critic") == models["critic"]
-    assert asked == [("org/name", "config.json")]
