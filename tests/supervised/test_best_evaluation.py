@@ -3,7 +3,7 @@
 import math
 
 from dschat_ppo.config.run_flags import BestMetric
-from dschat_ppo.run.kept_models import best_is_lost
+from dschat_ppo.run.output_folder import best_is_lost
 from dschat_ppo.supervised.trainer import BestEvaluation
 
 ACCURACY = BestMetric("eval_accuracy", higher=True)
