@@ -65,12 +65,14 @@ CASES = {
 BF16, PACKED, PADDED = "--dtype bf16", "packed", "padded"
 CHECKPOINTING, ON_HOST = "--gradient_checkpointing", "--offload_activations"
 ROLES = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
+# those that have models of their own kind; a loss does not see how weights are divided
+FULLY_DIVIDED = ("sft", "sft lora", "reward", "dpo", "ppo", "ppo lora alone", "ppo full kl")
 # name of a launch -> (ranks, how many of them share rows, [(case, ZeRO stage, rows of a micro-batch, further flags)])
 LAUNCHES = {
     # packed: the KL to the reference begins at exactly 0; in padded rows Adam makes whole steps of its rounding
     "one": (1, 1, [(case, 0, 4, "") for case in CASES]),
     "two": (2, 1, [
-        *((case, 3, 1, "") for case in CASES),
+        *((case, 3 if case in FULLY_DIVIDED else 1, 1, "") for case in CASES),
         *((task, stage, micro, "") for task in ("sft", "ppo") for stage, micro in ((0, 1), (1, 2), (2, 1))),
         ("sft", 3, 2, CHECKPOINTING), ("sft", 3, 2, "--offload"), ("kto", 0, 1, PACKED), ("process", 0, 2, PADDED),
         *(("sft", stage, 2, BF16) for stage in (1, 2, 3)),
@@ -79,13 +81,13 @@ LAUNCHES = {
         ("ppo dora", 1, 2, ""),
     ]),
     "shared": (2, 2, [
-        *((task, 3, 2, PACKED) for task in ("reward", "dpo", "kto", "process", "orpo", "ppo")),
+        *((task, 3 if task == "ppo" else 1, 2, PACKED) for task in ("reward", "dpo", "kto", "process", "orpo", "ppo")),
         *((task, 0, 2, PADDED) for task in ("sft", "dpo", "ppo")),
         ("sft", 3, 2, f"{CHECKPOINTING} {ON_HOST}"), ("sft lora", 3, 2, f"{CHECKPOINTING} {ON_HOST}"),
         ("ppo lora alone", 3, 2, PADDED),
     ]),
     "groups": (4, 2, [
-        ("sft", 3, 1, CHECKPOINTING), ("ppo", 3, 2, "--micro_batch_tokens 96"), ("dpo", 0, 2, ""),
+        ("sft", 3, 1, CHECKPOINTING), ("ppo", 3, 2, "--micro_batch_tokens 96"),
         ("sft", 3, 1, "--zero_hpz_partition_size 2"),
     ]),
 }  # fmt: skip
