@@ -1,8 +1,8 @@
-"""Every common architecture, tiny and random, through SFT and PPO on two ZeRO-3 ranks, and those with a classifier or a
-loss of their own through the reward model too.
+"""Every common architecture, tiny and random, under ZeRO-3 through SFT and PPO, and those with a classifier or a loss
+of their own through the reward model too.
 
-The runs share one launch. `pytest --update-docs` writes what they found to the table of docs/models.md; without the
-option that table is compared.
+The runs share two launches: PPO without experts has one rank. `pytest --update-docs` writes what they found to the
+table of docs/models.md; without the option that table is compared.
 """
 
 import json
@@ -105,23 +105,29 @@ def out(tmp_path_factory):
             + (f"--critic_model_name_or_path {home}/reward" if name in REWARDED else LENGTHS_PAY),
         }
         runs |= {
-            f"{name}: {step}": (step, [*words.split(), *router.split(), "--output_dir", f"{home}/{step}"])
+            f"{name}: {step}": (
+                1 if step == "ppo" and name not in MIXTURES else 2,
+                step,
+                [*words.split(), *router.split(), "--output_dir", f"{home}/{step}"],
+            )
             for step, words in steps.items()
             if step != "reward" or name in REWARDED
         }
         if name in MIXTURES:
             experts[stem(name)] = [str(home / "base"), rows_of_other_experts(home / "base"), COEF if router else 0]
-    step, words = runs["Mixtral: sft"]  # the ranks share rows, twice as many in a micro-batch
+    ranks, step, words = runs["Mixtral: sft"]  # the ranks share rows, twice as many in a micro-batch
     size = ["--sequence_parallel_size", "2", "--per_device_train_batch_size", "4"]
-    runs["divided"] = (step, [*words, *size, "--output_dir", str(folder / "divided")])
+    runs["divided"] = (ranks, step, [*words, *size, "--output_dir", str(folder / "divided")])
     (folder / "cases.json").write_text(json.dumps({"runs": runs, "experts": experts}))
-    succeed(forked(2, "tests/workers/architectures.py", folder, timeout=900))
+    for ranks in (2, 1):
+        succeed(forked(ranks, "tests/workers/architectures.py", folder, timeout=900))
     return folder
 
 
 @pytest.fixture(scope="module")
 def logs(out):
-    return json.loads((out / "found.json").read_text())
+    of_two, of_one = (json.loads((out / f"found_{ranks}.json").read_text()) for ranks in (2, 1))
+    return of_two | of_one
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

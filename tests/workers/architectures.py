@@ -2,9 +2,9 @@
 
 architectures.py FOLDER
 
-    FOLDER/cases.json: {"runs": name -> [step, words], "experts": name -> [model folder, ids of each rank, weight of the
-        router loss]}
-    writes found.json: name -> log; beside each saved model outputs.pt; for experts NAME.experts, the weights
+    FOLDER/cases.json: {"runs": name -> [number of ranks, step, words], "experts": name -> [model folder, ids of each
+        rank, weight of the router loss]}
+    writes found_RANKS.json: name -> log; beside each saved model outputs.pt; for experts NAME.experts, the weights
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.ranks import world_size
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
@@ -73,7 +74,9 @@ def main() -> None:
     trainer.save_model = train_ppo.save_model = save_with_outputs
     folder, found = Path(sys.argv[-1]), {}
     cases = json.loads((folder / "cases.json").read_text())
-    for name, (step, words) in cases["runs"].items():
+    for name, (ranks, step, words) in cases["runs"].items():
+        if ranks != world_size():
+            continue
         said = io.StringIO()
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -81,11 +84,11 @@ def main() -> None:
         finally:
             print(f"--- {name}\n{said.getvalue()}", flush=True)
         found[name] = said.getvalue()
-    for name, (model, ids, coef) in cases["experts"].items():
+    for name, (model, ids, coef) in cases["experts"].items() if world_size() == 2 else ():
         print(f"--- {name}: experts", flush=True)
         train_experts(model, ids[dist.rank()], coef, f"{folder}/{name}.experts")
     if dist.is_main():
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / f"found_{world_size()}.json").write_text(json.dumps(found))
     dist.shutdown()
     leave(0)
 
