@@ -126,7 +126,7 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
         config = parse("reward", [*words, "--objective", task])
         use = config.reward.data_use
     tokens = prepare(use, load_tokenizer(model, "model"), config.data, 64).train
-    rows, ds_config = TokenRows(tokens.select(range(11)), tokens.select(range(11, 16))), None
+    rows = TokenRows(tokens.select(range(11)), tokens.select(range(11, 16)))
     ds_config = fit_ds_config(config)
     if task == "sft":
         adapter = adapter_settings(config.lora.lora_dim, None, config.adapters)
