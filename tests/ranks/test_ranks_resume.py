@@ -56,8 +56,7 @@ RUNS = {
         "--dropout 0.1 --eval_interval 3 --objective kto --zero_stage 3 --dtype fp32",
         [4],
     ),
-    "adapter": ("sft", f"{SFT} {LORA} --zero_stage 3", ["step_000002"]),
-    "dora": ("sft", f"{SFT} {LORA} --zero_stage 2 --use_dora --lora_merge", ["step_000002"]),
+    "dora": ("sft", f"{SFT} {LORA} --zero_stage 3 --use_dora --lora_merge", ["step_000002"]),
     "packed": (
         "sft",
         f"{SFT} --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_train_epochs 1 --packing "
@@ -85,7 +84,6 @@ RUNS = {
         [3, 5],
     ),
     "shared base": ("ppo", ADAPTERS, ["step_000001"]),
-    "merged": ("ppo", f"{ADAPTERS} --lora_merge", None),
     "shared rows": (
         "ppo",
         f"{MODELS} {PPO} 2 {BATCHES} {PLAIN_TEXT} --per_device_generation_batch_size @4 --eval_interval 1 "
@@ -97,7 +95,8 @@ RUNS = {
     "ppo stream": (
         "ppo",
         f"{MODELS} {PPO} 6 {STREAM} --per_device_generation_batch_size @6 --per_device_training_batch_size @6 "
-        "--num_train_epochs 2 --dtype fp32",
+        "--num_train_epochs 2 --dtype fp32 --top_p 0.9 --min_p 0.01 --repetition_penalty 1.3 --min_answer_seq_len 2 "
+        "--stop_strings a e i o --stop_token_ids 40 41",
         ["step_000003"],
     ),
     # a tokenizer with more tokens than the model has rows
@@ -143,9 +142,7 @@ def runs(assets, tmp_path_factory):
     first |= {f"{name} cut": at(name, "cut", [*places, None]) for name, (_, _, places) in RUNS.items() if places}
     first |= {name: at(name.partition(" moved")[0], "moved", [INSIDE]) for name in ("ppo moved", "shared rows moved")}
     found = run_steps(first, folder, ranks=2)
-    alone = {
-        f"{name} alone": at(name, "alone", [None], 1) for name in ("packed", "shared rows", "stream", "ppo stream")
-    }
+    alone = {f"{name} alone": at(name, "alone", [None], 1) for name in ("packed", "shared rows", "stream")}
     alone["shared rows moved"] = at("shared rows", "moved", [None], 1)
     alone["ppo moved"] = at("ppo", "moved", [None], 1, ALONE)
     alone["ppo more"] = at("ppo", "more", [INSIDE], 1, ALONE)
@@ -193,7 +190,7 @@ def test_a_resumed_run_has_the_metrics_models_and_samples_of_an_uninterrupted_on
 
 
 @pytest.mark.parametrize("name", ["ppo more", "ppo moved", "shared rows whole", "shared rows moved", "packed whole",
-                                  "stream whole", "ppo stream whole"])  # fmt: skip
+                                  "stream whole"])  # fmt: skip
 def test_another_number_of_ranks_and_another_stage_match_within_rounding(runs, name):
     folder, found = runs
     run, how = name.rsplit(" ", 1)
@@ -236,6 +233,12 @@ def test_a_finished_run_does_not_start_again_but_resume_force_can_extend_it(runs
     assert "  --learning_rate: 1.0 -> 0.02" in found["other"][0]["said"]
 
 
+def test_scoring_agrees_with_a_generation_that_is_cut_and_steered(folder):
+    for line in metrics_of(folder / "ppo_stream/whole"):
+        assert line["rollout/logprob_diff_max"] < 1e-4 and line["rollout/ended_share"] > 0
+        assert 2 <= line["rollout/length_mean"] < 6
+
+
 def test_the_average_is_of_the_actors_own_weights_and_the_reference_moves(folder):
     """Without any memory of former weights the average is the actor, at ZeRO-2; with some it lies behind, at ZeRO-3."""
     for name, same in (("sampled", True), ("ppo", False)):
@@ -246,7 +249,7 @@ def test_the_average_is_of_the_actors_own_weights_and_the_reference_moves(folder
     assert all(line["kl/reference_moved"] > 0 for line in metrics_of(folder / "ppo/whole")[2:])
 
 
-@pytest.mark.parametrize("name", ["adapter", "dora", "shared_base"])
+@pytest.mark.parametrize("name", ["dora", "shared_base"])
 def test_checkpoints_do_not_hold_the_frozen_base(folder, assets, name):
     for checkpoint in (folder / name / "whole/checkpoints").glob("step_*"):
         states = [common_state(role) for role in checkpoint.iterdir() if role.is_dir()]
@@ -258,14 +261,11 @@ def test_checkpoints_do_not_hold_the_frozen_base(folder, assets, name):
         assert size < (assets / "lm/model.safetensors").stat().st_size
 
 
-@torch.no_grad()
-def test_saved_adapters_load_in_peft_and_merged_models_give_the_same_logits(folder, assets):
-    ids, adapters = torch.tensor([[5, 6, 7, 8]]), folder / "shared_base/whole"
+def test_saved_adapters_load_in_peft(folder, assets):
+    adapters = folder / "shared_base/whole"
     before = load_file(assets / "actor_adapter/adapter_model.safetensors")
     for role in ("actor", "actor_ema"):
-        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(assets / "lm"), adapters / role)
-        merged = AutoModelForCausalLM.from_pretrained(folder / "merged/whole" / role)
-        torch.testing.assert_close(adapted.eval()(ids).logits, merged.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(assets / "lm"), adapters / role)
         weights = load_file(adapters / role / "adapter_model.safetensors")
         assert weights.keys() == before.keys(), "nothing but the adapter"
         assert not any(torch.equal(weights[name], first) for name, first in before.items()), "something was not trained"
