@@ -29,7 +29,7 @@ PPO = (
     "--max_answer_seq_len 6 --actor_learning_rate 0.001 --critic_learning_rate 0.001 --actor_weight_decay 0.1 "
     "--critic_weight_decay 0.1 --enable_test_mode --test_stop_step 1"
 )
-BOTH = "--num_train_epochs 1 --num_warmup_steps 0 --data_split 2,4,4"
+BOTH = "--dtype fp32 --num_train_epochs 1 --num_warmup_steps 0 --data_split 2,4,4"
 
 
 def started() -> list[str]:
