@@ -44,16 +44,13 @@ def cases_of(assets, folder, ranks: int) -> dict[str, tuple[str, list[object]]]:
         "lora-merged": f"{lora} {frozen} --zero_stage 2 --lora_merge",
         "lora-all": f"{lora} --zero_stage 3 --dtype fp32 --lora_module_name q_proj,v_proj",
         "dora": f"{lora} {frozen} --zero_stage 1 --use_dora --offload",
-        "lora-reward": f"reward --model_name_or_path {assets}/lm --data_path {assets}/pairs.jsonl {pairs} "
-        f"--lora_dim 4 {frozen} --zero_stage 3",
     }
     cases |= {name: tuple(words.split(maxsplit=1)) for name, words in more.items()}
     models = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward"
-    for name, stage, dtype in (("ppo-3", 3, "bf16"), ("ppo-2", 2, "fp32")):
-        cases[name] = (
-            "ppo", f"{models} --data_path {assets}/prompts.jsonl {PPO} --dtype {dtype} --actor_zero_stage {stage} "
-            f"--critic_zero_stage {stage}",
-        )  # fmt: skip
+    cases["ppo-3"] = (
+        "ppo", f"{models} --data_path {assets}/prompts.jsonl {PPO} --dtype bf16 --actor_zero_stage 3 "
+        "--critic_zero_stage 3",
+    )  # fmt: skip
     cases["ppo-lora"] = (
         "ppo", f"{cases['ppo-3'][1]} --actor_lora_dim 4 --critic_lora_dim 2 {frozen.replace('--lora', '--actor_lora')}",
     )  # fmt: skip
