@@ -1,4 +1,5 @@
-"""The example `gsm8k`: its scripts on word problems in the form of GSM8K and a tiny model; commands of its README."""
+"""The example `gsm8k`: what its scripts start, on word problems in the form of GSM8K and a tiny model; commands of its
+README."""
 
 import json
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch import ROOT, environment, metrics_of, succeed
+from launch import ROOT, environment, forked, metrics_of, succeed
 
 from dschat_ppo.config.batch_plan import SupervisedPlan, plan_ppo
 from dschat_ppo.config.cli import flatten, parse
@@ -35,17 +36,19 @@ def problem(number: int) -> dict[str, str]:
     }
 
 
-def script(name: str, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
+def script(name: str, *words: object, folder: Path = FOLDER, **variables: object) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in environment().items() if key not in ("MODEL", "DATA")}
     env |= {"RANKS": "1"} | {key: str(value) for key, value in variables.items()}
-    command = ["bash", FOLDER / name, *map(str, words)]
+    command = ["bash", folder / name, *map(str, words)]
     return subprocess.run(command, env=env, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module")
 def out(assets, tmp_path_factory) -> Path:
-    """The folders of the three scripts, run one after the other as the README of the example does."""
+    """The folders of what the three scripts start, one after the other as the README of the example does."""
     out = tmp_path_factory.mktemp("gsm8k")
+    copy = shutil.copytree(FOLDER, out / FOLDER.relative_to(ROOT))
+    (out / "training_scripts/ranks.sh").write_text(STUBS)
     data = out / "train.jsonl"
     data.write_text("".join(json.dumps(problem(number)) + "\n" for number in range(40)))
     shared = ("--dtype", "fp32")
@@ -57,9 +60,9 @@ def out(assets, tmp_path_factory) -> Path:
         ("run_evaluate.sh", "evaluation", "",
          ("--model", out / "sft", out / "grpo/actor", "--max_tokens", 24, *shared)),
     ):  # fmt: skip
-        result = script(name, out / folder, *words, MODEL=model, DATA=data)
-        assert result.returncode == 0, f"{name}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
-        (out / f"{folder}.log").write_text(result.stdout + result.stderr)
+        started = succeed(script(name, out / folder, *words, folder=copy, MODEL=model, DATA=data)).stdout
+        main, *flags = json.loads(started)
+        succeed(forked(1, "tests/workers/run_module.py", *flags) if main == "-m" else forked(1, main, *flags))
     return out
 
 
