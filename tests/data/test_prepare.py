@@ -367,7 +367,7 @@ def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypat
 def test_whole_data_sets_in_the_order_of_the_files(tmp_path):
     """All rows, whatever the split, each with the number of its data set."""
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", PAIRS[:3]), ("b", PAIRS[3:8]))]
-    prepared = prepare("preference", TOKENIZER, flags_for(tmp_path, *paths), 64, whole_flag="--pairs")
+    prepared = prepare("preference", TOKENIZER, flags_for(tmp_path, *paths), 64, whole_flag="--data_path")
     rows, names = prepared.eval, prepared.eval_sources
     assert prompts_of(rows) == [row["prompt"] for row in PAIRS[:8]]
     assert [names[number] for number in rows["source"]] == ["a"] * 3 + ["b"] * 5
