@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import shutil
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ _STARTS = (
     b"version https://git-lfs.github.com/spec/v1\n",
 )  # fmt: skip
 _DEPTH = 100_000
-_PLACES = ("missing", "folder", "loop", "dangling", "fifo", "empty", "locked", "device")
+_PLACES = ("missing", "folder", "loop", "dangling", "empty", "locked")
 
 
 def mutate_bytes(rng: random.Random, content: bytes) -> tuple[bytes, str]:
@@ -154,12 +153,8 @@ def mutate_file(rng: random.Random, path: Path) -> str:
         path.symlink_to(path.name)
     elif kind == "dangling":
         path.symlink_to("nowhere")
-    elif kind == "fifo":
-        os.mkfifo(path)
     elif kind == "empty":
         path.touch()
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
     return f"{path.name}: {kind}"
 
 

@@ -1,4 +1,4 @@
-"""Paths as a person reads them, and what lies there: a file or folder, or a pipe that must not be read by mistake."""
+"""Paths as a person reads them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,3 @@ def shown_path(path: str | Path) -> str:
     """A path for a message: relative to the working directory if it lies in it."""
     text = str(path)
     return text.removeprefix(os.path.join(os.getcwd(), "")) or text
-
-
-def is_pipe_or_device(path: Path) -> bool:
-    """Whether `path`, or what it links to, is neither a file nor a folder: reading a pipe waits until somebody writes
-    to it, and a device such as /dev/zero has no end."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)

@@ -106,17 +106,6 @@ def has_plain_optimizer(engine: Engine) -> bool:
     return isinstance(engine.optimizer, torch.optim.Optimizer)
 
 
-def plain_grad_norm(engine: Engine) -> Tensor:
-    """Gradient norm of an engine with a plain optimizer, after the last backward pass; the same on every rank."""
-    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
-
-
-def has_dynamic_scale(engine: Engine) -> bool:
-    """Whether the engine trains in fp16 with a loss scale that falls after an overflow."""
-    return bool(engine.fp16_enabled()) and engine.optimizer.loss_scaler.dynamic
-
-
 def loss_scale(engine: Engine) -> float:
     """Factor of the loss in the backward pass: 1 except in fp16, and in an engine that only evaluates."""
     scaler = getattr(engine.optimizer, "loss_scaler", None) if engine.fp16_enabled() else None
@@ -126,12 +115,6 @@ def loss_scale(engine: Engine) -> float:
 def has_overflow(engine: Engine) -> bool:
     """Whether an accumulated fp16 gradient is not finite on any rank. Collective."""
     return bool(engine.optimizer.has_overflow())
-
-
-def is_at_smallest_scale(engine: Engine) -> bool:
-    """Whether the loss scale is at its minimum, so that lowering it cannot cure an overflow."""
-    scaler = engine.optimizer.loss_scaler
-    return scaler.cur_scale <= scaler.min_scale
 
 
 def skip_update(engine: Engine) -> None:
@@ -245,14 +228,16 @@ def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult
         skip_update(engine)
         return StepResult(math.inf, applied=False, fault=fault)
     if has_plain_optimizer(engine):
-        norm = plain_grad_norm(engine)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
         if not norm.isfinite():
             skip_update(engine)
             return StepResult(math.inf, applied=False, fault=_find_gradient_fault(gradients))
         engine.step()
         return StepResult(float(norm), applied=True)
-    scaled = has_dynamic_scale(engine)
-    if scaled and is_at_smallest_scale(engine) and has_overflow(engine):
+    scaler: Any = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+    scaled = scaler is not None and scaler.dynamic
+    # a scale that cannot fall any more cures no overflow
+    if scaled and scaler.cur_scale <= scaler.min_scale and has_overflow(engine):
         skip_update(engine)
         return StepResult(math.inf, applied=False, fault=_find_gradient_fault(gradients))
     engine.step()

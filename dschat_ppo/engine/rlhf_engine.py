@@ -132,20 +132,6 @@ class RLHFEngine:
             if self.critic is not None and same:
                 self.reward.module.layout = self.critic.module.layout  # the same model, already tested
 
-        self.hybrid = self._build_hybrid(config, actor_stage)
-
-    def _evaluating(
-        self, model: PolicyModel | ScalarModel, ds_config: Config, config: PPOConfig, selects: bool
-    ) -> Engine:
-        """An engine that only runs forward; `selects` the kernels of the model, which has no others yet."""
-        apply_memory_flags(model, config.memory)
-        share_gathering(model, self.actor)
-        engine = eval_engine(model, ds_config)
-        if selects:
-            select_kernels(engine)
-        return engine
-
-    def _build_hybrid(self, config: PPOConfig, actor_stage: int) -> HybridEngine:
         memory, lora_dim = config.ppo_memory, config.lora.actor_lora_dim
         engines = [self.actor, self.reference, self.critic, self.reward]
         sleeping = [engine for engine in engines if engine is not None] if memory.sleep_in_rollout else []
@@ -157,7 +143,18 @@ class RLHFEngine:
         merge: Merge | None = None
         if lora_dim > 0 and (pinned or actor_stage != 3):  # else the weights are never whole
             merge = partial(merged, originals_on_host=memory.sleep_in_rollout)
-        return HybridEngine(self.actor, pinned, merge, sleeping, parallel)
+        self.hybrid = HybridEngine(self.actor, pinned, merge, sleeping, parallel)
+
+    def _evaluating(
+        self, model: PolicyModel | ScalarModel, ds_config: Config, config: PPOConfig, selects: bool
+    ) -> Engine:
+        """An engine that only runs forward; `selects` the kernels of the model, which has no others yet."""
+        apply_memory_flags(model, config.memory)
+        share_gathering(model, self.actor)
+        engine = eval_engine(model, ds_config)
+        if selects:
+            select_kernels(engine)
+        return engine
 
     @property
     def trained(self) -> dict[str, Engine]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.common.paths import is_pipe_or_device, short_names
+from dschat_ppo.common.paths import short_names
 from dschat_ppo.errors import UserError, without_credentials
 from dschat_ppo.html_report.figures import NOT_PLOTTED
 
@@ -123,8 +123,6 @@ def number_or_none(value: Any) -> float | None:
 
 def _read_text(path: Path) -> str:
     """The text of a file; "" if there is none. Bytes that are not UTF-8 are replaced."""
-    if is_pipe_or_device(path):
-        raise UserError(f"{path}: is not a regular file; remove it")
     try:
         return path.read_bytes().decode("utf-8", errors="replace")
     except FileNotFoundError:

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dschat_ppo.common.dist import main_rank_of_node_first
-from dschat_ppo.common.paths import is_pipe_or_device
 from dschat_ppo.errors import UserError, in_one_line, nearest_path, reading
 from dschat_ppo.models.architectures import SCORE
 from dschat_ppo.models.model_files import load_pickled, wants_settings_only
@@ -61,9 +60,6 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
             inner = sorted(str(path.parent) for path in Path(name).glob("*/config.json"))  # as in the output of step 3
             meant = f"; did you mean {' or '.join(inner)}?" if inner else ""
             raise UserError(f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face model{meant}")
-        for path in sorted(Path(name).iterdir()):
-            if is_pipe_or_device(path):  # a reader would wait for ever
-                raise UserError(f"{flag} {path}: is not a regular file")
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{flag} {name}: no such folder{nearest_path(name)}")

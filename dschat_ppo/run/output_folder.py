@@ -32,7 +32,7 @@ from dschat_ppo.common.atomic_files import (
 )
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import is_pipe_or_device, shown_path
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.steps import StepConfig
@@ -59,13 +59,6 @@ def refuse_model_folders(folder: Path, models: list[str]) -> None:
     read = [Path(model).resolve() for model in [*local, *filter(None, bases)]]
     if any(model in written or any(model.is_relative_to(place) for place in replaced) for model in read):
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
-
-
-def refuse_pipes(folder: Path) -> None:
-    """Refuse an output folder with a pipe or a device where a run has files: to read it waits forever."""
-    for path in (*folder.glob("*"), *folder.glob("*/*")):
-        if is_pipe_or_device(path):
-            raise UserError(f"--output_dir {folder}: {path.relative_to(folder)} is not a regular file; remove it")
 
 
 _LOCKS: dict[Path, int] = {}  # output folder -> file descriptor of `.lock` in it, which a `flock` holds

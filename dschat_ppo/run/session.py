@@ -46,7 +46,6 @@ from dschat_ppo.run.output_folder import (
     lock_folder,
     prepare_output_folder,
     refuse_model_folders,
-    refuse_pipes,
     writing,
 )
 from dschat_ppo.run.process_group import init_process_group
@@ -68,39 +67,32 @@ def begin_run(
     run = config.run
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
     refuse_model_folders(folder, models)
-    refuse_pipes(Path(run.folder))
     quiet_libraries()
     check_sequence_parallel_size(config.memory, dist.world_size())
     if run.dry_run:
         check()
     else:
-        _join(config, folder, validate_only, check)
+        set_deterministic(run.deterministic)  # before anything runs on a GPU
+        lock_folder(folder)
+        init_process_group(run.folder)
+        watchdog.start(config.safety.collective_timeout)
+        dist.share_rows(config.memory.sequence_parallel_size)
+        check_shared_folder(folder)
+        open_log(folder)
+        check()
+        begin = prepare_output_folder if validate_only else check_earlier_outputs
+        dist.on_main(writing(folder)(lambda: begin(folder, config, run)))
+        if not validate_only:
+            dist.on_main(lambda: check_trackers(run.trackers))
+        seed_everything(run.seed)
+        _check_dtype(run.dtype)
+        offloads = config.ppo.offload if isinstance(config, PPOConfig) else config.fit.offload
+        if config.memory.offload_optimizer or offloads:
+            announce("load operators")
+            load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
     for line in notes(step, config):
         logger().info(f"note: {line}")
     return dist.device(), folder
-
-
-def _join(config: StepConfig, folder: Path, validate_only: bool, check: Callable[[], None]) -> None:
-    """The part of `begin_run` that a dry run leaves out. Collective."""
-    run, memory = config.run, config.memory
-    set_deterministic(run.deterministic)  # before anything runs on a GPU
-    lock_folder(folder)
-    init_process_group(run.folder)
-    watchdog.start(config.safety.collective_timeout)
-    dist.share_rows(memory.sequence_parallel_size)
-    check_shared_folder(folder)
-    open_log(folder)
-    check()
-    begin = prepare_output_folder if validate_only else check_earlier_outputs
-    dist.on_main(writing(folder)(lambda: begin(folder, config, run)))
-    if not validate_only:
-        dist.on_main(lambda: check_trackers(run.trackers))
-    seed_everything(run.seed)
-    _check_dtype(run.dtype)
-    offloads = config.ppo.offload if isinstance(config, PPOConfig) else config.fit.offload
-    if memory.offload_optimizer or offloads:
-        announce("load operators")
-        load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
 
 
 def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:

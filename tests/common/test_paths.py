@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import time
 
-from dschat_ppo.common.paths import is_pipe_or_device, short_names, shown_path
+from dschat_ppo.common.paths import short_names, shown_path
 from dschat_ppo.common.processes import command_line, find_process
 
 
@@ -24,17 +24,6 @@ def test_a_path_in_the_working_directory_is_shown_relative_to_it(tmp_path, monke
     assert shown_path(f"{tmp_path}/here/data.jsonl:0.5") == "data.jsonl:0.5"
     for other in (f"{tmp_path}/hereafter/x", f"{tmp_path}/here", "out/sft", "--model", str(tmp_path)):
         assert shown_path(other) == other
-
-
-def test_only_pipes_and_devices_are_neither_files_nor_folders(tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("file")
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "device").symlink_to("/dev/zero")
-    os.mkfifo(tmp_path / "pipe")
-    ordinary = (tmp_path, tmp_path / "file", tmp_path / "link", tmp_path / "loop", tmp_path / "missing")
-    assert not any(map(is_pipe_or_device, ordinary))
-    assert is_pipe_or_device(tmp_path / "device") and is_pipe_or_device(tmp_path / "pipe")
 
 
 def test_a_process_is_found_by_number(tmp_path):

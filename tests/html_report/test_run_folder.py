@@ -1,7 +1,5 @@
 """Reading the files of a run: complete, damaged, resumed and unfinished."""
 
-import os
-
 import pytest
 from report_runs import ppo_lines, write_lines, write_run
 
@@ -90,6 +88,3 @@ def test_what_is_no_run_is_refused_with_a_way_out(tmp_path):
     write_lines(run / "metrics.jsonl", ppo_lines(1))
     with pytest.raises(UserError, match="named twice"):
         read_runs([run, run / "../sft"])
-    os.mkfifo(run / "config.yaml")  # it would be waited for
-    with pytest.raises(UserError, match="config.yaml: is not a regular file"):
-        read_run(run, "a")

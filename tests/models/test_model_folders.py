@@ -45,13 +45,6 @@ def test_a_name_that_may_be_of_the_hub_is_answered_too(tmp_path, monkeypatch):
         model_folder("some/mo^del", "--critic")
 
 
-def test_a_pipe_in_a_model_folder_is_refused_before_anything_waits_for_it(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=f"^--model {tmp_path}/model.safetensors: is not a regular file"):
-        model_folder(str(tmp_path), "--model")
-
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER_FORMATS = ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "onnx/model.onnx",
                  "training_args.bin", "README.md", "tf_model.h5")  # fmt: skip

@@ -28,7 +28,6 @@ from dschat_ppo.run.output_folder import (
     lock_folder,
     prepare_output_folder,
     refuse_model_folders,
-    refuse_pipes,
     release_locks,
     remove_checkpoints,
 )
@@ -273,15 +272,6 @@ def test_the_output_is_not_written_over_a_model_or_the_base_of_an_adapter(tmp_pa
     for output, model in places:
         with pytest.raises(UserError, match="would be written over a model that is read"):
             refuse_model_folders(output, [str(model)])
-
-
-def test_a_pipe_where_a_run_has_files_is_refused_and_not_waited_for(tmp_path):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "metrics.jsonl").touch()
-    refuse_pipes(tmp_path)
-    os.mkfifo(tmp_path / "logs" / "rank_0.log")
-    with pytest.raises(UserError, match=r": logs/rank_0\.log is not a regular file; remove it$"):
-        refuse_pipes(tmp_path)
 
 
 def left(output) -> list[str]:
