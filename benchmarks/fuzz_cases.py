@@ -169,7 +169,7 @@ def _seal(checkpoint: Path) -> None:
     """Make the manifest describe the files as they are."""
     from dschat_ppo.checkpoint import store
 
-    if not (checkpoint / store.MANIFEST).is_file():  # a pipe or a device
+    if not (checkpoint / store.MANIFEST).is_file():  # the mutation removed or replaced it
         return
     try:
         content = json.loads((checkpoint / store.MANIFEST).read_bytes())

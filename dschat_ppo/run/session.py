@@ -149,6 +149,8 @@ def open_session(
                 f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise --num_train_epochs or "
                 "--max_steps, or name an earlier checkpoint by --resume"
             )
+        if (profiled := config.run.profile) is not None and profiled <= saved.step:
+            logger().info(f"note: --profile {profiled} has no effect: {checkpoint} is beyond that step")
     resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
     dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, config.run, resumed)))
     return Session(output, identity, config.run, config.safety, checkpoint)
