@@ -54,6 +54,7 @@ def imported(*folders: str) -> dict[str, tuple[str, bool]]:
 
 
 IMPORTED = imported("dschat_ppo", "training")
+assert IMPORTED.pop("triton")[0].startswith("dschat_ppo/gpu_kernels.py")  # torch's builds for GPUs require it
 
 
 @pytest.mark.parametrize("library", sorted(IMPORTED))

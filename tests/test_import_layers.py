@@ -14,7 +14,7 @@ LAYERS = [
     {"errors"},  # every layer may raise its exceptions
     {"config", "types"},
     {"algorithms", "common"},
-    {"cpu_kernels"},
+    {"cpu_kernels", "gpu_kernels"},
     {"data", "models", "monitor"},
     {"checkpoint", "engine", "html_report", "rewards"},
     {"nonfinite", "rollout", "run"},

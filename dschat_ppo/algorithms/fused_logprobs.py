@@ -180,7 +180,7 @@ def _block_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float, head: Head
 ) -> tuple[Tensor, Tensor | None]:
     """Logits / temperature, (N, columns) fp32, and the `tanh` of the soft cap, which the derivative needs."""
-    logits = _product(hidden, weight[block], None if bias is None else bias[block])
+    logits = fp32_product(hidden, weight[block], None if bias is None else bias[block])
     if head.softcap is None:
         factor = head.scale / temperature
         return logits if factor == 1 else logits.mul_(factor), None
@@ -201,7 +201,7 @@ def _of_rows(forbidden: Forbidden | None, piece: slice) -> Forbidden | None:
     return None if forbidden is None else (forbidden[0][piece], forbidden[1])
 
 
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The linear layer (N, columns) in fp32, or fp64; on a GPU without rounding to bf16 or fp16 before."""
     if hidden.is_cuda and hidden.dtype in HALF and bias is None and FP32_PRODUCTS:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

@@ -1,5 +1,5 @@
-"""RMSNorm and SwiGLU layers by compiled kernels, with backward passes by hand: bf16 on a CPU. On a GPU, RMSNorm by
-PyTorch's kernel; without gradients in fp32 by its function, which is fewer operations.
+"""RMSNorm and SwiGLU layers by the kernels of `elementwise`, with backward passes by hand. Where these do not run, a
+GPU's RMSNorm is PyTorch's kernel; so is that in fp32 without gradients, which is fewer operations.
 
 Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps silu(gate) of an MLP.
 By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) + eps)^-1/2, and the gradient g of y:
@@ -10,12 +10,14 @@ and with the product y = silu(a) b of an MLP, s = 1 / (1 + exp(-a)), and the gra
 
     da = g b s (1 + a (1 - s))    db = g silu(a)
 
-Both forward passes round where transformers' layers do.
+On a GPU queries and keys are rotated by a kernel too, and their gradients back. All forward passes round where
+transformers' layers do.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import cache
 from typing import Any
 
@@ -23,55 +25,85 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
-from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.cpu_kernels.operations import can_run
+from dschat_ppo.models.elementwise import kernels_for
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, kernels: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
         states = states.contiguous()
         ctx.save_for_backward(states, weight)
-        ctx.eps = eps
-        return operations.rms_norm(states, weight, eps)
+        ctx.kernels, ctx.eps = kernels, eps
+        normal: Tensor = kernels.rms_norm(states, weight, eps)
+        return normal
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor | None, None]:
         states, weight = ctx.saved_tensors
-        of_states, of_weight = operations.rms_norm_backward(states, weight, gradient.contiguous(), ctx.eps)
-        return of_states, of_weight if ctx.needs_input_grad[1] else None, None
+        of_states, of_weight = ctx.kernels.rms_norm_backward(states, weight, gradient.contiguous(), ctx.eps)
+        return None, of_states, of_weight if ctx.needs_input_grad[2] else None, None
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, kernels: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return operations.swiglu(gate, up)
+        ctx.kernels = kernels
+        product: Tensor = kernels.swiglu(gate, up)
+        return product
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return operations.swiglu_backward(gate, up, gradient.contiguous())
+        return None, *ctx.kernels.swiglu_backward(gate, up, gradient.contiguous())
 
 
-def _can_run(*tensors: Tensor) -> bool:
-    """As `can_run`; on the meta device too, where the planner counts what layers save for their backward pass."""
-    return can_run(*tensors) or all(x.is_meta and x.dtype == torch.bfloat16 for x in tensors)
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.kernels = kernels
+        rotated: Tensor = kernels.rotated(states, cos, sin)
+        return rotated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, ctx.kernels.rotated(gradient, *ctx.saved_tensors, back=True), None, None
+
+
+class FastRotary:
+    """Rotates queries and keys of a GPU by one kernel each; else it calls `original`, the model's function."""
+
+    def __init__(self, original: Any):
+        self._original = original
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As the function of the model: q (n, heads, L, d), k (n, kv_heads, L, d), cos and sin (n or 1, L, d)."""
+        fits = not args and not kwargs and cos.dim() == 3 and cos.shape[2] == q.shape[3]
+        kernels = kernels_for(q, k, cos, sin) if fits else None
+        if not hasattr(kernels, "rotated"):
+            found: tuple[Tensor, Tensor] = self._original(q, k, cos, sin, *args, **kwargs)
+            return found
+        return _Rotation.apply(kernels, q, cos, sin), _Rotation.apply(kernels, k, cos, sin)
 
 
 @cache
 def _fast_norm(kind: Any) -> Any:
     def forward(self: Any, states: Tensor) -> Tensor:
         weight, eps, trains = self.weight, self.variance_epsilon, torch.is_grad_enabled()
-        if _can_run(states, weight):
+        if kernels := kernels_for(states, weight):
             found: Tensor = (
-                _RMSNorm.apply(states, weight, eps) if trains else operations.rms_norm(states.contiguous(), weight, eps)
-            )
+                _RMSNorm.apply(kernels, states, weight, eps) if trains
+                else kernels.rms_norm(states.contiguous(), weight, eps)
+            )  # fmt: skip
         elif states.is_cuda or (states.dtype == torch.float32 and not trains):  # in fp32, with the same bits
             found = weight * nn.functional.rms_norm(states, weight.shape, None, eps)
         else:
@@ -84,31 +116,36 @@ def _fast_norm(kind: Any) -> Any:
 @cache
 def _fast_mlp(kind: Any) -> Any:
     def forward(self: Any, states: Tensor) -> Tensor:
-        if not _can_run(states):
+        if not kernels_for(states):
             plain: Tensor = kind.forward(self, states)
             return plain
         gate, up = self.gate_proj(states), self.up_proj(states)
-        found: Tensor = self.down_proj(_SwiGLU.apply(gate, up) if _can_run(gate, up) else self.act_fn(gate) * up)
+        kernels = kernels_for(gate, up)
+        found: Tensor = self.down_proj(_SwiGLU.apply(kernels, gate, up) if kernels else self.act_fn(gate) * up)
         return found
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def use_fast_layers(model: nn.Module) -> None:
-    """Make RMSNorm and MLP layers of `model` use the kernels, where they compute what those of Llama do. transformers
-    copies these layers into many architectures, so the code itself is compared. Gemma's norm, for example, adds 1 to
-    the weight, and stays as it is."""
+    """Make RMSNorm and MLP layers of `model`, and the rotations of its module, use the kernels, where they compute what
+    those of Llama do. transformers copies these into many architectures, so the code itself is compared. Gemma's norm,
+    for example, adds 1 to the weight, and stays as it is."""
     for layer in model.modules():
         kind: Any = type(layer)
-        if kind.__name__.endswith("RMSNorm") and _same_code(kind, LlamaRMSNorm):
+        if kind.__name__.endswith("RMSNorm") and _same_code(kind.forward, LlamaRMSNorm.forward):
             layer.__class__ = _fast_norm(kind)
         activation = getattr(layer, "act_fn", None)
-        if isinstance(activation, (nn.SiLU, SiLUActivation)) and _same_code(kind, LlamaMLP):
+        if isinstance(activation, (nn.SiLU, SiLUActivation)) and _same_code(kind.forward, LlamaMLP.forward):
             layer.__class__ = _fast_mlp(kind)
+        module: Any = sys.modules[kind.__module__]
+        rotate, half = (vars(module).get(name) for name in ("apply_rotary_pos_emb", "rotate_half"))
+        if _same_code(rotate, apply_rotary_pos_emb) and _same_code(half, rotate_half):
+            module.apply_rotary_pos_emb = FastRotary(rotate)
 
 
-def _same_code(kind: Any, known: Any) -> bool:
-    """Whether the forward functions of two classes are the same instructions, inside decorators."""
-    codes = [getattr(inspect.unwrap(x.forward), "__code__", None) for x in (kind, known)]
+def _same_code(function: Any, known: Any) -> bool:
+    """Whether two functions are the same instructions, inside decorators."""
+    codes = [getattr(inspect.unwrap(x), "__code__", None) for x in (function, known)]
     found, expected = ((c.co_code, c.co_consts, c.co_names, c.co_varnames) if c else None for c in codes)
     return found == expected

@@ -1,9 +1,8 @@
-"""Fewer operations while generating: on a GPU rotary positions by four of ten; on a CPU in bfloat16 decoder layers of
-Llama's form by four packed products.
+"""Fewer operations while generating: decoder layers of Llama's form by four products, in half precision.
 
 Where few sequences run, a decode step is mostly small operations and calls of modules. A layer here multiplies by one
-matrix for queries, keys and values and one for gate and up, and rotates queries and keys together. Weights are laid out
-for oneDNN once.
+matrix for queries, keys and values and one for gate and up, and rotates queries and keys together. On a CPU the weights
+are laid out for oneDNN once. On a GPU they are one matrix where they lie side by side, as in DeepSpeed's flat groups.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.cpu_kernels.operations import can_run
+from dschat_ppo.algorithms.fused_logprobs import fp32_product
+from dschat_ppo.models.elementwise import kernels_for
 from dschat_ppo.models.probes import check_attention_call, unfit
 from dschat_ppo.rollout.attention import causal_attention, installed
 
@@ -76,22 +75,30 @@ class FusedLayer:
             )  # fmt: skip
             return own
         qkv = self._qkv(self._first_norm(hidden_states)).view(rows, length, -1, attention.head_dim)
-        (cos, sin), rotated = position_embeddings, self._heads + self._kv_heads  # queries and keys, in place
-        if can_run(qkv, cos, sin) and cos.is_contiguous() and sin.is_contiguous() and len(cos) == len(qkv):
-            operations.rotate_(qkv.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1), rotated)
-        else:
-            both = qkv[:, :, :rotated]
-            first, second = both.chunk(2, dim=3)
-            both.copy_((both * cos.unsqueeze(2)).add_(torch.cat([-second, first], dim=3).mul_(sin.unsqueeze(2))))
-        query, key, value = qkv.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        query, key, value = self._rotated(qkv, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
         attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, self._eager)
         mixed, _ = attend(attention, query, key, value, attention_mask, **self._settings)
         states = hidden_states + self._output(mixed.reshape(rows, length, -1))
         gate, up = self._gate_and_up(self._second_norm(states)).chunk(2, dim=2)
-        fused = self._is_swiglu and can_run(gate)
-        return states + self._down(operations.swiglu(gate, up) if fused else self._activation(gate) * up)
+        kernels = kernels_for(gate) if self._is_swiglu else None
+        return states + self._down(kernels.swiglu(gate, up) if kernels else self._activation(gate) * up)
+
+    def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """(n, L, all heads, d) -> queries, keys and values, (n, heads of each, L, d); may change `qkv`."""
+        kernels, rotated = kernels_for(qkv, cos, sin), self._heads + self._kv_heads
+        if kernels and cos.is_contiguous() and sin.is_contiguous() and len(cos) == len(qkv):
+            lines, angles = qkv.flatten(0, 1), (cos.flatten(0, 1), sin.flatten(0, 1))
+            if hasattr(kernels, "rotated_parts"):
+                parts = kernels.rotated_parts(lines, *angles, self._heads, self._kv_heads)
+                return tuple(part.view(*qkv.shape[:2], -1, qkv.shape[3]).transpose(1, 2) for part in parts)
+            kernels.rotate_(lines, *angles, rotated)
+        else:
+            both = qkv[:, :, :rotated]
+            first, second = both.chunk(2, dim=3)
+            both.copy_((both * cos.unsqueeze(2)).add_(torch.cat([-second, first], dim=3).mul_(sin.unsqueeze(2))))
+        return qkv.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
 
 
 def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, FusedLayer]]:
@@ -192,18 +199,41 @@ def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 
+def joint_product(layers: list[nn.Linear]) -> Product:
+    """One product with the weights of `layers`, if these lie side by side in memory; else one product each."""
+    if len(layers) == 1:
+        return layers[0]
+    weight = side_by_side([layer.weight.detach() for layer in layers])
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    bias = side_by_side(biases) if len(biases) == len(layers) else None
+    if weight is None or (bias is None and biases):
+        return lambda states: torch.cat([layer(states) for layer in layers], dim=-1)
+    return lambda states: torch._C._nn.linear(states, weight, bias)
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor | None:
+    """`parts` (n_i, ...) as one tensor over the same memory, (sum of n_i, ...), if they follow one another in it."""
+    first = parts[0]
+    memory, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != place or not part.is_contiguous():
+            return None
+        place += part.numel()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
 @contextmanager
-def prepacked(model: PreTrainedModel) -> Iterator[None]:
-    """Make every plain `nn.Linear` multiply with a packed copy of its weight, which takes the weights' memory again.
-    Decoder layers of Llama's form run as `FusedLayer`. `model` has whole bfloat16 weights on the CPU, which must not
-    change inside the context."""
-    replaced: list[Any] = []
+def fused(model: PreTrainedModel) -> Iterator[None]:
+    """Run decoder layers of Llama's form as `FusedLayer`. The whole weights of `model` must not change inside the
+    context. On a CPU every plain `nn.Linear` multiplies with a packed copy of its weight, so their memory is taken
+    twice."""
+    on_cpu, replaced = next(model.parameters()).device.type == "cpu", list[Any]()
     try:
-        for layer, forward in fused_layers(model, packed_product):
+        for layer, forward in fused_layers(model, packed_product if on_cpu else joint_product):
             replaced.append(layer)
             replaced[-1].forward = forward
         inside = {id(module) for layer in replaced for module in layer.modules()}
-        for module in model.modules():
+        for module in model.modules() if on_cpu else ():
             if type(module) is nn.Linear and "forward" not in vars(module) and id(module) not in inside:
                 replaced.append(module)
                 replaced[-1].forward = packed_product([module])
@@ -213,79 +243,20 @@ def prepacked(model: PreTrainedModel) -> Iterator[None]:
             vars(layer).pop("forward", None)  # packing may have failed half-way
 
 
-FUNCTION = "apply_rotary_pos_emb"  # of a transformers module: (q, k, cos, sin, unsqueeze_dim=1) -> (q, k)
-MOST_ANGLES = 4  # kept at a time: some models have one set for each kind of layer
-
-Rotate = Callable[..., tuple[Tensor, Tensor]]
-
-
-class FusedRotary:
-    """Rotates queries and keys of one new token of each row together; else it calls `original`, the model's function.
-    The rotation is `x * cos + rotate_half(x) * sin` (Su et al. 2021, equation 34), as one product of the numbers of `x`
-    and the same numbers with the halves exchanged; the sign of `rotate_half` goes to the sine, which is exact. So the
-    bits are those of separate operations."""
-
-    def __init__(self, original: Rotate):
-        self._original = original
-        self._factors: list[tuple[Tensor, tuple[int, int], Tensor, Tensor]] = []  # for the layers of a step
-
-    def __call__(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """As the function of the model: q (n, heads, L, d), k (n, kv_heads, L, d), cos and sin (n, L, d)."""
-        width = q.shape[3]
-        if args or kwargs or q.shape[2] != 1 or cos.dim() != 3 or cos.shape[2] != width or cos.dtype != q.dtype:
-            return self._original(q, k, cos, sin, *args, **kwargs)
-        factors, exchanged = self._factors_of(cos, sin, q.shape[:2], k.shape[1])
-        both = torch.cat([q.reshape(-1, width), k.reshape(-1, width)])  # contiguous queries, then contiguous keys
-        products = both.index_select(1, exchanged) * factors
-        rotated = products[:, :width] + products[:, width:]
-        queries = q.shape[0] * q.shape[1]
-        return rotated[:queries].view(q.shape), rotated[queries:].view(k.shape)
-
-    def _factors_of(self, cos: Tensor, sin: Tensor, shape: torch.Size, kv_heads: int) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of all rows and heads, (n * (heads + kv_heads), 2 d), and the order of numbers."""
-        (count, heads), width = shape, cos.shape[2]
-        for angles, key, factors, exchanged in self._factors:
-            if angles is cos and key == (heads, kv_heads):
-                return factors, exchanged
-        first, second = sin.chunk(2, dim=2)
-        row = torch.cat([cos, -first, second], dim=2)  # (n, 1, 2 d)
-        factors = torch.cat([row.expand(count, number, -1).reshape(-1, 2 * width) for number in (heads, kv_heads)])
-        order = torch.arange(width, device=cos.device)
-        exchanged = torch.cat([order, order.roll(width // 2)])
-        self._factors = [*self._factors[1 - MOST_ANGLES :], (cos, (heads, kv_heads), factors, exchanged)]
-        return factors, exchanged
-
-
 @contextmanager
-def fused_rotary(model: nn.Module) -> Iterator[None]:
-    """Make the attention layers of `model` rotate with `FusedRotary`, where that gives the same bits."""
-    weight = next(model.parameters())
-    modules = {type(layer).__module__ for layer in model.modules()}
-    originals = {
-        name: vars(sys.modules[name])[FUNCTION] for name in sorted(modules) if FUNCTION in vars(sys.modules[name])
-    }
+def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Make a plain head give fp32 logits, on a GPU without rounding them to half precision before, as training computes
+    them: bf16 would round a logit of 16 by 0.06."""
+    head: Any = model.get_output_embeddings()
+    plain = type(head) is nn.Linear and "forward" not in vars(head)
+
+    def forward(states: Tensor) -> Tensor:
+        return fp32_product(states.flatten(0, -2), head.weight, head.bias).unflatten(0, states.shape[:-1])
+
+    if plain:
+        head.forward = forward
     try:
-        for name, original in originals.items():
-            if _rotation_agrees(original, weight.device, weight.dtype):
-                setattr(sys.modules[name], FUNCTION, FusedRotary(original))
         yield
     finally:
-        for name, original in originals.items():
-            setattr(sys.modules[name], FUNCTION, original)
-
-
-@torch.no_grad()
-def _rotation_agrees(original: Rotate, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `FusedRotary` and the function of a model give the same bits for random queries, keys and angles."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, angles = (torch.randn(shape, generator=generator) for shape in ((3, 6, 1, 16), (3, 2, 1, 16), (3, 1, 16)))
-    tensors = [tensor.to(device, dtype) for tensor in (q, k, angles.cos(), angles.sin())]
-    try:
-        expected = original(*tensors)
-        found = FusedRotary(original)(*tensors)
-        return len(expected) == 2 and all(map(torch.equal, found, expected))
-    except Exception as problem:  # noqa: BLE001  a function of the same name for other arguments
-        unfit(problem)
-        return False
+        if plain:
+            del head.forward

@@ -19,13 +19,14 @@ from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.models.backbone import WITH_STATES, hidden_window, position_arguments, slot_arguments
+from dschat_ppo.models.elementwise import kernels_for
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.continuous_batching import POLL, ContinuousBatching, MaxOverRanks, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
 from dschat_ppo.rollout.flash_decode import flash_decode
-from dschat_ppo.rollout.fused_layers import can_prepack, fused_rotary, prepacked
+from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PrefillMetadata
 from dschat_ppo.rollout.memory import pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
@@ -83,9 +84,11 @@ def generate(
     static = on_gpu and max_over_ranks is None if config.static is None else config.static
     with ExitStack() as stack:
         if config.prepack and max_over_ranks is None and can_prepack(model):
-            stack.enter_context(prepacked(model))
+            stack.enter_context(fused(model))
         if on_gpu and max_over_ranks is None:
-            stack.enter_context(fused_rotary(model))
+            stack.enter_context(fp32_logits(model))
+            if kernels_for(next(model.parameters())):
+                stack.enter_context(fused(model))
         if static and config.engine == "continuous":
             graphs = RolloutGraphs() if graphs is None and on_gpu else graphs
             return _generate_static(model, prompts, seeds, config, limits, cancelled, graphs)

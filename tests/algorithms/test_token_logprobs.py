@@ -310,11 +310,11 @@ def test_products_of_a_gpu_are_not_rounded_before_they_are_fp32(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=generator).bfloat16() for n in (3, 5))
     on_gpu, bias = hidden.as_subclass(Claims), torch.zeros(5).bfloat16()
-    found = fused_logprobs._product(on_gpu, weight, None).as_subclass(torch.Tensor)
+    found = fused_logprobs.fp32_product(on_gpu, weight, None).as_subclass(torch.Tensor)
     torch.testing.assert_close(found, hidden.float() @ weight.float().t())
     assert asked == [torch.float32]
     for inputs_ in ((hidden, weight, None), (on_gpu, weight, bias), (on_gpu.float(), weight.float(), None)):
-        assert fused_logprobs._product(*inputs_).dtype == torch.float32
+        assert fused_logprobs.fp32_product(*inputs_).dtype == torch.float32
     monkeypatch.setattr(fused_logprobs, "FP32_PRODUCTS", False)
-    assert fused_logprobs._product(on_gpu, weight, None).dtype == torch.float32
+    assert fused_logprobs.fp32_product(on_gpu, weight, None).dtype == torch.float32
     assert asked == [torch.float32]

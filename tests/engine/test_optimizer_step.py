@@ -6,6 +6,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from one_rank import one_rank  # noqa: F401
+from tiny_models import new_model
 from torch import nn
 
 from dschat_ppo.common import dist
@@ -13,6 +14,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rates
 from dschat_ppo.models.loading import DTYPES
+from dschat_ppo.rollout.fused_layers import side_by_side
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -68,6 +70,20 @@ def nan_gradient(loss, y):  # the slope of the root at 0 is infinite, times 0
 
 def huge_gradient(loss, y):  # finite, but the sum of its squares is not
     return loss + 1e30 * (y - y.detach()).sum()
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "bf16"), (2, "bf16"), (1, "fp32")])
+def test_weights_of_one_layer_lie_side_by_side(stage, dtype):
+    """A rollout on a GPU multiplies by those of queries, keys and values together (`rollout/fused_layers.py`)."""
+    model = new_model("qwen2").to(DTYPES[dtype])
+    train_engine(model, train_config(stage, dtype, False, 1, 1.0), SETTINGS)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        for parts in ([x.weight for x in projections], [x.bias for x in projections],
+                      [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]):  # fmt: skip
+            joined = side_by_side([part.detach() for part in parts])
+            assert joined is not None and torch.equal(joined, torch.cat([part.detach() for part in parts]))
 
 
 def test_micro_batches_add_up_to_one_batch():

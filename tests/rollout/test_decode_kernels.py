@@ -4,7 +4,6 @@ Meta tensors refuse operands on the CPU, and questions of the host about their n
 """
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from dschat_ppo.models import fast_layers
+from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.rollout import flash_decode, fused_layers
 from dschat_ppo.rollout.attention import _products, installed
@@ -27,7 +28,7 @@ from dschat_ppo.types import PromptBatch
 
 VIEWS = set(
     "view _unsafe_view expand transpose unsqueeze squeeze slice select t permute split alias detach as_strided unbind "
-    "lift_fresh _reshape_alias split_with_sizes unfold".split()
+    "lift_fresh _reshape_alias split_with_sizes unfold empty_like new_empty".split()
 )
 ROWS, VOCABULARY = 4, 5000
 
@@ -60,7 +61,7 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
                 setattr(holder, name, value.to("meta"))
     engine.attention._kernel = FlashDecode(varlen_kernel) if flash else None
     columns = torch.arange(ROWS, device="meta")
-    with installed(model, engine.attention), torch.no_grad(), fused_layers.fused_rotary(model):
+    with installed(model, engine.attention), torch.no_grad(), fused_layers.fused(model):
         engine.attention.metadata = PrefillMetadata(memory.pool, *[columns] * 4)
         engine._forward(buffers.token_ids[:ROWS, :7], torch.arange(7, device="meta").expand(ROWS, -1))
         with Kernels() as kernels:
@@ -74,36 +75,70 @@ def qwen2(layers: int) -> nn.Module:
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    for layer in model.to("meta").modules():
-        if type(layer).__name__ == "Qwen2RMSNorm":
-            layer.forward = partial(norm_on_gpu, layer.weight)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to("meta")
+    for kind in ("weight", "bias"):  # as DeepSpeed's optimizers lay them
+        parts = [part for name, part in model.named_parameters() if name.endswith(kind)]
+        flat = torch.empty(sum(part.numel() for part in parts), dtype=torch.bfloat16, device="meta")
+        for part, place in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.data = place.view(part.shape)
+    use_fast_layers(model)
     return model
 
 
-def norm_on_gpu(weight: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """As the layers of `models/fast_layers.py` on a GPU, for which a meta tensor does not count."""
-    return weight * nn.functional.rms_norm(states, weight.shape, None, 1e-6)
+@pytest.fixture
+def kernels_run(monkeypatch) -> Counter[str]:
+    """How often each function of `gpu_kernels` ran, of which each is a kernel."""
+    counts: Counter[str] = Counter()
+
+    class OnGPU:
+        @staticmethod
+        def rms_norm(states, weight, eps):
+            counts["rms_norm"] += 1
+            return torch.empty_like(states)
+
+        @staticmethod
+        def swiglu(gate, up):
+            counts["swiglu"] += 1
+            return gate.new_empty(gate.shape)
+
+        @staticmethod
+        def rotated_parts(values, cos, sin, heads, kv_heads):
+            counts["rotated_parts"] += 1
+            return tuple(values.new_empty(len(values), size, values.shape[2]) for size in (heads, kv_heads, kv_heads))
+
+    for module in (fast_layers, fused_layers):
+        monkeypatch.setattr(module, "kernels_for", lambda *_: OnGPU)
+    return counts
 
 
 @pytest.fixture(autouse=True)
-def as_on_gpu(monkeypatch) -> None:
-    """Norms are one kernel on a GPU and many elsewhere; kernels cannot be compared without numbers."""
-    monkeypatch.setattr(nn.functional, "rms_norm", lambda states, *_: torch.neg(states))
+def without_numbers(monkeypatch) -> None:
+    """Kernels and layers cannot be compared without numbers."""
     monkeypatch.setattr(flash_decode, "_agrees", lambda *_: True)
-    monkeypatch.setattr(fused_layers, "_rotation_agrees", lambda *_: True)
+    monkeypatch.setattr(fused_layers, "_close", lambda *_: True)
 
 
-@pytest.mark.parametrize(("shares", "kernels"), [(False, 22), (True, 27)])
-def test_kernels_of_a_layer(shares, kernels):
-    """7 products, 4 for the rotary positions, 2 x 2 for norms, 2 to write the cache, 1 for attention, 4 others. Shared
-    prompts: the queries twice, in the same call of the kernel, and the weighted sum of the two results."""
-    two, four = (counts_of(qwen2(layers), SamplingParameters(), True, shares) for layers in (2, 4))
+@pytest.mark.parametrize(("shares", "others"), [(False, 5), (True, 10)])
+def test_kernels_of_a_layer(shares, others, kernels_run):
+    """4 products, a rotation, 2 norms, a gated product, 2 to write the cache, 1 for attention, 2 sums. Shared prompts:
+    the queries twice, in the same call of the kernel, and the weighted sum of the two results."""
+    operations_of, kernels_of = [], []
+    for layers in (2, 4):
+        model = qwen2(layers)
+        with fused_layers.fused(model):  # compares the layers, whose kernels do not count
+            kernels_run.clear()
+        operations_of.append(counts_of(model, SamplingParameters(), True, shares))
+        kernels_of.append(Counter(kernels_run))
+    two, four = operations_of
     found = Counter({name: (four[name] - two[name]) // 2 for name in four})
-    assert found["addmm"] + found["mm"] == 7 and found["index_copy_"] == 2 and found["neg"] == 2
-    assert found["_flash_attention_forward"] == found["index_select"] == 1
+    assert found["addmm"] + found["mm"] == 4 and found["index_copy_"] == 2
+    assert found["_flash_attention_forward"] == 1
     assert found["_softmax"] == found["repeat"] == found["sum"] == shares
-    assert sum(found.values()) == kernels
+    assert sum(found.values()) == 4 + others
+    passes = 2 * 2  # a prefill and a step, of two layers more
+    assert {name: count / passes for name, count in (kernels_of[1] - kernels_of[0]).items()} == {
+        "rms_norm": 2, "rotated_parts": 1, "swiglu": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("flash", [False, True])

@@ -1,7 +1,4 @@
-"""Fused decoder layers, and rotary positions of queries and keys together: the numbers of the models' own layers and
-functions, and of no layer that computes something else."""
-
-import sys
+"""Fused decoder layers: the numbers of the models' own layers, and of no layer that computes something else."""
 
 import pytest
 import torch
@@ -12,11 +9,10 @@ from transformers.models.llama import modeling_llama
 from dschat_ppo.rollout import fused_layers as module
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.fused_layers import (
-    FUNCTION,
-    FusedRotary,
     can_prepack,
+    fp32_logits,
     fused_layers,
-    fused_rotary,
+    joint_product,
 )
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata
 
@@ -132,74 +128,53 @@ def test_rounding_is_told_from_another_number():
     assert not module._close(exact[:10], exact)
 
 
-# Rotary positions
+# Weights side by side
 
 
-ROTARY = [name for name in CONTINUOUS if name not in ("gpt2", "opt", "opt-350m", "electra")]
+def laid_flat(layers, kinds=("weight", "bias")):
+    """Put the weights of the layers one after another into one tensor, and their biases into another."""
+    for kind in kinds:
+        parts = [part for layer in layers if (part := getattr(layer, kind)) is not None]
+        flat = torch.cat([part.detach().flatten() for part in parts]) if parts else torch.empty(0)
+        for part, place in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.data = place.view_as(part)
+    return layers
 
 
-def step(model) -> torch.Tensor:
-    """Logits of one token in each of three rows, at different positions."""
-    attention, rows = RolloutAttention(), torch.arange(3)
-    attention.metadata = PrefillMetadata(KVCache(3, 1), rows, rows * 0, rows, rows * 0)
-    with installed(model, attention), torch.no_grad():
-        return model(
-            input_ids=torch.tensor([[5], [9], [20]]), position_ids=torch.tensor([[0], [7], [31]]),
-            past_key_values=RolloutCache(), use_cache=True,
-        ).logits  # fmt: skip
+@pytest.mark.parametrize("biases", ["none", "all", "one"])
+@pytest.mark.parametrize("flat", [(), ("weight",), ("weight", "bias")])
+def test_weights_side_by_side_make_one_product(biases, flat, monkeypatch):
+    layers = [torch.nn.Linear(6, size, bias=biases == "all" or size == biases) for size in (4, 2, 3)]
+    if biases == "one":
+        layers[1] = torch.nn.Linear(6, 2)
+        layers[0].bias = layers[2].bias = None
+    laid_flat(layers, flat)
+    states, calls, linear = torch.randn(5, 6), [], torch._C._nn.linear
+    expected = torch.cat([layer(states) for layer in layers], dim=1)
+    monkeypatch.setattr(torch._C._nn, "linear", lambda *given: calls.append(1) or linear(*given))
+    torch.testing.assert_close(joint_product(layers)(states), expected)
+    assert calls == [1] * ((biases == "none" and "weight" in flat) or (biases == "all" and "bias" in flat))
+    layers[0].weight.data += 1  # the product reads the weights, and not a copy
+    torch.testing.assert_close(joint_product(layers)(states)[:, :4], layers[0](states))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in ROTARY), ("llama", torch.bfloat16)])
-def test_a_step_has_the_same_bits(name, dtype):
-    model = new_model(name).to(dtype)
-    expected, original = step(model), vars(sys.modules[type(model).__module__])[FUNCTION]
-    with fused_rotary(model):
-        assert isinstance(vars(sys.modules[type(model).__module__])[FUNCTION], FusedRotary)
-        for _ in range(2):
-            assert torch.equal(step(model), expected)
-    assert vars(sys.modules[type(model).__module__])[FUNCTION] is original
+def test_only_weights_that_follow_one_another_are_joined():
+    flat = torch.arange(24.0)
+    first, second, third = flat[:8].view(2, 4), flat[8:12].view(1, 4), flat[12:24].view(3, 4)
+    assert torch.equal(module.side_by_side([first, second, third]), flat.view(6, 4))
+    for wrong in ([first, third], [second, first], [first, second.clone()], [third.t(), third.t()]):
+        assert module.side_by_side(wrong) is None
 
 
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def test_the_angles_are_those_of_the_call(monkeypatch):
-    """Two kinds of layers with own angles, other rows in the next step, and memory for a few angles."""
-    rotate = FusedRotary(modeling_llama.apply_rotary_pos_emb)
-    for count in (3, 3, 5, 2):
-        angles = [(random(count, 1, 8).cos(), random(count, 1, 8).sin()), (random(count, 1, 8), random(count, 1, 8))]
-        for cos, sin in angles * 3:
-            for heads in (2, 4):
-                q, k = random(count, 4, 1, 8), random(count, heads, 1, 8)
-                expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
-                assert all(map(torch.equal, rotate(q, k, cos, sin), expected))
-    assert len(rotate._factors) == 4
-
-
-def test_whole_prompts_and_other_arguments_are_left_to_the_model():
-    calls = []
-
-    def original(*args, **kwargs):
-        calls.append((len(args), kwargs))
-        return args[:2]
-
-    rotate, cos = FusedRotary(original), random(2, 3, 8)
-    rotate(random(2, 4, 3, 8), random(2, 2, 3, 8), cos, cos)
-    rotate(random(2, 4, 1, 8), random(2, 2, 1, 8), cos[:, :1, :4], cos[:, :1, :4])  # a part of each head
-    rotate(random(2, 1, 4, 8), random(2, 1, 2, 8), cos[:, :1], cos[:, :1], unsqueeze_dim=2)
-    assert calls == [(4, {}), (4, {}), (4, {"unsqueeze_dim": 2})]
-
-
-def interleaved(q, k, cos, sin, unsqueeze_dim=1):
-    return tuple(x * cos.unsqueeze(1) + x.roll(1, -1) * sin.unsqueeze(1) for x in (q, k))
-
-
-@pytest.mark.parametrize("function", [interleaved, lambda q: q], ids=["interleaved", "other arguments"])
-def test_a_function_that_computes_something_else_is_kept(function, monkeypatch):
-    monkeypatch.setattr(modeling_llama, FUNCTION, function)
-    with fused_rotary(new_model("llama")):
-        assert getattr(modeling_llama, FUNCTION) is function
+def test_the_logits_of_a_head_are_fp32_and_the_head_is_restored(monkeypatch):
+    """The products themselves: tests/algorithms/test_token_logprobs.py."""
+    model, states = new_model("llama").bfloat16(), torch.randn(2, 3, 32).bfloat16()
+    asked, original = [], module.fp32_product
+    monkeypatch.setattr(module, "fp32_product", lambda *given: asked.append(given[1:]) or original(*given))
+    with fp32_logits(model), torch.no_grad():
+        logits = model.lm_head(states)
+    assert logits.dtype == torch.float32 and torch.equal(logits, model.lm_head(states).float())
+    assert [given[0] is model.lm_head.weight for given in asked] == [True] and "forward" not in vars(model.lm_head)
 
 
 # Packed weights
@@ -241,7 +216,7 @@ def test_a_weight_is_packed_once(monkeypatch):
     monkeypatch.setattr(module, "packed_product", counted)
     model, states = new_model("llama").bfloat16(), torch.randn(2, 3, 32).bfloat16()
     plain = model.lm_head(states)
-    with module.prepacked(model), torch.no_grad():
+    with module.fused(model), torch.no_grad():
         torch.testing.assert_close(model.lm_head(states), plain, atol=2e-2, rtol=2e-2)
         assert len(packed) == len(set(packed)) == 2 * 7 + 1
         assert set(packed) == {module for module in model.modules() if type(module) is torch.nn.Linear}

@@ -1,0 +1,168 @@
+"""Norms, rotations and gated products of layers as one kernel each, in Triton, which PyTorch's builds for GPUs bring
+along: half precision, without gradients, contiguous unless a docstring says more.
+
+PyTorch launches a kernel for each operation of a layer, and each reads and writes its numbers in memory. Results are
+rounded where these operations round them, so the bits are theirs, but for the order of the sums of a norm.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 512  # that share the sums of a norm's weight gradient
+_COLUMNS = 1024  # of one program of a gated product
+
+
+def _warps(block: int) -> int:
+    """Groups of 32 threads for one program that holds `block` numbers."""
+    return max(1, min(16, block // 256))
+
+
+@triton.jit
+def _norm_kernel(states, weight, normal, width, eps, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    inside, row = columns < width, tl.program_id(0).to(tl.int64) * width
+    x = tl.load(states + row + columns, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    n = (x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)).to(normal.dtype.element_ty).to(tl.float32)
+    tl.store(normal + row + columns, (w * n).to(normal.dtype.element_ty), mask=inside)
+
+
+def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich 2019, equation 4)"""
+    normal, width = torch.empty_like(states), states.shape[-1]
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(states.numel() // width,)](states, weight, normal, width, eps, block, num_warps=_warps(block))
+    return normal
+
+
+@triton.jit
+def _norm_backward_kernel(
+    states, weight, gradient, of_states, of_weight, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    columns = tl.arange(0, BLOCK)
+    w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for step in range(ROWS):
+        number = tl.program_id(0).to(tl.int64) * ROWS + step
+        inside, row = columns < tl.where(number < rows, width, 0), number * width
+        x = tl.load(states + row + columns, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gradient + row + columns, mask=inside, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+        n = x * r
+        sums += g * n
+        found = r * (w * g - n * (tl.sum(n * w * g, axis=0) / width))
+        tl.store(of_states + row + columns, found.to(of_states.dtype.element_ty), mask=inside)
+    tl.store(of_weight + tl.program_id(0).to(tl.int64) * width + columns, sums, mask=columns < width)
+
+
+def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
+    of_states, width = torch.empty_like(states), states.shape[-1]
+    rows, block = states.numel() // width, triton.next_power_of_2(width)
+    chunk = triton.next_power_of_2(triton.cdiv(rows, _PROGRAMS))  # each number of rows compiles a kernel
+    sums = states.new_empty(triton.cdiv(rows, chunk), width, dtype=torch.float32)  # programs share none
+    _norm_backward_kernel[(len(sums),)](
+        states, weight, gradient, of_states, sums, rows, width, eps, chunk, block, num_warps=_warps(block)
+    )
+    return of_states, sums.sum(dim=0).to(weight.dtype)
+
+
+@triton.jit
+def _rotation_kernel(
+    values, found, cos, sin, rows, angles, heads, others, half, BACK: tl.constexpr, EVERY: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    row, column, head = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)[None, :], tl.arange(0, EVERY)[:, None]
+    kind = found.dtype.element_ty
+    every, turns = heads + 2 * others, head < heads + others
+    inside = (head < every) & (column < half)
+    # `found` holds the heads of all rows, then their `others`, then what is not rotated.
+    before = tl.where(head < heads, 0, tl.where(turns, heads, heads + others))
+    place = (rows * before + row * tl.where(head < heads, heads, others) + head - before) * 2 * half + column
+    first, angle = (row * every + head) * 2 * half + column, (row % angles) * 2 * half + column
+    a = tl.load(values + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(values + first + half, mask=inside, other=0.0).to(tl.float32)
+    cos_a = tl.load(cos + angle, mask=column < half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + angle + half, mask=column < half, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + angle, mask=column < half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + angle + half, mask=column < half, other=0.0).to(tl.float32)
+    if BACK:
+        sin_a, sin_b = -sin_b, -sin_a
+    new_a = (a * cos_a).to(kind).to(tl.float32) - (b * sin_a).to(kind).to(tl.float32)
+    new_b = (b * cos_b).to(kind).to(tl.float32) + (a * sin_b).to(kind).to(tl.float32)
+    tl.store(found + place, tl.where(turns, new_a, a).to(kind), mask=inside)
+    tl.store(found + place + half, tl.where(turns, new_b, b).to(kind), mask=inside)
+
+
+def _rotate(values: Tensor, cos: Tensor, sin: Tensor, heads: int, others: int, back: bool) -> Tensor:
+    rows, every, width = values.shape
+    found, sizes = torch.empty_like(values), (triton.next_power_of_2(every), triton.next_power_of_2(width // 2))
+    _rotation_kernel[(rows,)](
+        values, found, cos, sin, rows, len(cos), heads, others, width // 2, back, *sizes,
+        num_warps=_warps(sizes[0] * sizes[1]),
+    )  # fmt: skip
+    return found
+
+
+def rotated_parts(values: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """The heads of `values` (n, heads + 2 kv_heads, d): those of queries and of keys, rotated, x * cos + rotate_half(x)
+    * sin, and those of values, (n, heads of each, d). `cos`, `sin`: (n, d). (Su et al. 2021, equation 34)"""
+    rows, every, width = values.shape
+    found = _rotate(values, cos, sin, heads, kv_heads, False).view(-1, width)
+    parts = found.split([rows * heads, rows * kv_heads, rows * kv_heads])
+    return tuple(part.view(rows, -1, width) for part in parts)
+
+
+def rotated(values: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+    """All heads of `values` (n, heads, L, d), rotated, laid out in memory as (n, L, heads, d). `cos`, `sin`: (n, L, d),
+    or (1, L, d). `back`: the gradient of the values, given that of the result."""
+    lines = values.transpose(1, 2).contiguous()
+    angles = cos.contiguous().flatten(0, 1), sin.contiguous().flatten(0, 1)
+    return _rotate(lines.flatten(0, 1), *angles, lines.shape[2], 0, back).view(lines.shape).transpose(1, 2)
+
+
+@triton.jit
+def _gated_kernel(gate, up, product, width, stride, BLOCK: tl.constexpr):
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, row = columns < width, tl.program_id(0).to(tl.int64)
+    kind = product.dtype.element_ty
+    a = tl.load(gate + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    silu = (a / (1 + tl.exp(-a))).to(kind).to(tl.float32)
+    tl.store(product + row * width + columns, (silu * b).to(kind), mask=inside)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves of one tensor."""
+    product, width = gate.new_empty(gate.shape), gate.shape[-1]
+    gate, up = gate.reshape(-1, width), up.reshape(-1, width)
+    assert gate.stride() == up.stride()
+    grid = len(gate), triton.cdiv(width, _COLUMNS)
+    _gated_kernel[grid](gate, up, product, width, gate.stride(0), _COLUMNS)
+    return product
+
+
+@triton.jit
+def _gated_backward_kernel(gate, up, gradient, of_gate, of_up, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    kind = of_gate.dtype.element_ty
+    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    s = 1 / (1 + tl.exp(-a))
+    tl.store(of_gate + at, (g * b * s * (1 + a * (1 - s))).to(kind), mask=inside)
+    tl.store(of_up + at, (g * a * s).to(kind), mask=inside)
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up (..., I), given that of `swiglu`."""
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    _gated_backward_kernel[(triton.cdiv(gate.numel(), _COLUMNS),)](
+        gate, up, gradient, of_gate, of_up, gate.numel(), _COLUMNS
+    )
+    return of_gate, of_up

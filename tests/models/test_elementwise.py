@@ -1,0 +1,157 @@
+"""Triton's kernels without a GPU: interpreted, against PyTorch; compiled; and in the layers of models."""
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import new_model
+from torch import nn
+from transformers.models.llama import modeling_llama as llama
+
+import dschat_ppo
+from dschat_ppo.cpu_kernels import operations
+from dschat_ppo.models import elementwise, fast_layers
+from dschat_ppo.models.elementwise import compared, kernels_for
+from dschat_ppo.models.fast_layers import FastRotary, use_fast_layers
+from dschat_ppo.rollout import fused_layers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """They take tensors of the CPU. The interpreter does not round to bfloat16 as a GPU does, but to half precision."""
+    from dschat_ppo import gpu_kernels
+
+    return gpu_kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_each_kernel_is_as_close_to_fp64_as_its_number_format_allows(dtype, kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "_PROGRAMS", 2)  # so that one has several rows
+    for name, found, exact in compared(kernels, CPU, dtype):
+        error = (found.double() - exact.detach()).norm() / exact.detach().norm()
+        assert error < torch.finfo(dtype).eps, name
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def test_they_round_where_the_layers_of_transformers_do(kernels):
+    norm = llama.LlamaRMSNorm(96, eps=1e-5).half()
+    nn.init.normal_(norm.weight)
+    states = drawn(3, 7, 96)
+    differs = (kernels.rms_norm(states, norm.weight, 1e-5) != norm(states)).float().mean()
+    assert differs < 0.002  # a sum in another order may move a number across a rounding
+    gate, up = drawn(9, 90).chunk(2, dim=1)
+    assert torch.equal(kernels.swiglu(gate, up), nn.functional.silu(gate) * up)
+    (q, k), angles = (drawn(2, 3, 5, 12), drawn(2, 1, 5, 12, seed=1)), drawn(2, 5, 6).float().repeat(1, 1, 2)
+    angles[..., 6:] *= 0.5  # the two halves may have different angles
+    cos, sin = angles.cos().half(), angles.sin().half()
+    original = getattr(llama.apply_rotary_pos_emb, "_original", llama.apply_rotary_pos_emb)
+    for found, expected in zip((kernels.rotated(q, cos, sin), kernels.rotated(k, cos, sin)),
+                               original(q, k, cos, sin), strict=True):  # fmt: skip
+        assert torch.equal(found, expected)
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from dschat_ppo import gpu_kernels
+
+KINDS = {"p": "*bf16", "f": "*fp32", "i": "i32", "x": "fp32"}
+SIGNATURES = {  # types of the arguments, and sizes that are known when a kernel is compiled
+    "_norm_kernel": ("p p p i x", [1024]), "_norm_backward_kernel": ("p p p p f i i x", [16, 2048]),
+    "_rotation_kernel": ("p p p p i i i i i", [True, 16, 32]), "_gated_kernel": ("p p p i i", [1024]),
+    "_gated_backward_kernel": ("p p p p p i", [1024]),
+}
+assert {name for name, value in vars(gpu_kernels).items() if hasattr(value, "arg_names")} == set(SIGNATURES)
+for name, (kinds, sizes) in SIGNATURES.items():
+    kernel = getattr(gpu_kernels, name)
+    types = [KINDS[kind] for kind in kinds.split()] + ["constexpr"] * len(sizes)
+    constants = dict(zip(kernel.arg_names[-len(sizes):], sizes, strict=True))
+    source = ASTSource(kernel, dict(zip(kernel.arg_names, types, strict=True)), constants)
+    assert compile(source, GPUTarget("cuda", 90, 32)).asm["cubin"]
+print("compiled")
+"""
+
+
+def test_they_compile_for_gpus(tmp_path):
+    settings = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True)
+    assert ran.stdout == "compiled\n", ran.stderr
+
+
+def test_which_kernels_run():
+    half = torch.ones(2, 2).bfloat16()
+    assert kernels_for(half) in (operations, None)  # None without a compiler
+    assert kernels_for(half.to("meta")) is operations
+    assert kernels_for(half, half.float()) is None and kernels_for(half.half()) is None
+
+
+@pytest.mark.parametrize("broken", ["swiglu", "rotated_parts", None])
+def test_kernels_that_compute_something_else_are_not_used(broken, kernels, monkeypatch, caplog):
+    functions = {name: getattr(kernels, name) for name in dir(kernels) if not name.startswith("__")}
+    if broken:
+        original = functions[broken]
+        functions[broken] = lambda *given: tuple(1.01 * part for part in original(*given))
+    monkeypatch.setattr(dschat_ppo, "gpu_kernels", SimpleNamespace(**functions), raising=False)
+    monkeypatch.setattr(logging.getLogger("dschat_ppo"), "propagate", True)
+    found = elementwise._triton_kernels.__wrapped__(CPU, torch.float16)
+    assert (found is None) is (broken is not None)
+    assert ("Triton's kernels cannot be used" in caplog.text) is (broken is not None)
+
+
+# In layers
+
+
+@pytest.fixture
+def in_layers(kernels, monkeypatch):
+    for module in (fast_layers, fused_layers):
+        monkeypatch.setattr(module, "kernels_for", lambda *tensors: None if tensors[0].is_meta else kernels)
+
+
+def losses_and_gradients(model):
+    ids = torch.arange(14).view(2, 7) % 29 + 3
+    model.zero_grad()
+    logits = model(input_ids=ids).logits
+    logits.pow(2).mean().backward()
+    return [logits.detach(), *(weight.grad.clone() for weight in model.parameters())]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi"])
+@pytest.mark.usefixtures("in_layers")
+def test_a_model_computes_the_same_logits_and_gradients(name):
+    """Phi rotates a part of each head, Qwen3 has norms of queries and keys."""
+    plain = new_model(name)
+    fast = copy.deepcopy(plain)
+    module = sys.modules[type(plain).__module__]
+    original = module.apply_rotary_pos_emb
+    try:
+        use_fast_layers(fast)
+        assert isinstance(module.apply_rotary_pos_emb, FastRotary)
+        found = losses_and_gradients(fast)
+    finally:
+        module.apply_rotary_pos_emb = original
+    for got, expected in zip(found, losses_and_gradients(plain), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_other_rotations_are_left_to_the_model(kernels, monkeypatch):
+    calls = []
+    rotate = FastRotary(lambda *given, **named: calls.append((len(given), named)) or given[:2])
+    q, cos = drawn(2, 4, 3, 8), drawn(2, 3, 8)
+    rotate(q, q, cos, cos)  # no kernels take them
+    monkeypatch.setattr(fast_layers, "kernels_for", lambda *_: kernels)
+    rotate(q, q, cos[..., :4], cos[..., :4])  # a part of each head
+    rotate(q, q, cos, cos, unsqueeze_dim=2)
+    assert calls == [(4, {}), (4, {}), (4, {"unsqueeze_dim": 2})]
+    rotate(q, q, cos, cos)
+    assert len(calls) == 3
