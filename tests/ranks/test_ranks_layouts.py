@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from adapter_folders import save_adapter
 from launch import forked, succeed
-from workers.layouts import CASES, LAUNCHES
+from workers.layouts import CASES, LAUNCHES, SUPERVISED_STEPS, UPDATES
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 WORDS = ["red", "blue", "a lamp", "here", "yes", "no thanks"]
@@ -59,7 +59,7 @@ def alone(found):
 @pytest.mark.parametrize("launch", ["two", "shared", "groups"])
 def test_the_numbers_are_those_of_one_rank(found, alone, launch, case):
     seen = [label for label in found[launch] if label.startswith(f"{case}:") and "bf16" not in label]
-    assert seen or launch != "two"
+    assert seen or launch != "two" or case == "ppo lora alone"
     for label in seen:
         for number, (row, expected) in enumerate(zip(found[launch][label], alone[case], strict=True)):
             assert row.keys() == expected.keys()
@@ -75,9 +75,10 @@ def test_the_numbers_are_those_of_one_rank(found, alone, launch, case):
 def test_each_case_trains_in_its_own_way(alone):
     norms = set()
     for case, rows in alone.items():
-        loss, norm = ("policy/loss", "actor") if case.startswith("ppo") else ("loss", "grad_norm")
+        ppo = case.startswith("ppo")
+        loss, norm = ("policy/loss", "actor") if ppo else ("loss", "grad_norm")
         losses = [row[loss] for row in rows if loss in row]
-        assert len(losses) == 4 and np.abs(np.diff(losses)).max() > 1e-3, case
+        assert len(losses) == (UPDATES if ppo else SUPERVISED_STEPS) and np.abs(np.diff(losses)).max() > 1e-3, case
         norms.add(round([row[norm] for row in rows if norm in row][-1], 6))
     assert len(norms) == len(CASES)
 
@@ -85,14 +86,16 @@ def test_each_case_trains_in_its_own_way(alone):
 def test_an_untrained_policy_is_its_own_reference_and_the_baseline_rises(alone):
     assert alone["dpo"][0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert alone["kto"][0]["kl"] == pytest.approx(0.0, abs=1e-5)
-    assert max(step["kl"] for step in alone["kto"][:4]) > 0.05
+    assert max(step["kl"] for step in alone["kto"][:SUPERVISED_STEPS]) > 0.05
 
 
 def test_in_bf16_every_stage_is_near_fp32(found, alone):
     labels = [label for label in found["two"] if "bf16" in label]
     assert len(labels) == 3
     for label in labels:
-        losses, exact = ([row["loss"] for row in rows[:4]] for rows in (found["two"][label], alone["sft"]))
+        losses, exact = (
+            [row["loss"] for row in rows[:SUPERVISED_STEPS]] for rows in (found["two"][label], alone["sft"])
+        )
         np.testing.assert_allclose(losses, exact, rtol=1e-2, err_msg=label)
 
 

@@ -35,7 +35,7 @@ from workers import divided_rows
 from workers.ppo_setup import experience_of, ppo_of, update_once
 from workers.quick import be_quick
 
-STEPS, EPOCHS = 4, 2
+SUPERVISED_STEPS, UPDATES = 3, 2
 GRPO = "--n_samples_per_prompt 4 --advantage_estimator"
 LORA = "--only_optimize_lora --actor_lora_dim 4 --critic_lora_dim 4 --actor_lora_learning_rate 0.02"
 LORA += " --critic_lora_learning_rate 0.02 --lora_alpha 8"
@@ -63,32 +63,36 @@ CASES = {
     "ppo pass_at_k": f"{GRPO} grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9 --kl_coef 0.1",
 }
 BF16, PACKED, PADDED = "--dtype bf16", "packed", "padded"
+OTHER_IDS = "other ids in padding"
 CHECKPOINTING, ON_HOST = "--gradient_checkpointing", "--offload_activations"
 ROLES = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
-# those that have models of their own kind; a loss does not see how weights are divided
-FULLY_DIVIDED = ("sft", "sft lora", "reward", "dpo", "ppo", "ppo lora alone", "ppo full kl")
 # name of a launch -> (ranks, how many of them share rows, [(case, ZeRO stage, rows of a micro-batch, further flags)])
+# Rows are packed where nothing else is said. At stage 3 every weight is divided, which makes passes much dearer.
 LAUNCHES = {
     # packed: the KL to the reference begins at exactly 0; in padded rows Adam makes whole steps of its rounding
     "one": (1, 1, [(case, 0, 4, "") for case in CASES]),
     "two": (2, 1, [
-        *((case, 3 if case in FULLY_DIVIDED else 1, 1, "") for case in CASES),
-        *((task, stage, micro, "") for task in ("sft", "ppo") for stage, micro in ((0, 1), (1, 2), (2, 1))),
-        ("sft", 3, 2, CHECKPOINTING), ("sft", 3, 2, "--offload"), ("kto", 0, 1, PACKED), ("process", 0, 2, PADDED),
-        *(("sft", stage, 2, BF16) for stage in (1, 2, 3)),
-        ("ppo", 3, 2, "other ids in padding"),
-        ("ppo lora", 2, 2, ""), ("ppo lora", 3, 2, ROLES), ("ppo lora", 3, 2, f"--share_base --offload {ROLES}"),
-        ("ppo dora", 1, 2, ""),
+        # each objective once, in micro-batches of one row: what is summed over ranks and micro-batches, and divided
+        # by what. A loss does not see how weights are divided, so the stages take turns.
+        ("sft", 0, 1, ""), ("reward", 3, 1, ""), ("dpo", 2, 1, ""), ("kto", 0, 1, ""), ("process", 2, 1, PADDED),
+        ("orpo", 1, 1, ""), ("ppo", 0, 1, ""), ("ppo clip_cov", 2, 1, ROLES), ("ppo gspo", 1, 1, ""),
+        ("ppo full kl", 0, 1, ""), ("ppo cispo", 2, 1, ""), ("ppo kl_cov", 0, 1, ""), ("ppo gmpo", 0, 1, ""),
+        ("ppo sapo", 0, 1, ""), ("ppo pass_at_k", 0, 1, ""),
+        # stage 3 with each kind of model: trained alone, with a scalar head (above), four in a step, with adapters
+        ("sft", 3, 2, "--offload"), ("ppo", 3, 2, OTHER_IDS), ("sft lora", 3, 1, ""),
+        # adapters of actor and critic: merged by stages 1 and 2, over one base by stage 3
+        ("ppo lora", 2, 2, ""), ("ppo lora", 3, 2, f"--share_base --offload {ROLES}"), ("ppo dora", 1, 2, ""),
+        *(("sft", stage, 2, BF16) for stage in (1, 2, 3)),  # each has other buffers of gradients
     ]),
     "shared": (2, 2, [
-        *((task, 3 if task == "ppo" else 1, 2, PACKED) for task in ("reward", "dpo", "kto", "process", "orpo", "ppo")),
-        *((task, 0, 2, PADDED) for task in ("sft", "dpo", "ppo")),
-        ("sft", 3, 2, f"{CHECKPOINTING} {ON_HOST}"), ("sft lora", 3, 2, f"{CHECKPOINTING} {ON_HOST}"),
-        ("ppo lora alone", 3, 2, PADDED),
+        # each shape of what a model gives for divided rows: one score a row, log-probs and a baseline that all ranks
+        # share, scores of places, values
+        *((task, 1, 2, PACKED) for task in ("reward", "dpo", "kto", "process")), ("ppo", 3, 2, PACKED),
+        ("sft", 0, 2, PADDED), ("ppo lora alone", 0, 2, PADDED),
+        ("sft lora", 3, 2, f"{CHECKPOINTING} {ON_HOST}"),
     ]),
-    "groups": (4, 2, [
-        ("sft", 3, 1, CHECKPOINTING), ("ppo", 3, 2, "--micro_batch_tokens 96"),
-        ("sft", 3, 1, "--zero_hpz_partition_size 2"),
+    "groups": (4, 2, [  # the ranks that share rows are not all ranks
+        ("sft", 3, 1, f"{CHECKPOINTING} --zero_hpz_partition_size 2"), ("ppo", 3, 2, "--micro_batch_tokens 96"),
     ]),
 }  # fmt: skip
 
@@ -103,9 +107,9 @@ class TokenSum:
 
 
 def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | None, words: list[str]) -> list[dict]:
-    """Metrics of the first steps, of the evaluation after them, and what the objective says of the trained model.
+    """Metrics of an epoch, of the evaluation after it, and what the objective says of the trained model.
 
-    11 rows, 4 in a step: the third step of an epoch is short, and two ranks do not divide it, so there are filler rows.
+    11 rows, 4 in a step: the third step is short, and two ranks do not divide it, so there are filler rows.
     """
     model = str(assets / ("reward" if task == "reward" else "lm"))
     data = {"sft": "sft", "kto": "kto", "process": "steps"}.get(task, "pairs")
@@ -144,8 +148,7 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
         trained.layout = replace(trained.layout, packed=packed)
     if "--zero_hpz_partition_size" in words:
         assert {weight.ds_secondary_tensor_group_size for weight in trained.parameters()} == {2}
-    order = [index for epoch in range(EPOCHS) for index in epoch_order(11, 7, epoch)]
-    steps = list(optimizer_steps(order, micro, accumulation, dist.data_ranks(), dist.data_rank()))[:STEPS]
+    steps = optimizer_steps(epoch_order(11, 7, 0), micro, accumulation, dist.data_ranks(), dist.data_rank())
     found = [fit.train_step(indices) for indices in steps]
     described = fit.objective.describe(fit.engine, fit.rows) if fit.objective.describe else {}
     return [*found, fit.evaluate(), described]
@@ -168,7 +171,7 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
     words = ["--actor_model_name_or_path", f"{assets}/lm", "--critic_model_name_or_path", f"{assets}/{critic}",
              "--data_path", "unused", "--actor_zero_stage", str(stage), "--critic_zero_stage", str(stage),
              "--per_device_training_batch_size", str(micro), "--micro_batch_tokens", str(micro * 14),
-             "--gradient_accumulation_steps", str(8 // (micro * dist.data_ranks())), "--ppo_epochs", str(EPOCHS),
+             "--gradient_accumulation_steps", str(8 // (micro * dist.data_ranks())), "--ppo_epochs", "1",
              "--num_warmup_steps", "0", "--actor_learning_rate", "0.01", "--critic_learning_rate", "0.01",
              "--old_logprobs", "recompute", "--max_answer_seq_len", "8", "--max_prompt_seq_len", "8",
              *words]  # fmt: skip
@@ -189,7 +192,7 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
     names = ("scores", "ref_logprobs", "kl", "values", "old_logprobs", "advantages")
     tensors = {name: getattr(experience, name) for name in names}
     found = [{name: float(value.float().mean()) for name, value in tensors.items() if value is not None}]
-    for minibatch in parts.mini_dataset.minibatches(experience, EPOCHS, step=1):
+    for minibatch in parts.mini_dataset.minibatches(experience, 1, step=1):
         sums = MetricSums()
         norms = update_once(parts, minibatch, sums).grad_norms
         metrics = sums.reduce()
@@ -217,7 +220,7 @@ def main() -> None:
         task = case.split()[0]
         print(f"--- {case}, stage {stage}, micro {micro} {how}", flush=True)
         if task == "ppo":
-            numbers = ppo(assets, stage, micro, packed, "other ids" in how, words)
+            numbers = ppo(assets, stage, micro, packed, OTHER_IDS in how, words)
         else:
             numbers = supervised(assets, task, stage, micro, packed, words)
         found[f"{case}: stage {stage}, micro {micro} {how}"] = numbers
