@@ -30,7 +30,6 @@ OPENS_THINK = (
     "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ text + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
-DROPS_ALL_THINKING = OPENS_THINK.replace("thought + '\n</think>", "'</think>")
 # The last answer ends with a token that earlier ones do not have: gpt-oss; those of GLM end with the next role.
 OTHER_END = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[final]{% endif %}"
@@ -46,19 +45,6 @@ TALK = [ASK, {"role": "assistant", "content": "In the hall."}, AGAIN]
 
 def thinking(thought: str, text: str) -> dict:
     return {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{text}"}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("prompt", [[ASK], TALK], ids=["ask", "talk"])
-@pytest.mark.parametrize("answer", ["", "  two words ", "a\nb\n", "lamp?"])
-def test_prompt_and_answer_equal_the_rendered_chat_up_to_the_end_of_turn(name, prompt, answer):
-    tokenizer, shape = shaped(name)
-    end = tokenizer.convert_tokens_to_ids(shape.end)
-    ids = encode_answer(tokenizer, prompt, answer)
-    assert (ids[-1], ids.count(end)) == (end, 1)
-    chat = [*prompt, {"role": "assistant", "content": answer}]
-    whole = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
-    assert encode_prompt(tokenizer, prompt) + ids == whole[: len(whole) - whole[::-1].index(end)]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -106,10 +92,9 @@ def test_the_example_that_a_template_renders_may_have_other_added_tokens_or_be_r
 # Thinking that the opening begins
 
 
-@pytest.mark.parametrize("template", [OPENS_THINK, DROPS_ALL_THINKING])
 @pytest.mark.parametrize("use", ["sft", "preference", "prompt"])
-def test_thinking_that_the_template_opens_is_opened_once(tmp_path, use, template):
-    tokenizer = special_tokenizer(template, "<|endoftext|>", MARKERS)
+def test_thinking_that_the_template_opens_is_opened_once(tmp_path, use):
+    tokenizer = special_tokenizer(OPENS_THINK, "<|endoftext|>", MARKERS)
     chosen, rejected = thinking("I saw it.", "In the hall."), thinking("No idea.", "Find it.")
     talk = [ASK, thinking("Um.", "Which?"), AGAIN]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": talk, "chosen": [chosen], "rejected": [rejected]}] * 3)
@@ -135,10 +120,7 @@ DROPS = (
         ("<think>\n", "Um.</think>Here.", "Um.</think>Here."),
         ("", "<think>\nUm.</think>Here.", "<think>\nUm.</think>Here."),  # its template would drop what is trained
         ("", "Here.", "Here."),
-        # an answer that begins as the opening ends keeps its start
-        ("Answers:\n", "s:\nlamp", "s:\nlamp"),
-        ("Answers:\n", "<think>", "<think>"),
-        ("Answers:\n", "think>\nlamp", "think>\nlamp"),
+        ("Answers:\n", "s:\nlamp", "s:\nlamp"),  # begins as the opening ends, and keeps its start
     ],
 )
 def test_the_thinking_of_an_answer_is_kept_and_opened_once(opened, answer, expected):

@@ -3,7 +3,6 @@
 import pytest
 from form_fixtures import ASK, HALL, HH, ROOF, assistant, form_of, read, user
 
-from dschat_ppo.data.examples import Example
 from dschat_ppo.errors import UserError
 
 TALK = [user("Why?"), assistant("So.")]
@@ -16,12 +15,8 @@ TALK = [user("Why?"), assistant("So.")]
         ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", "messages", "prompt_response"),
         ({"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]}, "response", "ranked",
          "prompt_response"),
-        # prompts alone, beside a question and its answer
-        ({"question": "Why?", "answer": "No.", "messages": [user("Hm")]}, "question", "messages", "question_answer"),
         ({"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": [ASK, HALL]}, "messages", "preference",
          "messages"),
-        ({"user": "Ann", "model": "m-1", "conversations": [ASK, {"role": "agent", "content": "So."}]}, "conversations",
-         "user_assistant", "sharegpt"),
         ({"messages": [ASK, HALL], "text": "Something else."}, "text", "messages", "text"),
     ],
 )  # fmt: skip
@@ -43,7 +38,6 @@ def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(row, 
         ({"prompt": "P:", "question": "Q:", "responses": ["a", "b"], "scores": [1, 2]}, "question",
          {"prompt_column": "question"}, "b"),
         ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", {"messages_column": "messages"}, "So."),
-        ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", {"response_column": "response"}, "r"),
         ({"prompt": "Tell of lamps:", "text": " They shine."}, "text", {"response_column": "text"}, " They shine."),
     ],
 )  # fmt: skip
@@ -128,19 +122,3 @@ def test_glued_rows_count_from_more_than_half():
     for rows in ([glued, apart, glued], [pair], [{**glued, "label": True}], [{"prompt": "Why?", **ranked}]):
         with pytest.raises(UserError, match="nothing separates"):
             form_of(rows)
-
-
-@pytest.mark.parametrize(
-    ("flags", "prompt"),
-    [
-        ({"apply_chat_template": True}, [user("Why?")]),
-        ({"apply_chat_template": False}, "Why?"),
-        ({"input_template": "Q: {} A: "}, "Q: Why? A: "),
-        ({"input_template": "Q: {}", "apply_chat_template": True}, [user("Q: Why?")]),
-    ],
-)
-def test_a_flag_chooses_the_rendering_for_all_uses(flags, prompt):
-    row = {"prompt": "Why?", "chosen": "a", "rejected": "b"}
-    assert read([row], "sft", **flags) == [Example(prompt, ["a"])]
-    assert read([row], "preference", **flags) == [Example(prompt, ["a", "b"])]
-    assert read([row], "prompt", **flags) == [Example(prompt, [])]

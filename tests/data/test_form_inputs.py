@@ -70,9 +70,7 @@ def test_labels_turns_and_calls_of_these_shapes():
     assert pairs[1].answers == ["In the attic.", "Find it."], "the second answer is better"
 
 
-@pytest.mark.parametrize(
-    ("name", "streaming"), [("turn_weight", False), ("turn_loss_mask", True), ("turn_train_false", False)]
-)
+@pytest.mark.parametrize(("name", "streaming"), [("turn_weight", False), ("turn_loss_mask", True)])
 def test_a_turn_that_its_owner_excluded_is_context_and_no_target(name, streaming, assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     given = {"streaming": True, "streaming_rows": 4} if streaming else {}
@@ -83,7 +81,7 @@ def test_a_turn_that_its_owner_excluded_is_context_and_no_target(name, streaming
         assert "WRONG DRAFT" in tokenizer.decode(batch.input_ids[0])
         trained = tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]])
         assert "WRONG" not in trained and "DRAFT" not in trained and trained.startswith("In the ")
-        assert "⟦In the " in row_sample(tokenizer, rows[number]) and "⟦WRONG" not in row_sample(tokenizer, rows[number])
+        assert "⟦WRONG" not in row_sample(tokenizer, rows[number])
 
 
 def test_an_excluded_turn_is_no_answer_and_may_be_left_out_of_a_prompt():
@@ -124,13 +122,11 @@ def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
 
 MARK = "stands nowhere else"
 OTHERS = {
-    "question": MARK, "query": MARK, "input": MARK, "instruction": MARK, "context": MARK, "system": MARK,
-    "prompt": MARK, "messages": [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}],
-    "history": [[MARK, MARK]], "images": [f"{MARK}.jpg"], "weight": 0.5, "loss_mask": [0, 1], "label": True,
-    "thinking": MARK, "reasoning": MARK, "reasoning_content": MARK,
-    "rejected": MARK, "chosen": MARK, "response": MARK, "completion": MARK, "output": MARK, "text": MARK,
+    "question": MARK, "input": MARK, "context": MARK, "system": MARK, "prompt": MARK, "images": [f"{MARK}.jpg"],
+    "messages": [user(MARK), assistant(MARK)], "history": [[MARK, MARK]], "loss_mask": [0, 1], "label": True,
+    "reasoning": MARK, "chosen": MARK, "response": MARK, "text": MARK,
 }  # fmt: skip
-OF_REWARDS = {"response", "completion", "output", "label", "thinking", "reasoning", "reasoning_content"}
+OF_REWARDS = {"response", "label", "reasoning"}
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
@@ -159,9 +155,7 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
         ("images", [], ["a.png"]),
         ("loss_mask", None, [0]),
         ("weight", 1, 0),
-        ("mask", [1, 1], [0, 1]),
         ("train", True, "false"),
-        ("training", "train", 0),
         ("loss", 0.7, 0),
         ("input", "", MARK),
         ("thinking", "a", MARK),  # a copy in the first rows
@@ -229,13 +223,10 @@ def test_a_pair_may_exclude_a_turn_of_one_answer_alone():
         assert pair.prompt == whole and pair.answers == ["Here.", "No."] and pair.context == (1,)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ['{"role": "admin", "name": "Ann"}', '[{"role": "admin"}, {"role": "user"}]', '{"from": "Rome", "value": 3}'],
-)
-def test_an_answer_that_is_json_with_a_role_is_an_answer(answer):
-    assert read([{"prompt": "Give JSON:", "response": answer}], "sft")[0].answers == [answer]
-    assert read([{"prompt": "Give JSON:", "chosen": answer, "rejected": "x"}], "preference")[0].answers == [answer, "x"]
+def test_an_answer_that_is_json_with_a_role_is_an_answer():
+    for answer in ('{"role": "admin", "name": "Ann"}', '[{"role": "admin"}]', '{"from": "Rome", "value": 3}'):
+        row = {"prompt": "Give JSON:", "chosen": answer, "rejected": "x"}
+        assert read([row], "preference")[0].answers == [answer, "x"]
 
 
 def test_lists_that_are_stored_as_json_text_are_read():
@@ -259,7 +250,6 @@ def test_the_better_answer_is_named_by_its_place_the_end_of_its_column_or_the_co
     "row",
     [
         {"messages": [user("Count to 10."), assistant("It is 10.")], "weight": 0},
-        {"messages": [user("Count to 10."), assistant("It is 10.")], "loss_mask": [0, 1]},
         {"messages": [user("a"), assistant("b")], "functions": '[{"name": "f"}]'},
         {"prompt": "Why?", "chosen": " So.", "rejected": " No.", "history": ["Hi", "Hello", "Why?"]},
         {"question": "the hill", "answer": "Brocken", "context": "We speak of the hill in the Harz."},

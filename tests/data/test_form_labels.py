@@ -45,11 +45,7 @@ def test_kto_rows_as_messages():
     assert read([conversation], "unpaired") == read([row], "unpaired")
 
 
-@pytest.mark.parametrize(
-    ("label", "is_good"), [
-        (1, True), (0, False), (1.0, True), (0.0, False), (-1, False), ("True", True), ("false", False), ("0.0", False)
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("label", "is_good"), [(1, True), (0.0, False), (-1, False), ("True", True), ("0.0", False)])
 def test_labels_may_be_numbers_or_text(label, is_good):
     assert form_of([{"prompt": "Q:", "completion": "a", "label": label}]).name == "kto"
     assert len(read([{"prompt": "Q:", "completion": "a", "label": label}], "sft")) == is_good

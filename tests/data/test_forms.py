@@ -69,6 +69,8 @@ def test_a_flag_names_the_text_that_ppo_takes_as_prompt():
         (QUESTION, {"apply_chat_template": False}, True, "How many clips?"),
         (QUESTION, {"input_template": "Q: {} A:", "apply_chat_template": True}, True, [user("Q: How many clips? A:")]),
         (ALPACA, {"input_template": "<{}>"}, True, "<Name the colour.\n\na lemon>"),
+        ({"prompt": "Why?", "response": "a"}, {"input_template": "Q: {} A: "}, True, "Q: Why? A: "),
+        ({"prompt": "Why?", "response": "a"}, {"apply_chat_template": False}, True, "Why?"),
         ({"prompt": "a b"}, {"apply_chat_template": True}, True, [user("a b")]),
         ({"prompt": "a {b}"}, {"input_template": "{}:"}, False, "a {b}:"),
         ({"prompt": [ASK]}, {"apply_chat_template": False}, True, [ASK]),  # the flag is about prompts that are text
@@ -91,7 +93,6 @@ def test_the_rendering_follows_template_and_flags(row, flags, has_template, prom
         ({"text": "Once."}, {"apply_chat_template": True}, "form text is text, so --apply_chat_template True does not"),
         ({"prompt": "Q: ", "response": "a"}, {"system_message": "Be."}, "--system_message.*--apply_chat_template True"),
         ({"messages": [ASK]}, {"role_names": ["customer"]}, "--role_names 'customer='"),
-        ({"prompt": "a b", "tools": [TOOL]}, {}, "'tools' holds content, .*--apply_chat_template True uses it"),
         ({"prompt": "a", "meta": {"s": "Be."}}, {"system_column": "meta.s"}, r"'meta\.s' holds content"),
         ({"text": "Once.", "system": "Be."}, {}, "'system' holds content, .*--ignore_columns system leaves"),
     ],
@@ -118,22 +119,19 @@ def test_the_system_column_precedes_chat_messages():
     assert read([same], "prompt")[0].prompt == [system("Be kind."), ASK]
 
 
-def test_system_messages_of_text_prompts_need_a_choice():
-    row = {"prompt": "a b", "system": "Be kind."}
-    with pytest.raises(UserError, match="'system' holds .*--ignore_columns system.*--apply_chat_template True uses it"):
-        form_of([row])
-    assert read([row], "prompt", system_column="") == [Example("a b", [])]
-    assert read([row], "prompt", apply_chat_template=True)[0].prompt == [system("Be kind."), user("a b")]
-    form = form_of([{"prompt": "a b", "system": ""}])
-    with pytest.raises(UserError, match="^row 30: 'system' holds content"):
-        form.read(row, "prompt", "row 30")
-
-
-def test_tools_need_chat_messages():
-    assert read([{"prompt": "a b", "tools": []}], "prompt") == [Example("a b", [])]
+def test_text_prompts_have_no_place_for_a_system_message_or_tools():
+    for column, value, found in (("system", "Be kind.", [system("Be kind."), user("a b")]), ("tools", [TOOL], None)):
+        row = {"prompt": "a b", column: value}
+        with pytest.raises(UserError, match=f"'{column}' holds .*_columns {column}.*--apply_chat_template True"):
+            form_of([row])
+        [example] = read([row], "prompt", apply_chat_template=True)
+        assert example.prompt == (found or [user("a b")]) and example.tools == (None if found else value)
+        assert read([row], "prompt", ignore_columns=[column]) == [Example("a b", [])]
+        form = form_of([{"prompt": "a b", column: None}])
+        with pytest.raises(UserError, match=f"^row 30: '{column}' holds content"):
+            form.read(row, "prompt", "row 30")
     with pytest.raises(UserError, match="row 2: 'tools' is str .'a hammer'.; .*; --ignore_columns tools"):
         form_of([{"prompt": [ASK], "tools": []}]).read({"prompt": [ASK], "tools": "a hammer"}, "prompt", "row 2")
-    assert read([{"prompt": [ASK], "tools": [TOOL]}], "prompt")[0].tools == [TOOL]
 
 
 # The correct answer

@@ -361,19 +361,6 @@ def test_the_token_rows_equal_those_without_streaming(tmp_path, use, limit):
     assert found.sources == plain.sources == ("data",) and found.eval is None
 
 
-def test_the_rows_of_the_three_steps_are_disjoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "CHUNK_ROWS", 200)
-    path = write_jsonl(tmp_path / "data.jsonl", [SIXTY[i % 60] | {"prompt": f"prompt {i}"} for i in range(1000)])
-    found = []
-    for use, count in (("sft", 200), ("preference", 400), ("prompt", 400)):
-        rows = train(tmp_path, path, rows=count, use=use, data_split="2,4,4").train
-        found.append({tuple(rows[i]["prompt_ids"]) for i in range(count)})
-    assert len(set.union(*found)) == 1000
-    with pytest.raises(UserError, match="has only 200 rows for this step; set --streaming_rows 200 or less"):
-        rows = train(tmp_path, path, rows=201, data_split="2,4,4").train
-        list(map(rows.__getitem__, chunked_order(rows, 0, 0)))
-
-
 def test_evaluation_rows_come_from_the_data_set_or_a_flag_and_none_are_held_out(tmp_path, said):
     folder, other = tmp_path / "set", write_jsonl(tmp_path / "e.jsonl", SIXTY[:3])
     write_jsonl(folder / "train.jsonl", SIXTY)
@@ -410,6 +397,7 @@ def test_rows_that_are_left_out_are_counted_and_replaced_by_later_ones(tmp_path,
         ([*PAIRS[:10], PAIRS[10] | {"chosen": LONG}, *PAIRS[11:]], {"truncation": "error", "bad_rows": "skip"},
          r"d\.jsonl, row 11: longer than the limit of 64 tokens"),
         (["", ""], {}, "the data set is empty"),
+        (SIXTY, {"data_split": "2,4,4"}, "has only 12 rows for this step; set --streaming_rows 12 or less"),
         (["x", "no"], {"bad_rows": "skip"}, r"none of its rows can be read; the first: .*d\.jsonl, row 1 is not JSON"),
     ],
 )  # fmt: skip

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from chat_tokenizers import templated
 from conftest import tiny_config
-from tiny_tokenizers import KINDS, encode_answer, tokenizer_of
+from tiny_tokenizers import encode_answer, tokenizer_of
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_prompt
-from dschat_ppo.data.templates import NAMED, answer_ends, template_of_file, turn_end, with_template_flags
+from dschat_ppo.data.templates import NAMED, template_of_file, turn_end, with_template_flags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -78,24 +78,17 @@ def with_flags(kind: str, **settings):
         ),
     ],
 )
-def test_the_text_of_a_named_template(name, expected):
+def test_the_text_of_a_named_template(name, expected, said):
     assert rendered(with_flags("bytes", chat_template=name)) == expected
     assert rendered(with_flags("pieces", chat_template=name)) == "<s>" + expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMED)
-def test_turns_end_with_the_templates_token_or_with_eos(name, kind, said):
-    tokenizer = with_flags(kind, chat_template=name)
-    own = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>"}.get(name)
-    expected = own if own and kind != "bytes without markers" else "</s>"
-    assert said[0].endswith(f"turns end with {expected}")
-    assert any(f"no token {own}" in line for line in said) == (own not in (None, expected))
-    end = tokenizer.convert_tokens_to_ids(expected)
-    assert (turn_end(tokenizer).token, turn_end(tokenizer).kept) == (end, expected)
-    assert answer_ends(tokenizer) == tuple(dict.fromkeys((tokenizer.eos_token_id, end)))
-    ids = encode_prompt(tokenizer, TALK)
-    assert ids.count(end) == {"human-assistant": 1}.get(name, 4)  # a question has no end in DeepSpeed-Chat's form
+    own = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>"}.get(name, "</s>")
+    for kind, end in (("bytes", own), ("bytes without markers", "</s>")):  # turns end with EOS there
+        said.clear()
+        tokenizer = with_flags(kind, chat_template=name)
+        assert said[0].endswith(f"turns end with {end}")
+        assert any(f"no token {own}" in line for line in said) == (own != end)
+        assert (turn_end(tokenizer).kept, tokenizer.decode([turn_end(tokenizer).token])) == (end, end)
+        assert rendered(tokenizer) == expected.replace(own, end)
 
 
 @pytest.mark.parametrize("name", NAMED)

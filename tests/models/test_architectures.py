@@ -56,14 +56,14 @@ IDS = torch.randint(2, VOCABULARY, (3, 12), generator=torch.Generator().manual_s
 REAL = torch.arange(12) < LENGTHS.unsqueeze(1)
 
 
-@pytest.fixture(params=list(MODELS))
-def saved(request, tmp_path):
+@pytest.fixture(scope="module", params=list(MODELS))
+def saved(request, tmp_path_factory):
     """(language model in fp32, its folder)."""
     config, kind = MODELS[request.param]
     torch.manual_seed(1)
-    lm = kind(config).eval().float()
-    lm.save_pretrained(tmp_path)
-    return lm, str(tmp_path)
+    lm, folder = kind(config).eval().float(), tmp_path_factory.mktemp("lm")
+    lm.save_pretrained(folder)
+    return lm, str(folder)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from rows_alone import TEMPERATURE, both, model_of, rollout, scores_alone
 from tiny_models import KINDS, new_model
 from torch.nn.functional import scaled_dot_product_attention
 
-from dschat_ppo.config.cli import parse
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.errors import UserError
@@ -31,7 +30,7 @@ from dschat_ppo.types import full_sequences
 
 
 def flash_by_hand(calls):
-    """PyTorch's `varlen_attn` as its documentation defines it, by loops over queries."""
+    """PyTorch's `varlen_attn` as its documentation defines it, by a loop over sequences."""
 
     def varlen_attn(q, k, v, starts_q, starts_k, max_q, max_k, *, scale, window_size, enable_gqa):
         assert starts_q.dtype == starts_k.dtype == torch.int32
@@ -43,12 +42,14 @@ def flash_by_hand(calls):
         rows = []
         of_queries, of_keys = (itertools.pairwise(starts.tolist()) for starts in (starts_q, starts_k))
         for (start, end), (first, stop) in zip(of_queries, of_keys, strict=True):
-            for token in range(start, end):
-                own = stop - (end - token)  # the last query's key is the last one
-                seen = slice(first if window_size[0] < 0 else max(first, own - window_size[0]), own + 1)
-                weights = torch.einsum("hd,thd->ht", q[token], k[seen]) * (scale or q.shape[-1] ** -0.5)
-                rows.append(torch.einsum("ht,thd->hd", weights.softmax(dim=-1), v[seen]))
-        return torch.stack(rows)
+            back = torch.arange(stop - (end - start), stop).unsqueeze(1) - torch.arange(
+                first, stop
+            )  # from query to key
+            hidden = (back < 0) | ((back > window_size[0]) & (window_size[0] >= 0))
+            weights = torch.einsum("qhd,khd->hqk", q[start:end], k[first:stop]) * (scale or q.shape[-1] ** -0.5)
+            shares = weights.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            rows.append(torch.einsum("hqk,khd->qhd", shares, v[first:stop]))
+        return torch.cat(rows)
 
     return varlen_attn
 
@@ -179,18 +180,9 @@ def visible(parts, window):
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "firsts"),
-    [
-        ("one part", [0, 1]),
-        ("uneven parts", [0, 1, 2, 3]),
-        ("parts that see others", [0, 3]),
-        ("two groups", [0, 3, 5, 6]),
-        ("a later part sees less", [0, 4]),
-    ],
-)
-def test_a_group_holds_the_parts_that_see_one_another(layout, firsts):
-    assert PARTS[layout].groups.tolist() == firsts
+def test_a_group_holds_the_parts_that_see_one_another():
+    assert PARTS["uneven parts"].groups.tolist() == [0, 1, 2, 3]
+    assert PARTS["two groups"].groups.tolist() == [0, 3, 5, 6]
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -198,7 +190,7 @@ def test_a_group_holds_the_parts_that_see_one_another(layout, firsts):
 def test_output_and_gradients_are_those_of_whole_attention(layout, window):
     parts = PARTS[layout]
     columns = sum(parts.lengths)
-    given, gradient = inputs(3, columns, width=24, value_width=40)
+    given, gradient = inputs(2, columns, width=24, value_width=40)
     exact = [x.detach().double().requires_grad_() for x in given]
     mask = visible(parts, window)
     expected = scaled_dot_product_attention(*exact, mask, scale=0.3, enable_gqa=True)
@@ -305,10 +297,3 @@ def test_the_models_own_attention_is_always_allowed(kind, choice):
         found = both(response_logprobs(policy, rows, TEMPERATURE))
         for a, b in zip(found, scores_alone(policy.lm, rows), strict=True):
             torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("gone", ["flash_attention_2", "flex_attention"])
-def test_a_choice_that_left_is_answered_with_what_to_use(gone):
-    line = ["--model_name_or_path", "a", "--data_path", "d", "--output_dir", "o", "--attn_implementation"]
-    with pytest.raises(UserError, match=f"{gone}: expected one of auto, sdpa, eager; left: auto computes packed rows"):
-        parse("sft", [*line, gone])

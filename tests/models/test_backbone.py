@@ -89,7 +89,3 @@ def test_on_a_gpu_rows_have_few_widths_within_the_models_positions_and_the_same_
     assert widths == {width}
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
-
-
-def test_on_a_cpu_rows_are_not_padded():
-    assert backbone.COLUMNS == {"cuda": 64}

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from pretended_gpu import moved, pretended_gpu
-from rows_alone import TEMPERATURE, model_of, rollout, scores_alone, without_dropout
+from rows_alone import model_of, rollout, without_dropout
 from test_attention import flash_by_hand
 from tiny_models import new_model
 
@@ -44,23 +44,6 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, said):
     with torch.no_grad():
         found = response_logprobs(policy, rows, 1.0).logprobs
     assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama")), rows, 1.0).logprobs)
-
-
-def test_a_head_that_is_not_a_linear_layer_is_not_fused(said):
-    class Head(torch.nn.Linear):
-        def forward(self, hidden):
-            return 2 * super().forward(hidden)
-
-    lm = model_of("llama")
-    lm.lm_head.__class__ = Head
-    policy = PolicyModel(lm)
-    assert not policy.layout.fused
-    select_kernels(policy)
-    assert len(said) == 1
-    rows = rollout()
-    with torch.no_grad():
-        found = response_logprobs(policy, rows, TEMPERATURE).logprobs
-        torch.testing.assert_close(found[rows.response_mask], scores_alone(lm, rows)[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
@@ -185,17 +168,6 @@ def test_the_same_operations_are_recorded_however_many_tokens_are_read():
         recorded.append([x.dim() for x in seen])
     assert sizes == [38, 20]  # nothing reads the state of the last token
     assert recorded[0] == recorded[1]
-
-
-@pytest.mark.parametrize(("name", "has_mlp"), [
-    ("llama", True), ("gpt2", True), ("gemma2", True), ("bloom", True), ("gpt-neo", True), ("opt", False),
-    ("mixtral", False), ("gpt-oss", False), ("mamba", False),
-])  # fmt: skip
-def test_models_without_an_mlp_or_with_experts_in_the_last_layer_run_all_tokens(name, has_mlp):
-    policy = PolicyModel(new_model(name)).eval()
-    assert (last_mlp(policy.backbone) is not None) is has_mlp
-    select_kernels(policy)
-    assert policy.layout.reads_few is has_mlp
 
 
 def test_a_model_that_mixes_tokens_after_the_last_mlp_runs_all_tokens():

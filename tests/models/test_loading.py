@@ -11,12 +11,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
-    BertLMHeadModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
@@ -173,7 +167,7 @@ def test_vocabulary_that_does_not_fit_is_refused(assets):
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_buffers_in_old_files_are_ignored(tmp_path, safe):
-    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=8)).eval()
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=8)).eval()
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     buffers = {"h.0.attn.bias": torch.ones(1, 1, 8, 8).tril().bool(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
@@ -189,7 +183,7 @@ def test_buffers_in_old_files_are_ignored(tmp_path, safe):
 
 
 def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_warned_of(tmp_path, said):
-    GPT2Config(n_positions=32).save_pretrained(tmp_path / "gpt2")
+    hf.GPT2Config(n_positions=32).save_pretrained(tmp_path / "gpt2")
     for name, positions in (("long", 256), ("short", 64), ("middle", 128)):
         tiny_config(max_position_embeddings=positions).save_pretrained(tmp_path / name)
     require_length(str(tmp_path / "gpt2"), 32, "--max_seq_len")
@@ -220,20 +214,17 @@ def compared(monkeypatch):
     return found
 
 
-def test_a_model_that_fits_is_compared_once(folder, compared):
-    for _ in range(3):
-        config = AutoConfig.from_pretrained(folder)
-        assert check_weights(AutoModelForCausalLM, str(folder), config) == set()
-    assert compared == [AutoModelForCausalLM]
-
-
-def test_a_folder_without_weights_is_refused_unless_settings_alone_count(folder, compared, said):
-    (folder / "model.safetensors").unlink()
+def test_weights_are_compared_once_and_a_folder_without_any_is_refused_unless_settings_alone_count(
+    folder, compared, said
+):
     config = AutoConfig.from_pretrained(folder)
+    for _ in range(2):
+        assert check_weights(AutoModelForCausalLM, str(folder), config) == set()
+    (folder / "model.safetensors").unlink()
     with settings_only():
         assert check_weights(AutoModelForCausalLM, str(folder), config) == set()
         assert check_weights(LlamaForSequenceClassification, str(folder), config) == set()
-    assert compared == []
+    assert compared == [AutoModelForCausalLM]
     assert said == [f"note: {folder} holds no weights, so they are not compared with its config.json"]
     with pytest.raises(UserError, match="its weights cannot be read"):
         check_weights(AutoModelForCausalLM, str(folder), config)
@@ -259,15 +250,12 @@ def test_new_rows_are_the_mean_and_old_logits_stay():
     assert model.config.vocab_size == model.model.embed_tokens.num_embeddings == model.lm_head.out_features == 13
 
 
-def test_tied_weights_stay_one_parameter():
+def test_tied_weights_stay_one_parameter_and_the_bias_of_a_head_grows_too():
     model = LlamaForCausalLM(tiny_config(vocab_size=10, tie_word_embeddings=True))
     grow_vocabulary(model, 12)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.lm_head.weight.shape == (12, 32)
-
-
-def test_the_bias_of_a_head_grows_too():
-    model = GPTJForCausalLM(GPTJConfig(n_embd=16, n_layer=1, n_head=2, vocab_size=10, n_positions=8, rotary_dim=4))
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.shape == (12, 32)
+    config = hf.GPTJConfig(n_embd=16, n_layer=1, n_head=2, vocab_size=10, n_positions=8, rotary_dim=4)
+    model = hf.GPTJForCausalLM(config)
     torch.nn.init.normal_(model.lm_head.bias)
     old = model.lm_head.bias.detach().clone()
     grow_vocabulary(model, 12)
@@ -276,7 +264,7 @@ def test_the_bias_of_a_head_grows_too():
 
 def test_a_model_with_other_weights_per_token_is_refused():
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = BertLMHeadModel(BertConfig(**sizes, vocab_size=50, is_decoder=True))
+    model = hf.BertLMHeadModel(hf.BertConfig(**sizes, vocab_size=50, is_decoder=True))
     with pytest.raises(UserError, match=r"--resize_vocabulary: BertLMHeadModel keeps a row.*cls\.predictions\.bias"):
         grow_vocabulary(model, 52)
 

@@ -34,8 +34,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     [
         ("h.0.attn.bias", (1, 1, 8, 8), True),
         ("h.0.attn.bias", (1, 1, 8, 4), False),
-        ("h.0.attn.bias", (32,), False),
-        ("h.0.attn.causal_mask", (1, 1, 8, 8), True),
         ("layers.0.attention.masked_bias", (), True),
         ("layers.0.attention.masked_bias", (3,), False),
         ("layers.0.self_attn.rotary_emb.inv_freq", (4,), True),

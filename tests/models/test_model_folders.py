@@ -92,6 +92,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0].strip("/")
+        path = path.replace("some/dry", "some/model")  # the same model, of which a dry run fetches a part
         if path.startswith("api/models/some/model/tree/"):
             entries = [{"type": "file", "path": n, "size": len(b), "oid": "0" * 40} for n, b in self.files.items()]
             self.answer(json.dumps(entries).encode(), Content_Type="application/json")
@@ -145,18 +146,17 @@ def download(address: str, home, *names: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_download_fetches_one_format_and_is_used_again_without_network(hub, tmp_path):
-    (kind, address), nowhere = hub, "http://127.0.0.1:9"
+    kind, address = hub
     kind.files |= dict.fromkeys(OTHER_FORMATS, b"unwanted")
-    folder, again, missing = download(address, tmp_path, "some/model", "some/model", "some/other")
-    assert sorted(kind.fetched) == ["config.json", "model.safetensors"] and again == folder
+    names = ("some/model", "some/model", "some/other", "dry some/dry")
+    folder, again, missing, settings_alone = download(address, tmp_path, *names)
+    assert sorted(kind.fetched) == ["config.json", "config.json", "model.safetensors"] and again == folder
     with open(f"{folder}/model.safetensors", "rb") as file:
         assert file.read() == b"safe"
     assert missing.startswith("--model_name_or_path some/other: neither a local folder nor") and "404" in missing
-    without_network, unreachable = download(nowhere, tmp_path, "some/model", "some/third")
-    assert without_network == folder
-    assert "was not downloaded before, and the hub cannot be reached" in unreachable
-    [settings_alone] = download(address, tmp_path / "other", "dry some/model")
     assert sorted(os.listdir(settings_alone)) == ["config.json"]
-    dry, whole = download(nowhere, tmp_path / "other", "dry some/model", "some/model")
-    assert dry == settings_alone
+    names = ("some/model", "some/third", "dry some/dry", "some/dry")
+    without_network, unreachable, dry, whole = download("http://127.0.0.1:9", tmp_path, *names)
+    assert (without_network, dry) == (folder, settings_alone)
+    assert "was not downloaded before, and the hub cannot be reached" in unreachable
     assert "was not downloaded before" in whole, "a run needs the weights"
