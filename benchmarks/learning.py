@@ -90,9 +90,12 @@ def call(command: list[object], log: Path) -> None:
 def prepare(task: str, work: Path) -> Path:
     """Make the folder `work/TASK/made` with `toy`, `sft` and (preference) `reward`; existing parts are kept."""
     made, scripts = work / task / "made", ROOT / "training_scripts/toy"
-    module, script = {"addition": ("addition", "run_sft_addition.sh"), "preference": ("toy", "run_step1_sft.sh")}[task]
+    make, script = {
+        "addition": ([scripts / "addition.py"], "run_sft_addition.sh"),
+        "preference": (["-m", "dschat_ppo.tools.toy"], "run_step1_sft.sh"),
+    }[task]
     parts: dict[str, list[object]] = {
-        "toy": [sys.executable, "-m", f"dschat_ppo.tools.{module}", made / "toy"],
+        "toy": [sys.executable, *make, made / "toy"],
         "sft": ["bash", scripts / script, made / "toy", made / "sft", "--overwrite_output_dir"],
     }
     if task == "preference":
@@ -129,7 +132,9 @@ def rule_rate_of(model_folder: Path, made: Path, seed: int) -> float:
     import torch
     from transformers import AutoTokenizer
 
-    from dschat_ppo.tools.quickstart_report import load_lm, rule_rate, sample_answers
+    sys.path.append(str(ROOT / "training_scripts"))
+    from quickstart_report import load_lm, rule_rate, sample_answers
+
     from dschat_ppo.tools.toy import Question
 
     rows = [json.loads(line) for line in (made / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -37,7 +37,6 @@ TOOLS = {  # the modules of dschat_ppo.tools
     "serve_reward": "serve a reward model over HTTP",
     "replay": "reproduce a NaN or infinity from its repro bundle",
     "toy": "make the toy model and its data",
-    "addition": "make the toy task of two-digit addition",
 }
 
 

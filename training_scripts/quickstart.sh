@@ -58,4 +58,4 @@ run_step() { # run_step NAME SCRIPT ARGS...: run and time a step, or skip it if 
 run_step sft "$here/toy/run_step1_sft.sh" "$out/toy" "$out/sft"
 run_step reward "$here/toy/run_step2_reward.sh" "$out/toy" "$out/sft" "$out/reward"
 run_step ppo "$here/toy/run_step3_ppo.sh" "$out/toy" "$out/sft" "$out/reward" "$out/ppo"
-python -m dschat_ppo.tools.quickstart_report "$out"
+python "$here/quickstart_report.py" "$out"

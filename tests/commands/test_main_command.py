@@ -15,7 +15,7 @@ TOOLS = Path(dschat_ppo.__file__).parent / "tools"
 def test_every_program_of_the_tools_is_a_command():
     programs = {path.stem for path in TOOLS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     programs |= {path.parent.name for path in TOOLS.glob("*/__main__.py")}
-    assert programs - {"quickstart_report"} == set(program.TOOLS)  # that one belongs to quickstart.sh
+    assert programs == set(program.TOOLS)
     assert set(program.TRAINING) == set(STEPS)
 
 

@@ -3,13 +3,14 @@
 import json
 import sys
 
+import addition
 import pytest
 from conftest import tiny_config
 from transformers import AutoTokenizer
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
-from dschat_ppo.tools import addition, toy
+from dschat_ppo.tools import toy
 
 FLAG = "--model_name_or_path"
 

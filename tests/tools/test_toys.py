@@ -5,10 +5,11 @@ import random
 import subprocess
 import sys
 
+import addition
 import pytest
 from transformers import AutoTokenizer
 
-from dschat_ppo.tools import addition, toy
+from dschat_ppo.tools import toy
 
 
 @pytest.fixture(scope="module")

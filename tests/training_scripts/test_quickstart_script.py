@@ -10,8 +10,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import quickstart_report
 
-from dschat_ppo.tools import chat, evaluate_flags, quickstart_report
+from dschat_ppo.tools import chat, evaluate_flags
 
 STEPS = ("sft", "reward", "ppo")
 SAMPLES = [("Where is the red lamp?", "before", "after")]

@@ -10,7 +10,7 @@ from launch import ROOT, environment, succeed
 SCRIPT = Path("training_scripts/toy/run_grpo_addition.sh")
 STUBS = """
 top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" RANKS="${RANKS:-1}" DTYPE=bf16
-python() { echo "python $*"; mkdir -p "$3/model"; touch "$3/model/model.safetensors"; }
+python() { echo "python $*"; mkdir -p "$2/model"; touch "$2/model/model.safetensors"; }
 launch() { echo "launch ${1##*/training/} $*"; }
 is_valid_json() { [ -e "$1" ]; }
 """
@@ -37,7 +37,7 @@ def top(tmp_path) -> Path:
 def test_the_task_and_its_sft_model_are_made_once(top):
     out = top / "out"
     made, sft, grpo = started(top)
-    assert made == f"python -m dschat_ppo.tools.addition {out}/toy"
+    assert made == f"python {top}/training_scripts/toy/addition.py {out}/toy"
     assert sft == f"sft {out}/toy {out}/sft"
     assert grpo.startswith("launch step3_ppo/main.py") and grpo.endswith(f"--output_dir {out}/grpo --seed 5")
     assert started(top) == [grpo]

@@ -9,7 +9,7 @@ shift
 per_rank() { echo $((RANKS < $1 ? $1 / RANKS : 1)); } # per_rank COUNT: COUNT divided by the number of ranks, at least 1
 
 if [ ! -e "$out/toy/model/model.safetensors" ]; then
-    python -m dschat_ppo.tools.addition "$out/toy"
+    python "$top/training_scripts/toy/addition.py" "$out/toy"
 fi
 
 if ! is_valid_json "$out/sft/result.json"; then

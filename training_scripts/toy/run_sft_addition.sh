@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SFT on two-digit addition: run_sft_addition.sh TOY_DIR OUTPUT_DIR [more flags]
-# TOY_DIR comes from `python -m dschat_ppo.tools.addition`. About a third of the answers sampled from the result are right.
+# TOY_DIR comes from `python training_scripts/toy/addition.py`. About a third of the answers sampled from the result are right.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ranks.sh"
 usage="usage: run_sft_addition.sh TOY_DIR OUTPUT_DIR [more flags]"

@@ -5,7 +5,7 @@ the correct sum (37+48=85). SFT therefore teaches addition but not the order of 
 answers are right, and fewer of the greedy ones. RL has to find the order that is rewarded and to make the digits
 reliable.
 
-    python -m dschat_ppo.tools.addition FOLDER
+    python training_scripts/toy/addition.py FOLDER
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The result of the quickstart: a table, sample answers, and `summary.json`.
 
-    python -m dschat_ppo.tools.quickstart_report OUT_DIR
+    python training_scripts/quickstart_report.py OUT_DIR
 
 The saved models are loaded with plain transformers, which also shows that they are valid transformers models.
 """
