@@ -14,7 +14,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from dschat_ppo.common.dead_terminal import leave_dead_terminal
+from dschat_ppo.common.processes import leave_dead_terminal
 from dschat_ppo.common.ranks import is_main
 from dschat_ppo.errors import escaped, without_credentials
 

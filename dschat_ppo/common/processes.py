@@ -1,9 +1,11 @@
-"""Other processes of this machine, read from /proc, and a signal when the parent ends."""
+"""Other processes of this machine, read from /proc; a signal when the parent ends; output that nobody reads."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,3 +61,16 @@ def ancestor(word: str) -> int | None:
             return pid
         pid = process.parent
     return None
+
+
+def leave_dead_terminal(numbers: Sequence[int] = (1, 2)) -> None:
+    """Let descriptors, by default stdout and stderr, lead nowhere if nobody reads them, as of a closed terminal or of a
+    pipe whose reader has ended: each write would raise an error."""
+    poll = select.poll()
+    for number in numbers:
+        poll.register(number, 0)
+    for number, found in poll.poll(0):
+        if found & (select.POLLHUP | select.POLLERR):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)

@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from dschat_ppo.common.dead_terminal import leave_dead_terminal
-from dschat_ppo.common.processes import ancestor, command_line, find_process, signal_when_parent_ends
+from dschat_ppo.common.processes import (
+    ancestor,
+    command_line,
+    find_process,
+    leave_dead_terminal,
+    signal_when_parent_ends,
+)
 from dschat_ppo.errors import StopRequested
 
 _LAUNCHER, _RUNNERS = "deepspeed.launcher.launch", {"deepspeed", "ds"}

@@ -158,15 +158,11 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, 
     if whole:
         keep_whole(engine)
     if world_size() == 1:
-        _leave_gradients(engine)
+        # Below ZeRO-2 the all-reduce of gradients is then the identity. DeepSpeed copies all gradients three times for
+        # it, and in bf16 rounds to bf16 what was accumulated in fp32.
+        engine.allreduce_and_copy = lambda *_: None
     engine.train()  # transformers loads models in eval mode
     return engine
-
-
-def _leave_gradients(engine: Engine) -> None:
-    """Leave out the all-reduce of gradients below ZeRO-2, which on one rank is the identity. DeepSpeed copies all
-    gradients three times for it, and in bf16 rounds to bf16 what was accumulated in fp32."""
-    engine.allreduce_and_copy = lambda *_: None
 
 
 @cache

@@ -1,5 +1,6 @@
-"""RMSNorm and SwiGLU layers by the kernels of `elementwise`, with backward passes by hand. Where these do not run, a
-GPU's RMSNorm is PyTorch's kernel; so is that in fp32 without gradients, which is fewer operations.
+"""RMSNorm and SwiGLU layers by kernels, with backward passes by hand: compiled ones on a CPU in bf16, Triton's on a GPU
+in half precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel; so is that in fp32 without gradients,
+which is fewer operations.
 
 Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps silu(gate) of an MLP.
 By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) + eps)^-1/2, and the gradient g of y:
@@ -17,7 +18,9 @@ transformers' layers do.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -27,7 +30,76 @@ from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
-from dschat_ppo.models.elementwise import kernels_for
+from dschat_ppo.algorithms.fused_logprobs import HALF
+from dschat_ppo.cpu_kernels import operations
+from dschat_ppo.cpu_kernels.operations import can_run
+from dschat_ppo.models.probes import unfit
+
+_log = logging.getLogger(__name__)
+
+
+def kernels_for(*tensors: Tensor) -> Any:
+    """The module whose kernels run these tensors: `cpu_kernels.operations`, `gpu_kernels` or None. On the meta device,
+    where the planner counts what layers save for their backward pass, that of the CPU."""
+    if can_run(*tensors) or all(x.is_meta and x.dtype == torch.bfloat16 for x in tensors):
+        return operations
+    half = all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors)
+    return _triton_kernels(tensors[0].device, tensors[0].dtype) if half else None
+
+
+@cache
+def _triton_kernels(device: torch.device, dtype: torch.dtype) -> Any:
+    """Triton's kernels, if they compute what PyTorch's operations compute on this GPU; else None, with a warning."""
+    try:
+        from dschat_ppo import gpu_kernels  # builds of PyTorch for CPUs have no Triton
+
+        for name, found, expected in compared(gpu_kernels, device, dtype):
+            difference = float((found.double() - expected.detach()).norm() / expected.detach().norm())
+            if not difference <= torch.finfo(dtype).eps:
+                raise ArithmeticError(f"{name} is off by {difference:.2g}")
+    except Exception as problem:  # noqa: BLE001  see `unfit`
+        _log.warning(f"Triton's kernels cannot be used: {unfit(problem)}; layers are slower")
+        return None
+    return gpu_kernels
+
+
+def compared(kernels: Any, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What each kernel computes from random numbers, and the same by PyTorch in fp64: (name, found, expected)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def wide(*parts: Tensor) -> list[Tensor]:
+        return [part.detach().double().requires_grad_() for part in parts]
+
+    with torch.enable_grad():
+        states, weight, gradient = random(5, 96), random(96), random(5, 96)
+        x, w = wide(states, weight)
+        exact = w * x * torch.rsqrt(x.pow(2).mean(dim=1, keepdim=True) + 1e-6)
+        yield "a norm", kernels.rms_norm(states, weight, 1e-6), exact
+        found = kernels.rms_norm_backward(states, weight, gradient, 1e-6)
+        for part, true in zip(found, torch.autograd.grad(exact, [x, w], gradient.double()), strict=True):
+            yield "the gradient of a norm", part, true
+        gate, up = random(5, 192).chunk(2, dim=1)
+        a, b = wide(gate, up)
+        exact = nn.functional.silu(a) * b
+        yield "a gated product", kernels.swiglu(gate, up), exact
+        found = kernels.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
+        for part, true in zip(found, torch.autograd.grad(exact, [a, b], gradient.double()), strict=True):
+            yield "the gradient of a gated product", part, true
+        queries, of_queries, angles = random(2, 5, 3, 24), random(2, 5, 3, 24), random(2, 3, 12).repeat(1, 1, 2)
+        cos, sin = angles.cos(), angles.sin()
+        for rows in (2, 1):  # angles of each row, and the same for all
+            [x] = wide(queries)
+            c, s = cos[:rows, None].double(), sin[:rows, None].double()
+            exact = x * c + torch.cat([-x[..., 12:], x[..., :12]], dim=3) * s
+            yield "a rotation", kernels.rotated(queries, cos[:rows], sin[:rows]), exact
+            found = kernels.rotated(of_queries, cos[:rows], sin[:rows], back=True)
+            yield "the gradient of a rotation", found, torch.autograd.grad(exact, x, of_queries.double())[0]
+        lines, turned = (part.transpose(1, 2).flatten(0, 1) for part in (queries, kernels.rotated(queries, cos, sin)))
+        parts = kernels.rotated_parts(lines.contiguous(), cos.flatten(0, 1), sin.flatten(0, 1), 3, 1)
+        yield "a rotation of queries and keys", torch.cat(parts, dim=1), torch.cat([turned[:, :4], lines[:, 4:]], dim=1)
 
 
 class _RMSNorm(torch.autograd.Function):

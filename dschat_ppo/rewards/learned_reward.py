@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.process_loss import StepAggregation, aggregate_steps
+from dschat_ppo.algorithms.supervised_losses import StepAggregation, aggregate_steps
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line

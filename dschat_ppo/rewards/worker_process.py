@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.own_functions import cause_of, load
-from dschat_ppo.common.processes import signal_when_parent_ends
+from dschat_ppo.common.processes import leave_dead_terminal, signal_when_parent_ends
 from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, describe, returned_rows
 
 

@@ -21,7 +21,7 @@ from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dschat_ppo.algorithms.fused_logprobs import fp32_product
-from dschat_ppo.models.elementwise import kernels_for
+from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.models.probes import check_attention_call, unfit
 from dschat_ppo.rollout.attention import causal_attention, installed
 

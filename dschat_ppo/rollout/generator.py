@@ -19,7 +19,7 @@ from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.models.backbone import WITH_STATES, hidden_window, position_arguments, slot_arguments
-from dschat_ppo.models.elementwise import kernels_for
+from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed

@@ -18,10 +18,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 from dschat_ppo.common import heartbeat, ranks, stop_requests
-from dschat_ppo.common.dead_terminal import leave_dead_terminal
 from dschat_ppo.common.exit_codes import HOW_TO_RESUME, RANK_LOST
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import training_has_started, where
+from dschat_ppo.common.processes import leave_dead_terminal
 from dschat_ppo.run.first_failure import FirstFailureRecord
 from dschat_ppo.run.rank_log import log_path, write_to_log
 

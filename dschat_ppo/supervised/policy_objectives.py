@@ -23,11 +23,13 @@ from datasets import Dataset
 from torch import Tensor
 
 from dschat_ppo.algorithms.aggregation import masked_sum
-from dschat_ppo.algorithms.kto_loss import balanced_weights, kto_baseline, kto_losses
-from dschat_ppo.algorithms.preference_loss import (
+from dschat_ppo.algorithms.supervised_losses import (
     PAIR_LOSSES,
+    balanced_weights,
     chosen_nll_loss,
     cpo_pair_loss,
+    kto_baseline,
+    kto_losses,
     log_ratios,
     orpo_pair_loss,
     preference_loss,

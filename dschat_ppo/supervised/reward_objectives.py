@@ -9,12 +9,12 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.algorithms.preference_loss import (
+from dschat_ppo.algorithms.supervised_losses import (
     bradley_terry_loss,
     bradley_terry_pair_loss,
     reward_centering_loss,
+    step_losses,
 )
-from dschat_ppo.algorithms.process_loss import step_losses
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.batches import PairBatch, StepBatch, collate_pairs, collate_steps

@@ -7,21 +7,24 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dschat_ppo.algorithms.kto_loss import balanced_weights, kto_baseline, kto_losses
-from dschat_ppo.algorithms.preference_loss import (
+from dschat_ppo.algorithms.router_loss import load_balancing_loss, router_load
+from dschat_ppo.algorithms.supervised_losses import (
     PAIR_LOSSES,
+    aggregate_steps,
+    balanced_weights,
     bradley_terry_loss,
     chosen_nll_loss,
     cpo_pair_loss,
+    kto_baseline,
+    kto_losses,
     log_odds,
     log_ratios,
     orpo_pair_loss,
     preference_loss,
     reward_centering_loss,
     simpo_pair_loss,
+    step_losses,
 )
-from dschat_ppo.algorithms.process_loss import aggregate_steps, step_losses
-from dschat_ppo.algorithms.router_loss import load_balancing_loss, router_load
 
 CHOSEN = torch.tensor([1.0, -0.5, 3.0, 0.2, math.nan])
 REJECTED = torch.tensor([0.0, 0.5, 3.0, -2.0, 9.0])

@@ -1,5 +1,6 @@
-"""Losses on preference pairs: reward model (Bradley-Terry), direct preference optimisation, and without a reference
-ORPO, SimPO and CPO.
+"""Losses of step 2. On preference pairs: reward model (Bradley-Terry), direct preference optimisation, and without a
+reference ORPO, SimPO and CPO. On labelled answers: Kahneman-Tversky optimisation (KTO). On labelled steps: process
+reward models, and one score for an answer from those of its steps.
 
 `pair_mask` (B,) bool is False on filler pairs. `num_pairs` are the real pairs of the whole optimizer step, over all
 micro-batches and ranks. Losses divided by it are scalars with gradient.
@@ -8,12 +9,15 @@ micro-batches and ranks. Losses divided by it are scalars with gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat_ppo.algorithms.aggregation import masked_sum
+from dschat_ppo.algorithms.aggregation import masked_sum, zero_outside
+
+StepAggregation = Literal["min", "mean", "last", "product"]
 
 
 def bradley_terry_pair_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | None = None) -> Tensor:
@@ -146,3 +150,58 @@ def cpo_pair_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """`-log sigmoid(beta (chosen - rejected))`, (B,): DPO with a uniform reference (CPO, Xu et al. 2024). `chosen`,
     `rejected`: (B,), log-probs summed over tokens."""
     return -F.logsigmoid(beta * (chosen - rejected))
+
+
+def kto_baseline(log_ratio_sum: Tensor, num_rows: Tensor | float) -> Tensor:
+    """`max(0, sum / num_rows)`: z0, an estimate of KL(policy || reference) (Ethayarajh et al. 2024). No gradient.
+
+    `log_ratio_sum`: scalar, the sum of `log pi(answer) - log pi_ref(answer)` over the `num_rows` mismatched rows (a
+    prompt with another prompt's answer) of all micro-batches and ranks of an optimizer step.
+    """
+    return (log_ratio_sum / num_rows).clamp_min(0).detach()
+
+
+def kto_losses(
+    log_ratios: Tensor, desirable: Tensor, baseline: Tensor, beta: float, desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:  # fmt: skip
+    """`w_D (1 - sigmoid(beta (r - z0)))` of desirable, `w_U (1 - sigmoid(beta (z0 - r)))` of undesirable answers, (B,):
+    this is `lambda_y - v(x, y)` of Ethayarajh et al. 2024 (eq. 8).
+
+    `log_ratios` (B,), r: `log pi(answer) - log pi_ref(answer)`, summed over each answer's tokens. `desirable` (B,)
+    bool. `baseline` (B,) or scalar, z0. A smaller `beta`, above 0, lets the policy move further from the reference.
+    """
+    gain = torch.where(desirable, log_ratios - baseline, baseline - log_ratios)
+    weights = torch.full_like(gain, undesirable_weight).masked_fill(desirable, desirable_weight)
+    return weights * torch.sigmoid(-beta * gain)  # 1 - sigmoid(x), without cancellation
+
+
+def balanced_weights(desirable: int, undesirable: int, weights: tuple[float, float]) -> tuple[float, float]:
+    """The ratio `w_D n_D / (w_U n_U)`, and the desirable weight that makes it 1 with the same undesirable weight.
+    Ethayarajh et al. 2024 (section 4.2) recommend a ratio from 1 to 4/3. n: answers, above 0; `weights`: w_D, w_U."""
+    return weights[0] * desirable / (weights[1] * undesirable), weights[1] * undesirable / desirable
+
+
+def step_losses(scores: Tensor, labels: Tensor) -> Tensor:
+    """`-y log sigmoid(s) - (1 - y) log sigmoid(-s)` of each step: binary cross-entropy (Wang et al. 2024, eq. 2).
+    `scores` (N,), s; `labels` (N,) in [0, 1], y: a number between them is the probability that the step is right."""
+    return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+
+
+def aggregate_steps(scores: Tensor, step_mask: Tensor, how: StepAggregation) -> Tensor:
+    """One score in [0, 1] for each answer, (B,) fp32, from the probabilities `sigmoid(s)` of its steps.
+
+    "min" and "product" are the two of Lightman et al. 2023 (appendix F) and Wang et al. 2024. `scores` (B, T), s;
+    `step_mask` (B, T) bool, True at the ends of steps, at least one in each row.
+    """
+    steps = zero_outside(scores.float(), step_mask)
+    if how == "product":
+        return zero_outside(F.logsigmoid(steps), step_mask).sum(dim=1).exp()
+    probabilities = torch.sigmoid(steps)
+    if how == "mean":
+        return zero_outside(probabilities, step_mask).sum(dim=1) / step_mask.sum(dim=1)
+    if how == "min":
+        return probabilities.masked_fill(~step_mask, 1.0).amin(dim=1)
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    last = torch.where(step_mask, columns, -1).amax(dim=1, keepdim=True)  # (B, 1)
+    return probabilities.gather(1, last).squeeze(1)

@@ -15,9 +15,8 @@ from transformers.models.llama import modeling_llama as llama
 
 import dschat_ppo
 from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.models import elementwise, fast_layers
-from dschat_ppo.models.elementwise import compared, kernels_for
-from dschat_ppo.models.fast_layers import FastRotary, use_fast_layers
+from dschat_ppo.models import fast_layers
+from dschat_ppo.models.fast_layers import FastRotary, compared, kernels_for, use_fast_layers
 from dschat_ppo.rollout import fused_layers
 
 CPU = torch.device("cpu")
@@ -104,7 +103,7 @@ def test_kernels_that_compute_something_else_are_not_used(broken, kernels, monke
         functions[broken] = lambda *given: tuple(1.01 * part for part in original(*given))
     monkeypatch.setattr(dschat_ppo, "gpu_kernels", SimpleNamespace(**functions), raising=False)
     monkeypatch.setattr(logging.getLogger("dschat_ppo"), "propagate", True)
-    found = elementwise._triton_kernels.__wrapped__(CPU, torch.float16)
+    found = fast_layers._triton_kernels.__wrapped__(CPU, torch.float16)
     assert (found is None) is (broken is not None)
     assert ("Triton's kernels cannot be used" in caplog.text) is (broken is not None)
 
