@@ -53,7 +53,7 @@ RUNS = {
     "kto": (
         "reward",
         f"{FIT} --data_path {{a}}/pairs.jsonl --data_split 0,1,0 --per_device_train_batch_size @8 --learning_rate 0.01 "
-        "--dropout 0.1 --eval_interval 3 --objective kto --zero_stage 3 --dtype fp32",
+        "--dropout 0.1 --eval_interval 3 --objective kto --zero_stage 3 --dtype fp32 --num_train_epochs 1",
         [4],
     ),
     "dora": ("sft", f"{SFT} {LORA} --zero_stage 3 --use_dora --lora_merge", ["step_000002"]),
@@ -65,9 +65,9 @@ RUNS = {
     ),
     "stream": (
         "sft",
-        f"{SFT} {STREAM} --eval_fraction 0 --per_device_train_batch_size @6 --learning_rate 0.01 --zero_stage 2 "
+        f"{SFT} {STREAM} --eval_fraction 0 --per_device_train_batch_size @12 --learning_rate 0.01 --zero_stage 2 "
         "--dtype fp32",
-        ["step_000005"],
+        ["step_000002"],
     ),
     "ppo": (  # with a critic that trains alone at first, and a reference that moves
         "ppo",
@@ -94,10 +94,10 @@ RUNS = {
     ),
     "ppo stream": (
         "ppo",
-        f"{MODELS} {PPO} 6 {STREAM} --per_device_generation_batch_size @6 --per_device_training_batch_size @6 "
+        f"{MODELS} {PPO} 4 {STREAM} --per_device_generation_batch_size @12 --per_device_training_batch_size @12 "
         "--num_train_epochs 2 --dtype fp32 --top_p 0.9 --min_p 0.01 --repetition_penalty 1.3 --min_answer_seq_len 2 "
         "--stop_strings a e i o --stop_token_ids 40 41",
-        ["step_000003"],
+        ["step_000002"],
     ),
     # a tokenizer with more tokens than the model has rows
     "resized": (
@@ -122,7 +122,7 @@ def case(assets, output, name: str, places: list, ranks: int = 2, more: str = ""
 def runs(assets, tmp_path_factory):
     """(folder with `whole` and `cut` below each name of `RUNS`, "name how" -> how each start of it ended).
 
-    Below `more` and `refused` are runs of `ppo` that go from one rank to two; `fewer` and `shared rows/moved` go from
+    Below `more` and `refused` are runs of `ppo` that go from one rank to two; `moved` are copies of `cut` that go from
     two to one, and `alone` are runs on one.
     """
     folder = tmp_path_factory.mktemp("resumed")
@@ -140,14 +140,17 @@ def runs(assets, tmp_path_factory):
 
     first = {f"{name} whole": at(name, "whole", [None]) for name in RUNS}
     first |= {f"{name} cut": at(name, "cut", [*places, None]) for name, (_, _, places) in RUNS.items() if places}
-    first |= {name: at(name.partition(" moved")[0], "moved", [INSIDE]) for name in ("ppo moved", "shared rows moved")}
+    first |= {f"{name} cut": at(name, "cut", RUNS[name][2]) for name in ("ppo", "shared rows")}
     found = run_steps(first, folder, ranks=2)
+    for name in ("ppo", "shared_rows"):
+        shutil.copytree(folder / name / "cut", folder / name / "moved")
     alone = {f"{name} alone": at(name, "alone", [None], 1) for name in ("packed", "shared rows", "stream")}
     alone["shared rows moved"] = at("shared rows", "moved", [None], 1)
     alone["ppo moved"] = at("ppo", "moved", [None], 1, ALONE)
     alone["ppo more"] = at("ppo", "more", [INSIDE], 1, ALONE)
     alone["ppo refused"] = at("ppo", "refused", [BEFORE], 1, f"{ALONE} {REFUSED}")
     last = {"ppo more": at("ppo", "more", [None]), "ppo refused": at("ppo", "refused", [None], 2, REFUSED)}
+    last |= {f"{name} cut": at(name, "cut", [None]) for name in ("ppo", "shared rows")}
     last["again"] = at("sft", "whole", [None])
     forced = "--num_train_epochs 3 --learning_rate 0.02 --lr_scheduler_type constant --resume_force True"
     shutil.copytree(folder / "sft/cut", folder / "sft/extended")

@@ -1,4 +1,4 @@
-"""The three steps by their command lines on two ranks. `tests/docs/test_commands.py` runs SFT under the launcher."""
+"""The three steps with their flags on two ranks. `tests/docs/test_commands.py` runs their scripts."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from launch import forked, metrics_of, numbers_of, succeed
+from launch import metrics_of, numbers_of, run_steps
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from dschat_ppo.config.cli import parse
@@ -39,19 +39,19 @@ def out(assets, tmp_path_factory):
     sft = f"--config {folder}/sft.yaml --model_name_or_path {folder}/lm --data_path {assets}/sft.jsonl"
     sft += f" --data_split 1,0,0 --learning_rate 0.01 --per_device_train_batch_size 3 --output_dir {folder}/sft"
     sft += " --eval_interval 2 --max_seq_len 32 --truncation left"
-    succeed(forked(2, "training/step1_sft/main.py", *sft.split()))
     reward = f"--model_name_or_path {folder}/sft --data_path {assets}/pairs.jsonl --data_split 0,1,0 --dtype fp32"
     reward += f" --output_dir {folder}/reward --zero_stage 3 --per_device_train_batch_size 4 --learning_rate 0.005"
-    result = succeed(forked(2, "training/step2_reward/main.py", *reward.split()))
-    (folder / "reward.log").write_text(result.stdout + result.stderr)
     ppo = f"--actor_model_name_or_path {folder}/sft --critic_model_name_or_path {folder}/reward --dtype fp32"
     ppo += f" --data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir {folder}/ppo --actor_zero_stage 3"
     ppo += " --critic_zero_stage 3 --per_device_generation_batch_size 4 --per_device_training_batch_size 2"
     ppo += " --generation_batches 2 --ppo_epochs 2 --gradient_accumulation_steps 2 --max_answer_seq_len 8"
     ppo += " --max_prompt_seq_len 64 --actor_learning_rate 0.001 --num_warmup_steps 0 --temperature 0.8"
     ppo += " --deterministic"
-    for words in (ppo, ppo.replace(f"{folder}/ppo", f"{folder}/again")):
-        succeed(forked(2, "training/step3_ppo/main.py", *words.split()))
+    again = ppo.replace(f"{folder}/ppo", f"{folder}/again")
+    lines = {"sft": ("sft", sft), "reward": ("reward", reward), "ppo": ("ppo", ppo), "again": ("ppo", again)}
+    found = run_steps({name: (step, words.split()) for name, (step, words) in lines.items()}, folder)
+    assert not any(run["error"] for run in found.values())
+    (folder / "reward.log").write_text(found["reward"]["said"])
     return folder
 
 
