@@ -2,34 +2,23 @@
 
     python benchmarks/curves.py [--work DIR] [--pictures docs/pictures]
 
-Each run takes a minute or less. Finished runs are kept in the work folder. The number of ranks is that of the toy
-scripts (RANKS). It needs matplotlib: pip install -e '.[plot]'.
+Each run has two ranks and takes a minute or less. Finished runs are kept in the work folder. It needs matplotlib:
+pip install -e '.[plot]'.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-TOY = "training_scripts/toy"
-PPO = (
-    f"{TOY}/run_step3_ppo.sh {{work}}/preference/toy {{work}}/preference/sft {{work}}/preference/reward {{out}} "
-    "--enable_test_mode True --test_stop_step 24"
-)
+from learning import ROOT, call, points, prepare
+
+MADE, TOY = "{work}/preference/made", "training_scripts/toy"  # MADE: by `prepare` of `learning.py`
+PPO = f"{TOY}/run_step3_ppo.sh {MADE}/toy {MADE}/sft {MADE}/reward {{out}} --enable_test_mode True --test_stop_step 24"
 GRPO = f"{TOY}/run_grpo_addition.sh {{work}}/addition --output_dir {{out}} --eval_interval 4"
 LENGTH = f"""{PPO} --use_reward_model False --reward_function length:0.02 --advantage_estimator grpo --kl_coef 0
     --n_samples_per_prompt 4 --per_device_generation_batch_size 16 --actor_learning_rate 5e-4"""
 
-# folder of a made part -> the command that makes it
-MADE = {
-    "preference/toy": "-m dschat_ppo.tools.toy {out}",
-    "preference/sft": f"{TOY}/run_step1_sft.sh {{work}}/preference/toy {{out}}",
-    "preference/reward": f"{TOY}/run_step2_reward.sh {{work}}/preference/toy {{work}}/preference/sft {{out}}",
-}
 # run -> the command of its last step
 RUNS = {
     "addition": GRPO,
@@ -58,27 +47,6 @@ PICTURES = {
     "no-kl": (["PPO", "no KL, high rate"], ["reward/score_mean", "policy/entropy", "rollout/ended_share"]),
     "critic": (["PPO", "critic does not learn"], ["value/explained_variance", "value/loss", "reward/score_mean"]),
 }
-
-
-def execute(command: str, work: Path, out: Path) -> None:
-    """Run a script of bash, or a module, unless its folder is finished; its output goes to `OUT.log`."""
-    if (out / "result.json").exists() or (out / "model" / "model.safetensors").exists():
-        return
-    words = [word.format(work=work, out=out) for word in command.split()]
-    words = [sys.executable if words[0] == "-m" else "bash", *words]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.with_name(f"{out.name}.log").open("w", encoding="utf-8") as log:
-        code = subprocess.run(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    if code:
-        sys.exit(f"exit code {code}; {log.name} says why")
-    print(f"{out.relative_to(work)}: done", flush=True)
-
-
-def points(folder: Path, metric: str) -> tuple[list[int], list[float]]:
-    """PPO steps and values of a metric."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
-    return [step for step, _ in found], [value for _, value in found]
 
 
 def draw(work: Path, runs: list[str], metrics: list[str], file: Path) -> None:
@@ -111,10 +79,12 @@ def main() -> None:
     except ImportError:
         parser.error("the pictures need matplotlib, which is not installed: pip install -e '.[plot]'")
     work = chosen.work.resolve()
-    for name, command in MADE.items():
-        execute(command, work, work / name)
+    prepare("preference", work)
     for name, command in RUNS.items():
-        execute(command, work, work / "runs" / name.replace(" ", "_"))
+        out = work / "runs" / name.replace(" ", "_")
+        if not (out / "result.json").exists():
+            words = [word.format(work=work, out=out) for word in command.split()]
+            call(["bash", *words], out.with_name(f"{out.name}.log"))
     chosen.pictures.mkdir(parents=True, exist_ok=True)
     for name, (runs, metrics) in PICTURES.items():
         draw(work, runs, metrics, chosen.pictures / f"{name}.png")

@@ -14,7 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
+import resource
 import sys
 import tempfile
 import time
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+from fault_outcomes import free_port
 from measure import markdown, publish
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -102,14 +104,8 @@ def tokenizer_speed(work: Path, path: Path, rows: int, processes: int) -> tuple[
     return sum(tokens) / count, count / sum(seconds)
 
 
-def memory(field: str) -> float:
-    """Resident memory of this process in GiB: its peak (VmHWM), or now (VmRSS)."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status[field].split()[0]) / 2**20
-
-
-def rank(work: Path, path: Path, cache: Path) -> None:
-    """One rank: prepare the rows as step 2 does, fingerprint them on rank 0, read some at random; print a line."""
+def rank(number: int, ranks: int, port: int, work: Path, path: Path, cache: Path) -> dict[str, Any]:
+    """One rank: prepare the rows as step 2 does, fingerprint them on rank 0, read some at random; its figures."""
     import torch.distributed
 
     from dschat_ppo.checkpoint.identity import rows_fingerprint
@@ -122,12 +118,14 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     from dschat_ppo.data.sources import parse_sources
     from dschat_ppo.supervised import supervised_run  # noqa: F401  (a rank has imported all of it)
 
+    there = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in there.items()})
     quiet_libraries()
     torch.distributed.init_process_group("gloo")
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     flags = DataFlags(data_path=[str(path)], data_split="0,1,0", data_output_path=str(cache))
     barrier()
-    before, start = memory("VmRSS"), time.perf_counter()
+    before, start = psutil.Process().memory_info().rss / 2**30, time.perf_counter()
     if is_main() and not any(cache.iterdir()):  # measured apart: the conversion of the file to Arrow is not tokenising
         load_splits(parse_sources(flags.data_path, "--data_path")[0], flags.data_output_path)
     barrier()
@@ -136,33 +134,21 @@ def rank(work: Path, path: Path, cache: Path) -> None:
     cpu = sum(os.times()[:4]) - cpu
     fingerprint = rows_fingerprint(rows) if is_main() else ""
     total = time.perf_counter() - start
-    order = np.random.default_rng(int(os.environ["RANK"])).permutation(len(rows))[:20_000].tolist()
+    order = np.random.default_rng(number).permutation(len(rows))[:20_000].tolist()
     for place in range(0, len(order), 16):
         collate_pairs(rows, order[place : place + 16], tokenizer.pad_token_id)
-    result = {"read_s": read - start, "cpu_s": cpu, "total_s": total, "fingerprint": fingerprint, "before_gib": before,
-              "peak_gib": memory("VmHWM")}  # fmt: skip
-    print("RESULT " + json.dumps(result), flush=True)
     barrier()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {"read_s": read - start, "cpu_s": cpu, "total_s": total, "fingerprint": fingerprint, "before_gib": before,
+            "peak_gib": peak}  # fmt: skip
 
 
-def launch(arguments: argparse.Namespace, work: Path, path: Path, cache: Path, port: int) -> list[dict[str, Any]]:
+def launch(ranks: int, work: Path, path: Path, cache: Path) -> list[dict[str, Any]]:
     """Start the ranks and return their results in rank order."""
-    words = [sys.executable, __file__, "--rank_of", str(work), str(path), str(cache)]
-    ranks = []
-    for number in range(arguments.ranks):
-        there = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": arguments.ranks, "LOCAL_SIZE": arguments.ranks,
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-        environment = os.environ | {name: str(value) for name, value in there.items()}
-        ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
-    results = []
-    for process in ranks:
-        lines = process.communicate()[0].splitlines()
-        print("\n".join(line for line in lines if line.removeprefix("warning: ").startswith("data:")), file=sys.stderr)
-        found = [line for line in lines if line.startswith("RESULT ")]
-        if process.returncode or not found:
-            sys.exit(f"a rank ended with exit code {process.returncode}:\n" + "\n".join(lines[-20:]))
-        results.append(json.loads(found[0].removeprefix("RESULT ")))
-    return results
+    port = free_port()
+    with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
+        started = [pool.submit(rank, number, ranks, port, work, path, cache) for number in range(ranks)]
+        return [one.result() for one in started]
 
 
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -171,9 +157,9 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     path, processes = work / f"pairs_{arguments.rows}.jsonl", worker_count(None, arguments.rows)
     speeds = [tokenizer_speed(work, path, arguments.rows, processes)]
     with tempfile.TemporaryDirectory(dir=work) as cache:
-        first = launch(arguments, work, path, Path(cache), arguments.port)
+        first = launch(arguments.ranks, work, path, Path(cache))
         speeds.append(tokenizer_speed(work, path, arguments.rows, processes))  # again, since other work may disturb one
-        second = launch(arguments, work, path, Path(cache), arguments.port + 1)
+        second = launch(arguments.ranks, work, path, Path(cache))
         stored = sum(file.stat().st_size for file in Path(cache).rglob("*") if file.is_file())
     if first[0]["fingerprint"] != second[0]["fingerprint"]:
         sys.exit("the second start has another fingerprint")
@@ -205,14 +191,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="preference pairs")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the node")
     parser.add_argument("--work", type=Path, help="folder for the file and the tokenizer, kept; not given: temporary")
-    parser.add_argument("--port", type=int, default=29611, help="port of the ranks, and the one after it")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--docs", type=Path, help="write the table into this file")
-    parser.add_argument("--rank_of", type=Path, nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank_of:
-        rank(*arguments.rank_of)
-        return
     with tempfile.TemporaryDirectory(prefix="data_") as temporary:
         work = arguments.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)

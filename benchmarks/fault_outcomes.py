@@ -6,6 +6,7 @@ import json
 import random
 import re
 import socket
+import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,6 +61,15 @@ def left_over(word: str, timeout: float = 40.0) -> int:
     for process in found:
         process.kill()
     return len(found)
+
+
+def comes_in_time(process: subprocess.Popen[str], folder: Path, pattern: str, delay: float) -> bool:
+    """Wait for files and then `delay` seconds; whether the process still runs."""
+    while process.poll() is None and not any(folder.glob(pattern)):
+        time.sleep(0.02)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(delay)
+    return process.poll() is None
 
 
 def is_finished(output: Path) -> bool:

@@ -33,7 +33,16 @@ from typing import Any
 
 import power_loss
 import psutil
-from fault_outcomes import Outcome, free_port, is_finished, left_over, lost_steps, same_outputs, table
+from fault_outcomes import (
+    Outcome,
+    comes_in_time,
+    free_port,
+    is_finished,
+    left_over,
+    lost_steps,
+    same_outputs,
+    table,
+)
 from measure import publish
 from models import save_tiny_models
 
@@ -133,11 +142,7 @@ class Bench:
         self.url = f"http://127.0.0.1:{server.server_port}"
 
     def whole(self, run: str) -> Path:
-        """The outputs of this run without a fault. It runs at the first call.
-
-        Raises:
-            SystemExit: it failed.
-        """
+        """The outputs of this run without a fault. It runs at the first call."""
         output = self.work / f"whole_{list(RUNS).index(run)}"
         if not is_finished(output) and (code := self.start(run, output, {}).wait()):
             sys.exit(f"{run} without a fault failed with exit code {code}; see {self.log_of(output)}")
@@ -181,11 +186,7 @@ class Bench:
         segments = set(os.listdir("/dev/shm"))
         try:
             process = self.start(fault.run, output, {})
-            while process.poll() is None and not any(output.glob(MOMENTS[fault.moment])):
-                time.sleep(0.02)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(fault.delay)
-            met = process.poll() is None
+            met = comes_in_time(process, output, MOMENTS[fault.moment], fault.delay)
             if met:
                 fault.act(process, output)
             code = process.wait()

@@ -121,10 +121,11 @@ def learn(task: str, estimator: str, seed: int, work: Path, made: Path) -> Path:
     return output
 
 
-def curve(output: Path) -> list[tuple[int, float]]:
-    """(PPO step, `eval/score`) of each evaluation of a run."""
+def points(output: Path, metric: str = "eval/score") -> tuple[list[int], list[float]]:
+    """PPO steps and values of a metric of a run."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [(line["step"], line["eval/score"]) for line in lines if "eval/score" in line]
+    found = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
+    return [step for step, _ in found], [value for _, value in found]
 
 
 def rule_rate_of(model_folder: Path, made: Path, seed: int) -> float:
@@ -147,8 +148,8 @@ def rule_rate_of(model_folder: Path, made: Path, seed: int) -> float:
 def start_and_end(task: str, output: Path, made: Path, seed: int) -> tuple[float, float]:
     """The result of the task before and after a run."""
     if task == "addition":
-        scores = curve(output)
-        return scores[0][1], scores[-1][1]
+        _, scores = points(output)
+        return scores[0], scores[-1]
     kept = output.parent / "rule_rate.json"  # `learn` removes it together with the run
     if not kept.exists():
         kept.write_text(json.dumps([rule_rate_of(folder, made, seed) for folder in (made / "sft", output / "actor")]))
@@ -164,9 +165,8 @@ def plot(outputs: dict[str, dict[str, list[Path]]], file: Path) -> None:
     for number, (task, of_task) in enumerate(outputs.items(), start=1):
         axes = figure.add_subplot(1, len(outputs), number, title=task, xlabel="PPO step", ylabel="held-out score")
         for estimator, folders in of_task.items():
-            points = [list(zip(*curve(folder), strict=True)) for folder in folders]
-            means = [statistics.mean(at) for at in zip(*(scores for _, scores in points), strict=True)]
-            axes.plot(points[0][0], means, label=estimator)
+            steps, scores = zip(*map(points, folders), strict=True)
+            axes.plot(steps[0], [statistics.mean(at) for at in zip(*scores, strict=True)], label=estimator)
         axes.legend(fontsize="small")
     figure.savefig(file, dpi=80)
 

@@ -53,14 +53,8 @@ SHAPES: dict[str, PretrainedConfig] = {
 def save_tiny_models(
     folder: Path, names: tuple[str, str], chat_template: str | None = None, **shape: int | float
 ) -> None:
-    """Save a tiny language model and a tiny reward model into `folder`, with the toy task's tokenizer.
-
-    Args:
-        folder: gets a folder for each.
-        names: of the two folders.
-        chat_template: of the tokenizer.
-        shape: settings of the `LlamaConfig` besides the vocabulary.
-    """
+    """Save a tiny language model and a tiny reward model in folders of these names, with the toy task's tokenizer;
+    `shape`: of the `LlamaConfig`, besides the vocabulary."""
     tokenizer = make_tokenizer(["a few words to merge"])
     tokenizer.chat_template = chat_template
     config = LlamaConfig(

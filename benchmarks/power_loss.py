@@ -18,10 +18,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import psutil
-from fault_outcomes import Outcome, is_finished, left_over, lost_steps, same_outputs
+from fault_outcomes import Outcome, comes_in_time, is_finished, left_over, lost_steps, same_outputs
+
+if TYPE_CHECKING:
+    from faults import Bench
 
 MARKS = ("<!-- power -->", "<!-- /power -->")
 FS_IOC_SHUTDOWN, WITHOUT_A_FLUSH = 0x8004587D, 2
@@ -40,18 +43,6 @@ EVENTS = {  # files that appear on the disk, in this order; a cut follows one of
 LONGEST_DELAY = 2.5
 
 
-class Starter(Protocol):
-    """Starts the runs: `Bench` of `faults.py`."""
-
-    work: Path
-
-    def whole(self, run: str) -> Path:
-        """Outputs of the same run without a cut."""
-
-    def start(self, run: str, output: Path, settings: dict[str, str], log: Path) -> subprocess.Popen[str]:
-        """Start a run with these environment variables; `log` receives its output."""
-
-
 @dataclass(frozen=True)
 class Cut:
     """A run loses power `delay` seconds after the files of `event` exist."""
@@ -67,13 +58,7 @@ class Cut:
 
 
 class Disk:
-    """An ext4 file system in a file.
-
-    Args:
-        image: the file; it is overwritten.
-        place: where it is mounted.
-        options: of `mount`.
-    """
+    """An ext4 file system in the file `image`, mounted at `place` with `options` of `mount`."""
 
     def __init__(self, image: Path, place: Path, options: str):
         self.image, self.place, self.options = image, place, options
@@ -148,7 +133,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def meet(bench: Starter, cut: Cut, number: int) -> Outcome:
+def meet(bench: Bench, cut: Cut, number: int) -> Outcome:
     """Cut the power of the run, run the same command to its end, and compare; `number` names its files."""
     whole, log = bench.whole(cut.run), bench.work / f"power_{number:02d}.log"
     # A new image for each run: a loop device that still holds the last image would be mounted instead.
@@ -158,11 +143,8 @@ def meet(bench: Starter, cut: Cut, number: int) -> Outcome:
         (disk.place / "tmp").mkdir()
         os.sync()
         process = bench.start(cut.run, output, env, log)
-        while process.poll() is None and not any(disk.place.glob(EVENTS[cut.event])):
-            time.sleep(0.02)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(cut.delay)
-        met, done, before = process.poll() is None, is_finished(output), disk.content()
+        met = comes_in_time(process, disk.place, EVENTS[cut.event], cut.delay)
+        done, before = is_finished(output), disk.content()
         disk.cut()
         end(process)
         left_over(str(disk.place), timeout=0)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from datasets import Dataset
@@ -31,6 +32,11 @@ from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.types import Rollout
 
 GRPO = "--use_reward_model False --reward_function exact_match --advantage_estimator grpo --kl_loss_coef 0.05".split()
+
+# in place of checkpoints: saves nothing, and never stops
+SAVES_NOTHING: Any = SimpleNamespace(
+    stop_requested=lambda: False, save_if_due=lambda: None, stop_if=lambda reason: None
+)  # fmt: skip
 
 
 def free_scores(response_ids: Tensor) -> Tensor:
@@ -58,14 +64,9 @@ def save_models(folder: Path, config: PretrainedConfig, device: str = "cpu", rew
 
 
 def ppo_config(folder: Path, prompts: int, samples: int, most: tuple[int, int], flags: Sequence[object]) -> PPOConfig:
-    """The configuration of step 3 for one update per PPO step.
+    """The configuration of step 3 for one update per PPO step, on the models of `save_models`.
 
-    Args:
-        folder: holds `lm`, and `reward` for GAE, from `save_models`.
-        prompts: of a PPO step.
-        samples: answers to each of them.
-        most: tokens of the longest prompt and of the longest answer.
-        flags: of step 3. With `GRPO` the actor and its reference are the only models.
+    `most`: tokens of the longest prompt and of the longest answer. With `GRPO` in `flags` there is no scalar model.
     """
     words = ["--actor_model_name_or_path", folder / "lm", "--critic_model_name_or_path", folder / "reward"]
     words += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0]
@@ -88,20 +89,6 @@ def make_ppo(folder: Path, prompts: int, samples: int, most: tuple[int, int], fl
     return PPOComponents(config, plan, TokenRows(rows, None), tokenizer, engines, RewardMixture([(source, 1.0)]))
 
 
-class NoCheckpoints:
-    """The checkpointer of a run that saves nothing."""
-
-    def stop_requested(self) -> bool:
-        """False."""
-        return False
-
-    def save_if_due(self) -> None:
-        """Nothing is due."""
-
-    def stop_if(self, reason: str | None) -> None:
-        """Nothing stops the run."""
-
-
 @contextmanager
 def given_lengths(ppo: PPOComponents, work: Workload) -> Iterator[None]:
     """Rollouts answer the prompts of `work`, and answer i ends after `work.answer_lengths[i]` tokens, at no EOS."""
@@ -119,7 +106,7 @@ def given_lengths(ppo: PPOComponents, work: Workload) -> Iterator[None]:
 def ppo_step(ppo: PPOComponents, work: Workload, step: int = 1) -> None:
     """One PPO step of the real loop, on `work`; `ppo.clock` times its phases."""
     with given_lengths(ppo, work):
-        experience = make_experience(ppo, step, NoCheckpoints())
+        experience = make_experience(ppo, step, SAVES_NOTHING)
     assert experience is not None and int(experience.response_mask.sum()) == work.tokens
     for minibatch in ppo.minibatches_left(experience, step):
         update(ppo, minibatch, step)

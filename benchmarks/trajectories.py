@@ -47,15 +47,7 @@ Record = dict[str, Any]  # "metrics": lines; "weights": path in the output folde
 
 
 class Tree:
-    """A source tree whose code runs.
-
-    Args:
-        folder: top of the repository.
-        work: gets outputs, logs and prepared data.
-
-    Raises:
-        SystemExit: another `dschat_ppo` is imported than that of the folder.
-    """
+    """The source tree in `folder`, whose code must be the one that is imported; `work` gets outputs, logs and data."""
 
     def __init__(self, folder: Path, work: Path):
         self.folder, self.work = folder, work
@@ -66,11 +58,7 @@ class Tree:
             sys.exit(f"{found} is imported, which is not in {folder}")
 
     def call(self, words: list[str], log: Path) -> str:
-        """Run Python on the code of the tree, with its output in `log`; returns that.
-
-        Raises:
-            SystemExit: it failed; shows the end of the log.
-        """
+        """Run Python on the code of the tree, with its output in `log`; returns that. `SystemExit` if it fails."""
         with log.open("w", encoding="utf-8") as file:
             command = [sys.executable, *words]
             ended = subprocess.run(
@@ -94,13 +82,8 @@ class Tree:
         return {"metrics": [], "weights": weights_of(self.work)}
 
     def train(self, name: str, made: Path, checkpoint: str | None = None) -> Record:
-        """Make one run of `RUNS`; returns what it left.
-
-        Args:
-            name: of the run.
-            made: folder of its inputs.
-            checkpoint: in the output folder of this run below `made`, from which it resumes; None: from the start.
-        """
+        """Make one run of `RUNS` from the inputs in `made`, or resume it from a checkpoint of this name there; returns
+        what it left."""
         run, started = RUNS[name], time.perf_counter()
         label = name if checkpoint is None else f"{name} from {checkpoint}"
         output = self.work / label.replace(" ", "_")

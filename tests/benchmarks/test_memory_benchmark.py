@@ -1,4 +1,4 @@
-"""The benchmark of memory: its settings parse, and the peaks that it plans."""
+"""The benchmark of memory: its command lines parse, its rows are as long as it says, and what it computes of runs."""
 
 import json
 import sys
@@ -9,45 +9,67 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import memory
-import memory_phases
-import planned_memory
 
 from dschat_ppo.config.cli import parse
+from dschat_ppo.data.prepare import prepare
+from dschat_ppo.models.tokenizers import load_tokenizer
+
+DATA_USE = {"ppo": "prompt", "sft": "sft", "reward": "preference"}
 
 
-@pytest.mark.parametrize("name", list(memory.SETTINGS))
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory") / "-".join(map(str, memory.TINY))
+    memory.make_models(folder, memory.TINY)
+    return folder
+
+
+@pytest.mark.parametrize("name", memory.ALL)
 def test_every_setting_parses(name):
-    step, words = memory.SETTINGS[name]
-    models = {"ppo": "--actor_model_name_or_path a --critic_model_name_or_path c"}.get(step, "--model_name_or_path m")
-    parse(step, f"{models} --data_path d --output_dir o {words}".split())
+    setting = memory.ALL[name]
+    parse(setting.step, memory.words_of(setting, Path("models"), Path("data"), Path("out")))
 
 
-def test_the_adapter_fits_the_settings_with_one_base(tmp_path):
-    load = memory_phases.Workload((512, 1, 128))
-    memory.make_models(tmp_path, load)
-    folder = tmp_path / load.folder
-    adapter = json.loads((folder / "adapter/adapter_config.json").read_text())
-    assert adapter["base_model_name_or_path"] == str(folder / "lm")
-    shared = [words.split() for _, words in memory.SETTINGS.values() if "--share_base" in words]
-    assert [words[words.index("--critic_lora_dim") + 1] for words in shared] == [str(adapter["r"])]
+@pytest.mark.parametrize(
+    "name", ["ZeRO 0", "step 1, ZeRO 0", "step 1, ZeRO 2, packed, checkpointing", "step 2, ZeRO 3, checkpointing"]
+)
+def test_rows_fill_the_passes(name, models, tmp_path):
+    setting, file = memory.ALL[name], tmp_path / "rows.jsonl"
+    memory.write_rows(setting, file)
+    config = parse(setting.step, memory.words_of(setting, models, file, tmp_path / "out"))
+    tokenizer, longest = load_tokenizer(str(models / "lm"), "model"), setting.prompt + setting.answer
+    rows = prepare(DATA_USE[setting.step], tokenizer, config.data, longest, eval_fraction=0.0).train
+    parts = 4 if "--packing" in setting.flags else 1
+    assert len(rows) == 2 * parts * setting.rows * setting.ranks
+    for row in rows:
+        assert len(row["prompt_ids"]) == setting.prompt // parts
+        assert all(len(answer) == setting.answer // parts for answer in row.get("answers", []))
 
 
-def test_the_planner_has_twelve_cases_that_parse(tmp_path):
-    cases = [name for name in planned_memory.CASES if name not in planned_memory.BASELINES]
-    assert len(cases) == 12
-    steps = [planned_memory.CASES[name].step for name in cases]
-    assert steps.count("ppo") >= 6 and {"sft", "reward"} < set(steps)
-    for name in planned_memory.CASES:
-        step, words, load = memory.setting_of(name)
-        config = memory_phases.config_of_setting(step, tmp_path, words, load)
-        assert config.run.folder == "unused"
+def test_the_adapter_fits_the_settings_with_one_base(models):
+    adapter = json.loads((models / "adapter/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(models / "lm")
+    shared = [setting.flags.split() for setting in memory.ALL.values() if "--share_base" in setting.flags]
+    assert {words[words.index("--critic_lora_dim") + 1] for words in shared} == {str(adapter["r"])}
 
 
-def test_planned_peaks_are_sums_of_device_and_host(tmp_path):
-    load = memory_phases.Workload((512, 1, 128), 1, 8, 4)
-    memory.make_models(tmp_path, load)
-    for step, phases in (("ppo", {"rollout", "score", "actor", "critic"}), ("sft", {"actor"})):
-        config = memory_phases.config_of_setting(step, tmp_path, [], load)
-        peaks = planned_memory.planned_peaks(config, 1)
-        assert set(peaks) == phases
-        assert 0 < max(peaks.values()) < 0.1
+def test_peaks_of_runs_are_compared_beyond_those_of_the_libraries(tmp_path):
+    def found(**peak: float) -> dict:
+        return {"peak": peak, "held": {"training": 1.0}}
+
+    results = {name: found(rollout=0.5, score=0.5, train=0.5) for name in memory.BASELINES}
+    results |= {"ZeRO 2": found(rollout=1.0, score=1.25, train=2.0), "step 1, ZeRO 0": found(train=1.5)}
+    *_, step_3, step_1 = memory.table(results).splitlines()
+    assert step_3 == "| ZeRO 2 | 0.50 | 0.75 | 1.50 | 1.00 |  |"
+    assert step_1 == "| step 1, ZeRO 0 |  |  | 1.00 | 1.00 |  |"
+
+
+@pytest.mark.parametrize(
+    ("step", "stage"), [("ppo", "--actor_zero_stage 2 --critic_zero_stage 2"), ("sft", "--zero_stage 2")]
+)
+def test_a_planned_peak_counts_device_and_host(step, stage, tmp_path):
+    on_device, offloaded = (
+        memory.planned_peak(memory.Setting(step, flags, 1, memory.TINY, 1, 8, 4), tmp_path)
+        for flags in (stage, f"{stage} --offload_optimizer")
+    )
+    assert 0 < on_device < 0.1 and on_device / 2 < offloaded < 0.1

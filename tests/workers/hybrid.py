@@ -35,8 +35,7 @@ ROWS = 8  # prompts of a PPO step over all ranks
 NUMBERS = ("policy/loss", "value/loss", "optim/grad_norm/actor", "optim/grad_norm/critic")
 LORA = ("--actor_lora_dim", 4, "--critic_lora_dim", 4, "--only_optimize_lora", "--lora_alpha", 8, "--share_base")
 LORA += ("--actor_lora_learning_rate", 0.01, "--critic_lora_learning_rate", 0.01)
-STEPS = {  # name -> (ZeRO stage, flags)
-    "plain": (3, ()),
+STEPS = {  # name -> (ZeRO stage, flags), beside "plain", which is stage 3
     "stage 2": (2, ()),
     "offload": (3, ("--offload_optimizer", "--offload_reference_model", "--offload_reward_model")),
     "tensor parallel": (3, ("--inference_tp_size", 2, "--tp_gather_partition_size", 1)),
@@ -207,7 +206,7 @@ def main() -> None:
                 hybrid_engine.on_device = lambda tensor: True  # as on a GPU: tensors do move
             ppo = ppo_with(assets, stage, *words)
             found["steps"][name] = two_steps(ppo, toggles=3 * (name == "sleep 3"))
-    layouts = [(2, "bf16"), (3, "fp32"), (3, "bf16")]
+    layouts = [(2, "bf16"), (3, "fp32")]
     hybrid_engine.on_device = lambda tensor: False
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
