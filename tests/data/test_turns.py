@@ -21,6 +21,7 @@ TALK = [
     {"role": "user", "content": "And now?"},
 ]
 CHATML = TEMPLATES["BOS by the template"]
+UNMARKED = re.compile(r"\{%-? *(end)?generation *%\}")
 # As those of Qwen 3 and DeepSeek R1: thinking is shown in the last answer only.
 DROPS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -49,7 +50,7 @@ def spans_of(tokenizer, prompt=TALK, tools=None) -> list[str]:
 def test_named_templates_with_and_without_marks(kind, name, marks):
     tokenizer = chat_tokenizer(kind, name)
     if not marks:
-        tokenizer.chat_template = re.sub(r"\{%-? *(end)?generation *%\}", "", tokenizer.chat_template)
+        tokenizer.chat_template = UNMARKED.sub("", tokenizer.chat_template)
     end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
     answers = {
         "llama-3": ["In the hall 😀", "Café"], "human-assistant": [" In the hall 😀", "  Café\n"]
@@ -66,34 +67,40 @@ def test_thinking_that_the_template_drops_is_not_trained(kind, template):
     assert spans_of(templated(template, kind), prompt) == ["In the hall.<|im_end|>"] * 2
 
 
-def test_an_answer_that_holds_what_the_template_writes_after_it():
-    tokenizer = templated(TEMPLATES["no marker"])
-    said = ["Here.\n\nThere.", "Yes."]
-    talk = [TALK[1], {"role": "assistant", "content": said[0]}, {"role": "user", "content": ""},
-            {"role": "assistant", "content": said[1]}, TALK[5]]  # fmt: skip
-    assert spans_of(tokenizer, talk) == said
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}ANSWER{% else %}{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FULL = ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
+ASIDE = "[aside]{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
 
 
-def test_marks_that_reach_too_far_or_not_far_enough_end_with_the_final_token():
-    body = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}MARK{% else %}{{ m.content }}"
-    )
-    body += "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    short = "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"
-    far = "{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"
-    for marked in (short, far):
-        found = spans_of(templated(body.replace("MARK", marked)))
-        assert found == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        # marks that reach too far or not far enough end with the final token
+        (MARKED.replace("ANSWER", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"), FULL),
+        (MARKED.replace("ANSWER", "{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"), FULL),
+        # wrong marks are not used
+        (CHATML.replace("{{ m.role }}", "{% generation %}{{ m.role }}{% endgeneration %}"), FULL),
+        (CHATML.replace("<s>", "<s>{% generation %}x{% endgeneration %}"), FULL),
+        # marks leave out what the template writes before an answer
+        (MARKED.replace("ANSWER", ASIDE), FULL),
+        (MARKED.replace("ANSWER", UNMARKED.sub("", ASIDE)), [f"[aside]{text}" for text in FULL]),
+    ],
+)
+def test_answers_by_marks(template, expected):
+    assert spans_of(templated(template)) == expected
 
 
-def test_wrong_marks_are_not_used():
-    template = CHATML.replace("{{ m.role }}", "{% generation %}{{ m.role }}{% endgeneration %}")
-    once = CHATML.replace("<s>", "<s>{% generation %}x{% endgeneration %}")
-    header = (
-        "{% if m.role == 'assistant' %}{% generation %}assistant{% endgeneration %}{% else %}{{ m.role }}{% endif %}"
-    )
-    for wrong in (template, once, CHATML.replace("{{ m.role }}", header)):
-        assert spans_of(templated(wrong)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
+def test_answers_without_marks():
+    """An answer may hold what the template writes after it; what precedes one belongs to it but at the start."""
+    talk = [TALK[1], {"role": "assistant", "content": "Here.\n\nThere."}, {"role": "user", "content": ""},
+            {"role": "assistant", "content": "Yes."}, TALK[5]]  # fmt: skip
+    assert spans_of(templated(TEMPLATES["no marker"]), talk) == ["Here.\n\nThere.", "Yes."]
+    tokenizer = chat_tokenizer("bytes", "human-assistant")
+    tokenizer.chat_template = UNMARKED.sub("", tokenizer.chat_template)
+    assert spans_of(tokenizer, TALK[2:]) == ["In the hall 😀</s>", "  Café\n</s>"]
 
 
 @pytest.mark.parametrize("content", [None, "Let me look."])
@@ -115,17 +122,6 @@ def test_tool_calls_are_trained_and_tool_messages_are_not(content):
         spans_of(templated(template.replace("CHECK", check)), talk)
 
 
-def test_marks_leave_out_what_the_template_writes_before_an_answer():
-    marked = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[aside]{% generation %}"
-        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    assert spans_of(templated(marked)) == ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
-    plain = re.sub(r"\{%-? *(end)?generation *%\}", "", marked)
-    assert spans_of(templated(plain)) == ["[aside]In the hall 😀<|im_end|>", "[aside] Café\n<|im_end|>"]
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -138,12 +134,6 @@ def test_an_answer_that_cannot_be_found_is_refused(template):
     talk = [m if m["role"] == "assistant" else {**m, "content": m["content"].upper()} for m in TALK]
     with pytest.raises(UserError, match="--train_on last"):
         spans_of(templated(template), talk)
-
-
-def test_what_precedes_an_answer_is_trained_with_it_unless_the_answer_begins_the_talk():
-    tokenizer = chat_tokenizer("bytes", "human-assistant")
-    tokenizer.chat_template = re.sub(r"\{%-? *(end)?generation *%\}", "", tokenizer.chat_template)
-    assert spans_of(tokenizer, TALK[2:]) == ["In the hall 😀</s>", "  Café\n</s>"]
 
 
 def test_tokens_of_ranges_of_characters():

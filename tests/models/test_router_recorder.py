@@ -4,7 +4,6 @@ import pytest
 import torch
 from every_architecture import ARCHITECTURES, config_of
 from tiny_models import new_model
-from transformers import MixtralConfig, MixtralForSequenceClassification
 
 from dschat_ppo.algorithms.router_loss import router_load
 from dschat_ppo.engine.router_term import router_top_k
@@ -59,12 +58,8 @@ def test_a_policy_counts_the_tokens_before_the_last_one_of_real_rows(fused, pack
 
 @pytest.mark.parametrize(("packed", "last_only"), [(True, False), (False, False), (True, True), (False, True)])
 def test_a_reward_model_counts_all_tokens_of_real_rows(packed, last_only):
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_labels=1, initializer_range=0.3,
-    )  # fmt: skip
-    classifier = MixtralForSequenceClassification(config).eval()
+    classifier = new_model("mixtral").eval()
+    classifier.score = torch.nn.Linear(32, 1, bias=False)
     ids, _ = rows()
     with recorded_router(torch.tensor([True, False, True]), 2) as recorder:
         ScalarModel(classifier, Layout(packed=packed))(ids, LENGTHS, last_only)
