@@ -6,13 +6,11 @@ from types import SimpleNamespace
 import pytest
 from chat_tokenizers import EACH, EVERY, SHAPES, opened_by, shaped, special_tokenizer
 from conftest import tiny_config
-from prepared import flags_for, write_jsonl
 from tiny_tokenizers import KINDS, encode_answer, tokenizer_of
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
 from dschat_ppo.data.encode import encode_example, encode_finished, encode_prompt
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.templates import TurnEnd, answer_ends, turn_end
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -92,18 +90,16 @@ def test_the_example_that_a_template_renders_may_have_other_added_tokens_or_be_r
 # Thinking that the opening begins
 
 
-@pytest.mark.parametrize("use", ["sft", "preference", "prompt"])
-def test_thinking_that_the_template_opens_is_opened_once(tmp_path, use):
+def test_thinking_that_the_template_opens_is_opened_once():
     tokenizer = special_tokenizer(OPENS_THINK, "<|endoftext|>", MARKERS)
-    chosen, rejected = thinking("I saw it.", "In the hall."), thinking("No idea.", "Find it.")
     talk = [ASK, thinking("Um.", "Which?"), AGAIN]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": talk, "chosen": [chosen], "rejected": [rejected]}] * 3)
-    flags = flags_for(tmp_path, path, use=use, apply_chat_template=None)
-    row = prepare(use, tokenizer, flags, 256, all_turns=use == "sft").train[0]
-    opening = tokenizer.decode(row["prompt_ids"])
+    answers = [thinking("I saw it.", "In the hall."), thinking("No idea.", "Find it.")]
+    found = encode_example(tokenizer, Example(talk, answers), True)
+    opening = tokenizer.decode(found.prompt)
     assert opening.endswith("<|im_start|>assistant\n<think>\n") and opening.count("<think>") == 1
-    wanted = ["I saw it.\n</think>\n\nIn the hall.<|im_end|>", "No idea.\n</think>\n\nFind it.<|im_end|>"]
-    assert list(map(tokenizer.decode, row["answers"])) == wanted[: {"prompt": 0, "sft": 1, "preference": 2}[use]]
+    assert list(map(tokenizer.decode, found.answers)) == [
+        "I saw it.\n</think>\n\nIn the hall.<|im_end|>", "No idea.\n</think>\n\nFind it.<|im_end|>"
+    ]  # fmt: skip
 
 
 DROPS = (

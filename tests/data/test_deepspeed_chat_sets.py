@@ -100,7 +100,6 @@ def test_scores_and_labels_choose_the_better_answer(name, changes, pair):
         ("mkqa-Chinese", {"answers": {"zh_cn": [{"text": None}]}}, r"'answers\.zh_cn\.0\.text' is null"),
         ("Hello-SimpleAI/HC3-Chinese", {"human_answers": []}, r"has no 'human_answers\.0'"),
         ("openai/webgpt_comparisons", {"score_0": None}, "'score_0' is null; expected a number"),
-        ("pvduy/sharegpt_alpaca_oa_vicuna_format", {"label": ""}, "the answer is empty"),
     ],
 )
 def test_rows_without_the_texts_are_bad(name, changes, words):

@@ -39,8 +39,7 @@ class Section:
 
     @property
     def uses(self) -> set[str]:
-        found = re.findall(r"Steps? ([123](?:(?:, | and )[123])*)\.", self.text.replace("\n", " "))
-        return self.uses_of(found[-1])
+        return self.uses_of(re.findall(r"Steps? ([123](?:(?:, | and )[123])*)\.", self.text.replace("\n", " "))[-1])
 
     def uses_of(self, steps: str) -> set[str]:
         """What the form serves if it serves these steps."""

@@ -162,7 +162,6 @@ def not_utf8() -> bytes:
 GOOD, DEEP = b'{"p": "a"}\n\n', b"[" * 200_000 + b"]" * 200_000
 BAD_ROWS = [  # a row, line 3 or row 2 of the file, that can be left out
     (".jsonl", b'{"p": "x", "resp', r"is not JSON \(Unterminated string starting at: column 12 .*\): '{\"p\": \"x\", "),
-    (".jsonl", b"nothing" + b"x" * 10**6, r"is not JSON \(Expecting value: column 1 \(char 0\)\): 'nothingx{33}'"),
     (".jsonl", b'{"p": "' + "é".encode() * 60 + b'\xfc"}', r"is not UTF-8 text \(.*\): 'é{20}\\\\xfc\"}'"),
     (".jsonl", b"{}", "is not an object with named fields"),
     (".jsonl", b'{"p": ' + DEEP + b"}", r"is not JSON \(maximum recursion"),
@@ -202,14 +201,12 @@ def test_what_cannot_be_read_is_a_bad_row(tmp_path, monkeypatch, kind, row, caus
         ("bad.jsonl", b"abc\ndef\n", "every row is bad; the first: .*bad.jsonl, row 1 is not JSON"),
         ("cut.json", b'[{"p": "a"}, {"p": "b', r"is not JSON \(Unterminated string .*column 20 .*'; a .json "),
         ("several.json", b'{\n"p": "a"}\n{\n"p": "b"}\n', r"is not JSON \(Extra data: line 3 .*on each line$"),
-        ("deep.json", DEEP, r"is not JSON \(maximum recursion"),
         ("header.csv", b"caf\xe9,q\n1,2\n", "is not UTF-8 text"),
         ("same.csv", b"a,b,a\n1,2,3\n", "several columns have the same name: a, b, a"),
         ("quote.csv", b'p,q\n1,2\n"a" b,c\n', r"line 3 is not CSV \(',' expected after '\"'\); text with"),
         ("open.csv", b"p,q\n1,2\n" + b'"open,b\n' + b"3,4\n" * 9, r"line 12 is not CSV \(unexpected end of data\)"),
         ("cut.parquet", parquet()[:-20], "cannot be read: "),
         ("not_utf8.parquet", not_utf8(), "cannot be read: .*UTF8"),
-        ("plain.jsonl.zst", CONTENT["a.jsonl"], "cannot be read: "),
         ("cut.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:-9], "cannot be read: Truncated"),
         *((name, content, "the data set is empty$") for name, content in [
             ("zero.jsonl", b""), ("blank.jsonl", b"\n\n"), ("list.json", b"[]"), ("header.csv", b"p,q\n"),

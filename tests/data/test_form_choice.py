@@ -64,7 +64,6 @@ def test_a_difference_in_any_of_the_first_rows_counts():
         ({"id": "1", "system_prompt": "Be.", "question": "Why?", "response": "So."}, "question_answer"),  # OpenOrca
         # UltraChat: the prompt is the first message of the user
         ({"prompt": "Why?", "messages": [user("Why?"), assistant("So."), user("Oh?"), assistant("Yes.")]}, "messages"),
-        ({"prompt": "Q:", "response": "r", "completion": "r"}, "prompt_response"),
         ({"messages": [ASK, HALL], "text": "<s>Where is the lamp?</s> In the hall."}, "messages"),
         ({"chosen": [ASK, HALL], "rejected": [ASK, ROOF], "messages": [ASK, HALL]}, "implicit_preference"),
         ({"prompt": "Q:", "chosen": " yes", "rejected": " no", "text": "Q: yes"}, "preference"),
@@ -100,8 +99,7 @@ def test_rows_that_no_form_can_read_are_warned_of_and_say_what_is_wrong(rows, na
     ("glued", "apart"),
     [
         (("What is 2+2?", "4"), ("What is 2+2?", " 4")),
-        (("Say it", "Yes"), ("2+2=", "4")),
-        (("你好。", "好"), ("Why?\n", "So")),
+        (("你好。", "好"), ("2+2=", "4")),
         (('"Why?"', "So"), ("Why", ", so")),
     ],
 )

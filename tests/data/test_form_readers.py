@@ -62,7 +62,6 @@ KIND, ASKED = system("Be kind."), [assistant("Which?"), user("Red.")]
         ({"prompt": "Q: a\nA:", "chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"}, {}, "Q: a\nA:", [" yes", " no"]),
         # implicit prompts are cut where TRL cuts them: characters, not words
         ({"chosen": "The sky is blue", "rejected": "The sky is black"}, {}, "The sky is bl", ["ue", "ack"]),
-        ({"chosen": "Q: yes", "rejected": "Q: no"}, {}, "Q:", [" yes", " no"]),
         ({"chosen": "Q: a", "rejected": "Q: a b"}, {}, "Q: ", ["a", "a b"]),
     ],
 )  # fmt: skip
@@ -78,7 +77,7 @@ def test_the_response_of_preference_rows_is_what_sft_learns():
     assert "SFT learns 'response', not 'chosen'" in form_of([row]).description
 
 
-# name -> (row, use, words of the message), or (row, use, words, first rows or flags that choose the reading)
+# row, use, words of the message; first rows that choose the reading, if not the row itself
 STEP = {"completions": [], "human_completion": {"rating": 1}}
 TWO = ["a", "b"]
 
@@ -97,85 +96,51 @@ def prm(step: Any) -> dict:
 
 PAIR = {"prompt": [ASK], "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}
 RANKED = [ranked(TWO, [1, 2])]
-BAD = {
-    "prompt is null": ({"prompt": None, "response": "a"}, "sft", "'prompt' is null"),
-    "prompt is empty": ({"prompt": "", "response": "a"}, "sft", "the prompt is empty"),
-    "response is an object": ({"prompt": "p:", "response": {"a": 3}}, "sft", "'response' is an object"),
-    "empty answer": ({"prompt": "p:", "response": " \n"}, "sft", "the answer is empty"),
-    "answer alone": ({"messages": [HALL]}, "sft", "'messages' has nothing before"),
-    "two answers": ({"messages": [ASK, ROOF, HALL]}, "prompt", "'messages' ends with the assistant's message"),
-    "unknown role": (
-        {"messages": [ASK, HALL, {"role": "narrator", "content": "b"}]}, "sft",
-        "message 3 of 'messages' has role 'narrator'; expected system, user, .*--role_names",
-    ),
-    "different prompts": (
-        {"prompt": [ASK], "chosen": [ASK, HALL], "rejected": [ASK, ROOF, ASK, HALL]}, "preference",
-        "chosen and rejected answer different prompts",
-    ),
-    "another prompt": (
-        {"prompt": "What?", "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}, "sft",
-        "the prompt is not among the messages of 'chosen'", [PAIR],
-    ),
-    "other messages": (
-        {"prompt": [user("What?")], "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}, "sft",
-        "the messages of 'chosen' do not start with those of the prompt", [PAIR],
-    ),
-    "nothing in common": ({"chosen": "a b", "rejected": "c d"}, "preference", "do not start with the same prompt"),
-    "transcripts that differ early": (
-        {"chosen": f"{HH} a", "rejected": f"\n\nHuman: b{HH} c"}, "preference", "differ before the last turn",
-    ),
-    "a transcript that ends with the human": (
-        {"text": f"{HH} a\n\nHuman: b"}, "sft", "'text' does not end with a turn that starts with",
-    ),
-    "the answer of a pair is excluded": (
-        {"chosen": [ASK, assistant("In the hall.", weight=0)], "rejected": [ASK, ROOF]}, "preference",
-        "the answer of 'chosen' is excluded",
-    ),
-    "a mask": (
-        {"messages": [ASK, assistant("No.", mask=0)]}, "sft",
-        "'mask' of message 2 of 'messages' is int .'0'.; expected 1, because 0 has two meanings; use 'loss_mask'",
-    ),
-    "a developer's and a system message": (
-        {"messages": [{"role": "developer", "content": "Be long."}, ASK, HALL], "system": "Be brief."}, "sft",
-        "two different system messages",
-    ),
-    "no better answer": (
-        {"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": 2}, "preference",
-        "'better' is '2'; expected 0 or 1 .the place., 'answer_a' or 'answer_b'",
-        [{"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": 1}],
-    ),
-    "a chat for a text": (
-        {"prompt": [ASK]}, "prompt", "the prompt is a list of chat messages, but those of the first rows are text",
-        [{"prompt": "Q:"}],
-    ),
-    "a column is missing": (
-        {"prompt": "Q:", "chosen": "a"}, "preference", "has no 'rejected'",
-        [{"prompt": "Q:", "chosen": "a", "rejected": "b"}],
-    ),
-    "a score too few": (ranked(TWO, [1]), "preference", "'responses' has 2 answers, but 'scores' 1 numbers", RANKED),
-    "a score is nan": (ranked(TWO, [1, math.nan]), "preference", "an entry of 'scores' is float .'nan'", RANKED),
-    "equal answers of a list": (
-        ranked(["a", "a"], [1, 2]), "preference", "answer 2 and answer 1 are equal", RANKED
-    ),
-    "no answer for KTO": ({"prompt": "Q:", "label": True}, "sft", "has no 'completion'", KTO),
-    "a label too few": (steps(labels=[True]), "steps", "'completions' has 2 steps, but 'labels' 1", [STEPS]),
-    "a step without a sign": (
-        {**SHEPHERD, "label": SHEPHERD["label"][:-1]}, "steps", r"'label' has 1 \+ or -, but 'input' 2 steps",
-        [SHEPHERD],
-    ),
-    "prm: rating": (prm({"completions": [option("a", 2)]}), "steps", "no step of PRM800K .2.; .*-1, 0, 1", [PRM800K]),
-    "prm: choice": (
-        prm({"completions": [option("a", 1)], "chosen_completion": 1}), "steps", "list index out of range", [PRM800K],
-    ),
-}  # fmt: skip
+BAD = [
+    ({"prompt": None, "response": "a"}, "sft", "'prompt' is null"),
+    ({"prompt": "", "response": "a"}, "sft", "the prompt is empty"),
+    ({"prompt": "p:", "response": {"a": 3}}, "sft", "'response' is an object"),
+    ({"prompt": "p:", "response": " \n"}, "sft", "the answer is empty"),
+    ({"messages": [HALL]}, "sft", "'messages' has nothing before"),
+    ({"messages": [ASK, ROOF, HALL]}, "prompt", "'messages' ends with the assistant's message"),
+    ({"messages": [ASK, HALL, {"role": "narrator", "content": "b"}]}, "sft",
+     "message 3 of 'messages' has role 'narrator'; expected system, user, .*--role_names"),
+    ({"prompt": [ASK], "chosen": [ASK, HALL], "rejected": [ASK, ROOF, ASK, HALL]}, "preference",
+     "chosen and rejected answer different prompts"),
+    ({"prompt": "What?", "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}, "sft",
+     "the prompt is not among the messages of 'chosen'", [PAIR]),
+    ({"prompt": [user("What?")], "chosen": [ASK, HALL], "rejected": [ASK, ROOF]}, "sft",
+     "the messages of 'chosen' do not start with those of the prompt", [PAIR]),
+    ({"chosen": "a b", "rejected": "c d"}, "preference", "do not start with the same prompt"),
+    ({"chosen": f"{HH} a", "rejected": f"\n\nHuman: b{HH} c"}, "preference", "differ before the last turn"),
+    ({"text": f"{HH} a\n\nHuman: b"}, "sft", "'text' does not end with a turn that starts with"),
+    ({"chosen": [ASK, assistant("In the hall.", weight=0)], "rejected": [ASK, ROOF]}, "preference",
+     "the answer of 'chosen' is excluded"),
+    ({"messages": [ASK, assistant("No.", mask=0)]}, "sft",
+     "'mask' of message 2 of 'messages' is int .'0'.; expected 1, because 0 has two meanings; use 'loss_mask'"),
+    ({"messages": [{"role": "developer", "content": "Be long."}, ASK, HALL], "system": "Be brief."}, "sft",
+     "two different system messages"),
+    ({"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": 2}, "preference",
+     "'better' is '2'; expected 0 or 1 .the place., 'answer_a' or 'answer_b'",
+     [{"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": 1}]),
+    ({"prompt": [ASK]}, "prompt", "the prompt is a list of chat messages, but those of the first rows are text",
+     [{"prompt": "Q:"}]),
+    ({"prompt": "Q:", "chosen": "a"}, "preference", "has no 'rejected'",
+     [{"prompt": "Q:", "chosen": "a", "rejected": "b"}]),
+    (ranked(TWO, [1]), "preference", "'responses' has 2 answers, but 'scores' 1 numbers", RANKED),
+    (ranked(TWO, [1, math.nan]), "preference", "an entry of 'scores' is float .'nan'", RANKED),
+    (ranked(["a", "a"], [1, 2]), "preference", "answer 2 and answer 1 are equal", RANKED),
+    ({"prompt": "Q:", "label": True}, "sft", "has no 'completion'", KTO),
+    (steps(labels=[True]), "steps", "'completions' has 2 steps, but 'labels' 1", [STEPS]),
+    ({**SHEPHERD, "label": SHEPHERD["label"][:-1]}, "steps", r"'label' has 1 \+ or -, but 'input' 2 steps", [SHEPHERD]),
+    (prm({"completions": [option("a", 2)]}), "steps", "no step of PRM800K .2.; .*-1, 0, 1", [PRM800K]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_rows_are_named_with_what_is_wrong(name):
-    row, use, words, *more = BAD[name]
-    flags = {key: value for part in more if isinstance(part, dict) for key, value in part.items()}
-    first = next((part for part in more if isinstance(part, list)), [row])
-    form = form_of([{"text": f"{HH} a"}, *first] if "text" in row else first, **flags)
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case[2][:40])
+def test_bad_rows_are_named_with_what_is_wrong(case):
+    row, use, words, first = case if len(case) == 4 else (*case, [case[0]])
+    form = form_of([{"text": f"{HH} a"}, *first] if "text" in row else first)
     with pytest.raises(UserError, match=rf"^d\.jsonl, row 17: .*{words}") as caught:
         form.read(row, use, "d.jsonl, row 17")
     assert "\n" not in str(caught.value)

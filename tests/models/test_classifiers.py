@@ -10,34 +10,23 @@ from dschat_ppo.models.classifiers import check_classifier_config, classifier_cl
 from dschat_ppo.models.loading import check_sequence_classifier, load_config, load_sequence_classifier
 from dschat_ppo.run.session import naming
 
-BART = {
-    "vocab_size": 60, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "num_labels": 1,
-}  # fmt: skip
 FLAG = "--critic_model_name_or_path"
-# name -> (configuration of a one-label classifier, its class, why it is refused)
-REFUSED = {
-    "distilbert": (
-        hf.DistilBertConfig(num_labels=1), "DistilBertForSequenceClassification", "no causal language model for",
-    ),
-    "bart": (
-        hf.BartConfig(**BART), "BartForSequenceClassification",
-        "BartForSequenceClassification has no head named 'score'",
-    ),
-    "several labels": (tiny_config(num_labels=3), "LlamaForSequenceClassification", "3 labels"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(REFUSED))
-def test_an_unusable_critic_is_refused_by_flag_and_folder_before_its_weights_are_read(name, tmp_path):
-    config, kind, reason = REFUSED[name]
+@pytest.mark.parametrize(
+    ("config", "kind", "reason"),
+    [
+        (hf.DistilBertConfig(num_labels=1), "DistilBertForSequenceClassification", "no causal language model for"),
+        (hf.BartConfig(num_labels=1), "BartForSequenceClassification", "Classification has no head named 'score'"),
+        (tiny_config(num_labels=3), "LlamaForSequenceClassification", "3 labels"),
+    ],
+)
+def test_an_unusable_critic_is_refused_by_flag_and_folder_before_its_weights_are_read(config, kind, reason, tmp_path):
     config.architectures = [kind]
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")  # reading it would be another error
-    with pytest.raises(UserError, match=rf"^{FLAG} {tmp_path}: .*{reason}") as raised, naming(FLAG):
+    with pytest.raises(UserError, match=rf"^{FLAG} {tmp_path}: .*{reason}[^\n]*$"), naming(FLAG):
         check_sequence_classifier(str(tmp_path), new_head=True)
-    assert "\n" not in str(raised.value)
-    assert "swapped" not in str(raised.value)
 
 
 def test_decoders_with_or_without_a_head_pass_the_check_of_the_configuration(tmp_path):

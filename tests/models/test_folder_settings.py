@@ -108,21 +108,16 @@ def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):
     assert not hasattr(config.text_config, "auto_map")
 
 
-def test_settings_that_change_how_a_model_is_built_and_saved_are_ignored(assets, tmp_path):
-    settings = {"distributed_config": {"tp_size": 2}, "fusion_config": {"patch_embeddings": True}}
-    model = load_causal_lm(str(changed(assets, tmp_path / "lm", settings)), "fp32", None)
-    model.save_pretrained(tmp_path / "saved")
-    assert not settings.keys() & json.loads((tmp_path / "saved" / "config.json").read_text()).keys()
-
-
 def test_settings_of_another_run_are_those_of_this_one_with_a_note(assets, tmp_path, said):
     """Checkpointing that no flag asks for breaks PPO's updates, and attention weights a rollout."""
-    folder = changed(assets, tmp_path / "lm", {name: not value for name, value in OF_A_RUN.items()})
+    built = {"distributed_config": {"tp_size": 2}, "fusion_config": {"patch_embeddings": True}}  # how it is built
+    folder = changed(assets, tmp_path / "lm", {**built, **{name: not value for name, value in OF_A_RUN.items()}})
     model = load_causal_lm(str(folder), "fp32", None)
+    model.save_pretrained(tmp_path / "saved")
+    assert not built.keys() & json.loads((tmp_path / "saved" / "config.json").read_text()).keys()
     assert not model.is_gradient_checkpointing
     assert {name: getattr(model.config, name, value) for name, value in OF_A_RUN.items()} == OF_A_RUN
-    [line] = [line for line in said if str(folder) in line]
-    assert all(name in line for name in OF_A_RUN)
+    assert all(any(name in line for line in said if str(folder) in line) for name in OF_A_RUN)
     model.gradient_checkpointing_enable()
     assert model.is_gradient_checkpointing, "by the flag"
 

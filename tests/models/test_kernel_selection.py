@@ -21,7 +21,7 @@ from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.segment_attention import Segments
 
 
-@pytest.mark.parametrize("change", ["scale", "cap", "before"])
+@pytest.mark.parametrize("change", ["scale", "cap", "before", "class"])
 def test_unknown_heads_are_not_fused_and_warned_about(change, said):
     lm = model_of("llama")
     inner = lm.forward
@@ -34,8 +34,13 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, said):
         output.logits = output.logits * 0.5 if change == "scale" else 2 * torch.tanh(output.logits / 2)
         return output
 
-    lm.forward = forward
+    if change == "class":
+        doubled = {"forward": lambda head, states: 2 * torch.nn.Linear.forward(head, states)}
+        lm.lm_head.__class__ = type("Head", (torch.nn.Linear,), doubled)
+    else:
+        lm.forward = forward
     policy = PolicyModel(lm)
+    assert policy.layout.fused is (change != "class")
     select_kernels(policy)
     assert not (policy.layout.fused or policy.layout.shares or policy.layout.reads_few)
     [line] = said

@@ -7,8 +7,7 @@ from tiny_models import KINDS, new_model
 from dschat_ppo.config.memory_flags import MemoryFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import backbone_of
-from dschat_ppo.models.long_sequences import apply_memory_flags, check_long_sequences, reason_not_to_divide
-from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.long_sequences import check_long_sequences, reason_not_to_divide
 
 
 @pytest.fixture
@@ -57,11 +56,3 @@ def test_settings_that_need_whole_rows(changes, reason):
 def test_the_size_divides_the_heads(folder):
     found = refusal(folder("llama", num_attention_heads=2, num_key_value_heads=1), sequence_parallel_size=4)
     assert found.endswith("has 2 attention heads, which the size must divide; with 4 ranks use 1 or 2")
-
-
-def test_flags_are_switched_on_in_the_model():
-    model = PolicyModel(new_model("llama"))
-    apply_memory_flags(model, MemoryFlags())
-    assert not model.layout.offload_activations
-    apply_memory_flags(model, MemoryFlags(offload_activations=True, attn_implementation="eager"))
-    assert model.layout.offload_activations and model.layout.attention == "eager"

@@ -112,12 +112,6 @@ def test_rows_stay_separate_where_sharing_saves_little(shared):
     assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True).lengths == [100, 90]
 
 
-def test_a_row_without_a_common_beginning_is_laid_out_as_packed_rows():
-    ids, lengths = torch.arange(30).view(3, 10), torch.tensor([10, 4, 7])
-    shared, packed = (lay_out(ids, lengths, packs=True, shares=shares) for shares in (True, False))
-    assert torch.equal(shared.tokens, packed.tokens) and shared.lengths == packed.lengths == [10, 4, 7]
-
-
 def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
     lm, rows, counted = new_model("mixtral"), rollout(), torch.arange(9) != 2
     loads = []
