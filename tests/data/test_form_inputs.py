@@ -18,7 +18,6 @@ from dschat_ppo.run.start_and_end import row_sample
 INPUTS = Path(__file__).parent / "inputs"
 LAMP, COLOUR = "user: Where is the lamp?", "user: And its colour?"
 EARLIER = [LAMP, "assistant: In the hall."]
-CALL = {"type": "function", "function": {"name": "find_thing", "arguments": {"thing": "lamp"}}}
 # File -> (flags, use, the prompt of its first row, and its answers).
 SHAPES = {
     "question_pairs_plain": ({}, "preference", [LAMP], ["The lamp is in the hall.", "The lamp is lost."]),
@@ -60,14 +59,6 @@ def test_a_shape_of_another_project_is_read(name):
     assert found == prompt and example.answers == answers
     if isinstance(example.prompt, list):
         assert all(set(turn) <= {"role", "content", "tool_calls"} for turn in example.prompt)
-
-
-def test_labels_turns_and_calls_of_these_shapes():
-    assert [one.labels for one in read(rows_of("kto_messages"), "unpaired")[:2]] == [(1.0,), (0.0,)]
-    assert [one.labels for one in read(rows_of("kto_string_labels"), "unpaired")[:2]] == [(0.0,), (1.0,)]
-    assert read(rows_of("tool_call_roles"), "sft")[0].prompt[1]["tool_calls"] == [CALL]
-    pairs = read(rows_of("ab_better_id"), "preference", apply_chat_template=True)
-    assert pairs[1].answers == ["In the attic.", "Find it."], "the second answer is better"
 
 
 @pytest.mark.parametrize(("name", "streaming"), [("turn_weight", False), ("turn_loss_mask", True)])

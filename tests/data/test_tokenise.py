@@ -52,14 +52,6 @@ def numbers(rows: list[dict], code: Fitted = Fitted.KEPT_WHOLE) -> list[int]:
     return [row["number"] for row in rows if row["fitted"] == code]
 
 
-def test_a_row_gives_none_one_or_several_token_rows():
-    rows = batch(raw_rows(6))
-    assert numbers(rows) == [1, 2, 2, 4, 5, 5] and len(rows) == 6
-    texts = [TOKENIZER.decode(row["answers"][0]) for row in rows]
-    assert texts == [f"{text}<|end|>" for text in ("a1.0", "a2.0", "a2.1", "a4.0", "a5.0", "a5.1")]
-    assert {(row["tokens"], row["problem"]) for row in rows} == {(7, None)}
-
-
 def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
     rows = [
         {"prompt": "p", "answers": ["a"]}, {"prompt": "", "answers": ["b"]}, {"prompt": "q", "answers": None},

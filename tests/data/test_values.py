@@ -64,6 +64,9 @@ def test_a_margin_is_a_finite_number_and_zero_if_it_is_missing():
             margin_of({"margin": value})
 
 
+CALLED = {"name": "g", "arguments": {}}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -72,6 +75,10 @@ def test_a_margin_is_a_finite_number_and_zero_if_it_is_missing():
         ({"role": "user", "content": "a", "from": None, "value": None}, {"role": "user", "content": "a"}),
         ({"role": None, "content": None, "from": "user", "value": "a"}, {"role": "user", "content": "a"}),
         ({"role": "developer", "content": ""}, {"role": "developer", "content": ""}),
+        (
+            {"from": "function_call", "value": '{"name": "g", "arguments": ""}'},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLED}]},
+        ),
         (
             {"role": "user", "content": [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}]},
             {"role": "user", "content": "ab"},
@@ -89,14 +96,6 @@ def test_a_list_of_json_texts_holds_messages_and_a_list_of_other_texts_turns():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert read_messages(texts, "m") == read_messages(["a", "b"], "m") == turns
     assert not any(map(looks_like_messages, ("text", [], ["a"], {"text": "a"}, None, [[{"role": "x"}]])))
-
-
-def test_arguments_of_tool_calls_become_objects():
-    calls = [{"function": {"name": "f", "arguments": '{"a": 1}'}}, {"name": "g", "arguments": "", "id": None}]
-    [message] = read_messages([{"role": "assistant", "content": "", "tool_calls": calls}], "m")
-    assert message["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}, {"name": "g", "arguments": {}}]
-    [message] = read_messages([{"from": "function_call", "value": '[{"name": "f"}, {"name": "g"}]'}], "m")
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "g"]
 
 
 @pytest.mark.parametrize(

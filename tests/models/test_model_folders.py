@@ -3,15 +3,16 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from huggingface_hub import constants
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import model_folders
+from dschat_ppo.models.model_files import settings_only
 from dschat_ppo.models.model_folders import model_folder, wanted_files
 
 
@@ -120,43 +121,35 @@ def hub():
     server.server_close()
 
 
-DOWNLOADS = """
-import contextlib, sys
-from dschat_ppo.errors import UserError
-from dschat_ppo.models.model_files import settings_only
-from dschat_ppo.models.model_folders import model_folder
-for word in sys.argv[1:]:
-    with settings_only() if word.startswith("dry ") else contextlib.nullcontext():
-        try:
-            print("FOUND", model_folder(word.removeprefix("dry "), "--model_name_or_path"))
-        except UserError as problem:
-            print("FOUND", problem)
-"""
-
-
-def download(address: str, home, *names: str) -> list[str]:
-    """The folders, or the messages, of `model_folder` in a process with this hub; "dry NAME": for a dry run."""
-    settings = {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", DOWNLOADS, *names]
-    ran = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-    found = [line.removeprefix("FOUND ") for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
-    assert len(found) == len(names), ran.stderr
+def download(address: str, *names: str) -> list[str]:
+    """The folders, or the messages, of `model_folder` with this hub; "dry NAME": for a dry run."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", address)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        for word in names:
+            with settings_only() if word.startswith("dry ") else nullcontext():
+                try:
+                    found.append(model_folder(word.removeprefix("dry "), "--model_name_or_path"))
+                except UserError as problem:
+                    found.append(str(problem))
     return found
 
 
-@pytest.mark.slow
-def test_a_download_fetches_one_format_and_is_used_again_without_network(hub, tmp_path):
+def test_a_download_fetches_one_format_and_is_used_again_without_network(hub, tmp_path, monkeypatch):
+    for name, value in {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(constants, name, value)
     kind, address = hub
     kind.files |= dict.fromkeys(OTHER_FORMATS, b"unwanted")
     names = ("some/model", "some/model", "some/other", "dry some/dry")
-    folder, again, missing, settings_alone = download(address, tmp_path, *names)
+    folder, again, missing, settings_alone = download(address, *names)
     assert sorted(kind.fetched) == ["config.json", "config.json", "model.safetensors"] and again == folder
     with open(f"{folder}/model.safetensors", "rb") as file:
         assert file.read() == b"safe"
     assert missing.startswith("--model_name_or_path some/other: neither a local folder nor") and "404" in missing
     assert sorted(os.listdir(settings_alone)) == ["config.json"]
     names = ("some/model", "some/third", "dry some/dry", "some/dry")
-    without_network, unreachable, dry, whole = download("http://127.0.0.1:9", tmp_path, *names)
+    without_network, unreachable, dry, whole = download("http://127.0.0.1:9", *names)
     assert (without_network, dry) == (folder, settings_alone)
     assert "was not downloaded before, and the hub cannot be reached" in unreachable
     assert "was not downloaded before" in whole, "a run needs the weights"
