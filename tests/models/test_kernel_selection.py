@@ -189,7 +189,7 @@ def test_a_model_that_mixes_tokens_after_the_last_mlp_runs_all_tokens():
 def selected_on_a_gpu(attention: str = "auto", pack_on_gpu: bool = False, **changes) -> tuple[PolicyModel, str | None]:
     """A model in fp32, for which PyTorch has no FlashAttention."""
     with pretended_gpu():
-        policy = moved(PolicyModel(new_model("llama", **changes)))
+        policy = moved(PolicyModel(new_model("llama", num_hidden_layers=1, **changes)))
         policy.layout = replace(policy.layout, attention=attention)
         return policy, select_kernels(policy, pack_on_gpu)
 
