@@ -97,7 +97,6 @@ setup(
             "hypothesis",
             "math-verify",
             "peft>=0.20.0,<1",
-            "triton; platform_system == 'Linux'",  # interprets kernels for GPUs; torch's builds for GPUs require it
             # the tests build the documents
             "mkdocs>=1.6,<2",
             "mkdocs-material>=9.6,<10",

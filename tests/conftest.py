@@ -11,9 +11,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault(
-    "TRITON_INTERPRET", "1"
-)  # kernels for GPUs run on the CPU; torch imports Triton, which then decides
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for GPUs run on the CPU
 
 from dschat_ppo.common.host_memory import lasting_objects
 

@@ -11,6 +11,7 @@ ruff check .
 ruff format --check .
 mypy
 [ $# -eq 0 ] || exec pytest "$@"
+PYTHONPATH=".venv/triton${PYTHONPATH:+:$PYTHONPATH}" pytest tests/models/test_gpu_kernels.py
 both=(-n 2 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
 pytest "${both[@]}" -m "not slow and not ranks"
 pytest "${both[@]}" -m "slow or ranks" --ignore tests/tools/test_quickstart_report.py

@@ -19,6 +19,7 @@ from dschat_ppo.models import fast_layers
 from dschat_ppo.models.fast_layers import FastRotary, compared, kernels_for, use_fast_layers
 from dschat_ppo.rollout import fused_layers
 
+pytest.importorskip("triton", reason="tests/run.sh runs these tests with it")
 CPU = torch.device("cpu")
 
 
