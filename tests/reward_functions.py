@@ -111,13 +111,6 @@ def faulty_batch(responses):
     return [FAULTS[response]() if response in FAULTS else len(response) for response in responses]
 
 
-def dicts(response):
-    if response == "lacking":
-        return {"is_long": True}
-    found = {"score": None if response == "none" else len(response), "is_long": len(response) > 2, "text": response}
-    return found | ({"only_a": 7} if response == "a" else {})
-
-
 def wrong_length(responses):
     """One score too few for a batch, the right number for one row, and two for the response `two`."""
     if len(responses) > 1:
@@ -167,6 +160,10 @@ def forks(response):
 
 
 def by_position(response, /):
+    return 1.0
+
+
+def of_two_forms(solution_str, response, **others):
     return 1.0
 
 

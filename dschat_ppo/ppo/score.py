@@ -151,7 +151,7 @@ class ForwardPasses:
                     kl = KL_ESTIMATORS[self.kl_estimator](rows.policy_logprobs, reference.logprobs)
                 rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
             if self.critic is not None:
-                rows = replace(rows, values=torch.where(mask, response_values(self.critic, rows), 0.0))
+                rows = replace(rows, values=response_values(self.critic, rows))
             done.append(rows)
             report_phase(number, len(parts), "batches")
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout

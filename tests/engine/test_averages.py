@@ -17,7 +17,6 @@ from dschat_ppo.engine.averages import (
     copy_overlaps,
     is_partitioned,
     own_part,
-    refresh_whole_copy,
     whole_averages,
 )
 from dschat_ppo.errors import NonFiniteError
@@ -41,38 +40,16 @@ def test_the_average_matches_the_formula_also_after_a_resume():
     np.testing.assert_allclose(average.state_dict()["weight"].numpy(), expected, rtol=1e-6)
 
 
-def partitioned(numel: int, size: int) -> nn.Module:
-    """A model whose one weight is partitioned into pieces of this size, marked as by ZeRO-3."""
-    model = nn.Linear(numel, 1, bias=False)
-    marks = {"ds_id": 0, "ds_tensor": torch.zeros(size), "ds_numel": numel, "ds_shape": (1, numel)}
-    for name, value in marks.items():
-        setattr(model.weight, name, value)
-    return model
-
-
 def test_a_partition_is_restored_from_another_partitioning(monkeypatch):
     """That of four ranks, the last one padded."""
-    parts = [0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0]
-    states = [{"weight": torch.tensor(part)} for part in parts]
+    states = [{"weight": torch.tensor(part)} for part in ([0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0])]
+    model = nn.Linear(7, 1, bias=False)
+    model.weight = partitioned_weight(7, [0.0] * 3)
     for rank, expected in enumerate(([0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0])):
         monkeypatch.setenv("RANK", str(rank))
-        average = MovingAverage(partitioned(7, 3), 0.5)
-        assert average.state_dict()["weight"].tolist() == [0.0, 0.0, 0.0]
+        average = MovingAverage(model, 0.5)
         assert average.restore(iter(states))
         assert average.state_dict()["weight"].tolist()[: len(expected)] == expected
-
-
-def as_rank(monkeypatch, rank: int, ranks: int = 2) -> None:
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-
-
-def test_whole_weights_are_divided_evenly_among_the_ranks(monkeypatch):
-    """Tensors of 6, 3, 3, 1 and 2 numbers: each goes to the rank with the fewest so far."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(2, 1, bias=False))
-    for rank, expected in enumerate(({"0.weight", "1.bias"}, {"0.bias", "1.weight", "2.weight"})):
-        as_rank(monkeypatch, rank)
-        assert set(MovingAverage(model, 0.5).state_dict()) == expected
 
 
 @pytest.mark.parametrize("saved", [
@@ -82,7 +59,8 @@ def test_whole_weights_are_divided_evenly_among_the_ranks(monkeypatch):
 ])  # fmt: skip
 def test_whole_weights_are_restored_from_any_division(saved, monkeypatch):
     for rank, expected in enumerate(({"weight": [[1.0, 2.0]]}, {"bias": [3.0]})):
-        as_rank(monkeypatch, rank)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
         average = MovingAverage(nn.Linear(2, 1), 0.5)
         assert average.restore(iter(saved))
         assert {name: part.tolist() for name, part in average.state_dict().items()} == expected
@@ -95,9 +73,11 @@ def test_weights_leave_a_gpu_in_their_dtype_by_pinned_memory(monkeypatch):
         sizes.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
-    def averaged(model: nn.Module) -> MovingAverage:
-        for parameter in model.parameters():
-            parameter.requires_grad_()
+    def averaged(place) -> MovingAverage:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4)).bfloat16()
+        model[1].bias.data = model[1].bias.data.float()
+        model = place(model).requires_grad_()
         average = MovingAverage(model, 0.75)
         for _ in range(2):
             for parameter in model.parameters():
@@ -105,38 +85,22 @@ def test_weights_leave_a_gpu_in_their_dtype_by_pinned_memory(monkeypatch):
             average.update()
         return average
 
-    def made() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4)).bfloat16()
-        model[1].bias.data = model[1].bias.data.float()
-        return model
-
     monkeypatch.setattr(averages, "pinned", pinned)
     with pretended_gpu() as seen:
-        found = averaged(moved(made()))
+        found = averaged(moved)
     copies = sum(number for (operation, _), number in seen.waits.items() if operation == "copy_")
     assert copies == 2 * 4, "one of each tensor in each update"
     assert sizes == [16], "as large as the largest tensors: 2 x 4 in bf16, and 4 in fp32"
-    for name, part in averaged(made()).state_dict().items():
+    for name, part in averaged(lambda model: model).state_dict().items():
         assert torch.equal(found.state_dict()[name], part)
 
 
 @pytest.mark.ranks
 def test_two_ranks_average_and_gather_whole_weights():
-    found = json.loads(succeed(forked(2, "tests/workers/moving_averages.py", timeout=100)).stdout.splitlines()[-1])
+    said = succeed(forked(2, "tests/workers/two_ranks.py", "moving_averages", timeout=100)).stdout
+    found = json.loads(said.splitlines()[-1])
     assert found["held"] == [["0.weight", "1.bias"], ["0.bias", "1.weight"]]
     assert found["gathered"] == found["by_hand"] and len(found["gathered"]) == 4
-
-
-def test_the_average_starts_from_the_current_weights():
-    model = nn.Linear(2, 1, bias=False)
-    average = MovingAverage(model, 0.5)
-    with torch.no_grad():
-        model.weight.fill_(7.0)
-    assert average.gathered()["weight"].tolist() != [[7.0, 7.0]]
-    average.begin()
-    assert average.gathered()["weight"].tolist() == [[7.0, 7.0]]
-    assert average.state_dict()["weight"].data_ptr() != model.weight.data_ptr()
 
 
 def test_whole_averages_are_joined_without_padding_from_whatever_each_rank_holds():
@@ -199,21 +163,6 @@ def test_an_actor_that_is_not_finite_leaves_the_reference_as_it_is():
     assert all(torch.equal(one, other) for one, other in zip(before, reference.parameters(), strict=True))
 
 
-def test_the_state_restores_the_reference_in_place(monkeypatch):
-    actor, reference = models()
-    sync = sync_of(actor, reference, 0.5)
-    sync.update()
-    state = {name: part.clone() for name, part in sync.state_dict().items()}
-    _, fresh = models()
-    other = sync_of(actor, fresh, 0.5)
-    assert not torch.equal(fresh.weight, reference.weight)
-    assert other.restore([state, {}])
-    assert torch.equal(fresh.weight, reference.weight) and torch.equal(fresh.bias, reference.bias)
-    assert not sync_of(actor, fresh, 0.5).restore([{}])
-    monkeypatch.setenv("RANK", "1")
-    assert sync.state_dict() == {}, "whole tensors are saved by rank 0 alone"
-
-
 WHOLE = [float(number) for number in range(7)]
 
 
@@ -248,14 +197,3 @@ def test_any_part_is_filled_from_any_parts(saved, cuts):
     states = [{} if each is None else {"w": torch.tensor(each), "other": torch.ones(1)} for each in saved]
     assert copy_overlaps({"w": (first, part)}, iter(states))
     assert part.tolist() == WHOLE[first:last]
-
-
-def test_only_a_copy_that_zero_keeps_is_renewed():
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    for status, expected in ((ZeroParamStatus.AVAILABLE, [[3.0], [4.0]]), (ZeroParamStatus.NOT_AVAILABLE, [[0], [0]])):
-        weight = partitioned_weight(2, [3.0, 4.0])
-        weight.data, weight.ds_shape, weight.ds_status = torch.zeros(2, 1), (2, 1), status
-        refresh_whole_copy(weight)
-        assert weight.tolist() == expected
-    refresh_whole_copy(nn.Parameter(torch.zeros(1)))

@@ -19,12 +19,10 @@ from dschat_ppo.engine.build_engine import (
     _import_muon,
     build_optimizer,
     build_scheduler,
-    eval_engine,
     parameter_groups,
     train_engine,
 )
-from dschat_ppo.engine.ds_config import eval_config, train_config
-from dschat_ppo.engine.optimizer_step import learning_rates
+from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.models.adapters import AdapterSettings, add_adapter
 
 SETTINGS = OptimizerSettings(0.5, 0.1, "linear", 2, 6, (0.8, 0.9), 1e-6)
@@ -88,18 +86,6 @@ def test_rates_follow_the_formula_and_each_group_keeps_its_ratio(kind, warmup, l
         assert found == pytest.approx([peak * factor for factor in expected], rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_training_engine_is_in_training_mode_and_warms_up():
-    engine = train_engine(nn.Linear(3, 2).eval(), train_config(0, "fp32", False, 1, 1.0), SETTINGS)
-    assert engine.module.training
-    rates = []
-    for _ in range(6):
-        rates.append(learning_rates(engine)["lr"])
-        engine.backward(engine(torch.ones(1, 3, device=dist.device())).sum(), scale_wrt_gas=False)
-        engine.step()
-    assert rates == pytest.approx([0, 0.25, 0.5, 0.375, 0.25, 0.125])
-
-
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)])
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank_neither_copies_nor_rounds_accumulated_gradients(stage, dtype):
@@ -118,14 +104,6 @@ def test_one_rank_neither_copies_nor_rounds_accumulated_gradients(stage, dtype):
     assert not reduced
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_an_evaluating_engine_has_no_dropout_and_no_gradients():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).train()
-    engine = eval_engine(model, eval_config(2, "fp32", False, 1))
-    first, second = (engine(torch.ones(1, 3, device=dist.device())) for _ in range(2))
-    assert torch.equal(first, second) and not first.requires_grad and not engine.module.training
-
-
 def test_functions_of_muon_are_not_compiled(monkeypatch):
     for name in ("muon_optimizer", "original_muon"):
         monkeypatch.delitem(sys.modules, f"deepspeed.runtime.zero.muon.{name}", raising=False)
@@ -141,7 +119,7 @@ def test_functions_of_muon_are_not_compiled(monkeypatch):
 def test_below_zero_2_the_number_of_ranks_changes_no_gradient(tmp_path):
     """The sums of bf16 gradients are added in fp32. (Each gradient is rounded, the same on any rank.)"""
     for ranks in (1, 2):
-        succeed(forked(ranks, "tests/workers/summed_gradients.py", tmp_path / f"{ranks}.pt", timeout=100))
+        succeed(forked(ranks, "tests/workers/two_ranks.py", "summed_gradients", tmp_path / f"{ranks}.pt", timeout=100))
     one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
     assert len(one) == 2 and all(part.abs().max() > 1e-3 for part in one)
     for part, other in zip(one, two, strict=True):

@@ -95,11 +95,6 @@ FILES = {  # as users of these projects have them
                               "stage3_max_reuse_distance": 0},
         **BATCHES, "gradient_clipping": AUTO, "wall_clock_breakdown": False,
     },
-    "axolotl, zero1.json": {
-        "zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": AUTO},
-        "fp16": {**FP16, "auto_cast": False, "initial_scale_power": 32},
-        **BATCHES, "gradient_clipping": AUTO, "wall_clock_breakdown": False,
-    },
     "Hugging Face, ds_config_zero3.json": {
         "fp16": FP16, "bf16": {"enabled": AUTO}, "optimizer": ADAMW, "scheduler": WARMUP,
         "zero_optimization": STAGE_3 | {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},

@@ -1,20 +1,17 @@
 """Switching a model between training and generation (over ranks: tests/ranks/test_ranks_hybrid.py), and training states
 in host memory meanwhile, with real DeepSpeed engines; `simulated` makes tensors of a CPU count as those of a device."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
 from dschat_ppo.checkpoint.engine_state import flat_masters
 from dschat_ppo.common import dist
-from dschat_ppo.common.memory_advice import ran_out_of_memory
 from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine, whole_weights
 from dschat_ppo.engine.ds_config import eval_config, train_config
@@ -48,22 +45,6 @@ def test_hooks_checkpointing_and_gradients_are_off_only_while_generating():
     assert model.training
 
 
-def test_adapters_are_merged_while_generating_and_removed_again():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
-    before = model[0].weight.detach().clone()
-
-    @contextmanager
-    def merge(lent, disposable):
-        assert not disposable, "nothing was gathered"
-        lent[0].weight.data += 1
-        yield
-        lent[0].weight.data -= 1
-
-    with HybridEngine(SimpleNamespace(module=model), merge=merge).generating() as lent:
-        assert torch.equal(lent[0].weight, before + 1)
-    torch.testing.assert_close(model[0].weight, before)
-
-
 def test_adapters_cannot_be_merged_into_weights_that_are_never_whole():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model[0].weight.ds_id = 0
@@ -83,28 +64,8 @@ def test_forward_passes_are_collective_only_if_layers_are_gathered_one_by_one(pa
     assert max_over_ranks is None or max_over_ranks(7) == 7, "of one rank"
 
 
-def test_a_gather_without_memory_leaves_training_as_it_was(monkeypatch):
-    """The error reaches the top level, which names the flags that help."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
-    model[0].gradient_checkpointing = True
-    model[0].weight.ds_id, model[0].weight.ds_status = 0, ZeroParamStatus.NOT_AVAILABLE
-    model[0].weight.data = torch.empty(0)
-
-    @contextmanager
-    def gathered(weights, enabled):
-        assert enabled and weights == [model[0].weight]
-        raise torch.OutOfMemoryError("CUDA out of memory")
-        yield
-
-    monkeypatch.setattr("deepspeed.zero.GatheredParameters", gathered)
-    with pytest.raises(torch.OutOfMemoryError) as raised, HybridEngine(SimpleNamespace(module=model)).generating():
-        pytest.fail("generates without weights")
-    assert ran_out_of_memory(raised.value)
-    assert model.training and model[0].gradient_checkpointing is True and torch.is_grad_enabled()
-
-
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
-CASES = [(0, "fp32"), (0, "bf16"), (1, "bf16"), (1, "fp16"), (2, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")]
+CASES = [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")]
 
 
 @pytest.fixture
@@ -248,8 +209,8 @@ def test_host_memory_is_kept_for_tensors_of_the_same_size(simulated, monkeypatch
 class Runtime:
     """CUDA's functions for host memory. As there, an error stays until a kernel is launched, which then fails."""
 
-    def __init__(self, monkeypatch, most=2**40):
-        self.held, self.most, self.error = {}, most, 0
+    def __init__(self, monkeypatch):
+        self.held, self.most, self.error = {}, 2**40, 0
         ones = torch.ones
         monkeypatch.setattr(hybrid_engine, "on_gpu", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
@@ -277,7 +238,7 @@ class Runtime:
         return sorted(end - first for first, end in self.held.items())
 
 
-def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(monkeypatch, simulated):
+def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(monkeypatch, simulated, said):
     runtime, mib, host = Runtime(monkeypatch), 2**20, HostMemory()
     sizes = (mib, 3 * mib + 4, mib - 1)
     memory = [host.take(number, size) for number, size in enumerate(sizes)]
@@ -292,12 +253,7 @@ def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(mon
     assert runtime.sizes == [mib, 2 * mib]
     del host
     assert runtime.sizes == []
-
-
-def test_a_failed_registration_is_said_and_no_kernel_is_blamed_for_it(monkeypatch, said):
-    runtime = Runtime(monkeypatch, most=3 * 2**20)
-    kept = [hybrid_engine.host_memory(2 * 2**20) for _ in range(2)]
-    assert runtime.error == 0 and len(said) == 1 and "cannot be page-locked (CUDA error 2)" in said[0]
-    runtime.launch()
-    del kept
-    assert runtime.sizes == []
+    runtime.most = 0
+    kept = hybrid_engine.host_memory(mib)
+    assert kept.nbytes() == mib and len(said) == 1 and "cannot be page-locked (CUDA error 2)" in said[0]
+    runtime.launch()  # no kernel is blamed for it

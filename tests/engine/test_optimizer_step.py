@@ -192,16 +192,6 @@ def test_the_search_for_a_bad_gradient_repeats_dropout_and_draws_nothing():
     assert torch.equal(torch.rand(2), after)
 
 
-def test_an_update_can_be_refused():
-    engine, spared = engine_of(0), engine_of(0)
-    result = apply(accumulate(engine, batches(9), good(engine)), refused=True)
-    assert (result.applied, result.fault) == (False, None)
-    for one in (engine, spared):
-        torch.manual_seed(1)
-        assert apply(accumulate(one, batches(1), good(one))).applied
-    assert torch.equal(weights(engine), weights(spared))
-
-
 @pytest.fixture
 def fp16(monkeypatch):
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)

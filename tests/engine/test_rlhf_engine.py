@@ -1,17 +1,20 @@
-"""The engines of step 3 on one rank."""
+"""The engines of step 3 on one rank: which train, and with LoRA what they share and what the reference computes."""
 
 import json
 
 import pytest
 import torch
+from adapter_folders import save_adapter
 from one_rank import one_rank  # noqa: F401
-from transformers import LlamaForCausalLM
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -20,21 +23,30 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def engines_of(
-    assets, *words: str, critic: bool = True, reward: bool = True, reference: str | None = None, ratio: bool = False
+    assets, *words: str, actor: str = "lm", critic: str | None = "reward", reward: bool = True, reference: str = ""
 ) -> RLHFEngine:
-    lm, scalar = str(assets / "lm"), str(assets / "reward")
+    """The engines of models in `assets`; the reward model is that of the critic."""
+    lm, scalar = str(assets / actor), str(assets / (critic or "reward"))
     flags = ["--actor_model_name_or_path", lm, "--critic_model_name_or_path", scalar, "--data_path", "d"]
-    flags += ["--output_dir", "o", "--dtype", "fp32", "--actor_zero_stage", "0", "--critic_zero_stage", "0"]
-    flags += ["--actor_learning_rate", "0.25", "--critic_learning_rate", "0.5", *words]
-    flags += [] if ratio else ["--num_warmup_steps", "0"]
-    config = parse("ppo", flags)
-    plan = plan_ppo(config.ppo, 40, 1, 0)
-    return RLHFEngine(config, plan, ModelFolders(lm, scalar if critic else None, scalar if reward else None, reference))
+    flags += ["--output_dir", "o", "--dtype", "fp32", "--actor_learning_rate", "0.25", "--critic_learning_rate", "0.5"]
+    flags += [] if "--warmup_ratio" in words else ["--num_warmup_steps", "0"]
+    flags += ["--ref_model_name_or_path", str(assets / reference)] if reference else []
+    config, own = parse("ppo", [*flags, *words]), str(assets / reference) if reference else None
+    folders = ModelFolders(lm, scalar if critic else None, scalar if reward else None, own)
+    return RLHFEngine(config, plan_ppo(config.ppo, 40, 1, 0), folders)
 
 
-def logprobs(engine) -> torch.Tensor:
-    ids = torch.tensor([[5, 6, 7, 8]], device=dist.device())
-    return engine(ids, torch.ones_like(ids, dtype=torch.bool))[0]
+IDS, LENGTHS = torch.tensor([[5, 6, 7, 8]]), torch.tensor([4])
+
+
+@torch.no_grad()
+def logprobs(model) -> torch.Tensor:
+    return model(IDS.to(dist.device()), torch.ones_like(IDS, dtype=torch.bool, device=dist.device()))[0].cpu()
+
+
+@torch.no_grad()
+def values(model) -> torch.Tensor:
+    return model(IDS.to(dist.device()), LENGTHS.to(dist.device()))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +70,7 @@ def test_actor_and_critic_train_and_reference_and_reward_do_not(plain):
 
 def test_every_role_has_the_attention_of_the_flag(assets, plain):
     roles = ("actor", "reference", "critic", "reward")
-    eager = engines_of(assets, "--attn_implementation", "eager", reference=str(assets / "uniform_lm"))
+    eager = engines_of(assets, "--attn_implementation", "eager", reference="uniform_lm")
     for choice, engines in (("auto", plain), ("eager", eager)):
         modules = [getattr(engines, role).module for role in roles]
         assert [module.layout.attention for module in modules] == 4 * [choice]
@@ -85,22 +97,21 @@ def test_dropout_checkpointing_average_and_sleep_follow_their_flags(assets):
 
 def test_roles_that_the_run_does_not_use_are_none(assets):
     words = ("--advantage_estimator", "grpo", "--n_samples_per_prompt", "2", "--kl_loss_coef", "0")
-    engines = engines_of(assets, *words, critic=False, reward=False)
+    engines = engines_of(assets, *words, critic=None, reward=False)
     assert engines.critic is engines.reward is engines.reference is None
     assert list(engines.trained) == ["actor"]
 
 
-def test_memory_and_schedule_flags_reach_each_built_engine(assets):
-    """40 prompts in steps of 16, one update each: 3 updates."""
-    words = "--actor_zero_stage 3 --critic_zero_stage 2 --offload_optimizer"
+def test_memory_and_schedule_flags_reach_each_built_engine(assets, tmp_path, monkeypatch):
+    """40 prompts in steps of 16, one update each: 3 updates. To compile DeepSpeed's own optimizer takes minutes."""
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", torch.optim.AdamW)
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_force_ds_cpu_optimizer": False}))
+    words = f"--deepspeed_config {tmp_path}/ds.json --actor_zero_stage 3 --critic_zero_stage 2 --offload_optimizer"
     words += " --lr_scheduler_type linear --warmup_ratio 0.5 --min_lr_ratio 0.4 --max_grad_norm 2"
-    engines = engines_of(assets, *words.split(), reward=False, ratio=True)
+    engines = engines_of(assets, *words.split(), reward=False)
     actor, critic = engines.actor, engines.critic
     assert actor.zero_offload_optimizer().device == critic.zero_offload_optimizer().device == "cpu"
     assert actor.zero_offload_param().device == "none"
-    assert actor.zero_hpz_partition_size() == 1
-    assert [actor.zero_quantized_weights(), actor.zero_quantized_gradients()] == [False, False]
-    assert not actor.zero_quantized_nontrainable_weights()
     found = {role: (rates_of(engine), engine.gradient_clipping()) for role, engine in engines.trained.items()}
     factors = [0, 0.5, 1]  # 2 warm-up steps of 3
     assert found == {"actor": ([0.25 * f for f in factors], 2.0), "critic": ([0.5 * f for f in factors], 2.0)}
@@ -108,14 +119,10 @@ def test_memory_and_schedule_flags_reach_each_built_engine(assets):
 
 def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets):
     """With LoRA too, where it would otherwise be the actor without its adapter."""
-    other, lora = str(assets / "uniform_lm"), ("--actor_lora_dim", "2", "--only_optimize_lora")
-    words = ("--ref_model_name_or_path", other, *lora)
-    engines = engines_of(assets, *words, reference=other, reward=False)
-    expected = PolicyModel(LlamaForCausalLM.from_pretrained(other), Layout(fused=False))
-    ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        expected = expected(ids, torch.ones_like(ids, dtype=torch.bool))[0]
-    assert torch.allclose(logprobs(engines.reference).cpu(), expected, atol=1e-5)
+    words = ("--actor_lora_dim", "2", "--only_optimize_lora")
+    engines = engines_of(assets, *words, reference="uniform_lm", reward=False)
+    expected = PolicyModel(LlamaForCausalLM.from_pretrained(assets / "uniform_lm"), Layout(fused=False))
+    assert torch.allclose(logprobs(engines.reference), logprobs(expected.to(dist.device())), atol=1e-5)
     assert not torch.allclose(logprobs(engines.reference), logprobs(engines.actor), atol=1e-2)
     assert engines.reference_sync is None and not engines.reference.module.training
     kernels = [engine.module.layout for engine in (engines.reference, engines.actor)]
@@ -133,24 +140,133 @@ def test_a_sync_moves_the_reference_at_any_zero_stage(assets, tmp_path, stages):
     """The actor may be at another stage than the reference, by --deepspeed_config."""
     flag, overlay = stages
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": overlay}}))
-    other = str(assets / "uniform_lm")
     words = ["--actor_zero_stage", flag, "--ref_sync_interval", "1", "--ref_sync_mixup", "0.25"]
-    words += ["--deepspeed_config", str(tmp_path / "ds.json"), "--ref_model_name_or_path", other]
-    engines = engines_of(assets, *words, reference=other, reward=False)
+    words += ["--deepspeed_config", str(tmp_path / "ds.json")]
+    engines = engines_of(assets, *words, reference="uniform_lm", reward=False)
     assert [hasattr(next(engine.module.parameters()), "ds_id") for engine in (engines.actor, engines.reference)] == [
         overlay == 3, flag == "3"
     ]  # fmt: skip
     before = logprobs(engines.reference)
     moved = engines.reference_sync.update()
-    expected = LlamaForCausalLM.from_pretrained(other)
-    actor, size, change = LlamaForCausalLM.from_pretrained(assets / "lm"), 0.0, 0.0
+    expected, actor = (LlamaForCausalLM.from_pretrained(assets / name) for name in ("uniform_lm", "lm"))
+    size, change = 0.0, 0.0
     with torch.no_grad():
         for weight, source in zip(expected.parameters(), actor.parameters(), strict=True):
             change += float((0.25 * (source - weight)).square().sum())
             size += float(weight.square().sum())
             weight.copy_(0.25 * source + 0.75 * weight)
-        ids = torch.tensor([[5, 6, 7, 8]])
-        expected = PolicyModel(expected, Layout(fused=False))(ids, torch.ones_like(ids, dtype=torch.bool))[0]
+    by_hand = logprobs(PolicyModel(expected, Layout(fused=False)).to(dist.device()))
     assert moved == pytest.approx((change / size) ** 0.5, rel=1e-5)
-    assert torch.allclose(logprobs(engines.reference).cpu(), expected, atol=1e-5), "in the next forward pass"
-    assert not torch.allclose(before.cpu(), expected, atol=1e-2)
+    assert torch.allclose(logprobs(engines.reference), by_hand, atol=1e-5), "in the next forward pass"
+    assert not torch.allclose(before, by_hand, atol=1e-2)
+
+
+# Adapters
+
+
+FROZEN = ("--actor_lora_dim", "4", "--critic_lora_dim", "4", "--only_optimize_lora", "--lora_alpha", "8")
+CONTINUED = {"actor": "role_actor", "critic": "role_reward"}
+
+
+@pytest.fixture(scope="module")
+def adapters(assets):
+    save_adapter(assets / "lm", assets / "role_actor", scalar=False, seed=5)
+    save_adapter(assets / "lm", assets / "role_reward", scalar=True, seed=6)
+    return assets
+
+
+def held(*engines) -> int:
+    """Elements of the distinct parameters of some engines."""
+    parameters = {id(p): p for engine in engines for p in engine.module.parameters()}
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values())
+
+
+def change_adapter(engine) -> None:
+    with torch.no_grad():
+        for name, weight in engine.module.named_parameters():
+            if is_adapter_parameter(name):
+                weight += 0.1
+
+
+def test_the_reference_uses_the_weights_of_the_actor_and_stays_when_its_adapter_trains(adapters, said):
+    engines = engines_of(adapters, *FROZEN, "--enable_ema", critic="role_reward")
+    actor, reference = engines.actor, engines.reference
+    assert held(actor, reference) == held(actor)
+    assert "no reference model is held" in str(said) and "no adapter" in str(said)
+    before = logprobs(reference)
+    assert torch.equal(logprobs(actor), before), "to the last bit"
+    trained = {name for name, p in actor.module.named_parameters() if p.requires_grad}
+    assert trained and all(is_adapter_parameter(name) for name in trained)
+    change_adapter(actor)
+    assert not torch.equal(logprobs(actor), before)
+    assert torch.equal(logprobs(reference), before)
+    averaged = engines.actor_average.state_dict()
+    assert averaged and all(is_adapter_parameter(name) for name in averaged)
+    assert not reference.module.training and actor.module.training
+
+
+def test_an_actor_that_continues_an_adapter_has_a_frozen_copy_of_it_as_the_reference(adapters, said):
+    engines = engines_of(adapters, *FROZEN, **CONTINUED)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(adapters / "lm"), adapters / "role_actor")
+    expected = logprobs(PolicyModel(plain.merge_and_unload().eval(), Layout(fused=False)).to(dist.device()))
+    torch.testing.assert_close(logprobs(engines.reference), expected, rtol=1e-5, atol=1e-5)
+    before = logprobs(engines.reference)
+    assert torch.equal(logprobs(engines.actor), before)
+    change_adapter(engines.actor)
+    assert torch.equal(logprobs(engines.reference), before)
+    assert "a frozen copy of its first adapter" in str(said)
+    assert not any(p.requires_grad for p in engines.reference.module.parameters())
+
+
+def test_a_reference_beside_weights_that_train_is_a_model_itself(adapters, said):
+    engines = engines_of(adapters, "--actor_lora_dim", "4", "--lora_alpha", "8", **CONTINUED)
+    held_alone = held(engines.reference)
+    assert held(engines.actor, engines.reference) == held(engines.actor) + held_alone
+    assert not adapter_layers(engines.reference.module)
+    torch.testing.assert_close(logprobs(engines.reference), logprobs(engines.actor), rtol=1e-5, atol=1e-5)
+    assert "no reference model is held" not in str(said)
+    assert engines.saves_merged
+
+
+def test_one_base_holds_four_models(adapters):
+    words = ("--share_base", "--actor_zero_stage", "3", "--critic_zero_stage", "3")
+    engines = engines_of(adapters, *FROZEN, *words, critic="role_reward")
+    four = (engines.actor, engines.reference, engines.critic, engines.reward)
+    base = held(engines.reference)
+    adapter = held(engines.actor) - base
+    head = next(getattr(p, "ds_numel", p.numel()) for n, p in engines.critic.module.named_parameters() if "score" in n)
+    assert 0 < adapter < base / 2
+    assert held(*four) == base + 3 * adapter + 2 * head, "actor, critic and reward model have adapters"
+    separate = engines_of(adapters, *FROZEN, critic="role_reward")
+    for role in ("critic", "reward"):
+        found, alone = values(getattr(engines, role)), values(getattr(separate, role))
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+    assert engines.reward.module is not engines.critic.module
+    registries = {id(engine.module.ds_inflight_param_registry) for engine in four}
+    assert len(registries) == 1, "engines over one base share the record of what they gather"
+    assert not engines.saves_merged
+
+
+def test_the_stage_that_the_deepspeed_config_sets_is_that_of_all_models_over_the_base(adapters, tmp_path):
+    """Layers that are gathered one by one generate with their adapters beside."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    words = ("--deepspeed_config", str(tmp_path / "ds.json"), "--share_base", "--unpin_actor_parameters")
+    engines = engines_of(adapters, *FROZEN, *words, **CONTINUED)
+    engines.eval()
+    assert torch.equal(logprobs(engines.actor), logprobs(engines.reference))
+    assert torch.equal(values(engines.critic), values(engines.reward))
+    expected = logprobs(engines.actor)
+    with engines.hybrid.generating() as model:
+        assert adapter_layers(model)
+        found = logprobs(PolicyModel(model, Layout(fused=False)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_actor_generates_with_its_adapter_merged(adapters):
+    engines = engines_of(adapters, *FROZEN, **CONTINUED)
+    engines.eval()
+    with engines.hybrid.generating() as model:
+        assert not adapter_layers(model)
+        found = logprobs(PolicyModel(model, Layout(fused=False)))
+    torch.testing.assert_close(found, logprobs(engines.actor), rtol=1e-4, atol=1e-5)
+    assert adapter_layers(engines.actor.module)

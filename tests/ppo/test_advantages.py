@@ -110,16 +110,6 @@ def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
         assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length, abs=1e-5)
 
 
-def test_the_kl_coefficient_waits_for_the_critic():
-    rows = scored()
-    compute = Computation(AlgorithmFlags(kl_target=0.01), LONGEST, 0, score_clip=5.0, warmup_rollouts=2)
-    values = []
-    for step in (1, 2, 3):
-        compute(rows, step)
-        values.append(compute.kl_coef.value)
-    assert values[0] == values[1] == 0.1 != values[2]
-
-
 def test_the_greedy_score_of_remax_carries_no_penalties():
     rows = scored(baselines=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0]))
     flags = {"missing_eos_penalty": 1.5, "overlong_buffer": 2, "overlong_penalty": 3.0}
@@ -199,12 +189,11 @@ def test_running_scaling_divides_by_the_deviation_of_all_scores_so_far():
     compute(first, step=1)
     found = compute(second, step=2)
     seen = np.array([*SCORES, *(10 * s + 1 for s in SCORES)])
-    ratios = [float(found.rewards[i].sum()) / float(second.scores[i]) for i, length in enumerate(LENGTHS) if length]
-    assert min(abs(1 / r - seen.std(ddof=d)) for d in (0, 1) for r in ratios[:1]) < 1e-3
-    assert ratios == pytest.approx([ratios[0]] * 5, rel=1e-5)
+    expected = second.scores / seen.std(ddof=1) * second.response_mask.any(dim=1)
+    torch.testing.assert_close(found.rewards.sum(dim=1), expected.float())
 
 
-def test_the_kl_coefficient_adapts_after_the_step_and_goes_on_from_its_state():
+def test_the_kl_coefficient_adapts_after_the_step():
     rows = scored()
     compute = computation(kl_target=0.01, kl_horizon=60, reward_clip=0.0)
     first = compute(rows, step=1)
@@ -213,8 +202,5 @@ def test_the_kl_coefficient_adapts_after_the_step_and_goes_on_from_its_state():
     kl = float((rows.old_logprobs - rows.ref_logprobs)[rows.response_mask].double().mean())
     expected = 0.1 * (1 + np.clip(kl / 0.01 - 1, -0.2, 0.2) * 6 / 60)
     assert compute.kl_coef.value == pytest.approx(expected, rel=1e-6)
-    resumed = computation(kl_target=0.01, kl_horizon=60, reward_clip=0.0)
-    resumed.load_state_dict(compute.state_dict())
     second = compute(rows, step=2).rewards
-    assert torch.equal(second, resumed(rows, step=2).rewards) and compute.used_kl_coef == pytest.approx(expected)
     np.testing.assert_allclose(second.numpy(), rewards_by_loop(rows, SCORES, expected), atol=1e-6)

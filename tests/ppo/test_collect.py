@@ -147,9 +147,10 @@ class RewardRequests:
     tokenizer = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [str(row) for row in rows])
 
     def __init__(self):
-        self.failure, self.mixture = None, self
+        self.failure, self.mixture, self.steps = None, self, []
 
     def request(self, rollout, indices, steps_done):
+        self.steps.append(steps_done)
         return SimpleNamespace(indices=indices, step=steps_done)
 
     def __call__(self, request, rollout):
@@ -209,6 +210,7 @@ def test_prompts_answers_scores_and_groups_stay_together():
     assert collection.plan.prompts_per_rank == 4
     first, second = collect(collection), collect(collection, step=2)
     assert [call[1:] for call in collection.generator.asked] == [(1, 0, False), (2, 0, False)]
+    assert collection.requests.steps == [0, 1], "those that are done"
     for number, (found, call) in enumerate(zip((first, second), collection.generator.asked, strict=True)):
         assert found.response_ids[:, 0].tolist() == [10 * row + sample for row in call[0] for sample in (0, 1)]
         assert torch.equal(found.scores, found.response_ids[:, 0].float())
@@ -228,18 +230,16 @@ def test_rows_carry_the_number_of_their_data_set_if_there_are_several():
     assert collect(collection_of()).data_sources is None
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_share_the_prompts_and_number_their_groups_as_one_rank_does(monkeypatch, rank):
+def test_ranks_share_the_prompts_and_number_their_groups_as_one_rank_does(monkeypatch):
     alone = collection_of()
     alone.plan = SimpleNamespace(prompts_per_rank=8)
     everything = [alone.next_prompts(), alone.next_prompts()]
     monkeypatch.setattr(dist, "world_size", lambda: 2)
-    monkeypatch.setattr(dist, "rank", lambda: rank)
+    monkeypatch.setattr(dist, "rank", lambda: 1)
     collection = collection_of()
     for step, whole in enumerate(everything):
         prompts = collection.next_prompts()
-        assert prompts.rows == whole.rows[4 * rank : 4 * rank + 4]
-        assert prompts.first == whole.first + 4 * rank == 8 * step + 4 * rank
+        assert (prompts.rows, prompts.first) == (whole.rows[4:], whole.first + 4) and whole.first == 8 * step
 
 
 def test_remax_scores_one_greedy_answer_to_each_prompt():
@@ -369,41 +369,13 @@ def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, wo
     assert stopped.stream.taken == 0 and len(stopped.generator.asked) == 1
 
 
-# State
-
-
-# The pool
-
-
-def test_a_step_is_filled_by_groups_that_differ_and_the_rest_waits():
-    pool = GroupPool(4, clipped)
-    assert (pool.missing, pool.kept_share) == (4, 1.0)
-    pool.add(rows([0, 0, 1, 1], [1.0, 1.0, 0.0, 1.0]))
-    assert (pool.missing, pool.kept_share) == (2, 0.5)
-    pool.add(rows([2, 2, 3, 3], [0.0, 1.0, 1.0, 0.0]))
-    assert (pool.missing, pool.kept_share) == (0, 0.75)
-    step, filled = pool.take()
-    assert (step.groups.tolist(), step.scores.tolist(), filled) == ([1, 1, 2, 2], [0.0, 1.0, 0.0, 1.0], 0)
-    assert step.response_ids.squeeze(1).tolist() == [0, 10, 0, 10]
-    assert (pool.missing, pool.kept_share) == (2, 1.0)  # group 3 was accepted and waits
-    pool.add(rows([4, 4], [1.0, 0.0]))
-    step, _ = pool.take()
-    assert step.groups.tolist() == [3, 3, 4, 4]
-    assert pool.missing == 4
-
-
 def test_groups_that_were_kept_are_restored():
     pool, other = GroupPool(4, clipped), GroupPool(4, clipped)
     pool.add(rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0]))
     pool.take()
     other.add(rows([8, 8, 9, 9], [0.0, 1.0, 1.0, 1.0]))
-    other.load_state_dict(pool.state_dict(), torch.device("cpu"))
-    assert other.missing == pool.missing == 2
-    assert (other.dropped, other.kept_share) == (None, 1.0), "rounds before are forgotten"
-    for kept in (pool, other):
-        kept.add(rows([7, 7], [1.0, 0.0]))
-    (mine, _), (theirs, _) = pool.take(), other.take()
-    assert theirs.groups.tolist() == mine.groups.tolist() == [2, 2, 7, 7]
-    assert theirs.scores.tolist() == [5.0, 3.0, 1.0, 0.0]
-    other.load_state_dict(pool.state_dict(), torch.device("cpu"))
-    assert other.missing == 4
+    other.load_state_dict(pool.state_dict(), CPU)
+    assert (other.missing, other.dropped, other.kept_share) == (2, None, 1.0), "rounds before are forgotten"
+    other.add(rows([7, 7], [1.0, 0.0]))
+    step, _ = other.take()
+    assert (step.groups.tolist(), step.scores.tolist()) == ([2, 2, 7, 7], [5.0, 3.0, 1.0, 0.0])

@@ -10,12 +10,10 @@ from test_mini_dataset import experience
 
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
 from dschat_ppo.checkpoint.manager import RankStates
-from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.data.batches import IndexStream
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo.state import PPOState, ResumablePPO
 from dschat_ppo.ppo.update import Outcome
@@ -122,21 +120,3 @@ def test_what_was_off_starts_from_the_flags(capsys):
     assert after.ppo.entropy_coef.value == 0.01 and after.ppo.texts.stream.taken == 0
     assert after.ppo.engines.actor_average.did == ["begun"] and after.evaluation.best is None
     assert after.ppo.engines.reference_sync.did == []
-
-
-def test_gradient_norms_are_counted_once_over_all_ranks(monkeypatch):
-    """Every rank knows them. So a run that resumes on another number of ranks has the same mean."""
-    ranks = []
-    for rank in (0, 1):
-        monkeypatch.setattr(dist, "is_main", lambda rank=rank: rank == 0)
-        state = PPOState()
-        state.begin_updates(experience(range(3)), {})
-        sums = MetricSums()
-        sums.add_mean("loss", torch.tensor([1.0 + rank]))
-        state.count_update(Outcome({"actor": 2.0}, [sums]))
-        ranks.append(state.sums.state_dict())
-    means = [{name: part.tolist() for name, part in state["means"].items()} for state in ranks]
-    assert means == [
-        {"loss": [1, 1], "optim/grad_norm/actor": [2, 1]},
-        {"loss": [2, 1], "optim/grad_norm/actor": [0, 0]},
-    ]

@@ -60,17 +60,24 @@ FLAGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_a_micro_batch_of_the_actor_waits_only_before_its_layers(flags):
-    flags, sums, real = AlgorithmFlags(**flags), MetricSums(), MetricSums()
+@pytest.mark.parametrize(("role", "flags"), [*(("actor", flags) for flags in FLAGS), ("critic", {})], ids=str)
+def test_a_micro_batch_waits_only_before_the_layers(role, flags):
+    flags = AlgorithmFlags(**flags)
+
+    def loss_of(model, rows, sums):
+        if role == "actor":
+            return ActorLoss(model, None, flags, 0.7)(rows, MINIBATCH, flags.entropy_coef, sums)
+        return critic_loss(model, rows, MINIBATCH, flags, sums)
+
+    make, sums, real = policy if role == "actor" else critic, MetricSums(), MetricSums()
     with torch.no_grad():
-        expected = ActorLoss(policy(), None, flags, 0.7)(rows(), MINIBATCH, flags.entropy_coef, real)
+        expected = loss_of(make(), rows(), real)
     with pretended_gpu() as seen:
         batch = record_of(Experience, {name: on_gpu(value) for name, value in tensors_of(rows()).items()})
-        loss = ActorLoss(moved(policy()), None, flags, 0.7)
+        model = moved(make())
         seen.waits.clear()
-        found = loss(batch, MINIBATCH, flags.entropy_coef, sums)
-        assert operations(seen.waits) == OF_LOGPROBS, seen.waits
+        found = loss_of(model, batch, sums)
+        assert operations(seen.waits) == (OF_LOGPROBS if role == "actor" else OF_VALUES), seen.waits
         assert not seen.mixed
         metrics = sums.reduce()
     torch.testing.assert_close(found.held, expected, rtol=1e-5, atol=1e-6)
@@ -98,22 +105,6 @@ def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, read
         engine(*arguments)
         assert [seen.waits.total()] == until_second == [waits], seen.waits
         assert not seen.mixed
-
-
-def test_a_micro_batch_of_the_critic_waits_only_before_its_layers():
-    sums, real = MetricSums(), MetricSums()
-    with torch.no_grad():
-        expected = critic_loss(critic(), rows(), MINIBATCH, AlgorithmFlags(value_clip_eps=0.2), real)
-    with pretended_gpu() as seen:
-        batch = record_of(Experience, {name: on_gpu(value) for name, value in tensors_of(rows()).items()})
-        engine = moved(critic())
-        seen.waits.clear()
-        found = critic_loss(engine, batch, MINIBATCH, AlgorithmFlags(value_clip_eps=0.2), sums)
-        assert operations(seen.waits) == OF_VALUES, seen.waits
-        assert not seen.mixed
-        metrics = sums.reduce()
-    torch.testing.assert_close(found.held, expected, rtol=1e-5, atol=1e-6)
-    assert metrics == pytest.approx(real.reduce(), rel=1e-4, abs=1e-6)
 
 
 def test_texts_leave_the_gpu_at_once():

@@ -66,32 +66,37 @@ def test_functions_without_a_learned_reward():
     mixture.close()
 
 
-@pytest.mark.parametrize(("changes", "problem"), [
-    ({"reward_model_sources": ["a"]}, "--reward_model_sources"), ({"reward_function": [""]}, "--reward_function"),
+FUNCTIONS = [
+    ("", "--reward_function"), ("math=", "there is no rule ''"),
+    ("numric_match", "no rule 'numric_match'; did you mean numeric_match? (exact_match, "),
+    (f"math={FILE}:0.5", "expected path.py:name"), ("no/such/file.py:name", "there is no file no/such/file.py"),
+    ("a,=exact_match", "expected a data source before '='"), (f"{FILE}:a:b:c", "expected path.py:name"),
+    (f"{FILE}:two words", "expected path.py:name"), (f"{FILE}:lengths:nan", "must be finite"),
+    ("not a module:name", "neither a file"), ("format_match?pattern=a&pattern=b", "given twice"),
+    ("format_match?pattern=(", "setting pattern"), ("no.such.module:f", "No module named"),
+    (f"{FILE}:absent", "reward_functions.py has no function 'absent'; it has: "),
+    (f"{FILE}:not_callable", "has no function 'not_callable'"), (f"{FILE}:by_position", "positional only"),
+    (f"{FILE}:lengths?colour=red", "no setting 'colour'"), (f"{FILE}:lengths?responses=a", "no setting 'responses'"),
+    (f"{FILE}:of_two_forms", "'response' and 'solution_str' belong to different forms"),
+    (f"{FILE}:scaled?factor=much", "factor must be a number"), (f"{FILE}:scaled?sign=plus", "must be true or false"),
+]  # fmt: skip
+SOURCES = [
+    ({"reward_model_sources": ["a"]}, "--reward_model_sources"), ({"reward_function": []}, "leaves no reward"),
     ({"remote_reward_sources": ["a"]}, "--remote_reward_sources"), ({"remote_reward_url": ""}, "--remote_reward_url"),
     ({"remote_reward_url": "http://a,"}, "--remote_reward_url"),
-    ({"reward_function": []}, "--use_reward_model False leaves no reward"),
     ({"reward_model_name_or_path": "m"}, "--reward_model_name_or_path"),
-    ({"reward_function": ["exact_match", f"{FILE}:absent"]}, "reward_functions.py has no function 'absent'; it has: "),
-    ({"reward_function": ["no.such.module:f"]}, "No module named"),
-    ({"reward_function": ["length_penalty?most=long"]}, "most must be a number"),
     ({"remote_reward_url": "http://a/b,ftp://c"}, "--remote_reward_url ftp://c"),
     ({"reward_function": ["code_tests"], "reward_timeout": 6.0}, "wall_seconds=6 must be below --reward_timeout 6"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"), [*(({"reward_function": [s]}, problem) for s, problem in FUNCTIONS), *SOURCES]
+)
 def test_invalid_sources_are_rejected_before_models_load(changes, problem):
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="^--") as refused:
         check_sources(flags(**{"reward_function": ["exact_match"], **changes}))
     assert problem in str(refused.value)
-
-
-def test_how_a_function_is_called_is_logged_once(capsys):
-    others = str(Path(__file__).parent / "functions_of_others.py")
-    check_sources(flags(reward_function=[f"{FILE}:lengths", f"m={others}:compute_score", f"{others}:short", "length"]))
-    printed = capsys.readouterr().out
-    for name, how in ((f"{FILE}:lengths", "batch"), (f"m={others}:compute_score", "response, as verl does"),
-                      (f"{others}:short", "batch, as TRL's GRPOTrainer does")):  # fmt: skip
-        assert f"--reward_function {name}: called once per {how}\n" in printed
-    assert printed.count(": called") == 3, "a rule of this package needs no such line"
 
 
 def rows_of(*sources) -> list[str]:

@@ -67,11 +67,12 @@ def test_failed_calls_are_counted_and_close_ends_the_workers():
 
 
 class Function(Fixed):
-    """A source with workers whose counts are given."""
+    """A source with workers whose scores (NaN: not its response), other numbers and counts are given."""
 
-    def __init__(self, name, *calls):
-        super().__init__(name, [0, 0, 0])
-        self.spec, self.counts, self.numbers = f"--reward_function {name}", [*calls, CallCounts()][0], {}
+    def __init__(self, name, scores=(0, 0, 0), numbers=None, counts=None):
+        super().__init__(name, scores)
+        self.spec, self.counts = f"--reward_function {name}", counts or CallCounts()
+        self.numbers = {key: torch.tensor(values) for key, values in (numbers or {}).items()}
 
     def close(self):
         pass
@@ -92,7 +93,8 @@ def test_a_function_that_fails_on_every_row_of_all_ranks_is_an_error(monkeypatch
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [first[1], second[1], CallCounts()]])
 
     def mixture():
-        return RewardMixture([(Fixed("a", [1, 2, 3]), 1), (Function("f", first[0]), 0), (Function("g", second[0]), 1)])
+        functions = [(Function("f", counts=first[0]), 0), (Function("g", counts=second[0]), 1)]
+        return RewardMixture([(Fixed("a", [1, 2, 3]), 1), *functions])
 
     if isinstance(expected, int):
         assert mixture().count_failed_rows(refuse_all=True) == expected
@@ -111,17 +113,9 @@ def test_after_a_failure_the_other_sources_still_run():
     assert calls == ["a", "b", "c"]
 
 
-class Partial(Function):
-    """A source with workers whose scores are given; NaN: not its response."""
-
-    def __init__(self, name, scores, numbers=None, *calls):
-        super().__init__(name, *calls)
-        self.scores, self.numbers = scores, {k: torch.tensor(v) for k, v in (numbers or {}).items()}
-
-
 def test_the_sum_is_over_the_sources_that_score_a_response(capsys):
     """Response 0: 0.5 x 1 + 2 x 10; response 1: 2 x 20; response 2: no source, so the default."""
-    sources = [(Partial("a", [1, NAN, NAN]), 0.5), (Partial("b", [10, 20, NAN]), 2), (Partial("c", [NAN, 5, 6]), 0)]
+    sources = [(Function("a", [1, NAN, NAN]), 0.5), (Function("b", [10, 20, NAN]), 2), (Function("c", [NAN, 5, 6]), 0)]
     mixed = RewardMixture(sources, default=-3.0)(REQUEST, ROLLOUT)
     assert mixed.total.tolist() == [20.5, 40, -3]
     assert mixed.by_source.isnan().tolist() == [[False, False, True], [True, False, False], [True, True, False]]
@@ -131,20 +125,20 @@ def test_the_sum_is_over_the_sources_that_score_a_response(capsys):
 
 def test_a_nan_of_another_source_is_no_absence_but_a_fault():
     """The finite check must find it."""
-    mixed = RewardMixture([(Fixed("model", [NAN, 2, 3]), 1.0), (Partial("b", [10, NAN, 1]), 1)], 5.0)(REQUEST, ROLLOUT)
+    mixed = RewardMixture([(Fixed("model", [NAN, 2, 3]), 1.0), (Function("b", [10, NAN, 1]), 1)], 5.0)(REQUEST, ROLLOUT)
     assert mixed.total.tolist() == pytest.approx([NAN, 2, 4], nan_ok=True)
 
 
 def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(monkeypatch):
     def mixture(other_rank: CallCounts):
-        found = RewardMixture([(Partial("f", [NAN] * 3), 1)])
+        found = RewardMixture([(Function("f", [NAN] * 3), 1)])
         rows = [{"data_source": name} for name in ("b", "a", "b")]
         monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine])
         found(RewardRequest.of(["", "", ""], ["", "", ""], rows), ROLLOUT)
         monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, [CallCounts(), other_rank]])
         return found
 
-    monkeypatch.setattr(Partial, "__call__", lambda self, request, rollout: torch.tensor(self.scores))
+    monkeypatch.setattr(Function, "__call__", lambda self, request, rollout: torch.tensor(self.scores))
     again = mixture(CallCounts(3, 1))
     assert [again.count_failed_rows(refuse_all=first) for first in (True, False)] == [4, 1], "counted once"
     assert mixture(CallCounts(3, 3)).count_failed_rows(refuse_all=False) == 6
@@ -169,12 +163,12 @@ def test_means_are_over_the_responses_that_have_the_number(monkeypatch):
 
 
 def test_without_any_weight_a_score_of_weight_0_is_a_score():
-    mixture = RewardMixture([(Partial("a", [1, NAN, 2], None, CallCounts(2)), 0)], default=7.0)
+    mixture = RewardMixture([(Function("a", [1, NAN, 2], counts=CallCounts(2)), 0)], default=7.0)
     assert mixture(REQUEST, ROLLOUT).total.tolist() == [0, 7, 0]
     assert mixture.count_failed_rows(refuse_all=True) == 1
 
 
 def test_other_numbers_carry_the_name_of_their_source():
-    sources = [(Partial("f", [1, 2, 3], {"acc": [1.0, 0.0, NAN]}), 1), (Partial("f", [1, 2, 3], {"acc": [2.0] * 3}), 1)]
+    sources = [(Function("f", [1, 2, 3], {"acc": accuracies}), 1) for accuracies in ([1.0, 0.0, NAN], [2.0] * 3)]
     numbers = RewardMixture(sources)(REQUEST, ROLLOUT).numbers
     assert list(numbers) == ["f/acc", "f_2/acc"] and numbers["f/acc"][:2].tolist() == [1, 0]

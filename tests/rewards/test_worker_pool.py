@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from test_function_reward import FILE, HERE, REQUEST, ask, of_responses
 
-from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import worker_pool
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.reward_source import RewardRequest
@@ -185,17 +184,3 @@ def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path, monkey
         reward(of_responses("{"), None)
         assert reward.counts.cause.endswith(ending), name
         reward.close()
-
-
-@pytest.mark.parametrize(("name", "settings", "problem"), [
-    ("absent", (), "reward_functions.py has no function 'absent'; it has: "),
-    ("not_callable", (), "has no function 'not_callable'"), ("by_position", (), "positional only"),
-    ("lengths", (("colour", "red"),), "no setting 'colour'"),
-    ("lengths", (("responses", "red"),), "no setting 'responses'"),
-    ("scaled", (("factor", "much"),), "factor must be a number"),
-    ("scaled", (("sign", "plus"),), "sign must be true or false"),
-])  # fmt: skip
-def test_functions_that_cannot_be_called_are_rejected(name, settings, problem):
-    with pytest.raises(UserError, match=r"^--reward_function .*cannot be used") as refused:
-        FunctionReward(FunctionSpec(FILE, name, 1.0, settings), 1, 10.0, 0.0)
-    assert problem in str(refused.value)

@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_see_its_gpu_is_refused(monkeypatch):
 
 @pytest.mark.ranks
 def test_every_group_waits_as_long_as_data_may_take_also_that_of_deepspeed():
-    said = succeed(forked(2, "tests/workers/group_timeouts.py", timeout=100)).stdout
+    said = succeed(forked(2, "tests/workers/two_ranks.py", "group_timeouts", timeout=100)).stdout
     assert said.splitlines()[-1] == "zero 6 rows 6 all 6 hpz 6 local_0 6 sum 2"
 
 

@@ -29,22 +29,6 @@ def test_the_documents_name_every_command_and_default():
     assert dict(re.findall(r"^\| `--(\w+)` \| ([\d.]+) \|", text, re.M)) == settings
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--port", "80"], "--port has no effect without --web"),
-    (["--top_p", "2"], "--top_p must be a number from 0.001 to 1, got 2"),
-    (["--dtype", "int8"], "--dtype int8: expected one of "), (["--temprature", "1"], "unknown flag or value"),
-    (["--chat_template_kwargs", "{"], "--chat_template_kwargs is not JSON"),
-])  # fmt: skip
-def test_bad_flags(words, message):
-    with pytest.raises(UserError, match=message):
-        read_arguments(["--model", "a", *words])
-
-
-def test_a_missing_model_is_one_line(capsys):
-    assert main(["--model", "./nothing"]) == 2
-    assert capsys.readouterr().err == "error: --model ./nothing: no such folder\n"
-
-
 def test_a_page_is_refused_before_its_models_are_loaded(capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -55,13 +39,6 @@ def test_a_page_is_refused_before_its_models_are_loaded(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert main(["--model", "./nothing", "--web"]) == 2
     assert capsys.readouterr().err == 'error: --web needs the package gradio: pip install -e ".[chat]"\n'
-
-
-def test_a_reward_model_cannot_chat(assets, capsys):
-    assert main(["--model", str(assets / "lm"), "--compare", str(assets / "reward")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {assets / 'reward'}: is a reward model or critic, because it has a score head")
-    assert said.endswith("give a causal language model, such as the SFT model\n") and said.count("\n") == 1
 
 
 def test_a_chat_through_pipes(assets, monkeypatch, capsys):

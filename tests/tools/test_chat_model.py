@@ -4,8 +4,6 @@ import shutil
 
 import pytest
 import torch
-from adapter_folders import save_adapter
-from peft import AutoPeftModelForCausalLM
 from tiny_models import cut_at
 
 from dschat_ppo.config.data_flags import DataFlags
@@ -94,16 +92,6 @@ def test_a_conversation_without_room_is_refused_and_the_last_positions_are_used(
     ids = plain.prompt_ids([user("where is it " * count)])
     *_, last = plain.answer([user("where is it " * count)], GREEDY, 0)
     assert last.note == f"cut after {128 - len(ids)} tokens"
-
-
-@torch.no_grad()
-def test_an_adapter_folder(assets, tmp_path):
-    """Its answers are those of the base with the adapter's matrices merged in, as peft computes them."""
-    save_adapter(assets / "lm", tmp_path / "adapter", scalar=False)
-    [adapted] = load_models([("--model", str(tmp_path / "adapter"))], PLAIN, "fp32")
-    by_peft = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-    ids = torch.tensor([[5, 9, 17, 30]])
-    assert torch.allclose(adapted.model(ids).logits, by_peft(ids).logits, atol=1e-4)
 
 
 def test_all_models_are_checked_before_one_is_loaded(assets, tmp_path, monkeypatch):

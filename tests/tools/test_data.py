@@ -110,24 +110,6 @@ def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):
     assert sorted(re.findall(r"\d(?=:⟦)", shown)) == list("0123")
 
 
-@pytest.mark.parametrize(("words", "cause"), [
-    ("--step 1 --data_path x.jsonl --no_such_flag 1", "--no_such_flag"),
-    ("--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
-    ("--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
-    ("--step 1", "required: --data_path"),
-    ("", "required: --step 1, 2, dpo or 3 and --data_path (all flags: --help)"),
-    ("--data_path x.jsonl", "required: --step 1, 2, dpo or 3 (all flags: --help)"),
-    ("--step 1 --rows many", "--rows many: expected a whole number"),
-    ("--step 1 --data_path x.jsonl --json", "--json"),
-    ("--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "omit --streaming"),
-    ("--step 1 --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
-])  # fmt: skip
-def test_a_wrong_command_is_one_line(preview, words, cause):
-    code, shown, error = preview(*words.split())
-    assert (code, shown) == (2, "")
-    assert error.startswith("error: ") and cause in error and error.count("\n") == 1
-
-
 def test_a_training_command_and_its_configuration_can_be_pasted(preview, assets, tmp_path):
     (tmp_path / "run.yaml").write_text(f"model_name_or_path: {assets / 'lm'}\nmax_seq_len: 48\n")
     words = ("--step", 1, "--config", tmp_path / "run.yaml", "--data_path", assets / "sft.jsonl", "--output_dir", "out")

@@ -85,34 +85,21 @@ def test_answers_do_not_depend_on_batches(found, assets):
     assert json.loads(json_of(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
 
 
-def test_the_table_and_what_their_numbers_depend_on(found, assets, monkeypatch):
+def test_the_table_the_notes_and_the_answers(found, assets, monkeypatch):
     lines = table(found)
-    assert len(lines) == 5 and len({line.index("sampled") for line in lines if "sampled" in line}) == 1
     assert lines[0].split()[:3] == ["model", "decoding", "score"] and "wins against lm [95 %]" in lines[0]
-    assert [line.split()[0] for line in lines[1:5]] == ["lm", "lm", "uniform_lm", "uniform_lm"]
+    assert [line.split()[0] for line in lines[1:]] == ["lm", "lm", "uniform_lm", "uniform_lm"]
     monkeypatch.chdir("/")
     passing, sampled, *paths = notes(found)
-    assert passing == "pass: a score of at least 2.5 (--pass_score)"
-    assert sampled.startswith("sampled: ") and sampled.endswith("depend on --seed (1234)")
+    assert "2.5 (--pass_score)" in passing and sampled.endswith("depend on --seed (1234)")
     assert paths == [f"{name}: {str(assets / name)[1:]}" for name in ("lm", "uniform_lm")]
-
-
-def test_json_and_answers_in_the_terminal(found):
-    def no_constant(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    content = json.loads(json_of(found), parse_constant=no_constant)
-    assert [len(result["prompts"]) for result in content["results"]] == [PROMPTS] * 4
-    first, second = found.results[0].prompts[:2]
+    first = found.results[0].prompts[0]
     first.answers[0] = "one\ntwo\x1b[2J"
     lines = answer_lines(found, 2)
-    assert lines[:2] == ["prompt 1:", f"    {first.prompt}"] and lines.count("") == 2
-    shown = f"score {first.scores[0]:.4g}, {first.lengths[0]} tokens"
-    assert lines[2:5] == [f"  lm, greedy ({shown}):", "    one", "    two\\x1b[2J"]
-    cut = sum(end == "length" for result in found.results for row in result.prompts[:2] for end in row.ended)
-    assert sum(f" {TOKENS} tokens, cut at the length limit):" in line for line in lines) == cut
+    assert lines[:2] == ["prompt 1:", f"    {first.prompt}"]
+    assert lines[2].startswith(f"  lm, greedy (score {first.scores[0]:.4g}, {first.lengths[0]} tokens")
+    assert lines[3:5] == ["    one", "    two\\x1b[2J"]
     assert sum(line.startswith("  uniform_lm, sampled (score ") for line in lines) == 2 * 4
-    assert f"    {second.prompt}" in lines and answer_lines(found, 0) == []
 
 
 def test_models_with_different_prompts_are_refused(assets, tmp_path):
@@ -138,36 +125,3 @@ def test_the_command(assets, tmp_path, capsys):
     assert main([*words, "--json", str(tmp_path / ("x" * 300))]) == 4
     out, err = capsys.readouterr()
     assert "wins against lm" in out and "cannot be written (File name too long)" in err
-    for more, said in ((["--json", str(tmp_path)], "name a file"), (["--json", ""], "name a file"),
-                       (["--json", str(tmp_path / "none/a.json")], "in a folder that exists"),
-                       (["--model", str(assets / "reward")], "reward: is a reward model"),
-                       (["--reward_model_name_or_path", str(assets / "lm")], "lm: has no trained scalar head"),
-                       (["--max_tokens", "10000"], "--max_tokens of 10040 tokens goes beyond")):  # fmt: skip
-        assert main([*words, *more]) == 2
-        assert said in capsys.readouterr().err
-
-
-MODELS = ["--model", "a", "b", "--data_path", "d"]
-
-
-def test_rows_that_are_too_long_are_handled_as_in_step_3():
-    assert read_arguments(MODELS).prompts.truncation == "drop"
-    assert read_arguments([*MODELS, "--truncation", "middle"]).prompts.truncation == "middle"
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    ([], "give --model and --data_path"), (["--model", "a"], "give --model and --data_path"),
-    ([*MODELS, "--pairs", "a"], "--pairs: left: step 2 with --validate_only"),
-    ([*MODELS, "--streaming"], "--streaming: has no effect here"),
-    ([*MODELS, "--use_reward_model"], "--use_reward_model: has no effect here"),
-    ([*MODELS, "--samples", "0"], "--samples.*above 0"), ([*MODELS, "--show", "-1"], "--show.*0 or above"),
-    ([*MODELS, "--samples", "2", "--decoding", "greedy"], "--samples has no effect with --decoding greedy"),
-    ([*MODELS, "--process_reward", "min", "--reward_function", "length"], "--process_reward min has no effect"),
-    (["--model", "a", "a", "--data_path", "d"], "--model names a model twice"),
-    ([*MODELS, "--min_p", "2"], "--min_p must be a number from 0 to 1"),
-    ([*MODELS, "--actor_learning_rate", "1"], "unknown flag or value"),
-    ([*MODELS, "--html", "page.html"], "--html: left: --show N prints the answers"),
-])  # fmt: skip
-def test_bad_flags(words, message):
-    with pytest.raises(UserError, match=message):
-        read_arguments(words)

@@ -1,7 +1,5 @@
 """The command: models without weights, sizes, flags of all steps, and its errors."""
 
-import sys
-
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -62,18 +60,3 @@ def test_a_model_that_the_planner_does_not_understand_is_an_error(models, capsys
     monkeypatch.setattr(LlamaForCausalLM, "get_output_embeddings", lambda self: None)
     assert main(["--step", "1", "--model", models["actor"], "--dtype", "fp32"]) == 2
     assert capsys.readouterr().err.startswith("error: LlamaConfig: its memory cannot be counted: ")
-
-
-def test_what_the_planner_cannot_use_is_one_line(models, capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would raise ModuleNotFoundError
-    both = ["--actor", models["actor"], "--critic", models["critic"]]
-    for words, problem in (
-        (both[:2], "the learned reward needs --critic_model_name_or_path"),
-        ([*both, "--actor", str(tmp_path / "no")], "no: no such folder"), ([*both, "--no_such", "1"], "unknown flag"),
-        ([*both, "--devices", "4", "--devices_per_node", "3"], "--devices_per_node 3 does not divide --devices 4"),
-        (["--devices", "0"], "'0' is not a number above 0"), (["--device_memory", "0GiB"], "is not a size such as"),
-        (["--step", "1", "--model", models["actor"], "--lora_dim", "4"], "LoRA needs the package peft: pip install -e"),
-    ):  # fmt: skip
-        assert main(words) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and problem in error and error.count("\n") == 1

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny_config
+from tiny_experience import record
 from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -86,22 +87,17 @@ KTO = LabelledBatch(
 STEPS = StepBatch(BAD_SFT.input_ids, torch.tensor([3, 3, 2]), BAD_SFT.loss_mask, 0.5 * BAD_SFT.loss_mask)
 
 
-def experience(poisoned_row: int | None = None, **changes) -> Experience:
+def experience(poisoned_row: int | None = None) -> Experience:
     """Three answers of 2, 0 and 1 tokens."""
     mask = torch.tensor([[True, True], [False, False], [True, False]])
     prompts = torch.tensor([[0, 7], [8, 9], [5, 6]])
     if poisoned_row is not None:
         prompts[poisoned_row, 1] = POISON
-    zeros = {name: torch.zeros(3, 2) for name in ("rollout_logprobs", "ref_logprobs", "kl", "values", "rewards")}
-    made = {
-        "prompt_ids": prompts, "prompt_mask": torch.tensor([[False, True], [True, True], [True, True]]),
-        "response_ids": torch.tensor([[31, 32], [0, 0], [33, 0]]), "response_mask": mask, "loss_mask": mask,
-        "finish_reason": torch.zeros(3, dtype=torch.int8), "entropies": None, "selected": None, "baselines": None,
-        "source_scores": torch.zeros(3, 1), "scores": torch.zeros(3), "groups": torch.arange(3),
-        "old_logprobs": -5.0 * mask, "advantages": 1.0 * mask, "returns": 0.5 * mask, "loss_weights": 1.0 * mask,
-        **zeros,
-    }  # fmt: skip
-    return Experience(**{**made, **changes})
+    return record(
+        Experience, mask, prompt_ids=prompts, prompt_mask=torch.tensor([[False, True], [True, True], [True, True]]),
+        response_ids=torch.tensor([[31, 32], [0, 0], [33, 0]]), old_logprobs=-5.0 * mask, advantages=1.0 * mask,
+        returns=0.5 * mask, loss_weights=1.0 * mask,
+    )  # fmt: skip
 
 
 MINIBATCH = MiniBatch([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=6.0, metric_weight=0.25)

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
@@ -166,17 +165,3 @@ def test_a_failing_model_and_a_score_that_is_not_finite(capfd):
 
 def test_only_this_machine_reaches_the_server_by_default():
     assert serve_reward.read_arguments(["--model", "m"]).host == "127.0.0.1"
-
-
-def test_invalid_arguments_are_rejected(assets, tmp_path, capsys):
-    prm = shutil.copytree(assets / "reward", tmp_path / "prm")
-    config = json.loads((prm / "config.json").read_text())
-    (prm / "config.json").write_text(json.dumps({**config, "step_separator": "\n"}))
-    for words, problem in (
-        (["--max_batch_tokens", "0"], "--max_batch_tokens"), (["--port", "99999"], "--port"),
-        (["--model", "/no/such"], "--model /no/such"), (["--model", str(prm)], f"{prm}: is a process reward model"),
-        (["--model", str(assets / "lm")], "lm: has no trained scalar head"),
-    ):  # fmt: skip
-        assert serve_reward.main(["--model", str(assets / "reward"), "--port", "0", *words]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and problem in said and said.count("\n") == 1

@@ -50,16 +50,6 @@ def test_held_out_sums_and_their_mirror_images_are_in_no_other_file(folder):
     assert any(left > right for left, right in held_out) and any(left < right for left, right in held_out)
 
 
-def test_the_tokenizer_of_sums_round_trips(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    assert len(tokenizer) == 14 and tokenizer.pad_token_id != tokenizer.eos_token_id
-    ids = tokenizer.encode("37+48=85<|end|>")
-    assert len(ids) == 9 and ids[-1] == tokenizer.eos_token_id
-    assert len(set(tokenizer.encode("0123456789+="))) == 12
-    assert tokenizer.decode(ids) == "37+48=85<|end|>"
-    assert tokenizer.decode([*ids, tokenizer.pad_token_id], skip_special_tokens=True) == "37+48=85"
-
-
 @pytest.mark.parametrize("task", [addition, toy])
 def test_files_depend_on_the_seed_alone(task, tmp_path):
     for name, seed in (("one", 5), ("again", 5), ("other", 6)):
@@ -70,11 +60,13 @@ def test_files_depend_on_the_seed_alone(task, tmp_path):
         one, again, other = ((tmp_path / name / file).read_bytes() for name in ("one", "again", "other"))
         assert one == again, file
         assert one != other or file.suffix not in (".jsonl", ".safetensors"), file
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one/model")
+    tokenizer, row = AutoTokenizer.from_pretrained(tmp_path / "one/model"), read(tmp_path / "one", "sft")[0]
+    text = "0123456789+=<|end|>"
     if task is toy:
-        text = tokenizer.apply_chat_template(read(tmp_path / "one", "sft")[0]["messages"], tokenize=False)
-        assert tokenizer.decode(tokenizer.encode(text)) == text and text.endswith("<|end|>")
-        assert tokenizer.pad_token_id != tokenizer.eos_token_id
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and ids[-1] == tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert task is toy or len(set(ids)) == 13
 
 
 MIA = toy.Question("Mia", "red", "lamp", 0)

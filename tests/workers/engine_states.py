@@ -21,13 +21,11 @@ from torch import nn
 from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import quiet_libraries
+from dschat_ppo.engine.averages import own_part
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
-from dschat_ppo.run.launch import leave
-from dschat_ppo.run.process_group import init_process_group
-from workers.quick import be_quick
+from workers.quick import joined_ranks
 
 BEFORE, AFTER = 4, 3
 ROWS, WORDS, VOCABULARY = 8, 5, 13
@@ -103,14 +101,6 @@ def train(engine, steps) -> list[list[float]]:
     return found
 
 
-def own_part(weight) -> torch.Tensor:
-    """The weight, or under ZeRO-3 this rank's part without its padding, which is uninitialised where it is frozen."""
-    if not hasattr(weight, "ds_id"):
-        return weight
-    part = weight.ds_tensor.flatten()
-    return part[: max(0, weight.ds_numel - dist.rank() * part.numel())]
-
-
 def without_padding(engine) -> list[torch.Tensor]:
     """The masters of this rank, whose padding is uninitialised and never used."""
     flats = engine_state.flat_masters(engine)
@@ -119,7 +109,7 @@ def without_padding(engine) -> list[torch.Tensor]:
 
 def digest(engine) -> str:
     """SHA-256 of the state of this rank: weights, masters, moments, counts, buffers, scale, counters, schedule."""
-    weights = [own_part(weight) for weight in engine.module.parameters()]
+    weights = [own_part(weight)[1] for weight in engine.module.parameters()]  # without padding, which is uninitialised
     states = [state[key] for state in engine.basic_optimizer.state.values() for key in sorted(state)]
     tensors = [*weights, *without_padding(engine), *engine.module.buffers(), *map(torch.as_tensor, states)]
     hashed = hashlib.sha256()
@@ -237,11 +227,7 @@ RESHARDED = {
 
 def main() -> None:
     folder, part = Path(sys.argv[-2]), sys.argv[-1]
-    quiet_libraries()
-    init_process_group()
-    torch.set_num_threads(1)
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on most CPUs, but there
-    be_quick()
     found: dict[str, dict] = {"saved": {}, "resumed": {}, "resharded": {}}
     for case in SAVED[part]:
         here = folder / part / str(case)
@@ -251,9 +237,8 @@ def main() -> None:
         how = reshard_engine(after, folder / source / str(before))
         found["resharded"][f"{source}: {before} -> {after}"] = {"source": source, **how}
     (folder / f"{part}.{dist.rank()}").write_text(json.dumps(found))
-    dist.shutdown()
-    leave(0)
 
 
 if __name__ == "__main__":
-    main()
+    with joined_ranks():
+        main()

@@ -18,17 +18,19 @@ from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import row_seeds, seed_everything
+from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import collate_prompts
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
 from dschat_ppo.models.adapters import adapter_layers
 from dschat_ppo.models.forward import response_logprobs
+from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
-from dschat_ppo.run.launch import leave
-from workers.ppo_setup import experience_of, make_ppo, score_answers, train_on
-from workers.quick import be_quick
+from workers.ppo_setup import experience_of, ppo_of, score_answers, train_on
+from workers.quick import joined_ranks
 
 TOGGLES, SETTLED = 8, 4
 ROWS = 8  # prompts of a PPO step over all ranks
@@ -49,10 +51,16 @@ def ppo_with(assets: Path, stage: int, *words: object):
     """Step 3; under ZeRO-3 every weight is partitioned, the small ones of tiny models too."""
     seed_everything(1)
     mine = ROWS // dist.world_size()
-    flags = ("--per_device_generation_batch_size", mine, "--per_device_training_batch_size", mine)
-    flags += ("--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01, "--max_answer_seq_len", 8)
-    flags += ("--actor_zero_stage", stage, "--critic_zero_stage", stage, "--old_logprobs", "recompute")
-    return make_ppo(assets, *flags, "--deepspeed_config", assets / "partition_all.json", *words)
+    flags = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward "
+    flags += f"--data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir unused --dtype fp32 "
+    flags += "--num_warmup_steps 0 --max_prompt_seq_len 64 --max_answer_seq_len 8 --old_logprobs recompute "
+    flags += f"--per_device_generation_batch_size {mine} --per_device_training_batch_size {mine} "
+    flags += f"--actor_learning_rate 0.01 --critic_learning_rate 0.01 --deepspeed_config {assets}/partition_all.json "
+    flags += f"--actor_zero_stage {stage} --critic_zero_stage {stage}"
+    config = parse("ppo", [*flags.split(), *map(str, words)])
+    tokenizer = load_tokenizer(config.ppo.actor_model_name_or_path, "model")
+    prompts = prepare("prompt", tokenizer, config.data, config.ppo.max_prompt_seq_len).train
+    return ppo_of(config, prompts, dist.device())
 
 
 def my_prompts() -> list[int]:
@@ -194,7 +202,6 @@ def divided_models() -> dict:
 
 
 def main() -> None:
-    be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     first = ppo_with(assets, 3)
     found: dict = {"steps": {"plain": two_steps(first)}}
@@ -213,9 +220,8 @@ def main() -> None:
         for stage, dtype in layouts if dist.world_size() > 1 or (stage, dtype) == (3, "fp32")
     }  # fmt: skip
     Path(f"{out}.{dist.rank()}").write_text(json.dumps(found))
-    dist.shutdown()
-    leave(0)
 
 
 if __name__ == "__main__":
-    main()
+    with joined_ranks():
+        main()

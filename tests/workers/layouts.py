@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import epoch_order, optimizer_steps
@@ -25,15 +24,13 @@ from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import advantages
 from dschat_ppo.rewards.reward_source import RewardMixture
-from dschat_ppo.run.launch import leave
-from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.train_preference import OBJECTIVES, load_trained_model
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
 from workers import divided_rows
 from workers.ppo_setup import experience_of, ppo_of, update_once
-from workers.quick import be_quick
+from workers.quick import joined_ranks
 
 SUPERVISED_STEPS, UPDATES = 3, 2
 GRPO = "--n_samples_per_prompt 4 --advantage_estimator"
@@ -115,15 +112,8 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
     data = {"sft": "sft", "kto": "kto", "process": "steps"}.get(task, "pairs")
     accumulation = 4 // (micro * dist.data_ranks())
     words = ["--model_name_or_path", model, "--data_path", f"{assets}/{data}.jsonl", "--data_split", "1,1,0", *words]
-    words += [
-        "--zero_stage",
-        str(stage),
-        "--learning_rate",
-        "0.005",
-        "--gradient_accumulation_steps",
-        str(accumulation),
-    ]
-    words += ["--per_device_train_batch_size", str(micro), "--per_device_eval_batch_size", str(micro + 1)]
+    words += f"--zero_stage {stage} --learning_rate 0.005 --gradient_accumulation_steps {accumulation} ".split()
+    words += f"--per_device_train_batch_size {micro} --per_device_eval_batch_size {micro + 1}".split()
     if task == "sft":
         config, use = parse("sft", words), "sft"
     else:
@@ -202,12 +192,8 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
 
 
 def main() -> None:
-    be_quick()
     advantages.CLIP_COV_BOUNDS = (-9.0, 9.0)  # few tokens of this batch are within those of the paper
     launch, assets, out = sys.argv[-3], Path(sys.argv[-2]), Path(sys.argv[-1])
-    quiet_libraries()
-    init_process_group()
-    torch.set_num_threads(1)
     _, shared, cases = LAUNCHES[launch]
     dist.share_rows(shared)
     found: dict = {}
@@ -228,9 +214,8 @@ def main() -> None:
         found["families"], found["refusals"] = divided_rows.families(), divided_rows.refusals()
     if dist.is_main():
         out.write_text(json.dumps(found))
-    dist.shutdown()
-    leave(0)
 
 
 if __name__ == "__main__":
-    main()
+    with joined_ranks():
+        main()

@@ -16,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
@@ -26,11 +25,9 @@ from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.run.launch import leave
-from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import ppo_of, scored_of, update_once
-from workers.quick import be_quick
+from workers.quick import joined_ranks
 
 CASES = [(0, "fp32", False), (2, "fp32", False), (1, "bf16", False), (3, "bf16", False), (2, "bf16", True)]
 CASES += [(3, "bf16", True), (2, "fp16", False), (3, "fp16", False)]
@@ -145,13 +142,12 @@ def stored_rollout(assets: Path) -> Rollout:
 
 
 def ppo_for(assets: Path, out: Path, stages: tuple[int, int], *words: object):
-    flags = ["--actor_model_name_or_path", assets / "lm", "--critic_model_name_or_path", assets / "reward"]
-    flags += ["--data_path", "unused", "--output_dir", out, "--dtype", "fp32", "--old_logprobs", "recompute"]
-    flags += ["--num_warmup_steps", 0]
-    flags += ["--actor_zero_stage", stages[0], "--critic_zero_stage", stages[1], "--ppo_epochs", 3]
-    flags += ["--per_device_training_batch_size", 2, "--micro_batch_tokens", 28, "--gradient_accumulation_steps", 2]
-    flags += ["--per_device_generation_batch_size", 8, "--actor_learning_rate", 0.01, "--critic_learning_rate", 0.01]
-    config = parse("ppo", [str(word) for word in (*flags, *words)])
+    flags = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward --data_path unused "
+    flags += f"--output_dir {out} --dtype fp32 --old_logprobs recompute --num_warmup_steps 0 --ppo_epochs 3 "
+    flags += f"--actor_zero_stage {stages[0]} --critic_zero_stage {stages[1]} --micro_batch_tokens 28 "
+    flags += "--per_device_training_batch_size 2 --gradient_accumulation_steps 2 --per_device_generation_batch_size 8 "
+    flags += "--actor_learning_rate 0.01 --critic_learning_rate 0.01"
+    config = parse("ppo", [*flags.split(), *map(str, words)])
     seed_everything(1)
     ppo = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), dist.device())
     scored = scored_of(ppo, stored_rollout(assets))
@@ -196,19 +192,14 @@ def skip_case(assets: Path, out: Path) -> dict:
 
 
 def main() -> None:
-    be_quick()
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
-    quiet_libraries()
-    init_process_group()
-    torch.set_num_threads(1)
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on a CPU, but it works
     found = {f"{dtype} stage {stage}{' offload' * offload}": engine_case(stage, dtype, offload)
              for stage, dtype, offload in CASES}  # fmt: skip
     found["skip"] = skip_case(assets, out)
     (out / f"{dist.rank()}.json").write_text(json.dumps(found))
-    dist.shutdown()
-    leave(0)
 
 
 if __name__ == "__main__":
-    main()
+    with joined_ranks():
+        main()

@@ -1,50 +1,25 @@
 """The parts of step 3 on the tiny models, for the workers."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
-from checkpoints import NO_CHECKPOINTS
 from datasets import Dataset
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.logging import quiet_libraries
-from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.batch_plan import plan_ppo
-from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.begin_ppo import plain_texts
 from dschat_ppo.ppo.collect import Prompts
-from dschat_ppo.ppo.loop import run, update
+from dschat_ppo.ppo.loop import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
-from dschat_ppo.ppo.report import PPOReport, update_metrics
+from dschat_ppo.ppo.report import update_metrics
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.ppo.update import Outcome
 from dschat_ppo.rewards.build_rewards import build_sources
-from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import Experience, Rollout, ScoredRollout
-
-
-def make_ppo(assets: Path, *words: object, lm: str = "lm") -> PPOComponents:
-    """Join the ranks and build the parts of step 3; `words` are further flags."""
-    quiet_libraries()
-    device = init_process_group()
-    torch.set_num_threads(1)
-    seed_everything(1)
-    flags = ["--actor_model_name_or_path", assets / lm, "--critic_model_name_or_path", assets / "reward"]
-    flags += ["--data_path", assets / "prompts.jsonl", "--data_split", "0,0,1", "--output_dir", "unused"]
-    flags += ["--dtype", "fp32", "--num_warmup_steps", 0, "--max_prompt_seq_len", 64]
-    config = parse("ppo", [str(word) for word in (*flags, *words)])
-    tokenizer = load_tokenizer(str(assets / lm), "model")
-    prompts = prepare("prompt", tokenizer, config.data, config.ppo.max_prompt_seq_len).train
-    return ppo_of(config, prompts, device)
 
 
 def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComponents:
@@ -58,14 +33,6 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
     texts = plain_texts(config, plan, tokenizer, device)
     return PPOComponents(config, plan, TokenRows(prompts, None), tokenizer, engines, rewards, texts)
-
-
-def run_all(ppo: PPOComponents, writer: MetricsWriter, checkpointer: Any = NO_CHECKPOINTS) -> dict[str, Any]:
-    """All PPO steps, without evaluation; returns the result."""
-    report = PPOReport(ppo, None, HealthWatch(ppo.config.health), writer)
-    with report.bar:
-        run(ppo, report, checkpointer)
-    return report.result()
 
 
 def score_answers(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> ScoredRollout:

@@ -1,12 +1,31 @@
-"""Speed up a worker that builds many engines in one process."""
+"""The beginning and the end of a worker, and what speeds up one that builds many engines in one process."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import cpuinfo
+import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import quiet_libraries
 from dschat_ppo.rewards import remote_reward
+from dschat_ppo.run.launch import leave
+from dschat_ppo.run.process_group import init_process_group
+
+
+@contextmanager
+def joined_ranks() -> Iterator[None]:
+    """Join the launched ranks; at the end leave them, and end the process."""
+    be_quick()
+    quiet_libraries()
+    init_process_group()
+    torch.set_num_threads(1)
+    yield
+    dist.shutdown()
+    leave(0)
 
 
 def be_quick() -> None:

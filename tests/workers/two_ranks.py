@@ -1,0 +1,75 @@
+"""What a few collective lines do on two ranks: `two_ranks.py FUNCTION [WORDS]`."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
+from torch import nn
+
+from dschat_ppo.common import dist
+from dschat_ppo.engine.averages import MovingAverage
+from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
+from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import accumulate
+from workers.quick import joined_ranks
+
+SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
+
+
+def moving_averages() -> None:
+    """Average the same whole weights, which change by hand; rank 0 prints what each rank held, and the result."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(dist.device())
+    by_hand = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+    average = MovingAverage(model, 0.75)
+    for _ in range(3):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.5)
+        average.update()
+        by_hand = {name: by_hand[name].lerp(weight.detach().cpu(), 0.25) for name, weight in model.named_parameters()}
+    held = dist.gather_objects(list(average.state_dict()))
+    gathered = average.gathered()
+    if dist.is_main():
+        found = {"gathered": gathered, "by_hand": by_hand}
+        lists = {kind: {name: part.tolist() for name, part in named.items()} for kind, named in found.items()}
+        print(json.dumps(lists | {"held": held}), flush=True)
+    else:
+        assert gathered == {}
+
+
+def summed_gradients(out: str) -> None:
+    """One optimizer step of four micro-batches, dealt to the ranks: rank 0 saves the sums of gradients in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 90), nn.Tanh(), nn.Linear(90, 30)).bfloat16()
+    rows = torch.randn(4, 2, 40).bfloat16()
+    engine = train_engine(model, train_config(1, "bf16", False, dist.world_size(), 1.0), SETTINGS)
+    own = list(rows[dist.rank() :: dist.world_size()])
+    accumulate(engine, own, lambda x: engine(x).float().pow(2).sum() / 240)
+    if dist.is_main():
+        torch.save([part.clone() for part in engine.optimizer.fp32_groups_actual_gradients_flat], out)
+
+
+def group_timeouts() -> None:
+    """Rank 0 prints how long a collective of each group may wait, in hours."""
+    dist.share_rows(2)
+    used = {"zero": groups._get_data_parallel_group(), "rows": dist.sequence_group(), "all": torch_dist.group.WORLD}
+    get_accelerator().device_count = dist.world_size  # as on a machine with a GPU for each rank
+    groups._create_zero_param_parallel_group(2)
+    used["hpz"] = groups._get_zero_param_intra_parallel_group()
+    used |= groups._get_local_all_to_all_group()
+    total = torch.ones(1)
+    torch_dist.all_reduce(total, group=used["zero"])
+    backends = {name: group._get_backend(torch.device("cpu")) for name, group in used.items()}
+    hours = {name: backend.options._timeout.total_seconds() / 3600 for name, backend in backends.items()}
+    if dist.is_main():
+        print(*(f"{name} {number:g}" for name, number in hours.items()), f"sum {total.item():g}", flush=True)
+
+
+if __name__ == "__main__":
+    with joined_ranks():
+        name, *words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+        globals()[name](*words)
