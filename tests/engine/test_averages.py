@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from launch import forked, succeed
 from pretended_gpu import moved, pretended_gpu
 from torch import nn
@@ -17,6 +18,7 @@ from dschat_ppo.engine.averages import (
     copy_overlaps,
     is_partitioned,
     own_part,
+    refresh_whole_copy,
     whole_averages,
 )
 from dschat_ppo.errors import NonFiniteError
@@ -197,3 +199,12 @@ def test_any_part_is_filled_from_any_parts(saved, cuts):
     states = [{} if each is None else {"w": torch.tensor(each), "other": torch.ones(1)} for each in saved]
     assert copy_overlaps({"w": (first, part)}, iter(states))
     assert part.tolist() == WHOLE[first:last]
+
+
+def test_only_a_copy_that_zero_keeps_is_renewed():
+    for status, expected in ((ZeroParamStatus.AVAILABLE, [[3.0], [4.0]]), (ZeroParamStatus.NOT_AVAILABLE, [[0], [0]])):
+        weight = partitioned_weight(2, [3.0, 4.0])
+        weight.data, weight.ds_shape, weight.ds_status = torch.zeros(2, 1), (2, 1), status
+        refresh_whole_copy(weight)
+        assert weight.tolist() == expected
+    refresh_whole_copy(nn.Parameter(torch.zeros(1)))
