@@ -63,7 +63,7 @@ def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: flo
     """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
     of_states, width = torch.empty_like(states), states.shape[-1]
     rows, block = states.numel() // width, triton.next_power_of_2(width)
-    chunk = triton.next_power_of_2(triton.cdiv(rows, _PROGRAMS))  # each number of rows compiles a kernel
+    chunk = triton.next_power_of_2(max(1, triton.cdiv(rows, _PROGRAMS)))  # each value compiles a kernel
     sums = states.new_empty(triton.cdiv(rows, chunk), width, dtype=torch.float32)  # programs share none
     _norm_backward_kernel[(len(sums),)](
         states, weight, gradient, of_states, sums, rows, width, eps, chunk, block, num_warps=_warps(block)
@@ -129,11 +129,10 @@ def rotated(values: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Ten
 def _gated_kernel(gate, up, product, width, stride, BLOCK: tl.constexpr):
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, row = columns < width, tl.program_id(0).to(tl.int64)
-    kind = product.dtype.element_ty
     a = tl.load(gate + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    silu = (a / (1 + tl.exp(-a))).to(kind).to(tl.float32)
-    tl.store(product + row * width + columns, (silu * b).to(kind), mask=inside)
+    silu = (a / (1 + tl.exp(-a))).to(product.dtype.element_ty).to(tl.float32)
+    tl.store(product + row * width + columns, (silu * b).to(product.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -150,13 +149,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def _gated_backward_kernel(gate, up, gradient, of_gate, of_up, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    kind = of_gate.dtype.element_ty
     a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     s = 1 / (1 + tl.exp(-a))
-    tl.store(of_gate + at, (g * b * s * (1 + a * (1 - s))).to(kind), mask=inside)
-    tl.store(of_up + at, (g * a * s).to(kind), mask=inside)
+    tl.store(of_gate + at, (g * b * s * (1 + a * (1 - s))).to(of_gate.dtype.element_ty), mask=inside)
+    tl.store(of_up + at, (g * a * s).to(of_up.dtype.element_ty), mask=inside)
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

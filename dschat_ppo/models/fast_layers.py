@@ -88,9 +88,9 @@ def compared(kernels: Any, device: torch.device, dtype: torch.dtype) -> Iterator
         found = kernels.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
         for part, true in zip(found, torch.autograd.grad(exact, [a, b], gradient.double()), strict=True):
             yield "the gradient of a gated product", part, true
-        queries, of_queries, angles = random(2, 5, 3, 24), random(2, 5, 3, 24), random(2, 3, 12).repeat(1, 1, 2)
+        queries, of_queries, angles = random(2, 5, 3, 24), random(2, 5, 3, 24), random(2, 3, 24)
         cos, sin = angles.cos(), angles.sin()
-        for rows in (2, 1):  # angles of each row, and the same for all
+        for rows in (2, 1):  # angles of each row, and the same for all; the two halves of a head have different ones
             [x] = wide(queries)
             c, s = cos[:rows, None].double(), sin[:rows, None].double()
             exact = x * c + torch.cat([-x[..., 12:], x[..., :12]], dim=3) * s

@@ -52,6 +52,8 @@ def task_command(description: str, make: Callable[[Path, int], None]) -> None:
     parser.add_argument("folder", type=Path, help="folder for `model/` and `data/`")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the data and the weights")
     args = parser.parse_args()
+    if args.folder.exists() and not args.folder.is_dir():
+        parser.error(f"{args.folder}: is not a folder")
     quiet_hugging_face()
     make(args.folder, args.seed)
     print(f"wrote the model and the data of the task to {args.folder}")

@@ -208,3 +208,13 @@ def test_only_a_copy_that_zero_keeps_is_renewed():
         refresh_whole_copy(weight)
         assert weight.tolist() == expected
     refresh_whole_copy(nn.Parameter(torch.zeros(1)))
+
+
+def test_a_sync_moves_the_whole_copy_too():
+    actor, reference = (nn.Linear(2, 1, bias=False) for _ in range(2))
+    actor.weight.data = torch.tensor([[4.0, -8.0]])
+    reference.weight = partitioned_weight(2, [0.0, 0.0])
+    reference.weight.data, reference.weight.ds_shape = torch.zeros(1, 2), (1, 2)
+    reference.weight.ds_status = ZeroParamStatus.AVAILABLE
+    sync_of(actor, reference, 0.25).update()
+    assert reference.weight.tolist() == [[1.0, -2.0]]

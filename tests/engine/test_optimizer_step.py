@@ -86,6 +86,11 @@ def test_weights_of_one_layer_lie_side_by_side(stage, dtype):
             assert joined is not None and torch.equal(joined, torch.cat([part.detach() for part in parts]))
 
 
+def test_a_model_that_was_loaded_in_eval_mode_trains():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval()
+    assert train_engine(model, train_config(0, "fp32", False, 1, 1.0), SETTINGS).module[1].training
+
+
 def test_micro_batches_add_up_to_one_batch():
     split, whole = engine_of(0), engine_of(0)
     for engine in (split, whole):

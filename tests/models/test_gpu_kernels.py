@@ -43,6 +43,12 @@ def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
 
 
+def test_no_rows_have_no_gradient(kernels):
+    states, weight = drawn(0, 96), drawn(96)
+    of_states, of_weight = kernels.rms_norm_backward(states, weight, states, 1e-6)
+    assert of_states.shape == (0, 96) and of_weight.tolist() == [0.0] * 96
+
+
 def test_they_round_where_the_layers_of_transformers_do(kernels):
     norm = llama.LlamaRMSNorm(96, eps=1e-5).half()
     nn.init.normal_(norm.weight)

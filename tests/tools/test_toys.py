@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dschat_ppo.tools import toy
+from dschat_ppo.tools.toy_model import task_command
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +106,11 @@ about = {row["about"]!r}
 print(true_rule({kind!r}, about, prompt="p"), true_rule({curt!r}, about), "torch" in sys.modules)"""
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "1.0 0.0 False\n"
+
+
+def test_a_file_in_place_of_the_folder_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["addition.py", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match="2"):
+        task_command("A task.", lambda *_: pytest.fail("makes the task"))
+    assert capsys.readouterr().err.splitlines()[-1] == f"addition.py: error: {tmp_path}/file: is not a folder"
