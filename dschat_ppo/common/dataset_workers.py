@@ -51,7 +51,7 @@ def mapped(
         return table.select(range(first, end)).map(
             lambda batch, indices: function(batch, [first + index for index in indices]), batched=True,
             batch_size=_BATCH_ROWS, with_indices=True, remove_columns=table.column_names, new_fingerprint=key,
-            cache_file_name=str(folder / f"rows_{number}.arrow"), features=features,
+            cache_file_name=str(folder / f"rows_{number:05d}.arrow"), features=features,
         )  # fmt: skip
 
     return concatenate_datasets(in_processes(workers, part, doing))

@@ -8,12 +8,10 @@ temporary folder, and then renamed: a folder with its final name is complete.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import datasets
 import tokenizers
@@ -26,27 +24,41 @@ from dschat_ppo.common.file_lock import locked
 from dschat_ppo.errors import UserError, reading
 
 _ENDS = 2**16  # bytes at either end of a data file in its key
-NOTES_FILE = "notes.json"  # in the folder that `make` gets: what it has to say about the rows
 
 
-def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) -> Dataset:
-    """The entry `key` of the cache below `root` (None: that of `datasets`), memory-mapped; `key` is its fingerprint. If
-    it is missing, `make` is called with an empty folder; it writes Arrow files below it and returns the rows (at least
-    one) in them. `StopRequested` on a stop request while another process makes the entry."""
-    folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
-    if not folder.is_dir():
-        try:
-            make_folder(folder.parent)
-            waits = f"data: another process prepares {folder}; waiting for it"
-            with locked(folder.with_name(f"{folder.name}.lock"), waits, "waited for prepared data"):
-                if not folder.is_dir():  # another process may have made the entry in the meantime
-                    _write_entry(folder, make)
-        except OSError as problem:
-            place = f"--data_output_path {root}" if root else folder.parent
-            raise UserError(
-                f"{place}: prepared data cannot be written there ({problem.strerror or problem}); free disk space, or "
-                "name another folder with --data_output_path"
-            ) from None
+@contextmanager
+def new_entry(root: str | None, key: str) -> Iterator[Path | None]:
+    """None if the cache below `root` (None: that of `datasets`) has the entry `key`. Otherwise an empty folder, where
+    the block writes `rows_00000.arrow` and so on, which are the entry at its end. `StopRequested` on a stop request
+    while another process makes the entry."""
+    folder = _folder(root, key)
+    if folder.is_dir():
+        yield None
+        return
+    unfinished = folder.with_name(f"{key}{PARTIAL}")
+    try:
+        make_folder(folder.parent)
+        waits = f"data: another process prepares {folder}; waiting for it"
+        with locked(folder.with_name(f"{key}.lock"), waits, "waited for prepared data"):
+            if folder.is_dir():  # another process has made the entry in the meantime
+                yield None
+                return
+            try:
+                yield empty_folder(unfinished)
+                replace_folder(folder, unfinished)
+            finally:
+                remove_folder(unfinished)  # what a failure leaves may have filled the disk
+    except OSError as problem:
+        place = f"--data_output_path {root}" if root else folder.parent
+        raise UserError(
+            f"{place}: prepared data cannot be written there ({problem.strerror or problem}); free disk space, or "
+            "name another folder with --data_output_path"
+        ) from None
+
+
+def rows_of_entry(root: str | None, key: str) -> Dataset:
+    """The rows of an entry, memory-mapped; `key` is their fingerprint."""
+    folder = _folder(root, key)
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
         # by name: `Dataset.map` writes the files of rows made from these into this folder too
         files = sorted(folder.glob("rows_*.arrow"))
@@ -55,23 +67,8 @@ def cached_dataset(root: str | None, key: str, make: Callable[[Path], Dataset]) 
     return rows
 
 
-def notes_of(rows: Dataset) -> Any:
-    """The JSON that the maker of an entry left in `NOTES_FILE`."""
-    return json.loads(Path(rows.cache_files[0]["filename"]).with_name(NOTES_FILE).read_bytes())
-
-
-def _write_entry(folder: Path, make: Callable[[Path], Dataset]) -> None:
-    unfinished = empty_folder(folder.with_name(f"{folder.name}{PARTIAL}"))
-    try:
-        work = empty_folder(unfinished / "work")
-        for number, file in enumerate(make(work).cache_files):
-            os.replace(file["filename"], unfinished / f"rows_{number:05d}.arrow")
-        if (work / NOTES_FILE).exists():
-            os.replace(work / NOTES_FILE, unfinished / NOTES_FILE)
-        remove_folder(work)
-        replace_folder(folder, unfinished)
-    finally:
-        remove_folder(unfinished)  # what a failure leaves may have filled the disk
+def _folder(root: str | None, key: str) -> Path:
+    return Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
 
 
 def rows_key(*parts: object) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -157,35 +158,32 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
     its prompt has the name that the form gives it. `UserError` if no form has the columns."""
     known = set_named(name) if flags.data_format == "auto" and not by_flag else None
     wanted = known or (flags.data_format if flags.data_format != "auto" else "")
-    found = []
+    found = list[Candidate]()
     for kind in [FORMS[wanted]] if wanted else KINDS.values():
         located = _located(kind, columns, rows, by_flag)
         is_open = wanted or not by_flag or kind.by_flag or located.get("prompt") in kind.roles.get("prompt", "").split()
-        if is_open and kind.uses(located) and set(by_flag) <= set(located):
-            found.append(_try(kind, located, rows, flags))
+        if not (is_open and kind.uses(located) and set(by_flag) <= set(located)):
+            continue
+        form = Form(kind, located, "chat" if kind.rendering in ("chat", "content") else "text", role_names=flags.roles)
+        read: dict[Use, list[list[Example]]] = {use: [] for use in form.uses}
+        for use, row in product(read, rows):
+            with suppress(UserError):
+                read[use].append(form.examples_of(row, use))
+        prompts = [one.prompt for of_rows in read.values() for examples in of_rows for one in examples]
+        has_messages = kind.rendering == "as given" and any(isinstance(prompt, list) for prompt in prompts)
+        fits = any(2 * len(each) >= len(rows) for use, each in read.items() if use != "prompt" or kind.alone)
+        one = Candidate(form, read, kind.rendering == "chat" or has_messages, fits)
+        if fits and (kind.by_flag or not by_flag):
+            return one
+        found.append(one)
     if not found:
         names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values()) if wanted else ""
         what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
         raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_THEM}{hint}")
-    fits = [one for one in found if one.fits]
     # whose reader says what is wrong with each row
     closest = max(reversed(found), key=lambda one: (len(one.form.columns), one.form.kind.rendering == "chat"))
-    return next((one for one in fits if one.form.kind.by_flag or not by_flag), [*fits, closest][0])
-
-
-def _try(kind: Kind, columns: dict[str, str], rows: list[Row], flags: DataFlags) -> Candidate:
-    """Read the first rows in one form."""
-    form = Form(kind, columns, "chat" if kind.rendering in ("chat", "content") else "text", role_names=flags.roles)
-    read: dict[Use, list[list[Example]]] = {use: [] for use in form.uses}
-    for use, found in read.items():
-        for row in rows:
-            with suppress(UserError):
-                found.append(form.examples_of(row, use))
-    prompts = [one.prompt for found in read.values() for examples in found for one in examples]
-    is_chat = kind.rendering == "chat" or (kind.rendering == "as given" and any(isinstance(p, list) for p in prompts))
-    fits = any(2 * len(found) >= len(rows) for use, found in read.items() if use != "prompt" or kind.alone)
-    return Candidate(form, read, is_chat, fits)
+    return next((one for one in found if one.fits), closest)
 
 
 # Text or chat

@@ -104,28 +104,26 @@ class Form:
         """The examples of one row, none or more, all with the same prompt. `UserError` for a bad row, which it calls
         `where`, and for a use that the form does not serve."""
         self.require(use)
+        found = list[Example]()
         try:
-            rows = [row] if self.function is None else rows_made(self.function, row)
-            return [example for each in rows for example in self._read(each, use)]
+            for made in [row] if self.function is None else rows_made(self.function, row):
+                examples = self.examples_of(made, use)
+                if examples:
+                    prompt, context = self._rendered(examples[0].prompt, made), tuple[int, ...]()
+                    if isinstance(prompt, list):
+                        context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
+                        prompt = without_context(prompt)
+                    margin = margin_of(made) if "rejected" in self.columns else 0.0
+                    truth = truth_of(made, self.truth, self.truth_pattern) if self.truth else None
+                    tools = self._tools_of(made)
+                    found += [
+                        replace(one, prompt=prompt, margin=margin, truth=truth, tools=tools, context=context)
+                        for one in examples
+                    ]
+                self.check_unused(made)
         except UserError as problem:
             raise UserError(f"{where}: {problem}") from None
-
-    def _read(self, row: Row, use: Use) -> list[Example]:
-        examples = self.examples_of(row, use)
-        if examples:
-            prompt, context = self._rendered(examples[0].prompt, row), tuple[int, ...]()
-            if isinstance(prompt, list):
-                context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
-                prompt = without_context(prompt)
-            margin = margin_of(row) if "rejected" in self.columns else 0.0
-            truth = truth_of(row, self.truth, self.truth_pattern) if self.truth else None
-            tools = self._tools_of(row)
-            examples = [
-                replace(one, prompt=prompt, margin=margin, truth=truth, tools=tools, context=context)
-                for one in examples
-            ]
-        self.check_unused(row)
-        return examples
+        return found
 
     def examples_of(self, row: Row, use: Use) -> list[Example]:
         """What the reader finds in a row for a use, before the prompt is rendered."""

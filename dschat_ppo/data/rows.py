@@ -16,12 +16,13 @@ from datasets import Dataset
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
-from dschat_ppo.data.cache import NOTES_FILE, cached_dataset, notes_of, rows_key
+from dschat_ppo.data.cache import new_entry, rows_key, rows_of_entry
 from dschat_ppo.data.parts import BadRow, FilePart, Part, Row, read_part
 from dschat_ppo.data.sources import DataSource, OpenSet, is_hub_name, open_set
 from dschat_ppo.errors import UserError, reading
 
 ROW, ORIGIN = "_row", "_origin"
+_COLUMNS = "columns.json"  # beside the rows in the cache
 _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.string()})
 
 
@@ -109,28 +110,24 @@ def rows_of_splits(found: OpenSet, names: Sequence[str], cache_dir: str | None, 
 
 def _stored(part: Part, cache_dir: str | None) -> Rows:
     """The rows of a part from the cache below `cache_dir`; they are read and written if they are not there yet."""
-
-    def make(folder: Path) -> Dataset:
-        columns: Row = {}
-        path = folder / "rows.arrow"
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-            for batch in read_part(part):
-                raise_if_stop_requested("prepared the data")
-                for row in batch.rows:
-                    columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
-                texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
-                writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
-        rows = Dataset.from_file(str(path))
-        if not columns:
-            problem = "the data set is empty"
-            if rows:
-                problem = f"every row is bad; the first: {rows[0][ORIGIN]} {json.loads(rows[0][ROW])}"
-            raise UserError(f"{part.flag} {part.name}: {problem}")
-        (folder / NOTES_FILE).write_text(json.dumps(list(columns)), encoding="utf-8")
-        return rows
-
-    table = cached_dataset(cache_dir, rows_key(part.key, part.name), make)
-    return Rows(table, tuple(notes_of(table)))
+    key, columns, first = rows_key(part.key, part.name), dict[str, None](), ""
+    with new_entry(cache_dir, key) as folder:
+        if folder is not None:
+            path = str(folder / "rows_00000.arrow")
+            with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
+                for batch in read_part(part):
+                    raise_if_stop_requested("prepared the data")
+                    for row in batch.rows:
+                        columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
+                    texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
+                    writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
+                    first = first or f"{batch.origins[0]} {batch.rows[0]}"
+            if not columns:
+                problem = f"every row is bad; the first: {first}" if first else "the data set is empty"
+                raise UserError(f"{part.flag} {part.name}: {problem}")
+            (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
+    table = rows_of_entry(cache_dir, key)
+    return Rows(table, tuple(json.loads(Path(table.cache_files[0]["filename"]).with_name(_COLUMNS).read_bytes())))
 
 
 def joined_rows(parts: Sequence[Rows]) -> Rows:

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from dschat_ppo.common.dataset_workers import mapped
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.cache import new_entry, rows_of_entry, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
 from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
@@ -287,17 +286,15 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, settings: TokeniseSettings) ->
             row["number"] = int(numbers[indices[row["number"]]])
         return pyarrow.Table.from_pylist(rows, features.arrow_schema)
 
-    def make(folder: Path) -> Dataset:
-        rows = mapped(raw.table.select(numbers), rows_of, features, key, folder, flags.preprocessing_num_workers, DOING)
-        if len(rows) == 0:
-            is_bad = settings.form.name == "kto" and settings.use == "sft"
-            why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
-            raise UserError(
-                f"{settings.source}: no row of this data set serves this step ({settings.form.description}){why}"
-            )
-        return rows
-
-    rows = cached_dataset(flags.data_output_path, key, make)
+    with new_entry(flags.data_output_path, key) as folder:
+        if folder is not None:
+            taken, workers = raw.table.select(numbers), flags.preprocessing_num_workers
+            if len(mapped(taken, rows_of, features, key, folder, workers, DOING)) == 0:
+                is_bad = settings.form.name == "kto" and settings.use == "sft"
+                why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
+                what = f"no row of this data set serves this step ({settings.form.description}){why}"
+                raise UserError(f"{settings.source}: {what}")
+    rows = rows_of_entry(flags.data_output_path, key)
     number, fitted, tokens = (  # without a Python object for each row
         np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
         for name in ("number", "fitted", "tokens")

@@ -229,7 +229,11 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     check_stop_ids(ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    rows = prompt_rows(config, tokenizer)
+    rows = rows_of_step(config, tokenizer)
+    if config.validation.eval_data_path and rows.eval is None:
+        raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
+    log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
+    check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train))
     report_lengths(config, folders, tokenizer)
     plan = plan_ppo(
         ppo, len(rows.train), dist.world_size(), algorithm.critic_warmup_rollouts,
@@ -247,16 +251,6 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         plan.ppo_steps,
     )  # fmt: skip
     return BegunPPO(device, output, folders, tokenizer, rows, plan, texts, session, started)
-
-
-def prompt_rows(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
-    """The prompts of training and evaluation. Collective."""
-    rows = rows_of_step(config, tokenizer)
-    if config.validation.eval_data_path and rows.eval is None:
-        raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
-    log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
-    check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train))
-    return rows
 
 
 def show_batches(config: PPOConfig, plan: PPOPlan) -> None:

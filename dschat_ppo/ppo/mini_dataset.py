@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import IndexStream, SFTBatch, collate_sft
-from dschat_ppo.data.cache import cached_dataset, token_key
+from dschat_ppo.data.cache import new_entry, rows_of_entry, token_key
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.parts import BadRow
@@ -188,8 +187,10 @@ def text_blocks(
             raise UserError(f"{PTX_FLAG} {spec}: has the columns {has}; it needs a text column 'text'")
         key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
         features, workers = Features(columns | {"problem": Value("string")}), flags.preprocessing_num_workers
-        make = partial(mapped, rows.table, blocks_of, features, key, chosen=workers, doing=DOING)
-        blocks = cached_dataset(flags.data_output_path, key, make)
+        with new_entry(flags.data_output_path, key) as folder:
+            if folder is not None:
+                mapped(rows.table, blocks_of, features, key, folder, workers, DOING)
+        blocks = rows_of_entry(flags.data_output_path, key)
     found: list[str | None] = blocks["problem"][:]
     bad = [problem for problem in found if problem is not None]
     refuse_bad(f"{PTX_FLAG} {spec}", len(bad), len(rows), flags.bad_rows, bad[:1])

@@ -4,7 +4,6 @@ import errno
 import os
 from pathlib import Path
 
-import datasets
 import pytest
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset
@@ -15,7 +14,7 @@ from tiny_tokenizers import tokenizer_of
 from dschat_ppo.common import file_lock, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data import cache
-from dschat_ppo.data.cache import cached_dataset
+from dschat_ppo.data.cache import new_entry, rows_of_entry
 from dschat_ppo.data.parts import FilePart
 from dschat_ppo.errors import StopRequested, UserError
 
@@ -27,16 +26,17 @@ class Rows:
         self.root, self.calls = root, 0
         self.folder = root / "dschat_ppo/key"
 
-    def make(self, folder):
-        self.calls += 1
-        parts = [
-            Dataset.from_dict({"a": numbers}).map(lambda row: row, cache_file_name=str(folder / f"{numbers[0]}.arrow"))
-            for numbers in ([1, 2], [3])
-        ]
-        return datasets.concatenate_datasets(parts)
+    def rows(self):
+        with new_entry(str(self.root), "key") as folder:
+            if folder is not None:
+                self.calls += 1
+                for number, values in enumerate(([1, 2], [3])):
+                    rows = Dataset.from_dict({"a": values})
+                    rows.map(lambda row: row, cache_file_name=str(folder / f"rows_{number:05d}.arrow"))
+        return rows_of_entry(str(self.root), "key")
 
     def read(self):
-        return cached_dataset(str(self.root), "key", self.make)["a"][:]
+        return self.rows()["a"][:]
 
 
 def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path):
@@ -45,7 +45,7 @@ def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path):
     assert rows.calls == 1
     assert sorted(path.name for path in rows.folder.glob("*.arrow")) == ["rows_00000.arrow", "rows_00001.arrow"]
     # `Dataset.map` writes the rows that are made from an entry into its folder; they are no part of it
-    cached_dataset(str(tmp_path), "key", rows.make).map(lambda row: {"a": row["a"] + 10})
+    rows.rows().map(lambda row: {"a": row["a"] + 10})
     assert len(list(rows.folder.iterdir())) > 2 and rows.read() == [1, 2, 3]
 
 
@@ -97,12 +97,10 @@ def test_other_content_with_the_time_of_the_old_one_misses_the_cache(tmp_path):
 
 
 def test_a_disk_that_is_full_of_prepared_rows_is_named_and_freed(tmp_path):
-    def make(folder):
-        (folder / "rows.arrow").write_bytes(b"many rows")
+    full = pytest.raises(UserError, match=r"^--data_output_path .*No space left on device")
+    with full, new_entry(str(tmp_path), "key") as folder:
+        (folder / "rows_00000.arrow").write_bytes(b"many rows")
         raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(UserError, match=r"^--data_output_path .*No space left on device"):
-        cached_dataset(str(tmp_path), "key", make)
     assert [path.name for path in (tmp_path / "dschat_ppo").iterdir()] == ["key.lock"]
 
 
