@@ -5,8 +5,8 @@ versions that the tests run with otherwise; training_scripts/setup_venv.sh insta
 the newest minor version that the tests ran with; before 2.8 it refuses memory pools for CUDA graphs beside expandable
 segments. DeepSpeed before 0.19.8 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that
 transformers asks for: it needs a GPU, and the tests run without. gradio brings FastAPI and uvicorn; FastAPI starts at
-its last version for Python 3.10. Libraries without a bound are imported by the package and required, with bounds, by
-those above them.
+its last version for Python 3.10. huggingface_hub brings httpx2; its earlier versions bring httpx. Libraries
+without a bound are imported by the package and required, with bounds, by those above them.
 """
 
 from pathlib import Path

@@ -14,6 +14,7 @@ SETTLED = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "tens
 NAMES = {  # import -> package
     "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify",
     "starlette": "fastapi",  # which requires it
+    "httpx": "huggingface-hub", "httpx2": "huggingface-hub",  # which requires one of them
 }  # fmt: skip
 # imported inside a function, after a check that the extra is installed
 OPTIONAL = {"fastapi", "gradio", "math_verify", "peft", "starlette", "trackio", "uvicorn", "wandb"}
@@ -79,6 +80,10 @@ def test_every_requirement_is_settled_or_required_by_a_settled_library():
         if "extra" not in requirement
     }
     assert required - SETTLED <= theirs
+
+
+def test_huggingface_hub_brings_the_http_library():
+    assert {"httpx", "httpx2"} & set(map(name_of, requires("huggingface-hub")))
 
 
 def test_the_installed_versions_are_the_declared_ones():

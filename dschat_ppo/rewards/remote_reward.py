@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import json
+import logging
 import os
-import queue
 import random
-import string
-import threading
-import time
+import ssl
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
-from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, UnknownHandler
 
 import torch
 from torch import Tensor
@@ -24,10 +17,15 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.data.examples import TRUTH
-from dschat_ppo.errors import HIDDEN, UserError, printable_line, without_credentials
+from dschat_ppo.errors import HIDDEN, UserError, printable_line, reading, without_credentials
 from dschat_ppo.rewards.call_forms import LARGEST
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError, is_routed_to
 from dschat_ppo.types import Rollout
+
+try:  # whichever huggingface_hub requires, and so has imported
+    import httpx2 as httpx
+except ModuleNotFoundError:
+    import httpx  # type: ignore[no-redef]
 
 FLAG = "--remote_reward_url"
 VARIABLE = "DSCHAT_PPO_REMOTE_REWARD_URL"  # addresses with their credentials
@@ -36,6 +34,7 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _MOST_BYTES = 2**24  # of a reply
 _SHOWN = 200  # characters of what a service sends
 _HEARTBEAT_SECONDS = 1.0
+logging.getLogger(httpx.__name__).setLevel(logging.WARNING)  # it logs addresses with their credentials
 
 
 class _RetryableError(Exception):
@@ -55,9 +54,9 @@ def usable_urls(urls: list[str]) -> list[str]:
     found = [known.get(url, url) for url in urls]
     for url in found:
         try:
-            parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
+            parts = httpx.URL(url)
+            usable = parts.scheme in ("http", "https") and parts.host and (parts.port or 80) < 2**16
+        except httpx.InvalidURL:
             usable = False
         if not usable:  # a password with a slash makes it so
             raise UserError(
@@ -82,6 +81,7 @@ class RemoteReward:
     ):
         self.urls, self.timeout, self.retries = usable_urls(urls), timeout, retries
         self.batch_size, self.sources = batch_size, sources
+        self.certificates = ssl.create_default_context()  # of the system, or of SSL_CERT_FILE
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent. `RewardServiceError` if the
@@ -89,39 +89,44 @@ class RemoteReward:
         response, or does not reply in `1 + retries` attempts."""
         rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.sources, row)]
         request, every = request.select(rows), torch.full((len(request),), torch.nan)
-        starts = range(0, len(request), self.batch_size)
-        threads, scores = ThreadPoolExecutor(len(self.urls), thread_name_prefix="remote"), list[float]()
-        try:
-            for batch in [threads.submit(self._score_batch, request, start) for start in starts]:
-                while not wait([batch], _HEARTBEAT_SECONDS).done:
-                    heartbeat()  # a service that hangs is found by the time limit of the request
-                scores += batch.result()
-        finally:  # after an interrupt, do not wait for a service that hangs
-            threads.shutdown(wait=False, cancel_futures=True)
-        every[rows] = torch.tensor(scores, dtype=torch.float32)
+        every[rows] = torch.tensor(asyncio.run(self._score(request)), dtype=torch.float32)
         return every
 
-    def _score_batch(self, request: RewardRequest, start: int) -> list[float]:
-        """Scores of one batch. The wait doubles from attempt to attempt. Each is shortened at random by up to a half,
-        so that ranks do not retry at the same time."""
-        rows = slice(start, start + self.batch_size)
-        prompts, responses = request.prompts[rows], request.responses[rows]
+    async def _score(self, request: RewardRequest) -> list[float]:
+        """Scores of all batches. Connections are closed at the end: a service may restart before the next call."""
+        free = asyncio.Semaphore(len(self.urls))
+        with reading(f"{FLAG}: a proxy of the environment variables cannot be used"):
+            client = httpx.AsyncClient(verify=self.certificates, timeout=None)
+
+        async def score(start: int) -> list[float]:
+            async with free:
+                batch = request.select(range(start, min(start + self.batch_size, len(request))))
+                return await self._score_batch(client, batch, dist.rank() + start // self.batch_size)
+
+        async with client:
+            scoring = asyncio.gather(*map(score, range(0, len(request), self.batch_size)))
+            while not (await asyncio.wait([scoring], timeout=_HEARTBEAT_SECONDS))[0]:
+                heartbeat()  # a service that hangs is found by the time limit of the request
+            return [score for batch in await scoring for score in batch]
+
+    async def _score_batch(self, client: httpx.AsyncClient, batch: RewardRequest, first: int) -> list[float]:
+        """Scores of one batch, which goes to the address of number `first`, then to the next. The wait doubles from
+        attempt to attempt. Each is shortened at random by up to a half, so that ranks do not retry at the same time."""
         query = {
-            "query": [prompt + response for prompt, response in zip(prompts, responses, strict=True)],
-            "prompts": prompts,
-            "labels": [label_of(row) for row in request.rows[rows]],
+            "query": [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)],
+            "prompts": batch.prompts,
+            "labels": [label_of(row) for row in batch.rows],
         }
         body = json.dumps(query, default=str).encode()
-        first = dist.rank() + start // self.batch_size
         for attempt in range(self.retries + 1):
             url = self.urls[(first + attempt) % len(self.urls)]
             try:
-                return read_rewards(post(url, body, self.timeout), len(prompts), url)
+                return read_rewards(await post(client, url, body, self.timeout), len(batch), url)
             except _RetryableError as problem:
                 cause = str(problem)
             if attempt < self.retries:
                 longest = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt)
-                time.sleep(longest * random.uniform(0.5, 1.0))
+                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
         raise RewardServiceError(f"{FLAG} {url}: no reply in {self.retries + 1} attempts; the last: {cause}")
 
 
@@ -130,31 +135,15 @@ def label_of(row: dict[str, Any]) -> Any:
     return next((row[name] for name in LABELS if row.get(name) is not None), None)
 
 
-def post(url: str, body: bytes, timeout: float) -> bytes:
-    """Send JSON and return the body of a reply with status 200.
-
-    Proxies are those of the environment variables. Redirections are not followed. A user name and a password in the
-    address become an `Authorization` header. `_RetryableError`: no connection, no complete reply in time, status 429 or
-    5xx. `RewardServiceError`: another status, or a reply of more than 16 MiB.
-    """
-    parts = urlsplit(quote(url, safe=string.punctuation))
-    user, _, host = parts.netloc.rpartition("@")
-    headers = {"Content-Type": "application/json"}
-    if user:
-        headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
-    request = Request(urlunsplit(parts._replace(netloc=host)), body, headers)
-    # The timeout of a socket applies to each read: a service that sends a byte now and then would never exceed it.
-    found = queue.SimpleQueue[tuple[int, bytes] | Exception]()
-    threading.Thread(target=lambda: found.put(_exchange(request, timeout)), daemon=True).start()
-    try:
-        reply = found.get(timeout=timeout)
-    except queue.Empty:
-        reply = TimeoutError()
-    if isinstance(reply, TimeoutError):
-        raise _RetryableError(f"no complete reply in {timeout:g} s (--remote_reward_timeout)")
-    if isinstance(reply, Exception):
-        raise _RetryableError(f"{type(reply).__name__}: {printable_line(str(reply)[:_SHOWN])}")
-    status, content = reply
+async def post(client: httpx.AsyncClient, url: str, body: bytes, timeout: float) -> bytes:
+    """Send JSON and return the body of a reply with status 200. `_RetryableError`: no connection, no complete reply in
+    time, status 429 or 5xx. `RewardServiceError`: another status, as of a redirection, or more than 16 MiB."""
+    try:  # the library's own limits apply to each read: a service that sends a byte now and then would not exceed them
+        status, content = await asyncio.wait_for(_exchange(client, url, body), timeout)
+    except asyncio.TimeoutError:
+        raise _RetryableError(f"no complete reply in {timeout:g} s (--remote_reward_timeout)") from None
+    except httpx.TransportError as problem:
+        raise _RetryableError(_root_of(problem)) from None
     start = printable_line(content[:_SHOWN].decode(errors="replace"))
     if status == 429 or status >= 500:
         raise _RetryableError(f"status {status}: {start}")
@@ -165,19 +154,22 @@ def post(url: str, body: bytes, timeout: float) -> bytes:
     return content
 
 
-def _exchange(request: Request, timeout: float) -> tuple[int, bytes] | Exception:
-    """Status and body of the reply, cut at the limit, or why there is none."""
-    client = OpenerDirector()  # without the handlers that follow redirections and turn a status into an exception
-    for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler(), UnknownHandler()):
-        client.add_handler(handler)
-    try:
-        with client.open(request, timeout=timeout) as reply:
-            content = reply.read(_MOST_BYTES + 1)
-            if len(content) <= _MOST_BYTES and reply.length:
-                raise ConnectionError(f"the connection ended {reply.length} bytes before the end of the reply")
-            return reply.status, content
-    except (OSError, HTTPException, ValueError) as found:  # ValueError: a chunk of negative length, an odd host name
-        return found.reason if isinstance(found, URLError) and isinstance(found.reason, OSError) else found
+def _root_of(problem: BaseException) -> str:
+    """The first of a chain of exceptions, which says most. The attempts at several addresses of a host are a group."""
+    while below := getattr(problem, "exceptions", [problem.__cause__ or problem.__context__])[0]:
+        problem = below
+    return f"{type(problem).__name__}: {printable_line(str(problem)[:_SHOWN])}"
+
+
+async def _exchange(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of the reply, of which the rest is not read when it exceeds the limit."""
+    headers, content = {"Content-Type": "application/json", "Accept-Encoding": "identity"}, bytearray()
+    async with client.stream("POST", url, content=body, headers=headers) as reply:
+        async for part in reply.aiter_raw():
+            content += part
+            if len(content) > _MOST_BYTES:
+                break
+    return reply.status_code, bytes(content)
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:

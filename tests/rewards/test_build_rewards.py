@@ -129,7 +129,11 @@ class Fourfold(Model):
 
 def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     asked = []
-    monkeypatch.setattr(remote_reward, "post", lambda url, body, timeout: asked.append(json.loads(body)["query"]))
+
+    async def post(client, url, body, timeout):
+        asked.append(json.loads(body)["query"])
+
+    monkeypatch.setattr(remote_reward, "post", post)
     monkeypatch.setattr(remote_reward, "read_rewards", lambda content, count, url: [7.0] * count)
     wanted = flags(
         use_reward_model=True, reward_model_sources=["chat", "math"], reward_model_weight=0.5, reward_default=-1.0,

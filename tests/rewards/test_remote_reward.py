@@ -170,7 +170,11 @@ def test_certificates_are_verified(serve, tmp_path, monkeypatch, host, known, ca
 
 def test_waits_double_up_to_the_longest(serve, monkeypatch):
     waits = []
-    monkeypatch.setattr(remote_reward.time, "sleep", waits.append)
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(remote_reward.asyncio, "sleep", sleep)
     monkeypatch.setattr(remote_reward, "LONGEST_WAIT_SECONDS", 0.1)
     with pytest.raises(RewardServiceError, match="6 attempts"):
         ask(serve((500, b"")).url, retries=5)
@@ -251,6 +255,20 @@ def test_replies_without_a_declared_length(serve):
                             (b"Connection: close", ok(1, 2, 3)[1])):  # fmt: skip
         reply = OK_HEAD + header + b"\r\n\r\n" + content
         assert ask(serve(lambda handler, reply=reply: handler.wfile.write(reply)).url, retries=0).tolist() == [1, 2, 3]
+
+
+def test_a_service_may_close_a_connection_that_it_let_expect_to_stay(serve):
+    def reply(handler):
+        handler.protocol_version = "HTTP/1.1"
+        handler.reply(*ok(1))
+
+    assert ask(serve(reply).url, batch_size=1).tolist() == [1, 1, 1]
+
+
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
+    monkeypatch.setenv("all_proxy", "gopher://127.0.0.1:1")
+    with pytest.raises(UserError, match="--remote_reward_url: a proxy of the environment .*gopher"):
+        ask("http://127.0.0.1:1/")
 
 
 def test_a_user_name_in_the_address_is_sent_as_basic_authorization(serve):
