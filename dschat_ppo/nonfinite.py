@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -135,15 +136,13 @@ RECORDS = {kind.__name__: kind for kind in _KINDS}
 MODEL, BUNDLE = "model", "bundle.pt"
 
 
+@dataclass(frozen=True)
 class ReproBundles:
     """Writes repro bundles and keeps the newest `--max_nonfinite_skips` + 1."""
 
-    def __init__(self, step_name: str, config: StepConfig, tokenizer: PreTrainedTokenizerBase):
-        self.step_name = step_name
-        self.config = config
-        self.tokenizer = tokenizer
-        self.root = Path(config.run.folder) / "nonfinite"
-        self.most = config.safety.max_nonfinite_skips + 1
+    step_name: str
+    config: StepConfig
+    tokenizer: PreTrainedTokenizerBase
 
     def write(
         self, role: str, step: int, fault: Fault, engine: Engine, records: Sequence[Any], constants: dict[str, Any]
@@ -152,40 +151,33 @@ class ReproBundles:
         rank's own, `constants` the other numbers that the loss needs. `StorageError` on every rank if it fails."""
         folder = dist.on_main(lambda: self._new_folder(step, fault.rank))
         save_model(engine, self.tokenizer, folder / MODEL)
-        problem = None
-        if dist.rank() == fault.rank:
-            layout = unwrap(engine).layout
-            state = {
-                "step_name": self.step_name,
-                "role": role,
-                "step": step,
-                "rank": fault.rank,
-                "fault": {"kind": fault.kind, "micro_batch": fault.micro_batch, "numbers": fault.numbers},
-                "world_size": dist.world_size(),
-                "dtype": self.config.run.dtype,
-                "loss_scale": loss_scale(engine),
-                "layout": {name: getattr(layout, name) for name in ("fused", "packed", "shares", "reads_few")},
-                "records": [[type(record).__name__, tensors_of(record)] for record in records],
-                "constants": constants,
-                "random_state": fault.random_state,
-            }
-            try:
-                with storage_errors(folder / BUNDLE):
-                    save_state(folder / BUNDLE, state)
-            except StorageError as failure:
-                problem = str(failure)
-        if (first := dist.first_problem(problem)) is not None:
-            raise StorageError(first)
+        layout = unwrap(engine).layout
+        state = {
+            "step_name": self.step_name,
+            "role": role,
+            "step": step,
+            "fault": str(fault),
+            "numbers": fault.numbers,
+            "world_size": dist.world_size(),
+            "loss_scale": {self.config.run.dtype: loss_scale(engine)},  # 1 in another number format
+            "layout": {name: getattr(layout, name) for name in ("fused", "packed", "shares", "reads_few")},
+            "records": [[type(record).__name__, tensors_of(record)] for record in records],
+            "constants": constants,
+            "random_state": fault.random_state,
+        }
+        save = storage_errors(folder / BUNDLE)(save_state)
+        dist.on_rank(fault.rank, lambda: save(folder / BUNDLE, state))
         return folder
 
     def _new_folder(self, step: int, rank: int) -> Path:
         """Make the new folder and remove old bundles, on rank 0."""
         first = f"step_{step:06d}_rank_{rank}"
         names = chain([first], (f"{first}_{number}" for number in count(2)))
-        with storage_errors(self.root):
-            folder = next(self.root / name for name in names if not (self.root / name).exists())
+        root, most = Path(self.config.run.folder) / "nonfinite", self.config.safety.max_nonfinite_skips + 1
+        with storage_errors(root):
+            folder = next(root / name for name in names if not (root / name).exists())
             folder.mkdir(parents=True)
-            for old in sorted(self.root.glob("step_*"), key=lambda path: path.stat().st_mtime)[: -self.most]:
+            for old in sorted(root.glob("step_*"), key=lambda path: path.stat().st_mtime)[:-most]:
                 remove_folder(old)
             write_config(flatten(self.config), folder)
         return folder
@@ -193,12 +185,9 @@ class ReproBundles:
 
 def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """Read a bundle: what it holds by name, and the micro-batches."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; a run keeps its newest repro bundles, --max_nonfinite_skips + 1")
     for name in (BUNDLE, CONFIG):
         if not (folder / name).is_file():  # reading a pipe would wait forever
-            raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file)")
+            kept = "a run keeps its newest, --max_nonfinite_skips + 1"
+            raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file); {kept}")
     what = load_state(folder / BUNDLE)
-    if unknown := [name for name, _ in what["records"] if name not in RECORDS]:
-        raise UserError(f"{folder}: cannot be replayed: another version of this package wrote it, with {unknown[0]}")
     return what, [record_of(RECORDS[name], held) for name, held in what["records"]]

@@ -152,25 +152,30 @@ def broadcast(value: Tensor, source: int) -> Tensor:
     return result.cpu()
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's picklable `value`, on every rank."""
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """The picklable `value` of rank `source`, on every rank."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return value
     box = [value]
-    torch_dist.broadcast_object_list(box, src=0)
+    torch_dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
 def on_main(work: Callable[[], Result]) -> Result:
-    """What `work` returns on rank 0, picklable, on every rank; all ranks raise its `UserError` or `StopRequested`.
+    """`on_rank` 0."""
+    return on_rank(0, work)
+
+
+def on_rank(number: int, work: Callable[[], Result]) -> Result:
+    """What `work` returns on that rank, picklable, on every rank; all ranks raise its `UserError` or `StopRequested`.
     Collective."""
     found: tuple[Any, Exception | None] = None, None
-    if is_main():
+    if rank() == number:
         try:
             found = work(), None
         except (UserError, StopRequested) as raised:
             found = None, raised
-    result, problem = broadcast_object(found)
+    result, problem = broadcast_object(found, number)
     if problem is not None:
         raise problem
     return result

@@ -250,7 +250,8 @@ class PPOUpdate:
             return policy_loss(rows, sums) if with_router is None else with_router(rows)
 
         constants = {**_constants(minibatch), "entropy_coef": entropy_coef}
-        constants["text_tokens"] = float(text_tokens) if texts else 1.0
+        constants["text_tokens"] = text_tokens
+        constants["late_ends"] = self.late_ends and (self.late_ends.ids, self.late_ends.minimum)
         return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded)
 
     def critic_objective(

@@ -242,7 +242,7 @@ class SupervisedTrainer(Generic[Batch]):
         if self.router is not None:
             loss_of = with_router_term(self.router, "router_loss", batches, loss, objective.real_rows, sums)
         result = apply(accumulate(self.engine, batches, loss_of))
-        constants = {"total": float(total), "rows": micro_batches}
+        constants = {"total": total, "rows": micro_batches}
         self.nonfinite.handle("model", self.steps + 1, result, self.engine, batches, constants)
         metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
         metrics |= {"samples": float(samples), "tokens": float(tokens)}

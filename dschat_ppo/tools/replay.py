@@ -31,9 +31,11 @@ def main(argv: Sequence[str]) -> int:
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.tools.replay_bundle import replay
 
+    changes = ["--dtype", words.dtype, "--attn_implementation", "auto"] if words.dtype else []
+
     def work() -> int:
         with reading(f"{words.folder}: cannot be replayed"):  # every value in its files decides what is computed
-            bad = replay(words.folder, words.dtype)
+            bad = replay(words.folder, changes)
         print("a number is not finite" if bad else "all numbers are finite")
         return 0 if bad else 1
 

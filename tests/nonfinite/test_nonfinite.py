@@ -131,8 +131,8 @@ def test_a_bundle_round_trips(no_model, tmp_path):
     folder = write(ppo_bundles(tmp_path), 12, [rows, rows], x=INF)
     assert folder == tmp_path / "nonfinite/step_000012_rank_0"
     what, records = read_bundle(folder)
-    assert (what["step"], what["rank"], what["role"], what["constants"]) == (12, 0, "actor", {"x": INF})
-    assert (what["fault"]["kind"], what["fault"]["micro_batch"], what["layout"]["packed"]) == ("loss", 1, True)
+    assert (what["step"], what["role"], what["constants"]) == (12, "actor", {"x": INF})
+    assert (what["fault"], what["layout"]["packed"]) == ("the loss is not finite (rank 0, micro-batch 1)", True)
     for name, value in vars(rows).items():
         if value is None:
             assert getattr(records[1], name) is None
@@ -171,5 +171,5 @@ def test_damaged_bundles_and_pipes_are_refused(no_model, tmp_path, damage, probl
         os.mkfifo(folder / damage)  # reading it would wait forever
     with pytest.raises(UserError, match=problem):
         read_bundle(folder)
-    with pytest.raises(UserError, match="no such folder; a run keeps its newest repro bundles"):
+    with pytest.raises(UserError, match="is missing or not a file.; a run keeps its newest"):
         read_bundle(tmp_path / "nonfinite/step_000002_rank_0")

@@ -119,5 +119,5 @@ def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path
     assert "optim/grad_norm/critic" not in second
     [folder] = (tmp_path / "run/nonfinite").iterdir()
     what, records = read_bundle(folder)
-    assert (what["role"], what["fault"]["kind"]) == ("critic", "gradient")
+    assert what["role"] == "critic" and what["fault"].startswith("the gradient is not finite")
     assert all(type(record) is RewardedRollout and record.values is None for record in records)

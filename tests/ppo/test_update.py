@@ -268,7 +268,7 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
     engines, outcome, measured, _ = one_step(monkeypatch, "--unsup_coef 0.5", texts=texts, policy=policy)
     assert engines.losses == {"actor": [(ROWS[0], 0.01), (ROWS[1], 0.01), 0.5 * 6], "critic": ROWS}
-    of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0}
+    of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0, "late_ends": None}
     assert handled == [
         ("actor", 3, GOOD, "actor", [*ROWS, TEXT], of_actor), ("critic", 3, GOOD, "critic", ROWS, CONSTANTS)
     ]  # fmt: skip

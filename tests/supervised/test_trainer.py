@@ -171,7 +171,7 @@ def test_a_nan_loss_skips_the_update_and_is_written_for_replay(tmp_path, assets)
     )
     what, records = read_bundle(tmp_path / "nonfinite/step_000003_rank_0")
     step = seen.of_training[4:6]
-    assert (what["role"], what["step"], what["fault"]["micro_batch"]) == ("model", 3, 1)
+    assert (what["role"], what["step"], what["fault"]) == ("model", 3, "the loss is not finite (rank 0, micro-batch 1)")
     assert what["constants"] == {"total": lines[2]["counted"], "rows": step}
     expected = sft_objective(0, False, torch.device("cpu"))
     for record, indices in zip(records, step, strict=True):

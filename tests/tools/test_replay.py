@@ -28,7 +28,7 @@ from dschat_ppo.ppo.update import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.tools.replay import main
 from dschat_ppo.tools.replay_bundle import first_bad_output
-from dschat_ppo.types import Experience, RewardedRollout
+from dschat_ppo.types import Experience, LateEnds, RewardedRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
 WORDS = {
@@ -55,9 +55,9 @@ def config_of(assets, out, step: str, *words: str):
     return parse(step, [*known.split(), "--data_path", "d", "--output_dir", str(out), "--dtype", "fp32", *words])
 
 
-def bundle(assets, out, step, role, engine, records, constants, words=(), state=()) -> str:
+def bundle(assets, out, step, role, engine, records, constants, words=()) -> str:
     bundles = ReproBundles(step, config_of(assets, out, step, *words), AutoTokenizer.from_pretrained(assets / "lm"))
-    fault = Fault("loss", 0, len(records) - 1, [], list(state))
+    fault = Fault("loss", 0, len(records) - 1, [], random_state())
     return str(bundles.write(role, 7, fault, engine, records, constants))
 
 
@@ -102,7 +102,7 @@ def experience(poisoned_row: int | None = None) -> Experience:
 
 MINIBATCH = MiniBatch([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=6.0, metric_weight=0.25)
 CONSTANTS = {"over": {"tokens": 6.0, "rows": 4.0, "constant": 12.0}, "value_tokens": 6.0, "share": 0.25}
-ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 5.0}
+ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 5.0, "late_ends": None}
 
 # name -> (step, role, kind of model, good records and then the bad one, constants, further words)
 CASES = {
@@ -137,7 +137,7 @@ def test_a_bad_token_is_found_in_every_loss(assets, tmp_path, capsys, case):
     assert main([bundle(assets, tmp_path, step, role, engine_of(kind), records, constants, words)]) == 1
     healthy = capsys.readouterr().out
     assert healthy.endswith("all numbers are finite\n") and "not finite:" not in healthy
-    assert (f"micro-batch {last} has rows {rows and rows[last]} of the training split, counted" in said) is bool(rows)
+    assert (f"micro-batch {last} has rows {rows and rows[last]} of the training split, from 0" in said) is bool(rows)
 
 
 def losses_said(said: str) -> list[float]:
@@ -155,8 +155,9 @@ def test_losses_match_the_run_including_dropout(assets, tmp_path, capsys):
     torch.rand(1)
     other = [sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item() for batch in (GOOD_SFT, BAD_SFT)]
     assert other != losses, "dropout has no effect on this model"
+    torch.set_rng_state(state[0])
+    folder = bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT, BAD_SFT], {"total": 7.0})
     torch.manual_seed(99)
-    folder = bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT, BAD_SFT], {"total": 7.0}, state=state)
     assert main([folder]) == 1
     assert losses_said(capsys.readouterr().out) == pytest.approx(losses, rel=1e-6)
 
@@ -166,11 +167,11 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, scor
     """In a PPO step of one optimizer step, the pass of the update gives old log-probs and values."""
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
-    loss = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature)
+    loss = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature, LateEnds((40, 41), 1))
     rows = rows if scored else replace(rows, old_logprobs=None)
     by_run = loss(rows, MINIBATCH, 0.01, MetricSums())
     of_text = -config.ppo.unsup_coef * actor.module(GOOD_SFT.input_ids, GOOD_SFT.loss_mask)[0].sum() / 5.0
-    main([bundle(assets, tmp_path, "ppo", "actor", actor, [rows, GOOD_SFT], ACTOR)])
+    main([bundle(assets, tmp_path, "ppo", "actor", actor, [rows, GOOD_SFT], ACTOR | {"late_ends": ((40, 41), 1)})])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item(), of_text.item()], rel=1e-5)
     rows = replace(rows, values=torch.full((3, 2), 5.0))  # where the clip of values makes a difference
     if not scored:
@@ -185,9 +186,7 @@ def test_the_model_uses_the_kernels_and_the_attention_of_the_run(assets, tmp_pat
     engine = engine_of("policy")
     engine.module.layout, used = Layout(fused=False, packed=True, shares=True), []
     monkeypatch.setattr("dschat_ppo.tools.replay_bundle.set_random_state", lambda _: None)
-    monkeypatch.setattr(
-        "dschat_ppo.tools.replay_bundle.loss_function", lambda _, __, model, *___: used.append(model.layout)
-    )
+    monkeypatch.setattr("dschat_ppo.tools.replay_bundle.loss_function", lambda _, __, model: used.append(model.layout))
     eager, sdpa = (
         bundle(assets, tmp_path / choice, "sft", "model", engine, [GOOD_SFT], {"total": 7.0},
                ("--attn_implementation", choice))
@@ -225,7 +224,7 @@ def test_another_number_format_reproduces_an_overflow(assets, tmp_path, capsys):
 def test_a_bundle_with_changed_values_is_one_line(assets, tmp_path, capsys):
     step, role, kind, records, constants, words = CASES["sft"]
     file = Path(bundle(assets, tmp_path, step, role, engine_of(kind), records, constants, words)) / "bundle.pt"
-    for change in ({"fault": None}, {"constants": {}}, {"records": [["X", {}]]}, {"layout": 3}):
+    for change in ({"random_state": None}, {"constants": {}}, {"records": [["X", {}]]}, {"layout": 3}):
         whole = load_state(file)
         save_state(file, whole | change)
         assert main([str(file.parent)]) == 2
@@ -238,7 +237,7 @@ def test_a_bundle_with_changed_values_is_one_line(assets, tmp_path, capsys):
 def test_gradients_are_scaled_by_ranks_and_loss_scale(assets, tmp_path, capsys):
     folder = Path(bundle(assets, tmp_path, "sft", "model", engine_of("policy"), [GOOD_SFT], {"total": 7.0}))
     main([str(folder)])
-    save_state(folder / "bundle.pt", load_state(folder / "bundle.pt") | {"world_size": 2, "loss_scale": 8.0})
+    save_state(folder / "bundle.pt", load_state(folder / "bundle.pt") | {"world_size": 2, "loss_scale": {"fp32": 8.0}})
     for words in ([], ["--dtype", "fp32"], ["--dtype", "bf16"]):
         main([str(folder), *words])
     norms = [float(found) for found in re.findall(r"norm of this rank's gradients: (\S+)", capsys.readouterr().out)]
