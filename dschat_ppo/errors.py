@@ -117,23 +117,42 @@ def _similar(path: Path) -> Path | None:
     return parent / near[0] if near else None
 
 
+class Attempt:
+    """What ended the block of `attempt`, if anything did."""
+
+    problem: BaseException | None = None
+
+
+@contextmanager
+def attempt(also_exits: bool = False) -> Iterator[Attempt]:
+    """Run code that may raise anything: a library that reads a file of the user, a way that a model may not fit, or a
+    function of one's own. The package's only handler of every exception, beside the top level of a rank: whoever uses
+    it looks at `problem`, and raises those that are not of that code.
+
+    `KeyboardInterrupt` and `SystemExit` pass, unless `also_exits`, for the top level of a process. A panic in Rust code
+    derives from `BaseException` and can be recognised only by its name.
+    """
+    tried = Attempt()
+    try:
+        yield tried
+    except BaseException as problem:  # noqa: BLE001  see above
+        if not (isinstance(problem, Exception) or type(problem).__name__ == "PanicException" or also_exits):
+            raise
+        tried.problem = problem
+
+
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Turn the exceptions of a library that reads a file or value of the user into a `UserError`. `what` is the flag,
     file or row and what is wrong with it; the message of the library follows.
 
-    The block must do nothing but read. Every `Exception` is caught, because libraries raise almost any of them for a
-    malformed file: tokenizers raises plain `Exception`; transformers raises KeyError, AttributeError, ZeroDivisionError
-    and more. The exceptions of this module, `KeyboardInterrupt` and `SystemExit` pass. A panic in Rust code derives
-    from `BaseException` and can be recognised only by its name.
+    The block must do nothing but read. Libraries raise almost any exception for a malformed file: tokenizers raises
+    plain `Exception`; transformers raises KeyError, AttributeError, ZeroDivisionError and more. Those of this module
+    pass.
     """
-    try:
+    with attempt() as tried:
         yield
-    except (UserError, NonFiniteError, StopRequested, RolloutCancelled):
-        raise
-    except Exception as problem:  # noqa: BLE001  see above
-        raise UserError(f"{what}: {in_one_line(problem)}") from problem
-    except BaseException as problem:
-        if type(problem).__name__ != "PanicException":
-            raise
-        raise UserError(f"{what}: {in_one_line(problem)}") from problem
+    if isinstance(tried.problem, (UserError, NonFiniteError, StopRequested, RolloutCancelled)):
+        raise tried.problem
+    if tried.problem is not None:
+        raise UserError(f"{what}: {in_one_line(tried.problem)}") from tried.problem

@@ -1,12 +1,17 @@
 """Exceptions of libraries that read the user's files become a `UserError` of one line; paths that are suggested."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from dschat_ppo import errors
 from dschat_ppo.errors import (
     MOST_CHARACTERS,
     NonFiniteError,
     StopRequested,
     UserError,
+    attempt,
     in_one_line,
     nearest_path,
     reading,
@@ -56,6 +61,17 @@ def test_exceptions_of_the_package_and_interrupts_pass(problem):
     with pytest.raises(type(problem)) as caught, reading("--flag file: cannot be read"):
         raise problem
     assert caught.value is problem
+
+
+def test_one_function_and_the_top_level_of_a_rank_handle_every_exception():
+    """All others name theirs: what nobody expects ends the run."""
+    broad = re.compile(r"^ *except\s*:|^ *except.*\b(Base)?Exception\b", re.MULTILINE)
+    files = Path(errors.__file__).parent.rglob("*.py")
+    found = [path.name for path in files for _ in broad.findall(path.read_text(encoding="utf-8"))]
+    assert sorted(found) == ["errors.py", "launch.py"]
+    with attempt(also_exits=True) as tried:
+        raise SystemExit(3)
+    assert isinstance(tried.problem, SystemExit)
 
 
 @pytest.mark.parametrize(("path", "meant"), [

@@ -7,14 +7,15 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.errors import UserError, printable_line
+from dschat_ppo.errors import UserError, attempt, printable_line
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,10 +33,17 @@ def own_function(flag: str, name: str) -> Any:
     path, _, function = name.rpartition(":")
     if not os.path.isfile(path):
         raise UserError(f"{flag} {name}: there is no file {path}")
-    try:
+    with running_own(f"{flag} {name}: cannot be loaded:", name):
         return load(file_named(name), function)
-    except Exception as problem:  # noqa: BLE001  the file may raise anything
-        raise UserError(f"{flag} {name}: cannot be loaded: {cause_of(problem, file_named(name))}") from None
+
+
+@contextmanager
+def running_own(what: str, name: str) -> Iterator[None]:
+    """The block runs code of `FILE.py:FUNCTION`, which may raise anything: a `UserError` of `what` and the cause."""
+    with attempt() as tried:
+        yield
+    if tried.problem is not None:
+        raise UserError(f"{what} {cause_of(tried.problem, file_named(name))}") from None
 
 
 def file_named(name: str) -> str:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dschat_ppo.common.own_functions import cause_of, file_named, own_function
+from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.examples import (
     CONTEXT,
@@ -213,10 +213,8 @@ def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
 
 def rows_made(function: str, row: Row) -> list[Row]:
     """The rows that a function of one's own makes of a row."""
-    try:
+    with running_own(f"{function} raised", function):
         made = own_function("--data_format", function)(deepcopy(row))  # rewards get the row as it is
-    except Exception as problem:  # noqa: BLE001  the function may raise anything; this row is then bad
-        raise UserError(f"{function} raised {cause_of(problem, file_named(function))}") from None
     rows = [] if made is None else made if isinstance(made, list) else [made]
     if not all(isinstance(one, dict) for one in rows):
         raise UserError(f"{function} must return a dict, a list of dicts or None, not {type(made).__name__}")

@@ -20,7 +20,7 @@ from dschat_ppo.common.dist import device, on_gpu
 from dschat_ppo.common.logging import logger
 from dschat_ppo.engine.build_engine import whole_weights
 from dschat_ppo.engine.tensor_parallel import TensorParallel, divided, is_missing
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, attempt
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.probes import of_any_rank, unfit
@@ -129,13 +129,10 @@ class HybridEngine:
         with torch.no_grad():
             whole = model(ids, use_cache=False).logits.float().log_softmax(dim=-1)
         self.engine.train(was_training)
-        parts, error = torch.full_like(whole, torch.inf), ""
-        try:
-            with self.generating() as lent:
-                parts = lent(ids, use_cache=False).logits.float().log_softmax(dim=-1)
-        except Exception as problem:  # noqa: BLE001  see `unfit`
-            error = unfit(problem)
-        error = of_any_rank(error, ids.device)
+        parts = torch.full_like(whole, torch.inf)
+        with attempt() as tried, self.generating() as lent:
+            parts = lent(ids, use_cache=False).logits.float().log_softmax(dim=-1)
+        error = of_any_rank(unfit(tried), ids.device)
         likeliest = whole.argmax(dim=-1, keepdim=True)
         difference = (parts.gather(2, likeliest) - whole.gather(2, likeliest)).abs().mean()
         difference = float(dist.all_reduce(difference, "max"))  # so that all ranks decide alike

@@ -33,6 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from dschat_ppo.algorithms.fused_logprobs import HALF
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
+from dschat_ppo.errors import attempt
 from dschat_ppo.models.probes import unfit
 
 _log = logging.getLogger(__name__)
@@ -50,15 +51,15 @@ def kernels_for(*tensors: Tensor) -> Any:
 @cache
 def _triton_kernels(device: torch.device, dtype: torch.dtype) -> Any:
     """Triton's kernels, if they compute what PyTorch's operations compute on this GPU; else None, with a warning."""
-    try:
+    with attempt() as tried:
         from dschat_ppo import gpu_kernels  # builds of PyTorch for CPUs have no Triton
 
         for name, found, expected in compared(gpu_kernels, device, dtype):
             difference = float((found.double() - expected.detach()).norm() / expected.detach().norm())
             if not difference <= torch.finfo(dtype).eps:
                 raise ArithmeticError(f"{name} is off by {difference:.2g}")
-    except Exception as problem:  # noqa: BLE001  see `unfit`
-        _log.warning(f"Triton's kernels cannot be used: {unfit(problem)}; layers are slower")
+    if reason := unfit(tried):
+        _log.warning(f"Triton's kernels cannot be used: {reason}; layers are slower")
         return None
     return gpu_kernels
 

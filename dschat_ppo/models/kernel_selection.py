@@ -12,7 +12,7 @@ from torch import Tensor
 from dschat_ppo.common.dist import all_reduce, sequence_ranks
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.on_policy import router_adds_noise
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, attempt
 from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.architectures import DROPOUTS
 from dschat_ppo.models.backbone import hidden_window, unwrap
@@ -175,12 +175,9 @@ def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> No
 def _tried(engine: Model, ids: Tensor, own: Tensor, first: int = 0) -> tuple[Tensor, str]:
     """`_outputs` of a way that the model may not fit, and "". If a rank raises: infinity in the shape of `own`, and
     why. So all ranks make the same passes afterwards."""
-    found, error = torch.full_like(own, torch.inf), ""
-    try:
+    with attempt() as tried:
         found = _outputs(engine, ids, first)
-    except Exception as problem:  # noqa: BLE001  see `unfit`
-        error = unfit(problem)
-    error = of_any_rank(error, own.device)
+    error = of_any_rank(unfit(tried), own.device)
     return torch.full_like(own, torch.inf) if error else found, error
 
 

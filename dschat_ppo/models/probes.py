@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.memory_advice import ran_out_of_memory
-from dschat_ppo.errors import NonFiniteError, RolloutCancelled, StopRequested, UserError, in_one_line
+from dschat_ppo.errors import Attempt, NonFiniteError, RolloutCancelled, StopRequested, UserError, in_one_line
 
 # Of the user, of the run, of other ranks and of the device, which stays broken.
 _OTHERS = (
@@ -35,11 +35,15 @@ def check_attention_call(module: Any, attention_mask: Tensor | None, options: di
             raise UnsupportedAttentionError(f"{type(module).__name__} needs {what}")
 
 
-def unfit(problem: Exception) -> str:
-    """Why a model does not fit a way that raised `problem`, in one line. Models raise almost anything there. `problem`
-    itself is raised if no other way would help: memory, the device or another rank failed."""
+def unfit(tried: Attempt) -> str:
+    """Why a model does not fit the way that was tried, in one line, or "". Models raise almost anything there. The
+    exception itself is raised if no other way would help: memory, the device or another rank failed."""
+    problem = tried.problem
+    if problem is None:
+        return ""
     if isinstance(problem, _OTHERS) or ran_out_of_memory(problem):
         raise problem
+    problem.__traceback__ = None  # its frames hold tensors
     if isinstance(problem, UnsupportedAttentionError):
         return str(problem)
     return f"it ends with {type(problem).__name__} ({in_one_line(problem)})"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, TokenLosses
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs
-from dschat_ppo.common.own_functions import cause_of, file_named, own_function
+from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.errors import UserError
@@ -63,10 +63,8 @@ def _numbers_of(name: str, found: Any) -> dict[str, float]:
 
 def _try(flag: str, name: str, check: Callable[[Callable[..., Any]], object]) -> None:
     function = own_function(flag, name)
-    try:
+    with running_own(f"{flag} {name}:", name):
         check(function)
-    except Exception as problem:  # noqa: BLE001  the function may raise anything
-        raise UserError(f"{flag} {name}: {cause_of(problem, file_named(name))}") from None
 
 
 def _check_estimator(function: Callable[..., Any], rows: Experience) -> None:

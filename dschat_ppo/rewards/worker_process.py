@@ -22,6 +22,7 @@ from typing import Any
 
 from dschat_ppo.common.own_functions import cause_of, load
 from dschat_ppo.common.processes import leave_dead_terminal, signal_when_parent_ends
+from dschat_ppo.errors import attempt
 from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, describe, returned_rows
 
 
@@ -42,11 +43,11 @@ def main(where: str, name: str, settings: str) -> None:
         print(json.dumps({kind: value}), file=replies, flush=True)
 
     file = os.path.abspath(where)  # messages name its line
-    try:
+    with attempt(also_exits=True) as tried:
         function = load(where, name)
         signature = describe(function, json.loads(settings))
-    except BaseException as problem:  # noqa: BLE001  the user's module may raise anything; the trainer reports it
-        return reply("error", cause_of(problem, file))
+    if tried.problem is not None:  # the trainer reports it
+        return reply("error", cause_of(tried.problem, file))
     reply("value", asdict(signature))
     loop = asyncio.new_event_loop()
     while True:
@@ -55,10 +56,10 @@ def main(where: str, name: str, settings: str) -> None:
         except EOFError:
             return None
         leave_dead_terminal()  # a print of the function would fail
-        try:
+        with attempt(also_exits=True) as tried:
             reply("value", _call(function, signature, arguments, loop))
-        except BaseException as problem:  # noqa: BLE001  a failed call costs its rows, not the run
-            reply("error", cause_of(problem, file))
+        if tried.problem is not None:  # a failed call costs its rows, not the run
+            reply("error", cause_of(tried.problem, file))
 
 
 def _call(

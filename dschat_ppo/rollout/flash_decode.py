@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from dschat_ppo.errors import attempt
 from dschat_ppo.models.probes import unfit
 from dschat_ppo.rollout.attention import decode_attention
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata
@@ -125,10 +126,10 @@ def _agrees(
         ], device=device,
     )  # fmt: skip
     batch = PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, 300, True)
-    try:
+    with attempt() as tried:
         found = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)
-    except Exception as problem:  # noqa: BLE001  see `unfit`
-        _log.warning(f"rollout: with the flash attention kernel {unfit(problem)}; decode steps are slower")
+    if reason := unfit(tried):
+        _log.warning(f"rollout: with the flash attention kernel {reason}; decode steps are slower")
         return False
     expected = decode_attention(batch, 0, query, scale, None, None)
     difference = float((found.float() - expected.float()).abs().max())

@@ -21,6 +21,7 @@ from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dschat_ppo.algorithms.fused_logprobs import fp32_product
+from dschat_ppo.errors import attempt
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.models.probes import check_attention_call, unfit
 from dschat_ppo.rollout.attention import causal_attention, installed
@@ -149,13 +150,9 @@ def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | No
     angles = torch.randn(ROWS, COLUMNS, layer.self_attn.head_dim // 2, generator=generator).repeat(1, 1, 2)
     turns = angles.cos().to(weight), angles.sin().to(weight)
     own, ours = _Seen(), _Seen()
-    try:
-        with installed(model, own):
-            expected = layer(states, position_embeddings=turns)
-    except Exception as problem:  # noqa: BLE001  a layer with the same names of children and other arguments
-        unfit(problem)
-        return None
-    if not isinstance(expected, Tensor):
+    with attempt() as tried, installed(model, own):
+        expected = layer(states, position_embeddings=turns)
+    if unfit(tried) or not isinstance(expected, Tensor):  # other arguments, though names of children are the same
         return None
     fused = FusedLayer(layer, pack, own.settings)
     with installed(model, ours):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.cpu_kernels.operations import can_run
-from dschat_ppo.errors import NonFiniteError, UserError
+from dschat_ppo.errors import NonFiniteError, UserError, attempt
 from dschat_ppo.models.backbone import WITH_STATES, hidden_window, position_arguments, slot_arguments
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.models.forward import vocabulary_size
@@ -198,17 +198,16 @@ def check_engine(
         config, sampling=SamplingParameters(top_k=1), stopping=StoppingCriteria(NEW_TOKENS), samples=2, rows=4,
         engine=engine,
     )  # fmt: skip
-    worst, error = torch.tensor(math.inf, device=device), ""
-    try:
+    worst = torch.tensor(math.inf, device=device)
+    with attempt() as tried:
         rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, max_over_ranks, graphs=graphs)
         logits = plain_logits(model, rollout)
         logprobs = token_logprobs(logits, rollout.response_ids)
         best = token_logprobs(logits, logits.argmax(dim=-1))
         worst = torch.stack([(logprobs - rollout.rollout_logprobs).abs(), best - logprobs]).max()
-    except Exception as problem:  # noqa: BLE001  see `unfit`
-        error = unfit(problem)
+    reason = unfit(tried)
     # of all ranks, so that they choose the same engine
-    return float(all_reduce(worst, "max")), of_any_rank(error, device)
+    return float(all_reduce(worst, "max")), of_any_rank(reason, device)
 
 
 @torch.no_grad()
@@ -224,11 +223,10 @@ def reason_unsupported(model: PreTrainedModel) -> str:
         return f"its layers of kind {' and '.join(sorted(kinds))} carry a state, which only padded batches keep"
     attention, zero = RolloutAttention(), torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     attention.metadata = PrefillMetadata(KVCache(1, 1), *[zero[0]] * 4)
-    try:
-        with installed(model, attention):
-            model(input_ids=zero, past_key_values=RolloutCache(), use_cache=True, **position_arguments(model, zero))
-    except Exception as problem:  # noqa: BLE001  see `unfit`
-        return unfit(problem)
+    with attempt() as tried, installed(model, attention):
+        model(input_ids=zero, past_key_values=RolloutCache(), use_cache=True, **position_arguments(model, zero))
+    if reason := unfit(tried):
+        return reason
     if hidden_window(model.config, attention.windows):
         return "it limits how far back a token sees by its mask alone"
     return ""
