@@ -19,7 +19,8 @@ from dschat_ppo.types import Model
 # By type of device: rows are padded to a multiple of so many columns. On a GPU, few shapes steady the memory allocator,
 # and kernels have less to choose and plan; on a CPU padding is computed for nothing.
 COLUMNS = {"cuda": 64}
-WITH_STATES = ("conv", "linear_attention")  # kinds of layers that carry a state from token to token
+# kinds of layers that carry a state from token to token; the last two have attention beside it
+WITH_STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 
 
 @lru_cache(maxsize=64)
@@ -51,6 +52,11 @@ def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterato
             module.forward = own
 
 
+def attention_is_replaceable(model: Any) -> bool:
+    """Whether transformers lets the model's attention be replaced, or it has none: by its own word or by its source."""
+    return bool(model._supports_attention_backend or model._can_set_attn_implementation())
+
+
 def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
     """Whether only the model's mask limits how far back a token sees; attention without a mask would see too much.
     `received`: the `sliding_window` that each layer passed to its attention."""
@@ -59,7 +65,7 @@ def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
         return True
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
-        known = set(kinds) <= {"full_attention", "sliding_attention", "moe", *WITH_STATES}
+        known = set(kinds) <= {"full_attention", "sliding_attention", "moe", "mlp", *WITH_STATES}
         passed = all((kinds[layer] == "sliding_attention") == (w is not None) for layer, w in received.items())
         return not (known and passed)
     return getattr(text, "sliding_window", None) is not None and all(window is None for window in received.values())

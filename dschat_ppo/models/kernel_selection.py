@@ -20,6 +20,7 @@ from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.state_layers import state_layers
 from dschat_ppo.types import Model
 
 ROWS, TOKENS = 3, 16
@@ -113,6 +114,8 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
         reason = "its sliding window is in its mask, which packed rows do not have"
     elif not leaks < 1:
         reason = "a row's numbers depend on the row before it"
+        if layers := state_layers(module.backbone):
+            reason = f"its {type(layers[0]).__name__} does not keep rows apart: {reason}"
     elif not differs < 1:
         reason = "packed rows do not give the numbers of padded rows"
     _set(module, packed=reason is None)

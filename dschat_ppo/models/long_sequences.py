@@ -17,6 +17,7 @@ from dschat_ppo.models.classifiers import classifier_class, config_for
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.state_layers import state_layers
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -60,6 +61,8 @@ def reason_against(choice: str, backbone: PreTrainedModel) -> str | None:
 def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
     """Why ranks cannot divide the columns of rows among them; None if they can, as far as the configuration tells."""
     config = backbone.config.get_text_config()
+    if layers := state_layers(backbone):
+        return f"its {type(layers[0]).__name__} carries a state from token to token"
     if not backbone._supports_attention_backend:
         return "transformers does not let its attention be replaced"
     if backbone.config._attn_implementation not in ("sdpa", "eager"):

@@ -7,18 +7,25 @@ again in the backward pass. `padded_attention` does the same for padded rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.models.activation_memory import read_tokens_again, read_tokens_only
 from dschat_ppo.models.architectures import MASK_IS_READ
-from dschat_ppo.models.backbone import Layout, backbone_states, position_arguments, real_slots
+from dschat_ppo.models.backbone import (
+    Layout,
+    attention_is_replaceable,
+    backbone_states,
+    forward_replaced,
+    position_arguments,
+    real_slots,
+)
 from dschat_ppo.models.probes import check_attention_call
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.segment_attention import (
@@ -38,6 +45,7 @@ from dschat_ppo.models.sequence_parallel import (
     rotary_of_whole_rows,
 )
 from dschat_ppo.models.shared_prompts import are_uneven, lay_out
+from dschat_ppo.models.state_layers import StateRows, state_layers
 
 NAME = "dschat_packed"
 
@@ -51,16 +59,20 @@ class ReplacedAttention:
     divided: bool = False  # ranks share the rows: the model gets this rank's columns; segments are those of whole rows
     choice: str = "auto"  # the value of `--attn_implementation`
     name: str = NAME  # of the attention in transformers
-    before: list[str | None] = field(default_factory=list)  # what the config named outside
+    forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = field(default_factory=list)  # of layers with a state
+    before: list[ExitStack] = field(default_factory=list)  # what restores what was outside
 
     def __enter__(self) -> None:
-        self.before.append(self.config._attn_implementation)
+        self.before.append(stack := ExitStack())
+        stack.callback(setattr, self.config, "_attn_implementation", self.config._attn_implementation)
         self.config._attn_implementation = self.name
+        for layer, forward in self.forwards:
+            stack.enter_context(forward_replaced(layer, forward))
         _RUNNING.append(self)
 
     def __exit__(self, *_: object) -> None:
         _RUNNING.pop()
-        self.config._attn_implementation = self.before.pop()
+        self.before.pop().close()
 
 
 @dataclass
@@ -130,10 +142,11 @@ AttentionInterface.register(NAME, _segment_attention)
 def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | None:
     """Why the model's attention cannot be replaced by that of packed rows; None if it can. Whether its other layers
     keep segments apart must be tried (`select_kernels`)."""
-    if not model._supports_attention_backend:
+    if not attention_is_replaceable(model):
         return "transformers does not let its attention be replaced"
-    if choice in ("auto", "sdpa") and model.config._attn_implementation != "sdpa":
-        return f"its attention is '{model.config._attn_implementation}' and not 'sdpa'"
+    own = model.config._attn_implementation  # packed rows have soft caps and sinks too, which are eager
+    if own not in ("sdpa", "eager") or (own == "eager" and choice == "sdpa"):
+        return f"its attention is '{own}' and not 'sdpa'"
     if model.config.model_type in MASK_IS_READ:
         return "its attention reads the mask, which packed rows do not have"
     return None
@@ -157,10 +170,14 @@ def token_states(
             return backbone_states(backbone, input_ids, lengths).flatten(0, 1), places
     places = rows.places.flatten()[places]
     read = places.unique() if reads_few and rows.seen is not None else places  # several rows may share a token
+    forwards = []
+    if layers := state_layers(backbone):
+        own_rows = StateRows.of(rows, lengths.tolist())
+        forwards = [(layer, own_rows.around(layer.forward)) for layer in layers]
     segments = Segments(rows.lengths, rows.seen)
     with (
         read_tokens_only(backbone, reads_few, read),
-        ReplacedAttention(backbone.config, segments, choice=layout.attention),
+        ReplacedAttention(backbone.config, segments, choice=layout.attention, forwards=forwards),
     ):
         output = backbone(
             input_ids=input_ids.flatten()[rows.tokens].unsqueeze(0), attention_mask=None, use_cache=False,

@@ -16,6 +16,7 @@ from rows_alone import (
     scores_alone,
     values_alone,
 )
+from tiny_models import HYBRIDS as OF_GENERATION
 
 from dschat_ppo.algorithms.kl import kl_full
 from dschat_ppo.models.backbone import Layout
@@ -29,6 +30,7 @@ LAYOUTS = {
     "packed": Layout(packed=True), "packed few": Layout(packed=True, reads_few=True),
     "shared": Layout(packed=True, shares=True), "shared few": Layout(packed=True, shares=True, reads_few=True),
 }  # fmt: skip
+HYBRIDS = (*OF_GENERATION, "nemotron-h", "mamba")
 OF_PACKED, ENDS = ("packed", "shared few"), LateEnds((3, 40), 2)
 # family, layout, what else is switched on: (ends that could not be drawn), a value of --attn_implementation, ...
 CASES = [(name, "padded few", None) for name in FAMILIES]
@@ -37,7 +39,10 @@ CASES += [(name, way, None) for name in PACKED for way in OF_PACKED]
 CASES += [(name, way, None) for name in ("llama", "gpt2") for way in ("padded", "packed few", "shared")]
 CASES += [("llama", way, "late ends") for way in ("plain", "padded", "shared")]
 CASES += [(name, way, "checkpointing") for name in ("mistral-window", "opt-350m") for way in OF_PACKED]
-CASES += [("gpt-oss", way, "eager") for way in ("padded", "packed", "shared")]  # it has sinks
+CASES += [(name, way, None) for name in HYBRIDS for way in OF_PACKED]
+CASES += [(name, way, "checkpointing") for name in ("lfm2", "granite-hybrid", "qwen3.5") for way in OF_PACKED]
+CASES += [("gpt-oss", way, choice) for way in ("padded", "packed", "shared") for choice in (None, "eager")]  # sinks
+CASES += [("gemma2", "shared", None)]
 CASES += [(name, way, choice) for way in ("padded", *OF_PACKED)
           for name, choice in (("llama", "sdpa"), ("mistral-window", "eager"), ("gemma2", "eager"))]  # fmt: skip
 
@@ -70,6 +75,7 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
 @pytest.mark.parametrize(("name", "way"), [
     *((name, way) for name in ("llama", "mistral-window", "gpt2", "opt-350m") for way in ("padded few", *OF_PACKED)),
     ("bloom", "padded few"), ("gemma2", "padded few"),
+    *((name, way) for name in ("lfm2", "granite-hybrid", "qwen3-next") for way in OF_PACKED),
 ])  # fmt: skip
 def test_values_and_last_scores_and_gradients_are_those_of_each_row_alone(name, way):
     classifier, rows = model_of(name, scalar=True), rollout()

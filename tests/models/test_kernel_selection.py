@@ -8,7 +8,7 @@ import torch
 from pretended_gpu import moved, pretended_gpu
 from rows_alone import model_of, rollout, without_dropout
 from test_attention import flash_by_hand
-from tiny_models import new_model
+from tiny_models import HYBRIDS, new_model
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.models import packing, probes, segment_attention
@@ -66,6 +66,21 @@ def test_layers_that_would_mix_packed_rows_are_found(kind, dtype):
         model.base_model.layers[0].register_forward_hook(add_previous)
 
 
+@pytest.mark.parametrize("name", [*HYBRIDS, "nemotron-h", "mamba", "gpt-oss", "gemma2"])
+def test_models_with_states_sinks_or_soft_caps_pack_rows_and_share_prompts(name):
+    for module in (PolicyModel(new_model(name)), ScalarModel(model_of(name, scalar=True))):
+        assert select_kernels(module) is None
+        assert module.layout.packed and module.layout.shares
+
+
+def test_a_layer_with_a_state_that_mixes_packed_rows_is_named(said):
+    lm = new_model("lfm2")
+    lm.model.layers[0].conv.register_forward_hook(lambda layer, args, output: output.cumsum(dim=1))
+    policy = PolicyModel(lm)
+    assert "Lfm2ShortConv" in select_kernels(policy)
+    assert not policy.layout.packed and [line for line in said if "Lfm2ShortConv does not keep rows apart" in line]
+
+
 @pytest.mark.parametrize(("name", "packed"), [("mistral-window", True), ("phimoe", False)])
 def test_a_model_whose_window_is_only_in_its_mask_is_not_packed(name, packed):
     policy = PolicyModel(new_model(name))
@@ -74,12 +89,12 @@ def test_a_model_whose_window_is_only_in_its_mask_is_not_packed(name, packed):
 
 
 @pytest.mark.parametrize(("name", "said_of"), [
-    ("rwkv", "a last MLP for some tokens"), ("electra", "output head"), ("lfm2", "the row before it"),
-    ("granite-hybrid", "the row before it"), ("doge", "a mask of its own"), ("bloom", "so rows are padded"),
+    ("rwkv", "a last MLP for some tokens"), ("electra", "output head"), ("doge", "a mask of its own"),
+    ("bloom", "so rows are padded"),
 ])  # fmt: skip
 def test_a_way_that_does_not_fit_a_model_is_not_taken_and_the_log_says_why(name, said_of, said):
-    """RWKV's MLP takes a state, ELECTRA projects before its head, hybrids carry states; Doge adds a learned bias that
-    is 0 at first, so packed rows would have the same numbers."""
+    """RWKV's MLP takes a state, ELECTRA projects before its head; Doge adds a learned bias that is 0 at first, so the
+    numbers of packed rows would be the same."""
     policy = PolicyModel(new_model(name)).eval()
     plain = PolicyModel(policy.lm, Layout(fused=False)).eval()
     select_kernels(policy)

@@ -29,11 +29,14 @@ def refusal(folder: str, scalar: bool = False, **flags) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mamba"])
-def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind):
+@pytest.mark.parametrize(("kind", "reason"), [
+    ("bloom", "transformers does not let its attention be replaced"), ("mamba", "its MambaMixer carries a state"),
+    ("lfm2", "its Lfm2ShortConv carries a state"), ("qwen3.5", "its Qwen3_5GatedDeltaNet carries a state"),
+])  # fmt: skip
+def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind, reason):
     found = refusal(folder(kind), sequence_parallel_size=2)
     assert found.startswith(f"--sequence_parallel_size 2: --model {folder(kind)}: ")
-    assert "transformers does not let its attention be replaced" in found
+    assert reason in found
     assert type(backbone_of(new_model(kind))).__name__ in found
 
 
