@@ -18,6 +18,10 @@ _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _TIED = {**_GROUPED, "tie_word_embeddings": True}
 _LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {**_GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -80,6 +84,15 @@ ARCHITECTURES = {
         "GraniteMoeHybridConfig",
         {**_GROUPED, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
          "mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 24},
+    ),
+    "Qwen3-Next": (
+        "Qwen3NextConfig", {**_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 24},
+    ),
+    "Qwen3.5 (text)": ("Qwen3_5TextConfig", {**_TIED, **_DELTA}),
+    "Falcon-H1": (
+        "FalconH1Config",
+        {**_GROUPED, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 8,
+         "mamba_n_groups": 1},
     ),
     "Doge": ("DogeConfig", _GROUPED),
     "ELECTRA (decoder)": ("ElectraConfig", {**_SIZES, "embedding_size": 16, "is_decoder": True}),

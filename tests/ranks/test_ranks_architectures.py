@@ -29,8 +29,9 @@ from dschat_ppo.tools import toy
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # transformers has no classifier, or one with another head, so plain transformers cannot load the reward model
-BLANK = {"Llama 4 (text)", "LFM2", "Granite 4 (hybrid)", "ELECTRA (decoder)"}
-ROUTED = ("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE")  # with a router loss
+BLANK = {"Llama 4 (text)", "LFM2", "Granite 4 (hybrid)", "Falcon-H1", "ELECTRA (decoder)"}
+ROUTED = ("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next")  # with a router loss
+HYBRIDS = ("LFM2", "Granite 4 (hybrid)", "Qwen3.5 (text)", "Falcon-H1")  # of attention and layers with a state
 MIXTURES = (*ROUTED, "Llama 4 (text)", "DeepSeek-V3")
 REWARDED = (*sorted(BLANK), "Mixtral", "Llama 3", "Mistral")  # the critic of the others begins as the actor
 LENGTHS_PAY = f"--use_reward_model False --reward_function {ROOT}/tests/reward_functions.py:lengths"
@@ -64,6 +65,11 @@ def experts_of(model, ids) -> list[set[int]]:
     return [set(grad.abs().amax(dim=(1, 2)).nonzero().flatten().tolist()) for grad in tensors]
 
 
+def rows_of_two_prompts() -> list[list[list[int]]]:
+    """Two answers to a prompt for each of two ranks, of uneven lengths."""
+    return [[[*range(p, p + 10), *range(40, 45)], [*range(p, p + 10), 99]] for p in (50, 70)]
+
+
 def rows_of_other_experts(folder) -> list[list[int]]:
     """Two rows of one token each, which use the most different experts."""
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -90,7 +96,7 @@ def out(tmp_path_factory):
     }
     for name, part in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    runs, experts = {}, {}
+    runs, updates = {}, {}
     for name in ARCHITECTURES:
         home, router = folder / stem(name), f"--router_loss_coef {COEF}" if name in ROUTED else ""
         save_model_of(name, tokenizer, home / "base")
@@ -114,11 +120,14 @@ def out(tmp_path_factory):
             if step != "reward" or name in REWARDED
         }
         if name in MIXTURES:
-            experts[stem(name)] = [str(home / "base"), rows_of_other_experts(home / "base"), COEF if router else 0]
+            rows = [[row] for row in rows_of_other_experts(home / "base")]
+            updates[stem(name)] = [str(home / "base"), rows, COEF if router else 0]
+        elif name in HYBRIDS:
+            updates[stem(name)] = [str(home / "base"), rows_of_two_prompts(), 0]
     ranks, step, words = runs["Mixtral: sft"]  # the ranks share rows, twice as many in a micro-batch
     size = ["--sequence_parallel_size", "2", "--per_device_train_batch_size", "4"]
     runs["divided"] = (ranks, step, [*words, *size, "--output_dir", str(folder / "divided")])
-    (folder / "cases.json").write_text(json.dumps({"runs": runs, "experts": experts}))
+    (folder / "cases.json").write_text(json.dumps({"runs": runs, "updates": updates}))
     for ranks in (2, 1):
         succeed(forked(ranks, "tests/workers/architectures.py", folder, timeout=900))
     return folder
@@ -185,19 +194,24 @@ def test_plain_transformers_computes_the_values_that_the_run_ended_with(out, nam
     torch.testing.assert_close(torch.load(folder / "outputs.pt"), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_ranks_whose_tokens_use_other_experts_make_the_update_of_one_process(out, name):
-    base, rows, coef = json.loads((out / "cases.json").read_text())["experts"][stem(name)]
-    model, ids = AutoModelForCausalLM.from_pretrained(base), torch.tensor(rows)
-    output = model(input_ids=ids, output_router_logits=True)
-    loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+@pytest.mark.parametrize("name", [*MIXTURES, *HYBRIDS])
+def test_ranks_with_other_experts_or_packed_states_make_the_update_of_one_process(out, name):
+    base, rows, coef = json.loads((out / "cases.json").read_text())["updates"][stem(name)]
+    model, loss = AutoModelForCausalLM.from_pretrained(base), 0.0
+    rows = [torch.tensor([row]) for part in rows for row in part]
+    for ids in rows:
+        logits = model(input_ids=ids).logits[0, :-1]
+        loss = loss + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    loss = loss / sum(ids.shape[1] - 1 for ids in rows)
     if coef:
+        ids = torch.cat(rows)
+        output = model(input_ids=ids, output_router_logits=True)
         read = torch.ones_like(ids).index_fill(1, torch.tensor(ids.shape[1] - 1), 0)  # nothing reads the last states
         experts = model.num_experts, model.num_experts_per_tok
         loss = loss + coef * load_balancing_loss_func(output.router_logits, *experts, read)
     loss.backward()
     torch.optim.AdamW(model.parameters(), 1.0, (0.9, 0.95), 1.0, 0.0).step()
-    found = load_file(out / f"{stem(name)}.experts")
+    found = load_file(out / f"{stem(name)}.updated")
     for key, weight in model.named_parameters():
         torch.testing.assert_close(found[key], weight.detach(), atol=1e-5, rtol=1e-5)
 

@@ -1,10 +1,10 @@
-"""Runs the three steps of many architectures in the same ranks, and one update of experts that differ by rank.
+"""Runs the three steps of many architectures in the same ranks, and one update with rows that differ by rank.
 
 architectures.py FOLDER
 
-    FOLDER/cases.json: {"runs": name -> [number of ranks, step, words], "experts": name -> [model folder, ids of each
-        rank, weight of the router loss]}
-    writes found_RANKS.json: name -> log; beside each saved model outputs.pt; for experts NAME.experts, the weights
+    FOLDER/cases.json: {"runs": name -> [number of ranks, step, words], "updates": name -> [model folder, rows of
+        each rank, weight of the router loss]}
+    writes found_RANKS.json: name -> log; beside each saved model outputs.pt; for updates NAME.updated, the weights
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.ranks import world_size
@@ -25,6 +26,7 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.engine.router_term import router_settings, with_router_term
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state, save_model
@@ -49,13 +51,19 @@ def save_with_outputs(engine, tokenizer, folder, *arguments, **options) -> None:
         torch.save(found, Path(folder) / "outputs.pt")
 
 
-def train_experts(folder: str, ids: list[int], coef: float, out: str) -> None:
-    """One update on this rank's row, by almost the gradient (epsilon 1); rank 0 writes the weights after it."""
+def update(folder: str, rows: list[list[list[int]]], coef: float, out: str) -> None:
+    """One update on this rank's rows, packed, by almost the gradient (epsilon 1); rank 0 writes the weights after it.
+    Layers run again in the backward pass."""
     config = train_config(3, "fp32", False, dist.world_size(), 0.0)
-    model = PolicyModel(load_causal_lm(folder, "fp32", config))
+    model = PolicyModel(load_causal_lm(folder, "fp32", config), Layout(packed=True, shares=True))
+    model.gradient_checkpointing_enable()
     engine = train_engine(model, config, OptimizerSettings(1.0, 0.0, "constant", 0, 1, (0.9, 0.95), 1.0))
-    batch = SFTBatch(torch.tensor([ids]), torch.tensor([[False] + [True] * (len(ids) - 1)]))
-    total, sums, settings = torch.tensor(dist.world_size() * (len(ids) - 1)), MetricSums(), router_settings(coef, model)
+    ids = pad_sequence([torch.tensor(row) for row in rows[dist.rank()]], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows[dist.rank()]])
+    slots = torch.arange(ids.shape[1])
+    batch = SFTBatch(ids, (slots > 0) & (slots < lengths.unsqueeze(1)))
+    total = torch.tensor(sum(len(row) - 1 for part in rows for row in part))
+    sums, settings = MetricSums(), router_settings(coef, model)
 
     def loss(rows: SFTBatch, sums: MetricSums) -> torch.Tensor:
         return sft.sft_loss(engine, rows, total, sums)
@@ -84,9 +92,9 @@ def main() -> None:
         finally:
             print(f"--- {name}\n{said.getvalue()}", flush=True)
         found[name] = said.getvalue()
-    for name, (model, ids, coef) in cases["experts"].items() if world_size() == 2 else ():
-        print(f"--- {name}: experts", flush=True)
-        train_experts(model, ids[dist.rank()], coef, f"{folder}/{name}.experts")
+    for name, (model, rows, coef) in cases["updates"].items() if world_size() == 2 else ():
+        print(f"--- {name}: update", flush=True)
+        update(model, rows, coef, f"{folder}/{name}.updated")
     if dist.is_main():
         (folder / f"found_{world_size()}.json").write_text(json.dumps(found))
     dist.shutdown()
