@@ -1,10 +1,10 @@
-"""Fuzzing: a thousand mutated files, flags and requests; each must end with a result or one line that says what to do.
+"""Fuzzing: a thousand mutated files and flags; each must end with a result or one line that says what to do.
 
     python benchmarks/fuzz.py [--seed S] [--cases N] [--case N] [--only WORD] [--json F] [--docs F.md]
 
-Each case (`fuzz_cases.py`) mutates something valid and gives it to a step until it would load its models, or to the
-client of a reward service. `--seed` and its number determine a case;
-`--case N` repeats one and prints what it prints. This process imports the libraries once and forks for each case.
+Each case (`fuzz_cases.py`) mutates something valid and gives it to a step until it would load its models. `--seed` and
+its number determine a case; `--case N` repeats one and prints what it prints. This process imports the libraries once
+and forks for each case.
 
 A case passes if it ends with exit code 0, or with a documented code other than 1 and 5 and one line `error: ...`. It
 fails if it ends by a signal or with a traceback, if it exceeds the limits of time (60 s of processor time, 180 s) or

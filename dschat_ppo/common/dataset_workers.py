@@ -9,10 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any, TypeVar
-
-from datasets import Dataset, Features, concatenate_datasets
 
 from dschat_ppo.common.processes import signal_when_parent_ends
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
@@ -20,7 +17,6 @@ from dschat_ppo.errors import UserError
 
 Result = TypeVar("Result")
 
-_BATCH_ROWS = 512  # enough for the tokenizer; rows of 10k tokens then take some 100 MB in a worker
 FEW_ROWS = 5000  # below it one process is done before others have started
 _POLL_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0  # for the signal that ended a process to reach this one too
@@ -33,28 +29,8 @@ _ENDED = (
 
 def worker_count(chosen: int | None, rows: int) -> int:
     """How many processes prepare `rows` rows: `chosen`, or one per usable core (other ranks wait); one for few rows."""
-    if chosen is not None:
-        return chosen
-    return len(os.sched_getaffinity(0)) if rows >= FEW_ROWS else 1
-
-
-def mapped(
-    table: Dataset, function: Callable[..., Any], features: Features | None, key: str, folder: Path,
-    chosen: int | None, doing: str,
-) -> Dataset:  # fmt: skip
-    """`function(batch, indices)` of all rows, in `worker_count(chosen, ...)` processes; written to `folder`."""
-    workers = max(1, min(len(table), worker_count(chosen, len(table))))
-    bounds = [len(table) * number // workers for number in range(workers + 1)]
-
-    def part(number: int) -> Dataset:
-        first, end = bounds[number : number + 2]
-        return table.select(range(first, end)).map(
-            lambda batch, indices: function(batch, [first + index for index in indices]), batched=True,
-            batch_size=_BATCH_ROWS, with_indices=True, remove_columns=table.column_names, new_fingerprint=key,
-            cache_file_name=str(folder / f"rows_{number:05d}.arrow"), features=features,
-        )  # fmt: skip
-
-    return concatenate_datasets(in_processes(workers, part, doing))
+    usable = len(os.sched_getaffinity(0)) if rows >= FEW_ROWS else 1
+    return max(1, min(rows, usable if chosen is None else chosen))
 
 
 def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[Result]:

@@ -148,12 +148,27 @@ class FilePart:
                 raise UserError(f"{what}: is a Git LFS pointer, not the data; run `git lfs pull` in its repository")
 
     def found(self, place: Any) -> Found:
-        """Files of lines are opened at `place`; other files are read from their start."""
+        """Lines of text or JSON from `place` on, which is [bytes, lines] of the file that are read already; other files
+        are read from their start."""
         kind = self.kind
-        if kind == "text":
-            return _lines(self.path, place, lambda line: {"text": _text(line).rstrip("\r\n")})
-        if kind == "json" and _is_json_lines(self.path):
-            return _lines(self.path, place, lambda line: _checked(_parsed(_text(line.strip()))))
+        if kind == "text" or (kind == "json" and _is_json_lines(self.path)):
+            offset, number = place or (0, 0)
+            with _opened(self.path) as file:
+                if file.seekable():
+                    file.seek(offset)
+                else:
+                    deque(islice(file, number), maxlen=0)
+                for line in file:
+                    offset, number = offset + len(line), number + 1
+                    if not line.strip():
+                        continue
+                    try:
+                        text = _text(line) if kind == "text" else _text(line.strip())
+                        row = {"text": text.rstrip("\r\n")} if kind == "text" else _checked(_parsed(text))
+                        yield number, row, [offset, number]
+                    except UserError as problem:
+                        yield number, BadRow(problem), [offset, number]
+            return
         after = place or 0
         if kind == "json":
             rows = _json_rows(self.path)
@@ -161,7 +176,7 @@ class FilePart:
             rows = _table_rows(self.path, kind, after)
         else:
             rows = _separated_rows(self.path, "," if kind == "csv" else "\t")
-        return ((number, row, number) for number, row in rows if number > after)
+        yield from ((number, row, number) for number, row in rows if number > after)
 
 
 Part = FilePart | SetPart
@@ -235,23 +250,6 @@ def _rows_of_table(table: pa.Table) -> list[Row]:
         raise UserError(f"several columns have the same name: {', '.join(table.column_names)}")
     values = table.to_pylist()
     return json.loads(json.dumps(values, default=lambda v: {"bytes": len(v)} if isinstance(v, bytes) else str(v)))
-
-
-# Lines of JSON or text
-
-
-def _lines(path: Path, place: Any, row_of: Callable[[bytes], Row]) -> Found:
-    """A row for each line that is not blank. `place` is [bytes, lines] of the file that are read already."""
-    offset, number = place or (0, 0)
-    with _opened(path) as file:
-        if file.seekable():
-            file.seek(offset)
-        else:
-            deque(islice(file, number), maxlen=0)
-        for line in file:
-            offset, number = offset + len(line), number + 1
-            if line.strip():
-                yield number, _attempt(row_of, line), [offset, number]
 
 
 # JSON

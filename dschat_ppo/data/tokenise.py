@@ -9,14 +9,16 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
+import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.common.dataset_workers import mapped
+from dschat_ppo.common.dataset_workers import in_processes, worker_count
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import DataFlags
@@ -31,6 +33,7 @@ from dschat_ppo.errors import UserError
 
 DOING = "prepared the data"
 MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops
+BATCH_ROWS = 512  # enough for the tokenizer; rows of 10k tokens then take some 100 MB in a worker
 _SHOWN = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
 
@@ -259,7 +262,7 @@ class TokenTable:
     number: np.ndarray  # int64, of the raw row; rising
     fitted: np.ndarray  # int8, see `Fitted`
     tokens: np.ndarray  # int32, of prompt and longest answer before the length limit
-    problems: pyarrow.ChunkedArray
+    problems: pa.ChunkedArray
 
     def rows_of(self, numbers: np.ndarray) -> np.ndarray:
         """Indices of the token rows that these raw rows gave, in the order of `numbers`: (M,) int64."""
@@ -277,23 +280,30 @@ def tokenise_rows(raw: Rows, numbers: np.ndarray, settings: TokeniseSettings) ->
     used = hashlib.sha256(numbers.tobytes()).hexdigest()
     key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
     columns = token_features(settings.use)
-    features = Features({**columns, **NOTES})
+    schema = Features({**columns, **NOTES}).arrow_schema
+    taken, workers = raw.table.select(numbers), worker_count(flags.preprocessing_num_workers, len(numbers))
 
-    def rows_of(batch: dict[str, list[Any]], indices: list[int]) -> pyarrow.Table:
-        raw_rows = [parsed(text, raw.columns) for text in batch[ROW]]
-        rows = tokenise_batch(raw_rows, list(map(shown_path, batch[ORIGIN])), settings)
-        for row in rows:
-            row["number"] = int(numbers[indices[row["number"]]])
-        return pyarrow.Table.from_pylist(rows, features.arrow_schema)
+    def part(folder: Path, number: int) -> int:
+        """Tokenise one of `workers` equal parts of the rows; returns the number of token rows."""
+        count, path = 0, str(folder / f"rows_{number:05d}.arrow")
+        first, end = (len(taken) * n // workers for n in (number, number + 1))
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            for start in range(first, end, BATCH_ROWS):
+                batch = taken[start : min(end, start + BATCH_ROWS)]
+                raw_rows = [parsed(text, raw.columns) for text in batch[ROW]]
+                rows = tokenise_batch(raw_rows, list(map(shown_path, batch[ORIGIN])), settings)
+                for row in rows:
+                    row["number"] = int(numbers[start + row["number"]])
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+                count += len(rows)
+        return count
 
     with new_entry(flags.data_output_path, key) as folder:
-        if folder is not None:
-            taken, workers = raw.table.select(numbers), flags.preprocessing_num_workers
-            if len(mapped(taken, rows_of, features, key, folder, workers, DOING)) == 0:
-                is_bad = settings.form.name == "kto" and settings.use == "sft"
-                why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
-                what = f"no row of this data set serves this step ({settings.form.description}){why}"
-                raise UserError(f"{settings.source}: {what}")
+        if folder is not None and sum(in_processes(workers, partial(part, folder), DOING)) == 0:
+            is_bad = settings.form.name == "kto" and settings.use == "sft"
+            why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
+            what = f"no row of this data set serves this step ({settings.form.description}){why}"
+            raise UserError(f"{settings.source}: {what}")
     rows = rows_of_entry(flags.data_output_path, key)
     number, fitted, tokens = (  # without a Python object for each row
         np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import pyarrow as pa
 import torch
 from datasets import Dataset, Features, Value
 from torch import Tensor
@@ -13,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
-from dschat_ppo.common.dataset_workers import mapped
+from dschat_ppo.common.dataset_workers import in_processes, worker_count
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
@@ -28,7 +31,7 @@ from dschat_ppo.data.examples import Example
 from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.rows import ORIGIN, ROW, load_splits, parsed
 from dschat_ppo.data.sources import is_hub_name, parse_sources
-from dschat_ppo.data.tokenise import DOING, refuse_bad, token_features
+from dschat_ppo.data.tokenise import BATCH_ROWS, DOING, refuse_bad, token_features
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.micro_batches import deal, split_by_tokens
 from dschat_ppo.models.shared_prompts import RowPrompts
@@ -152,7 +155,7 @@ def text_blocks(
     are shorter): the first token as `prompt_ids`, the others as the only answer."""
     columns = {name: kind for name, kind in token_features("text").items() if name != "digest"}
 
-    def blocks_of(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
+    def blocks_of(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         raise_if_stop_requested(DOING)  # tokenising may take hours
         ids, problems = list[int](), list[str]()
         for text, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
@@ -186,10 +189,22 @@ def text_blocks(
             has = ", ".join(rows.columns)
             raise UserError(f"{PTX_FLAG} {spec}: has the columns {has}; it needs a text column 'text'")
         key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
-        features, workers = Features(columns | {"problem": Value("string")}), flags.preprocessing_num_workers
+        schema = Features(columns | {"problem": Value("string")}).arrow_schema
+        workers = worker_count(flags.preprocessing_num_workers, len(rows))
+
+        def part(folder: Path, number: int) -> None:
+            first, end = (len(rows) * n // workers for n in (number, number + 1))
+            with (
+                pa.OSFile(str(folder / f"rows_{number:05d}.arrow"), "wb") as sink,
+                pa.ipc.new_stream(sink, schema) as to,
+            ):
+                for start in range(first, end, BATCH_ROWS):
+                    batch = rows.table[start : min(end, start + BATCH_ROWS)]
+                    writer.write_table(pa.Table.from_pydict(blocks_of(batch), schema))
+
         with new_entry(flags.data_output_path, key) as folder:
             if folder is not None:
-                mapped(rows.table, blocks_of, features, key, folder, workers, DOING)
+                in_processes(workers, partial(part, folder), DOING)
         blocks = rows_of_entry(flags.data_output_path, key)
     found: list[str | None] = blocks["problem"][:]
     bad = [problem for problem in found if problem is not None]

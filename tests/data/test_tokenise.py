@@ -8,8 +8,8 @@ import pytest
 from datasets import Dataset
 from prepared import TOKENIZER
 
-from dschat_ppo.common import dataset_workers
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data import tokenise
 from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
@@ -126,7 +126,7 @@ def test_token_rows_follow_the_order_of_the_step(tmp_path):
 
 
 def test_several_processes_make_the_same_rows_and_bad_ones_stand_among_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset_workers, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(tokenise, "BATCH_ROWS", 7)
     rows, places = raw_rows(30), [20, 25, 29]
     for place in places:
         rows[place] = {"prompt": "p", "answers": None}
