@@ -196,7 +196,7 @@ def text_blocks(
             first, end = (len(rows) * n // workers for n in (number, number + 1))
             with (
                 pa.OSFile(str(folder / f"rows_{number:05d}.arrow"), "wb") as sink,
-                pa.ipc.new_stream(sink, schema) as to,
+                pa.ipc.new_stream(sink, schema) as writer,
             ):
                 for start in range(first, end, BATCH_ROWS):
                     batch = rows.table[start : min(end, start + BATCH_ROWS)]
