@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
 # Make .venv, install the package with the test extra, check style and types, and run the tests, two files at a time:
-# those of seconds first, then those of ranks and whole runs, and last the quickstart, alone as a user runs it. It ends
-# at the first of these parts that fails.
+# those of seconds first, then those of ranks and whole runs, and last a trial of the quickstart, alone as a user runs
+# it. It ends at the first of these parts that fails.
 #   tests/run.sh [pytest arguments]     with arguments: one pytest with them
+#   tests/run.sh -m release             the tests that only a release runs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash training_scripts/setup_venv.sh test
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
+[ $# -eq 0 ] || { mypy && exec pytest "$@"; }
+# meanwhile DeepSpeed's optimizer is compiled, once, for the tests that need it
+python -c 'from dschat_ppo.run import op_builds as ops; ops.guard_builds(); ops.load_operator("CPUAdamBuilder")' &
 mypy
-[ $# -eq 0 ] || exec pytest "$@"
 PYTHONPATH=".venv/triton${PYTHONPATH:+:$PYTHONPATH}" pytest tests/models/test_gpu_kernels.py
 both=(-n 2 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
 pytest "${both[@]}" -m "not slow and not ranks"
-pytest "${both[@]}" -m "slow or ranks" --ignore tests/tools/test_quickstart_report.py
-exec pytest tests/tools/test_quickstart_report.py
+pytest "${both[@]}" -m "(slow or ranks) and not release" --ignore tests/tools/test_quickstart_report.py
+exec pytest -m "not release" tests/tools/test_quickstart_report.py

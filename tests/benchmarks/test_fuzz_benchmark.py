@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import fuzz  # noqa: E402
 
 
+@pytest.mark.slow
+@pytest.mark.release
 def test_fifteen_cases_end_with_a_result_or_one_line(tmp_path):
     found = tmp_path / "found.json"
     words = ["--cases", 15, "--seed", 1, "--jobs", 1, "--work", tmp_path / "work", "--json", found]

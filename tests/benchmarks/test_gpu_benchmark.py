@@ -140,6 +140,7 @@ def test_model_flops_by_hand(run, counted):
     assert counter.flops("score", work) == 2 * (9 * counted + 15 * 16)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_trial_of_each_kind_of_part(tmp_path):
     """On a CPU only right and wrong count, as in `--tiny` on a GPU. The parts that are left out have the functions of

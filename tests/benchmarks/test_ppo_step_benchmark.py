@@ -53,6 +53,7 @@ def test_both_ways_make_the_same_update(name, folder, monkeypatch):
     assert (weights(ours.engines.actor) - before).abs().mean() > 0.5 * RATE
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_trial_of_the_script(tmp_path):
     words = ["--tiny", "--repeats", "1", "--workloads", "fixed", "--json", str(tmp_path / "found.json")]

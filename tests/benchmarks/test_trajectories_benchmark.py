@@ -77,6 +77,7 @@ def main(monkeypatch, *words) -> int:
     return trajectories.main()
 
 
+@pytest.mark.release
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from launch import ROOT
 import dschat_ppo
 from dschat_ppo import __main__ as program
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 STEPS = ("sft", "reward", "dpo", "ppo")
 TASKS = {"toy"}  # of the scripts: no command of an installed package

@@ -26,7 +26,7 @@ from dschat_ppo.models.loading import load_sequence_classifier
 from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.tools import toy
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 # transformers has no classifier, or one with another head, so plain transformers cannot load the reward model
 BLANK = {"Llama 4 (text)", "LFM2", "Granite 4 (hybrid)", "Falcon-H1", "ELECTRA (decoder)"}

@@ -9,7 +9,7 @@ from launch import forked, succeed
 
 from dschat_ppo.checkpoint.engine_state import common_state
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 RANKS = {"first": 1, "main": 2, "last": 1}
 

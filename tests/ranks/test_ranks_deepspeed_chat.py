@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 
 from dschat_ppo.tools import toy
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 FAMILIES = {"meta-llama": "Llama 2", "facebook": "OPT", "bigscience": "BLOOM", "sberbank-ai": "GPT-2"}
 SUPERVISED = (

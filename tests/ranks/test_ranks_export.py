@@ -9,7 +9,7 @@ from launch import ROOT, metrics_of, run_steps
 
 from dschat_ppo.tools.export import main
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 ALONE = ("sft-3-fp32", "ppo-3")  # cases on one rank; all run on two
 FIT = (

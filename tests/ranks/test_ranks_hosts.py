@@ -14,7 +14,7 @@ from launch import ROOT, Ranks, _free_port, metrics_of, numbers_of, wait_until
 
 from dschat_ppo.checkpoint.store import CheckpointFolder
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 TIMEOUT = 15
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from launch import metrics_of, run_steps
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 STEP_3 = (
     "--data_split 0,0,1 --dtype fp32 --max_prompt_seq_len 32 --max_answer_seq_len 6 --advantage_estimator grpo "

@@ -7,7 +7,7 @@ import pytest
 from launch import ROOT, forked, metrics_of, run, succeed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 
 def test_a_resumed_run_continues_in_every_library(assets, tmp_path, monkeypatch):

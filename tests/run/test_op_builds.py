@@ -74,6 +74,7 @@ def until_it_compiles(folder: Path, compilations: int = 1) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
     lock = tmp_path / "operators/toy" / TORCH_LOCK
@@ -90,6 +91,7 @@ def test_a_killed_compilation_does_not_block_later_runs(operators, tmp_path):
     assert story(tmp_path) == ["begin", "begin", "end"]
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_of_two_processes_one_compiles(operators, tmp_path):
     both = [operators(6.5), operators(6.5)]

@@ -46,6 +46,7 @@ def begin(stack: ExitStack, port: int, rank: int, folder: str) -> subprocess.Pop
     return process
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_a_rank_of_another_launch_changes_nothing():
     port = _free_port()

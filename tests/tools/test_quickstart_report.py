@@ -1,4 +1,4 @@
-"""The quickstart with all three steps, SFT on fewer rows: its results and its output."""
+"""The quickstart with all three steps: a short trial, and before a release the whole, SFT on fewer rows."""
 
 import json
 import shlex
@@ -12,6 +12,15 @@ from launch import environment, metrics_of, run, succeed
 from dschat_ppo.tools.toy import Question, keeps_rule
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+release = pytest.mark.release
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trial")
+    result = succeed(run(["bash", "training_scripts/quickstart.sh", str(folder), "--max_steps", "2"], timeout=900))
+    (folder / "log").write_text(result.stdout)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +35,7 @@ def out(tmp_path_factory):
     return folder
 
 
+@release
 def test_quickstart_learns_the_task(out):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["sft_eval_loss_after"] < 0.1 * summary["sft_eval_loss_before"]
@@ -39,6 +49,7 @@ def test_quickstart_learns_the_task(out):
     assert summary["versions"]["deepspeed"] == "0.19.8"
 
 
+@release
 def test_the_chat_at_the_end_shows_what_ppo_has_changed_and_a_second_turn_is_answered(out):
     purpose, command = (out / "log").read_text().split("chat with the model after PPO")[1].splitlines()[:2]
     first = purpose.split("type first '")[1].removesuffix("':")
@@ -53,6 +64,7 @@ def test_the_chat_at_the_end_shows_what_ppo_has_changed_and_a_second_turn_is_ans
     assert keeps_rule(Question(asked.name, "green", "lamp", 4), second)
 
 
+@release
 def test_the_report_of_ppo_shows_the_true_rule(out):
     scores = [line["eval/score"] for line in metrics_of(out / "ppo") if "eval/score" in line]
     assert len(scores) == 9 and scores[0] < 0.7 and scores[-1] > 0.9
@@ -60,12 +72,15 @@ def test_the_report_of_ppo_shows_the_true_rule(out):
     assert "dschat_ppo.tools.toy:true_rule" in text and "parameters, 100 % trained, from " in text
 
 
-def test_what_is_printed_exists_and_the_commands_at_the_end_run(out):
-    log = (out / "log").read_text()
+@pytest.mark.parametrize("which", ["trial", pytest.param("out", marks=release)])
+def test_what_is_printed_exists_and_the_commands_at_the_end_run(which, request):
+    log = (request.getfixturevalue(which) / "log").read_text()
     assert log.count("before:") == log.count("after :") == 5 <= log.count("  prompt: ")
     lines = log.split("reports, for a browser:\n")[1].splitlines()
     assert all(Path(report.strip()).stat().st_size > 10_000 for report in lines[:3])
-    _, evaluating = (shlex.split(line) for line in lines[3:] if line.startswith("  "))
+    chatting, evaluating = (shlex.split(line) for line in lines[3:] if line.startswith("  "))
     settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
     printed = succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings)).stdout
     assert "  actor, greedy (score " in printed and "prompt 3:" in printed
+    said = succeed(subprocess.run(chatting, input="Where is the lamp?\n", **settings)).stdout
+    assert said.splitlines()[::2] == ["actor:", "sft:"]

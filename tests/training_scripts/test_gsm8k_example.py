@@ -76,6 +76,7 @@ def points(answer: str, solution: str) -> float:
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.release
 def test_sft_learns_the_form_of_the_answers_grpo_reports_both_rules_and_the_evaluation_compares_both(out):
     first, *_, last = [line["eval_loss"] for line in metrics_of(out / "sft") if "eval_loss" in line]
     assert last < first / 3
@@ -92,6 +93,7 @@ def test_sft_learns_the_form_of_the_answers_grpo_reports_both_rules_and_the_eval
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.release
 def test_answers_score_the_right_number_and_the_form(out):
     rows = [json.loads(line) for step in (out / "grpo/eval").iterdir() for line in step.read_text().splitlines()]
     scores = [score for row in rows for score in row["scores"]]
