@@ -17,7 +17,7 @@ from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
 from dschat_ppo.models.architectures import MASK_IS_READ, first_position
-from dschat_ppo.models.backbone import backbone_of, position_arguments
+from dschat_ppo.models.backbone import attention_is_replaceable, backbone_of, position_arguments
 from dschat_ppo.models.classifiers import classifier_class, config_for
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, load_config
@@ -207,7 +207,7 @@ def _saved_sizes(backbone: Any, tokens: int) -> Counter[int]:
     backbone.train()
     with ExitStack() as stack:
         stack.callback(setattr, config, "_attn_implementation", before)
-        if backbone._supports_attention_backend and config.model_type not in MASK_IS_READ:
+        if attention_is_replaceable(backbone) and config.model_type not in MASK_IS_READ:
             config._attn_implementation = ATTENTION
         backbone.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the ids
         stack.callback(delattr, backbone, "warn_if_padding_and_no_attention_mask")
