@@ -1,13 +1,15 @@
 """Layers that carry a state from token to token (a short convolution, Mamba, a gated delta rule), in packed rows.
 
 Such a layer starts from no state at the first column that it sees, and passes over the ends of segments. So the packed
-row is laid out in rows again for it alone: each row whole, with the beginning that it shares, and padded on the right,
-which no token sees. The layer's own forward runs there, and each token's output goes back to its place. Kernels that
-work in chunks then begin them where they begin in padded rows. Attention, MLPs, norms and heads run the packed row.
+row is laid out in rows again for it alone: each row whole, with the beginning that it shares (of which a convolution
+alone needs the last tokens), and padded on the right, which no token sees. The layer's own forward runs there, and each
+token's output goes back to its place. Kernels that work in chunks then begin them where they begin in padded rows.
+Attention, MLPs, norms and heads run the packed row.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +22,17 @@ from dschat_ppo.models.shared_prompts import PackedRows
 
 
 def state_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The modules that mix tokens through a state: all that transformers has (July 2026) begin with a causal
-    convolution. Whether they keep rows apart is tried by `select_kernels`."""
+    """The modules that mix tokens through a state, by the causal convolution that they begin with. Others (RWKV, xLSTM)
+    make rows depend on each other, which `select_kernels` finds."""
     return [part for part in backbone.modules() if any(isinstance(child, nn.Conv1d) for child in part.children())]
+
+
+def reach_of(layer: nn.Module) -> int:
+    """How many tokens before it a token of such a layer sees: all, unless only the convolution mixes (LFM2)."""
+    parts = [getattr(part, "base_layer", part) for part in layer.children()]  # without adapters
+    if any(layer._parameters) or not all(isinstance(part, nn.Linear | nn.Conv1d) for part in parts):
+        return sys.maxsize
+    return max(part.dilation[0] * (part.kernel_size[0] - 1) for part in parts if isinstance(part, nn.Conv1d))
 
 
 class _Gather(torch.autograd.Function):
@@ -53,22 +63,25 @@ class StateRows:
     once: bool
 
     @classmethod
-    def of(cls, rows: PackedRows, lengths: list[int]) -> StateRows:
-        """Of rows with these lengths."""
-        order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    def of(cls, rows: PackedRows, reach: int) -> StateRows:
+        """For layers in which a token sees `reach` tokens before it: of a shared beginning, a row has as many."""
+        sizes = {row: end - max(0, start - reach) for row, (start, end) in enumerate(rows.own) if start < end}
         groups: list[list[int]] = []
-        for row in order:
-            if not groups or 2 * lengths[row] < lengths[groups[-1][0]]:
+        for row in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            if not groups or 2 * sizes[row] < sizes[groups[-1][0]]:
                 groups.append([])
             groups[-1].append(row)
-        blocks = [(len(group), lengths[group[0]]) for group in groups]
-        starts, start = [0] * len(lengths), 0  # the first slot of each row
-        for group, (_, columns) in zip(groups, blocks, strict=True):
-            for row in group:
-                starts[row], start = start, start + columns
-        slots = [rows.places[group, :columns].flatten() for group, (_, columns) in zip(groups, blocks, strict=True)]
-        first = torch.tensor(starts, device=rows.tokens.device)[rows.tokens // rows.places.shape[1]]
-        return cls(blocks, torch.cat(slots), first + rows.positions, rows.seen is None)
+        width, device, blocks, parts, filled = rows.places.shape[1], rows.tokens.device, [], [], 0
+        slot_of_column_0 = torch.zeros(len(rows.own), dtype=torch.int64)
+        for group in groups:
+            columns = torch.arange(sizes[group[0]]) + torch.tensor([[rows.own[row][1] - sizes[row]] for row in group])
+            slot_of_column_0[group] = filled + torch.arange(len(group)) * columns.shape[1] - columns[:, 0]
+            parts.append((columns.clamp_max(width - 1) + width * torch.tensor(group).unsqueeze(1)).flatten())
+            blocks.append((len(group), columns.shape[1]))
+            filled += columns.numel()
+        slots = rows.places.flatten()[torch.cat(parts).to(device)]
+        places = slot_of_column_0.to(device)[rows.tokens // width] + rows.positions
+        return cls(blocks, slots, places, rows.seen is None)
 
     def around(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`forward` of a layer, whose arguments (1, N, ...) and output it gets and gives in rows."""

@@ -1,6 +1,8 @@
 """Layers with a state in packed rows: their rows, and rows longer than the chunks of a kernel. `test_forward.py` tests
 each kind of model."""
 
+import sys
+
 import pytest
 import torch
 from tiny_models import VOCABULARY, new_model
@@ -9,42 +11,49 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.packing import token_states
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.shared_prompts import lay_out
-from dschat_ppo.models.state_layers import StateRows, state_layers
+from dschat_ppo.models.state_layers import StateRows, reach_of, state_layers
+
+IDS = torch.arange(4 * 12).view(4, 12)
+IDS[1, :9] = IDS[3, :9] = IDS[0, :9]  # two rows begin with 9 tokens of the first
+LENGTHS = [12, 11, 5, 10]
 
 
-def test_rows_by_hand():
-    """Rows of 12, 11, 5 and 10 tokens of which the second and the last begin with 9 tokens of the first."""
-    ids = torch.arange(4 * 12).view(4, 12)
-    ids[1, :9] = ids[3, :9] = ids[0, :9]
-    lengths = [12, 11, 5, 10]
-    packed = lay_out(ids, torch.tensor(lengths), packs=True, shares=True)
-    tokens = ids.flatten()[packed.tokens].double()[None, :, None].requires_grad_()  # (1, 12 + 2 + 5 + 1, 1)
+@pytest.mark.parametrize(("reach", "blocks"), [
+    (99, [[[*range(12)], [*range(9), 21, 22], [*range(9), 45]], [[24, 25, 26, 27, 28]]]),
+    (2, [[[*range(12)]], [[24, 25, 26, 27, 28], [7, 8, 21, 22], [7, 8, 45]]]),
+])  # fmt: skip
+def test_rows_by_hand(reach, blocks):
+    packed, seen = lay_out(IDS, torch.tensor(LENGTHS), packs=True, shares=True), []
+    tokens = IDS.flatten()[packed.tokens].double()[None, :, None].requires_grad_()  # (1, 12 + 2 + 5 + 1, 1)
     assert tokens.shape[1] == 20
-    rows, seen = StateRows.of(packed, lengths), []
-    assert rows.blocks == [(3, 12), (1, 5)]
 
-    def add_up(states, factor, mask=None):
-        seen.append(states)
-        return factor * states.cumsum(dim=1)
+    def of_three(states, factor, mask=None):
+        """`factor` times each token and the two before it."""
+        seen.append(states[..., 0].tolist())
+        return factor * torch.nn.functional.pad(states, (0, 0, 2, 0)).unfold(1, 3, 1).sum(dim=-1)
 
-    found = rows.around(add_up)(tokens, factor=2, mask=None)
-    assert [part[..., 0].tolist() for part in seen][1] == [ids[2, :5].tolist()]
-    assert [row[:size] for row, size in zip(seen[0][..., 0].tolist(), (12, 11, 10), strict=True)] == [
-        ids[row, : lengths[row]].tolist() for row in (0, 1, 3)
-    ]
-    expected = 2 * ids.cumsum(dim=1).flatten()[packed.tokens]
-    assert found[0, :, 0].tolist() == expected.tolist()
-    # the gradient of the sum of all outputs: twice as many as the tokens of its segments from it on
+    found = StateRows.of(packed, reach).around(of_three)(tokens, factor=2, mask=None)
+    assert len(seen) == 2
+    for block, rows in zip(seen, blocks, strict=True):
+        assert len(block[0]) == len(rows[0])
+        assert [row[: len(real)] for row, real in zip(block, rows, strict=True)] == rows
+    values = dict(zip(packed.tokens.tolist(), found[0, :, 0].tolist(), strict=True))
+    assert [values[token] for token in (8, 9, 25)] == [2 * (6 + 7 + 8), 2 * (7 + 8 + 9), 2 * (24 + 25)]
+    assert [values[token] for token in (21, 45)] == [2 * (7 + 8 + 21), 2 * (7 + 8 + 45)]
+    # the gradient of the sum of all outputs: how many tokens of all rows see each token, twice
     found.sum().backward()
-    last = {12: 12, 11: 2, 10: 1}
-    by_hand = [2 * (12 - column + last[11] + last[10] if column < 9 else 12 - column) for column in range(12)]
-    place = {int(token): float(grad) for token, grad in zip(packed.tokens, tokens.grad[0, :, 0], strict=True)}
-    assert [place[column] for column in range(12)] == by_hand
-    assert [place[12 + 9], place[12 + 10], place[3 * 12 + 9]] == [4, 2, 2]
-    assert [place[24 + column] for column in range(5)] == [10, 8, 6, 4, 2]
+    gradients = dict(zip(packed.tokens.tolist(), tokens.grad[0, :, 0].tolist(), strict=True))
+    assert [gradients[token] for token in (0, 6, 7, 8, 9, 10, 11)] == [6, 6, 10, 12, 6, 4, 2]
+    assert [gradients[token] for token in (21, 22, 45, 24, 28)] == [4, 2, 2, 6, 2]
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("qwen3-next", 64), ("qwen3.5", 64), ("falcon-h1", 16)])
+@pytest.mark.parametrize(("name", "reach"), [("lfm2", 2), ("granite-hybrid", sys.maxsize), ("qwen3.5", sys.maxsize)])
+def test_a_convolution_alone_sees_few_tokens(name, reach):
+    [layer] = state_layers(new_model(name))
+    assert reach_of(layer) == reach
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("qwen3-next", 64), ("qwen3.5", 64), ("falcon-h1", 16), ("lfm2", 3)])
 @pytest.mark.parametrize("shares", [False, True])
 def test_rows_longer_than_a_chunk_have_the_numbers_of_padded_rows(name, chunk, shares):
     """Chunks begin at a row's first token in both layouts, so even kernels that round by chunk find the same."""
