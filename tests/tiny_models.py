@@ -135,13 +135,13 @@ KINDS = {
 HYBRIDS = (  # attention beside layers that carry a state from token to token
     "lfm2", "granite-hybrid", "qwen3-next", "qwen3.5", "falcon-h1", "jamba", "olmo-hybrid",
 )  # fmt: skip
-PADDED_ONLY = ("gptj", "bloom", "falcon", "gpt-neo", "doge", *HYBRIDS)
+PADDED_ONLY = ("gptj", "bloom", "falcon", "gpt-neo", "doge")
 RECOMPUTED = ("mamba", "rwkv")
 UNFIT = (
     "gpt-oss", "phimoe", "phi3-longrope",
     "nemotron-h",  # in transformers, its steps with a cache differ from its whole rows, by 1e-4
 )  # fmt: skip
-CONTINUOUS = tuple(name for name in KINDS if name not in (*PADDED_ONLY, *RECOMPUTED, *UNFIT))
+CONTINUOUS = tuple(name for name in KINDS if name not in (*PADDED_ONLY, *RECOMPUTED, *UNFIT, *HYBRIDS))
 
 
 def new_model(name: str, **changes) -> PreTrainedModel:

@@ -66,9 +66,14 @@ def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
         known = set(kinds) <= {"full_attention", "sliding_attention", "moe", "mlp", *WITH_STATES}
-        passed = all((kinds[layer] == "sliding_attention") == (w is not None) for layer, w in received.items())
+        passed = all(("sliding" in kinds[layer]) == (w is not None) for layer, w in received.items())
         return not (known and passed)
     return getattr(text, "sliding_window", None) is not None and all(window is None for window in received.values())
+
+
+def has_states(config: Any) -> bool:
+    """Whether layers of the model carry a state from token to token."""
+    return not set(getattr(config.get_text_config(), "layer_types", None) or ()).isdisjoint(WITH_STATES)
 
 
 def backbone_of(lm: Any) -> Any:

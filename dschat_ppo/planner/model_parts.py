@@ -22,7 +22,7 @@ from dschat_ppo.models.classifiers import classifier_class, config_for
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import model_folder
-from dschat_ppo.rollout.memory import bytes_per_token
+from dschat_ppo.rollout.memory import cache_bytes
 
 TOKENS = 256  # of the forward pass that counts; activations are in proportion to them
 ATTENTION = "dschat_planned"
@@ -148,7 +148,7 @@ def _kv_bytes(model: PreTrainedModel) -> int:
     that cannot run without data, such as GPT-2, has as many key-value heads as attention heads: 2 x layers x H x s."""
     try:
         with reading("keys and values"):
-            return bytes_per_token(model)
+            return cache_bytes(model)[0]
     except UserError:
         text = model.config.get_text_config()
         return 2 * int(text.num_hidden_layers) * int(text.hidden_size) * model.dtype.itemsize

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
+from dschat_ppo.models.backbone import has_states
 from dschat_ppo.models.probes import UnsupportedAttentionError, check_attention_call
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, PrefillMetadata, SharedPrefix
 
@@ -95,10 +96,11 @@ NAME = "dschat_rollout"
 
 
 class RolloutCache(Cache):
-    """Passes new keys and values through to the attention function, which writes them to the KV cache itself."""
+    """Passes new keys and values through to the attention function, which writes them to the KV cache itself. Layers
+    that carry a state have transformers' own cache layer for it: empty, so the next forward pass is a prefill."""
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
+    def __init__(self, config: PreTrainedConfig | None = None) -> None:
+        super().__init__(layers=DynamicCache(config=config).layers if config and has_states(config) else [])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -170,7 +172,9 @@ class RolloutAttention:
             step = self.metadata
             for cached, new in zip(step.cache.layer(layer, key, value), (key, value), strict=True):
                 _write(step, cached, new[step.source, :, step.columns])
-            return causal_attention(query, key, value, scale, sliding_window, softcap).transpose(1, 2), None
+            query, key, value = (step.to_the_left(part) for part in (query, key, value))
+            mixed = causal_attention(query, key, value, scale, sliding_window, softcap)
+            return step.to_the_right(mixed).transpose(1, 2), None
         outputs = []
         for batch in self.metadata:
             rows = slice(batch.first, batch.first + batch.count)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.memory_advice import ran_out_of_memory
 from dschat_ppo.common.progress import report_phase
-from dschat_ppo.models.backbone import last_logits_argument, position_arguments
+from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, RolloutCache, installed
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory
 from dschat_ppo.rollout.flash_decode import flash_decode
@@ -22,6 +22,7 @@ from dschat_ppo.rollout.running_batches import RunningBatches
 from dschat_ppo.rollout.running_pool import RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch, SamplingParameters, sample
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.rollout.states import RowStates
 
 MaxOverRanks = Callable[[int], int]
 
@@ -60,6 +61,7 @@ class ContinuousBatching:
         self.device = buffers.token_ids.device
         self.attention = RolloutAttention(flash_decode(self.device) or (CPUDecode() if memory is None else None))
         self.cache = RolloutCache()
+        self.states = RowStates() if has_states(model.config) else None
         self.cancelled = cancelled
         self.memory = memory
         self.prompt_lengths = lengths = buffers.prompt_lengths[:-1].cpu().numpy()
@@ -96,6 +98,8 @@ class ContinuousBatching:
                         self.memory.release()
                         self.running.most_slots = self.running.most_slots * self.rows // before
                     self.running.clear()
+                    if self.states is not None:
+                        self.states, self.cache = RowStates(), RolloutCache()
                     self._return_to_queue(sequences)  # takes a little memory, so not before there is some
                     warn_of_memory(before, self.rows)
                 self.attention.metadata = []
@@ -113,6 +117,8 @@ class ContinuousBatching:
         if len(self.waiting) and free >= worthwhile:
             whole_groups = free - free % samples if free >= samples else free
             if count := running.room_for(self.waiting[:whole_groups], worthwhile):
+                if self.states is not None:
+                    self.states.of(running.sequences)  # forget the finished ones
                 wave, self.waiting = self.waiting[:count], self.waiting[count:]
                 waves = running.start(wave)
         # Each forward pass is over the first tokens of prompts, longest first: all but the last token of each, which
@@ -130,19 +136,7 @@ class ContinuousBatching:
             if number >= len(passes):
                 self._idle_pass()
                 continue
-            prefill, prompts, tokens = passes[number]
-            row_of = np.full(self.buffers.count, -1)  # of the pass, by sequence
-            row_of[prompts] = np.arange(len(prompts))
-            copies = np.flatnonzero(row_of[prefill.sequences] >= 0)
-            counts = lengths[prefill.sequences[copies]] - 1
-            columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            rows, starts, source = (
-                np.repeat(part[copies], counts) for part in (prefill.rows, prefill.starts, row_of[prefill.sequences])
-            )
-            places = torch.from_numpy(np.stack([rows, starts + columns, source, columns])).to(self.device)
-            self.attention.metadata = PrefillMetadata(prefill.cache, *places)
-            ids = self.buffers.token_ids[torch.from_numpy(prompts).to(self.device), :tokens]
-            self._forward(ids, torch.arange(tokens, device=self.device).expand(len(prompts), -1))
+            self._prefill(*passes[number])
         if not len(running):
             self._idle_pass()
             return
@@ -157,6 +151,8 @@ class ContinuousBatching:
         else:
             inputs = running.next_step(self.device)
             sequences, positions, tokens = running.sequences, running.positions, 1
+            if self.states is not None:
+                self.cache = self.states.of(sequences)
             finished = self._generate_tokens(*inputs).cpu().numpy()
         if self.buffers.stopping.stop_strings:
             counts = positions + 1 - lengths[sequences]  # response tokens before the new ones
@@ -170,12 +166,43 @@ class ContinuousBatching:
         self.waiting = np.concatenate([sequences, self.waiting])
         self.buffers.reset(sequences.tolist())
 
+    def _prefill(self, prefill: Prefill, prompts: np.ndarray, tokens: int) -> None:
+        """A forward pass over the prompts of sequences `prompts`, all but the last token of each; `tokens` columns."""
+        samples, device = self.buffers.samples, self.device
+        row_of = np.full(self.buffers.count // samples, -1)  # of the pass, by number of the prompt
+        row_of[prompts // samples] = np.arange(len(prompts))
+        copies = np.flatnonzero(row_of[prefill.sequences // samples] >= 0)
+        counts = self.prompt_lengths[prefill.sequences[copies]] - 1
+        columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows, starts, source = (
+            np.repeat(part[copies], counts)
+            for part in (prefill.rows, prefill.starts, row_of[prefill.sequences // samples])
+        )
+        places = torch.from_numpy(np.stack([rows, starts + columns, source, columns])).to(device)
+        metadata = self.attention.metadata = PrefillMetadata(prefill.cache, *places)
+        ids = self.buffers.token_ids[torch.from_numpy(prompts).to(device), :tokens]
+        positions = torch.arange(tokens, device=device).expand(len(prompts), -1)
+        if self.states is None:
+            self._forward(ids, positions, self.cache)
+            return
+        # Padding on the right would change states; on the left it does not where the layers mask it.
+        padding = torch.from_numpy(tokens + 1 - self.prompt_lengths[prompts]).to(device)
+        positions = positions - padding.unsqueeze(1)
+        metadata.columns, metadata.padding = metadata.columns + padding[metadata.source], padding
+        cache, mask = RolloutCache(self.model.config), positions >= 0
+        positions = positions.clamp_min(0)
+        self._forward(ids.gather(1, positions), positions, cache, attention_mask=mask.long())
+        started = self.running.sequences
+        started = started[row_of[started // samples] >= 0]
+        fed = self.prompt_lengths[started] > 1
+        self.states.add(cache, started, np.where(fed, row_of[started // samples], -1))
+
     def _idle_pass(self) -> None:
         """Take part in a collective forward pass of other ranks; nothing to do if ranks are not synchronised."""
         if self.synchronised:
             zero = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.attention.metadata = PrefillMetadata(KVCache(1, 1), zero, zero, zero, zero)
-            self._forward(zero.unsqueeze(0), zero.unsqueeze(0))
+            self._forward(zero.unsqueeze(0), zero.unsqueeze(0), RolloutCache(self.model.config))
 
     def _generate_tokens(
         self, sequences: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata | PooledMetadata],
@@ -187,7 +214,7 @@ class ContinuousBatching:
         self.attention.metadata = metadata
         counts = positions + 1 - buffers.prompt_lengths[sequences]
         ids = buffers.token_ids.view(-1)[sequences * buffers.width + positions]
-        logits = self._forward(ids.unsqueeze(1), positions.unsqueeze(1))
+        logits = self._forward(ids.unsqueeze(1), positions.unsqueeze(1), self.cache)
         tokens, logprobs = sample(
             logits,
             self.sampling,
@@ -198,12 +225,13 @@ class ContinuousBatching:
         )
         return buffers.append(sequences, counts, tokens, logprobs)
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, cache: RolloutCache, **mask: Tensor) -> Tensor:
         """(n, L) ids -> (n, V) logits of the last column."""
         output = self.model(
             input_ids=ids,
-            past_key_values=self.cache,
+            past_key_values=cache,
             use_cache=True,
+            **mask,
             **position_arguments(self.model, positions),
             **last_logits_argument(self.model, 1),
         )

@@ -18,7 +18,13 @@ from dschat_ppo.algorithms.logprobs import token_logprobs
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.errors import NonFiniteError, UserError, attempt
-from dschat_ppo.models.backbone import WITH_STATES, hidden_window, position_arguments, slot_arguments
+from dschat_ppo.models.backbone import (
+    attention_is_replaceable,
+    has_states,
+    hidden_window,
+    position_arguments,
+    slot_arguments,
+)
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.models.forward import vocabulary_size
 from dschat_ppo.models.probes import of_any_rank, unfit
@@ -82,6 +88,7 @@ def generate(
     """
     on_gpu = prompts.prompt_ids.is_cuda
     static = on_gpu and max_over_ranks is None if config.static is None else config.static
+    static = static and not has_states(model.config)
     with ExitStack() as stack:
         if config.prepack and max_over_ranks is None and can_prepack(model):
             stack.enter_context(fused(model))
@@ -111,7 +118,7 @@ def engine_text(model: PreTrainedModel, config: GenerationConfig, max_over_ranks
         compiled = "compiled attention" if can_run(weight) else "PyTorch attention"
         parts.append("flash attention" if flash_decode(weight.device) is not None else compiled)
         if weight.is_cuda:
-            parts.append("CUDA graphs" if whole else "no CUDA graphs")
+            parts.append("CUDA graphs" if whole and not has_states(model.config) else "no CUDA graphs")
     if config.prepack and whole and can_prepack(model):
         parts.append("prepacked weights")
     return ", ".join([*parts, "whole weights" if whole else "weights gathered layer by layer"])
@@ -213,20 +220,21 @@ def check_engine(
 @torch.no_grad()
 def reason_unsupported(model: PreTrainedModel) -> str:
     """Why continuous batching does not support the model, where short prompts would not show it; "" if it does."""
-    if not model._supports_attention_backend:
+    if not attention_is_replaceable(model):
         return "its attention cannot be replaced"
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     ropes = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     if ropes & {"dynamic", "longrope"}:
         return "its rotary positions depend on the longest row of a batch"
-    if kinds := set(getattr(model.config.get_text_config(), "layer_types", None) or ()) & set(WITH_STATES):
-        return f"its layers of kind {' and '.join(sorted(kinds))} carry a state, which only padded batches keep"
     attention, zero = RolloutAttention(), torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     attention.metadata = PrefillMetadata(KVCache(1, 1), *[zero[0]] * 4)
+    cache = RolloutCache(model.config)
     with attempt() as tried, installed(model, attention):
-        model(input_ids=zero, past_key_values=RolloutCache(), use_cache=True, **position_arguments(model, zero))
+        model(input_ids=zero, past_key_values=cache, use_cache=True, **position_arguments(model, zero))
     if reason := unfit(tried):
         return reason
+    if not attention.windows:
+        return "its attention cannot be replaced"
     if hidden_window(model.config, attention.windows):
         return "it limits how far back a token sees by its mask alone"
     return ""

@@ -90,14 +90,29 @@ class Prefill:
 @dataclass
 class PrefillMetadata:
     """A prefill: token `columns[i]` of row `source[i]` of the forward pass goes to slot `slots[i]` of row `rows[i]` of
-    `cache`. All are (m,) int64."""
+    `cache`. All are (m,) int64. `padding` (n,) int64: columns before the first token of each row; None: 0."""
 
     cache: KVCache
     rows: Tensor
     slots: Tensor
     source: Tensor
     columns: Tensor
+    padding: Tensor | None = None
     kept: dict[Any, Any] = field(default_factory=dict, init=False)  # what the layers of a step share
+
+    def to_the_left(self, part: Tensor) -> Tensor:
+        """(n, heads, L, d) with the tokens of each row from column 0 on, and copies of its last one behind them."""
+        return part if self.padding is None else self._moved(part, self.padding)
+
+    def to_the_right(self, part: Tensor) -> Tensor:
+        """Undo `to_the_left`; the padding gets the numbers of the first token."""
+        return part if self.padding is None else self._moved(part, -self.padding)
+
+    def _moved(self, part: Tensor, distance: Tensor) -> Tensor:
+        rows, _, length, _ = part.shape
+        columns = torch.arange(length, device=part.device) + distance.unsqueeze(1)
+        row = torch.arange(rows, device=part.device).unsqueeze(1)
+        return part.transpose(1, 2)[row, columns.clamp(0, length - 1)].transpose(1, 2)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dschat_ppo.common.dist import is_main, local_world_size, on_gpu, rank
 from dschat_ppo.common.host_memory import available_memory
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.models.forward import vocabulary_size
+from dschat_ppo.rollout.states import states_of
 
 _log = logging.getLogger(__name__)
 
@@ -24,19 +25,20 @@ LOGITS_BYTES = 6 * 4  # per row and token of the vocabulary: sampling holds abou
 
 
 @torch.no_grad()
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of one token of one row, measured by caching one token."""
+def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """Bytes of the keys and values of one token, and of the states of one row, measured by caching one token."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     cached = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
-    return max(1, sum(t.nbytes for t in cached))
+    return max(1, sum(t.nbytes for t in cached)), sum(state.nbytes for _, state in states_of(cache))
 
 
 def rows_for_memory(model: PreTrainedModel, length: int) -> int:
     """How many sequences of `length` tokens fit into the free memory, at least 1. On a CPU they get `MEMORY_SHARE` of
     it; on a GPU all but a reserve, because generation needs little else."""
-    device, per_row = next(model.parameters()).device, bytes_per_token(model) * length
+    device, (per_token, states) = next(model.parameters()).device, cache_bytes(model)
+    per_row = per_token * length + states
     if device.type != "cuda":
         free = available_memory() // local_world_size()
         return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / per_row)))
@@ -56,7 +58,7 @@ def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, in
         return rows, rows * length
     free, logits = _free_on_gpu(device), vocabulary_size(model) * LOGITS_BYTES
     rows = rows or max(1, min(MAX_ROWS_GPU, int(LOGITS_SHARE * free / logits)))
-    fitting = (free - reserve(free) - rows * logits) // bytes_per_token(model)
+    fitting = (free - reserve(free) - rows * logits) // cache_bytes(model)[0]
     return rows, max(0, min(rows * length, fitting))
 
 

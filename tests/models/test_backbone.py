@@ -32,6 +32,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: None, 1: None}, True),
         ({"sliding_window": 8, "layer_types": [FULL, FULL]}, {0: 8, 1: None}, True),
         ({"layer_types": [FULL, "chunked_attention"]}, {0: None, 1: None}, True),
+        ({"layer_types": ["linear_attention", "mlp", "hybrid"]}, {2: None}, False),
         ({"attention_chunk_size": 16}, {0: None}, True),
     ],
 )

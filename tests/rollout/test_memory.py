@@ -15,16 +15,18 @@ from transformers.cache_utils import DynamicLayer
 
 from dschat_ppo.rollout import memory, running_batches, running_pool
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.memory import bytes_per_token, pool_limits, rows_for_memory
+from dschat_ppo.rollout.memory import cache_bytes, pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import GROWTH_TOKENS, InPlaceLayer, new_cache
 
 GIB = 2**30
 
 
 def test_bytes_of_a_token_by_hand():
-    """Keys and values of 2 layers, 2 heads of 8 numbers, 4 bytes each; gpt2 has 4 heads."""
-    assert bytes_per_token(model_of("llama")) == 2 * 2 * 2 * 8 * 4
-    assert bytes_per_token(model_of("gpt2")) == 2 * 2 * 4 * 8 * 4
+    """Keys and values of 2 layers, 2 heads of 8 numbers, 4 bytes each; gpt2 has 4 heads. The first layer of lfm2 is a
+    convolution of 3 tokens with 32 numbers each."""
+    assert cache_bytes(model_of("llama")) == (2 * 2 * 2 * 8 * 4, 0)
+    assert cache_bytes(model_of("gpt2")) == (2 * 2 * 4 * 8 * 4, 0)
+    assert cache_bytes(model_of("lfm2")) == (2 * 2 * 8 * 4, 3 * 32 * 4)
 
 
 def test_rows_on_a_cpu_follow_the_free_memory_of_each_rank(monkeypatch):
@@ -52,7 +54,7 @@ def gpu(monkeypatch):
             get_output_embeddings=lambda: SimpleNamespace(out_features=48),
         )
 
-    monkeypatch.setattr(memory, "bytes_per_token", lambda model: 256)
+    monkeypatch.setattr(memory, "cache_bytes", lambda model: (256, 0))
     return pretend
 
 
@@ -85,6 +87,7 @@ def test_the_rows_of_a_pool_do_not_depend_on_their_length_on_a_gpu(gpu, monkeypa
 OF_A_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
 WAYS = {
     "batches": {}, "shared": {"samples": 3}, "pool": {"static": True}, "shared pool": {"samples": 3, "static": True},
+    "states": {"model": "lfm2", "samples": 3},
 }  # fmt: skip
 
 

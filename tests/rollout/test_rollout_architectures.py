@@ -5,6 +5,7 @@ import torch
 from generation import run
 from tiny_models import (
     CONTINUOUS,
+    HYBRIDS,
     LENGTHS,
     NEW_TOKENS,
     PADDED_ONLY,
@@ -29,6 +30,9 @@ GREEDY = SamplingParameters(top_k=1)
 REFILL, STATIC, ALL_AT_ONCE = {"rows": 3}, {"rows": 3, "static": True}, {"rows": 128}
 TRUNCATED = SamplingParameters(temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
 PENALTY = SamplingParameters(temperature=0.9, repetition_penalty=1.3)
+# The plain pass of the delta rule is in chunks of 64 tokens, which round otherwise than one token after another; padded
+# batches with transformers' own cache are as far from it.
+TOLERANCE = {"qwen3.5": 1e-4}
 
 
 @pytest.fixture
@@ -51,7 +55,13 @@ def test_greedy_tokens_equal_those_of_transformers(name, way):
 
 
 @pytest.mark.parametrize("way", [REFILL, ALL_AT_ONCE], ids=["refill", "all at once"])
-@pytest.mark.parametrize("name", [*PADDED_ONLY, "opt", "gemma2", "mistral-window"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_greedy_tokens_of_hybrids_equal_those_of_transformers(name, way):
+    check_greedy(name, way)
+
+
+@pytest.mark.parametrize("way", [REFILL, ALL_AT_ONCE], ids=["refill", "all at once"])
+@pytest.mark.parametrize("name", [*PADDED_ONLY, "opt", "gemma2", "mistral-window", "lfm2", "granite-hybrid"])
 def test_greedy_tokens_of_padded_batches_equal_those_of_transformers(name, way):
     check_greedy(name, {**way, "engine": "padded"})
 
@@ -83,7 +93,7 @@ def test_logprobs_under_a_penalty_equal_those_of_a_plain_forward_pass(engine):
     check_logprobs("opt", PENALTY, rows=3, engine=engine)
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", [*CONTINUOUS, *HYBRIDS])
 def test_logprobs_of_continuous_batching_equal_those_of_a_plain_forward_pass(name, prefix_uses):
     check_logprobs(name, TRUNCATED, rows=3, static=True)
     assert not prefix_uses
@@ -94,7 +104,7 @@ def test_logprobs_of_padded_batches_equal_those_of_a_plain_forward_pass(name):
     check_logprobs(name, TRUNCATED, rows=3, engine="padded")
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("name", [*CONTINUOUS, *HYBRIDS])
 def test_logprobs_with_prompts_shared_by_samples_equal_those_of_a_plain_forward_pass(name, prefix_uses):
     check_logprobs(name, TRUNCATED, rows=9, samples=4, lengths=(33, 40, 36))
     assert prefix_uses
@@ -106,7 +116,7 @@ def check_logprobs(name: str, sampling: SamplingParameters, lengths=LENGTHS, sam
     seeds = torch.arange(300, 300 + samples * len(lengths))
     rollout = run(name, lengths, sampling, stopping, seeds, samples=samples, **others)
     expected = plain_logprobs(model_of(name), rollout, sampling.temperature)
-    torch.testing.assert_close(rollout.rollout_logprobs, expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(rollout.rollout_logprobs, expected, atol=TOLERANCE.get(name, 2e-5), rtol=0)
     assert cut_at(tokens_of(rollout), stopping.ids) == tokens_of(rollout)
     assert rollout.response_ids.max() < VOCABULARY
     counts = rollout.response_mask.sum(dim=1)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from dschat_ppo.rollout import continuous_batching, running_pool
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
@@ -55,7 +56,8 @@ class World:
         memory = None
         if slots is not None:
             memory = StaticMemory(pool or KVCache(1, SPARE + 1), rows, slots, torch.device("cpu"))
-        self.engine = ContinuousBatching(None, self.buffers, rows, sampling, memory=memory)
+        model = SimpleNamespace(config=PretrainedConfig())
+        self.engine = ContinuousBatching(model, self.buffers, rows, sampling, memory=memory)
         self.engine._forward = self.forward
         self.samples = samples
         self.passes = self.shared = self.most_active = self.most_used = self.most_batches = 0
@@ -64,7 +66,7 @@ class World:
         self.engine.run()
         assert self.buffers.response_lengths[:-1].tolist() == self.answers.tolist()
 
-    def forward(self, ids, positions) -> torch.Tensor:
+    def forward(self, ids, positions, cache) -> torch.Tensor:
         metadata, running = self.engine.attention.metadata, self.engine.running
         if isinstance(metadata, PrefillMetadata):
             self.passes += 1

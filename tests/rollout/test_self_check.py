@@ -11,6 +11,7 @@ from tiny_models import HYBRIDS, model_of, new_model
 
 from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.rollout import attention, continuous_batching, generator
+from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.generator import (
     ENGINES,
     HALF_TOLERANCE,
@@ -20,11 +21,12 @@ from dschat_ppo.rollout.generator import (
 )
 from dschat_ppo.rollout.kv_cache import DecodeMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.states import RowStates
 
 HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral-window", *HYBRIDS])
 def test_continuous_batching_is_kept_if_it_is_right(name, caplog):
     caplog.set_level(logging.INFO)
     assert choose_engine(model_of(name), HOW) == HOW
@@ -39,7 +41,6 @@ REASONS = [  # why continuous batching does not support the model, and the engin
     ("phimoe", "mask alone", "padded"),  # its window is in its mask only, and longer than every prompt of the check
     ("phi3-longrope", "longest row", "padded"),
     ("rwkv", "cannot be replaced", "recomputed"),  # it does not read the state of padded batches either
-    *((name, "carry a state", "padded") for name in HYBRIDS),  # they would ask an empty cache for their state
 ]
 
 
@@ -138,6 +139,9 @@ MISTAKES = [  # name of a model, what is wrong, and how it replaces an attribute
      lambda right: property(lambda self: right.func(self).roll(1))),
     ("llama", "later slots", (DecodeMetadata, "newest"),
      lambda right: property(lambda self: torch.full_like(self.slots, self.length))),
+    ("lfm2", "states of another row", (RowStates, "of"), lambda right: lambda self, rows: right(self, rows[::-1])),
+    ("qwen3-next", "no mask of padding", (ContinuousBatching, "_forward"),
+     lambda right: lambda self, ids, positions, cache, **mask: right(self, ids, positions, cache)),
     *((name, "positions one later", POSITIONS,
        lambda right: lambda model, positions: right(model, positions + (positions.shape[1] == 1)))
       for name in ("llama", "gpt2")),

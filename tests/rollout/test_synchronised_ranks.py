@@ -33,10 +33,10 @@ class OtherRank:
 
 def one_rank(how: dict, lengths, others: list[int], seed: int):
     """The rollout of a rank, the numbers that it gave, and how many forward passes it made."""
-    model, max_over_ranks, passes = model_of("llama"), OtherRank(others), []
+    model, max_over_ranks, passes = model_of(how["model"]), OtherRank(others), []
     hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
     try:
-        rollout = run(model, prompts_of(lengths, seed), max_over_ranks=max_over_ranks, **how)
+        rollout = run(prompts=prompts_of(lengths, seed), max_over_ranks=max_over_ranks, **how)
     finally:
         hook.remove()
     return rollout, max_over_ranks.given, len(passes)
@@ -56,9 +56,9 @@ def both_ranks(how: dict, ranks):
 
 @pytest.mark.parametrize(("rows", "samples"), [(2, 1), (8, 4)])
 @pytest.mark.parametrize("ranks", list(RANKS))
-@pytest.mark.parametrize("engine", ["continuous", "padded"])
-def test_ranks_make_equal_numbers_of_passes_and_their_own_responses(engine, ranks, rows, samples):
-    how = {**HOW, "samples": samples, "rows": rows, "engine": engine}
+@pytest.mark.parametrize(("engine", "model"), [("continuous", "llama"), ("padded", "llama"), ("continuous", "lfm2")])
+def test_ranks_make_equal_numbers_of_passes_and_their_own_responses(engine, model, ranks, rows, samples):
+    how = {**HOW, "samples": samples, "rows": rows, "engine": engine, "model": model}
     results = both_ranks(how, RANKS[ranks])
     (_, given, passes), (_, others, other_passes) = results
     assert passes == other_passes and len(given) == len(others)
