@@ -138,7 +138,7 @@ HYBRIDS = (  # attention beside layers that carry a state from token to token
 PADDED_ONLY = ("gptj", "bloom", "falcon", "gpt-neo", "doge")
 RECOMPUTED = ("mamba", "rwkv")
 UNFIT = (
-    "gpt-oss", "phimoe", "phi3-longrope",
+    "phimoe", "phi3-longrope",
     "nemotron-h",  # in transformers, its steps with a cache differ from its whole rows, by 1e-4
 )  # fmt: skip
 CONTINUOUS = tuple(name for name in KINDS if name not in (*PADDED_ONLY, *RECOMPUTED, *UNFIT, *HYBRIDS))

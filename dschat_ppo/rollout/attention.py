@@ -24,7 +24,7 @@ from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, PrefillM
 
 def decode_attention(
     batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None,
-    softcap: float | None,
+    softcap: float | None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """(count, heads, 1, head_dim) -> (count, heads, head_dim). The query heads of one key head are the rows of one
     matrix product, so keys are read once and never expanded. A product over contiguous keys runs at memory speed;
@@ -55,7 +55,12 @@ def decode_attention(
         scores = scores.mul_(scale)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    weights = torch.softmax(scores.add_(batch.kept["mask", window]), dim=2).to(values.dtype)
+    scores.add_(batch.kept["mask", window])
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(-1, 1).expand(count, heads, 1)], dim=2)
+    weights = torch.softmax(scores, dim=2).to(values.dtype)
+    if sinks is not None:
+        weights = weights[:, :, :-1]
     own = weights[:, :, : batch.length].reshape(count * keys.shape[1], -1, batch.length)
     mixed = torch.bmm(own, values.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
@@ -159,7 +164,8 @@ class RolloutAttention:
     ) -> tuple[Tensor, None]:
         """Write `key` and `value` (n, kv_heads, L, head_dim) to the cache; attend with `query` (n, heads, L, head_dim).
         Returns ((n, L, heads, head_dim), None). For errors see `check_attention_call`."""
-        check_attention_call(module, attention_mask, {**others, "sinks": others.get("s_aux", others.get("sinks"))})
+        sinks = others.pop("s_aux", None)  # (heads,), as GPT-OSS names them
+        check_attention_call(module, attention_mask, others)
         causal = others.get("is_causal")  # which counts before the attribute
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise UnsupportedAttentionError(f"{type(module).__name__} needs keys of later tokens")
@@ -167,13 +173,13 @@ class RolloutAttention:
         self.windows[layer] = sliding_window
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         if isinstance(self.metadata, PrefillMetadata):
-            if self._kernel is not None and self._kernel.supports(query, key, value, softcap):
+            if self._kernel is not None and sinks is None and self._kernel.supports(query, key, value, softcap):
                 self._kernel_layers.add(layer)
             step = self.metadata
             for cached, new in zip(step.cache.layer(layer, key, value), (key, value), strict=True):
                 _write(step, cached, new[step.source, :, step.columns])
             query, key, value = (step.to_the_left(part) for part in (query, key, value))
-            mixed = causal_attention(query, key, value, scale, sliding_window, softcap)
+            mixed = causal_attention(query, key, value, scale, sliding_window, softcap, sinks)
             return step.to_the_right(mixed).transpose(1, 2), None
         outputs = []
         for batch in self.metadata:
@@ -186,7 +192,7 @@ class RolloutAttention:
             if kernel is not None:
                 outputs.append(kernel(batch, layer, query[rows], key[rows], value[rows], scale, sliding_window))
             else:
-                outputs.append(decode_attention(batch, layer, query[rows], scale, sliding_window, softcap))
+                outputs.append(decode_attention(batch, layer, query[rows], scale, sliding_window, softcap, sinks))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1), None
 
 
@@ -202,21 +208,28 @@ def _write(step: PrefillMetadata | DecodeMetadata | PooledMetadata, cached: Tens
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of right-padded rows, whose padding comes after all real tokens and needs no mask: `query` (n,
     heads, L, d), `key` and `value` (n, kv_heads, L, d) -> (n, heads, L, d). A token sees itself and the `window - 1`
-    tokens before it; None: all. With `softcap`, scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
+    tokens before it; None: all. With `softcap`, scores become `softcap * tanh(scores / softcap)` (Gemma 2). `sinks`
+    (heads,): one more score of every softmax, for nothing to read (GPT-OSS)."""
     length = query.shape[2]
     if not softcap and can_run(query, key, value) and not query.requires_grad:
-        return operations.causal_attention(query, key, value, torch.tensor([[0, length, 0, 0]]), window, scale)[0]
+        parts = torch.tensor([[0, length, 0, 0]])
+        mixed, log_sums = operations.causal_attention(query, key, value, parts, window, scale)
+        if sinks is None:
+            return mixed
+        return mixed * torch.sigmoid(log_sums - sinks.float().view(-1, 1)).unsqueeze(3).to(mixed.dtype)
+    if sinks is not None:
+        return _with_sinks(query, key, value, scale, window, sinks)
     reach = length if window is None else min(window, length)
     if reach == length and not softcap:
         return nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=length > 1, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    distance = torch.arange(length, device=query.device).unsqueeze(1) - torch.arange(length, device=query.device)
-    visible = (distance >= 0) & (distance < reach)  # (L, L)
+    visible = _visible(length, reach, query.device)
     if not softcap:
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -228,6 +241,27 @@ def causal_attention(
     scores = (query @ key.transpose(2, 3)).float() * scale
     scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
     return torch.softmax(scores, dim=3).to(value.dtype) @ value
+
+
+def _visible(length: int, reach: int, device: torch.device) -> Tensor:
+    """(L, L) bool: the tokens that each token sees, itself and the `reach - 1` ones before it."""
+    distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < reach)
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor) -> Tensor:
+    """A token comes before the others: each head scores it with its sink, by a column of its own, and reads zeros."""
+    width = value.shape[3]
+    query, key, value = (nn.functional.pad(part, (0, 8, 1, 0)) for part in (query, key, value))  # 8: for GPU kernels
+    query[..., -1], key[:, :, 0, -1] = (sinks / scale).view(-1, 1), 1
+    visible = None
+    if window is not None and window < query.shape[2]:
+        visible = _visible(query.shape[2], window, query.device)
+        visible[:, 0] = True
+    mixed = nn.functional.scaled_dot_product_attention(
+        query, key, value, visible, is_causal=visible is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return mixed[:, :, 1:, :width]
 
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]

@@ -25,8 +25,25 @@ def test_causal_attention_in_half_precision_does_not_overflow():
     assert torch.equal(found, torch.ones_like(found))
 
 
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("window", [None, 4, 9])
+def test_a_sink_is_one_more_score_of_each_softmax(window, dtype, atol):
+    """GPT-OSS; on a CPU in bf16 by the compiled kernel."""
+    query, sinks = random(2, 4, 9, 8, seed=0).to(dtype), random(4, seed=3).to(dtype)
+    key, value = (random(2, 2, 9, 8, seed=seed).to(dtype) for seed in (1, 2))
+    found = causal_attention(query, key, value, 0.3, window, None, sinks)
+    scores = query.double() @ key.double().repeat_interleave(2, dim=1).transpose(2, 3) * 0.3
+    for row in range(9):
+        for column in range(9):
+            if not 0 <= row - column < (window or 9):
+                scores[:, :, row, column] = -torch.inf
+    scores = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(2, 4, 9, 1)], dim=3)
+    expected = scores.softmax(dim=3)[..., :-1] @ value.double().repeat_interleave(2, dim=1)
+    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
+
+
 NOT_CAUSAL = SimpleNamespace(layer_idx=0, is_causal=False)
-IGNORED = ("s_aux", "position_bias", "sinks", "indices", "block_indices")  # as 0 they would change no number
+IGNORED = ("position_bias", "sinks", "indices", "block_indices")  # as 0 they would change no number
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ def test_continuous_batching_is_kept_if_it_is_right(name, caplog):
 REASONS = [  # why continuous batching does not support the model, and the engine that does
     ("bloom", "cannot be replaced", "padded"),
     ("falcon", "cannot be replaced", "padded"),
-    ("gpt-oss", "sinks", "padded"),
     ("phimoe", "mask alone", "padded"),  # its window is in its mask only, and longer than every prompt of the check
     ("phi3-longrope", "longest row", "padded"),
     ("rwkv", "cannot be replaced", "recomputed"),  # it does not read the state of padded batches either
