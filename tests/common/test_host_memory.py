@@ -90,6 +90,7 @@ def kept(where: str) -> int:
 
 
 @pytest.mark.skipif(_glibc() is None, reason="needs glibc")
+@pytest.mark.slow
 def test_freed_tensors_leave_the_process():
     assert kept("in") < 8
     assert kept("after") > 30, "training allocates the same sizes again and again"

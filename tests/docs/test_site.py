@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from bash_blocks import ROOT
 
+pytestmark = pytest.mark.slow
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 

@@ -70,6 +70,7 @@ def changed(assets, folder, settings, files=None):
     return folder
 
 
+@pytest.mark.slow
 def test_no_trap_of_a_folder_runs_where_kernels_is_installed(assets, tmp_path):
     package, about = tmp_path / "path" / "kernels", tmp_path / "path" / "kernels-0.18.2.dist-info"
     for folder, name, text in (

@@ -120,7 +120,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_program_runs_on_each_rank_and_ctrl_c_of_a_process_group_returns_130(script, tmp_path, ranks):
     """All its processes get the signal, as from a terminal; ranks end with 0, and DeepSpeed's launcher with 1."""
     (tmp_path / "main.py").write_text(WAITS)
