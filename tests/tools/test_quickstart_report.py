@@ -83,4 +83,4 @@ def test_what_is_printed_exists_and_the_commands_at_the_end_run(which, request):
     printed = succeed(subprocess.run([*evaluating, "--max_prompts", "8"], **settings)).stdout
     assert "  actor, greedy (score " in printed and "prompt 3:" in printed
     said = succeed(subprocess.run(chatting, input="Where is the lamp?\n", **settings)).stdout
-    assert said.splitlines()[::2] == ["actor:", "sft:"]
+    assert "actor:\n" in said and "sft:\n" in said
