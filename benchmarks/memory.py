@@ -213,7 +213,7 @@ def held_bytes(engines: Iterable[Any], originals: Iterable[Tensor] = ()) -> int:
 
     `originals`: weights outside the rollout. It may hold them beside merged ones, which replace them in the model.
     """
-    from dschat_ppo.engine.hybrid_engine import training_states, weights_of
+    from dschat_ppo.engine.hybrid_engine import gradient_buffers, training_states, weights_of
 
     on_device: dict[int, int] = {}
 
@@ -225,7 +225,7 @@ def held_bytes(engines: Iterable[Any], originals: Iterable[Tensor] = ()) -> int:
                 on_device[storage.data_ptr()] = storage.nbytes()
 
     for engine in engines:
-        count(training_states(engine), engine.zero_offload_optimizer())
+        count((*training_states(engine), *gradient_buffers(engine)), engine.zero_offload_optimizer())
         count(weights_of(engine), engine.zero_offload_param())
         count([weight.data for weight in engine.module.parameters()], None)  # gathered ones are on the device
     count(originals, None)

@@ -84,7 +84,7 @@ class HybridEngine:
     def _asleep(self) -> Iterator[None]:
         """The engines of `sleeping` in host memory. The first time, the log says how much that moves."""
         tensors = [tensor for engine in self.sleeping for tensor in chain(training_states(engine), weights_of(engine))]
-        scratch = chain.from_iterable(gradient_buckets(engine) for engine in self.sleeping)
+        scratch = chain.from_iterable(gradient_buffers(engine) for engine in self.sleeping)
         with asleep(tensors, awake=weights_of(self.engine), scratch=scratch, host=self._host) as moved:
             if not self._has_slept:
                 logger().info(f"--sleep_in_rollout: rollouts move {moved / 2**30:.2f} GiB of this rank to host memory")
@@ -173,12 +173,9 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
-# fp32 weights and gradient buffers of DeepSpeed's optimizers: ZeRO 3, ZeRO 1 and 2, ZeRO 1 in bf16
-_BUFFERS = (
-    "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
-    "single_partition_of_fp32_groups",
-    "fp32_groups_flat_partition", "fp32_groups_gradients_flat",
-)  # fmt: skip
+# fp32 weights of DeepSpeed's optimizers: ZeRO 3, ZeRO 1 and 2, ZeRO 1 in bf16
+_MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+_GRADIENTS = ("grad_partitions_flat_buffer", "fp32_groups_gradients_flat")  # ZeRO 3, ZeRO 1 in bf16
 SMALLEST_LOCKED = 2**20  # bytes: registering less takes longer than its copy
 _PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # this rank's part of a ZeRO-3 parameter; the second one with hpZ
 
@@ -194,21 +191,27 @@ def weights_of(engine: Engine) -> Iterator[Tensor]:
 
 
 def training_states(engine: Engine) -> Iterator[Tensor]:
-    """The optimizer states, fp32 weights and gradient buffers of an engine that trains; empty for one that does not."""
+    """The optimizer states and fp32 weights of an engine that trains; empty for one that does not."""
     if engine.basic_optimizer is None:
         return
     for state in engine.basic_optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-    for name in _BUFFERS:
-        held = getattr(engine.optimizer, name, None)
-        yield from [held] if isinstance(held, Tensor) else held or []
+    yield from _flat(engine, _MASTERS)
 
 
-def gradient_buckets(engine: Engine) -> Iterator[Tensor]:
-    """The buffers in which ZeRO-3 collects gradients during a backward pass. Their contents mean nothing afterwards."""
+def gradient_buffers(engine: Engine) -> Iterator[Tensor]:
+    """The buffers of gradients: those of a backward pass (ZeRO-3), and those of its sum. Between an update and the next
+    backward pass their contents mean nothing, or are zeros."""
     for bucket in getattr(engine.optimizer, "ipg_buckets", {}).values():
         if isinstance(bucket.buffer, Tensor):  # ZeRO 1 and 2 have a list, which is empty between backward passes
             yield bucket.buffer
+    yield from _flat(engine, _GRADIENTS)
+
+
+def _flat(engine: Engine, names: Sequence[str]) -> Iterator[Tensor]:
+    for name in names:
+        held = getattr(engine.optimizer, name, None)
+        yield from [held] if isinstance(held, Tensor) else held or []
 
 
 def on_device(tensor: Tensor) -> bool:
@@ -261,7 +264,8 @@ def asleep(
     The memory behind the tensors is emptied and filled again, and no tensor is replaced: DeepSpeed holds views of its
     flat buffers (such as `_hp_mapping`), which would keep the memory in use, and would be stale afterwards. Memory that
     tensors share with those `awake` is not moved; that of `scratch` tensors, whose contents mean nothing, is freed
-    without a copy. `host` is for the same tensors in the same order each time; None: memory for this block.
+    without a copy, and zero afterwards. `host` is for the same tensors in the same order each time; None: memory for
+    this block.
     """
     host = host or HostMemory()
     used = {tensor.untyped_storage().data_ptr() for tensor in awake}
@@ -273,7 +277,8 @@ def asleep(
             copy = host.take(len(moved), storage.nbytes())
             copy.copy_(storage, non_blocking=True)
             moved.append((storage, copy))
-    freed = [(tensor.untyped_storage(), tensor.untyped_storage().nbytes()) for tensor in scratch if on_device(tensor)]
+    emptied = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in scratch if on_device(tensor)}
+    freed = [(storage, storage.nbytes()) for storage in emptied.values()]
     get_accelerator().synchronize()  # the copies are complete
     try:
         for storage, _ in (*freed, *moved):
@@ -282,6 +287,7 @@ def asleep(
     finally:
         for storage, size in freed:
             storage.resize_(size)
+            storage.fill_(0)
         for storage, copy in moved:
             storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=True)

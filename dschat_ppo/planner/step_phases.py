@@ -194,9 +194,10 @@ def _generating_weights(actor: Role, size: int, by_layer: bool, sleeps: bool) ->
 
 
 def _add_host_copies(phase: Phase, roles: Sequence[Role]) -> None:
-    """Host memory for what sleeps (`--sleep_in_rollout`): all on the device but the actor's weights, and buckets of
+    """Host memory for what sleeps (`--sleep_in_rollout`): all on the device but the actor's weights, and buffers of
     gradients, whose contents mean nothing and which are freed."""
     freed = {(role.name, "buffers"): role_memory.buckets(role).device for role in roles}
+    freed |= {(role.name, "gradients"): role_memory.gradients(role).device for role in roles}
     for key, memory in steady_phase("rollout", roles).held.items():
         if key != ("actor", "weights"):
             phase.add(*key, Memory(0, memory.device - freed.get(key, 0)))

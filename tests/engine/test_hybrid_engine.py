@@ -19,7 +19,7 @@ from dschat_ppo.engine.hybrid_engine import (
     HostMemory,
     HybridEngine,
     asleep,
-    gradient_buckets,
+    gradient_buffers,
     training_states,
     weights_of,
 )
@@ -120,21 +120,22 @@ def test_training_is_bit_equal_with_and_without_sleep_at_every_stage_and_dtype(s
     assert all(map(torch.equal, numbers_of(awake), numbers_of(sleeper)))
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(3, "fp32"), (3, "bf16"), (2, "bf16")])
-def test_the_buckets_of_gradients_leave_the_device_without_a_copy(stage, dtype, simulated):
+@pytest.mark.parametrize(("stage", "dtype"), [(3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "bf16")])
+def test_buffers_of_gradients_leave_the_device_without_a_copy_and_12_bytes_a_weight_are_copied(stage, dtype, simulated):
     engine = engine_of(stage, dtype)
     step(engine, 0, dtype)
-    buckets = list(gradient_buckets(engine))
-    size = held_bytes(buckets)
-    assert size == (0 if stage < 3 else engine.optimizer.reduce_bucket_size * DTYPES[dtype].itemsize)
-    copied = held_bytes(training_states(engine))  # the actor's weights stay
-    hybrid = HybridEngine(engine, sleeping=[engine])
+    buffers, weights = list(gradient_buffers(engine)), sum(flat.numel() for flat in flat_masters(engine))
+    size, copied = held_bytes(buffers), held_bytes(training_states(engine))  # the actor's weights stay
+    bucket = engine.optimizer.reduce_bucket_size * DTYPES[dtype].itemsize if stage == 3 else 0
+    assert size == bucket + 4 * weights * (stage != 2)
+    assert 12 * weights <= copied <= 12 * weights + 64  # fp32 weights and two moments, besides counts of steps
+    hybrid, host = HybridEngine(engine, sleeping=[engine]), []
     with hybrid.generating():
-        assert held_bytes(buckets) == 0
-    assert held_bytes(buckets) == size
-    with asleep([], scratch=buckets) as moved:
-        assert moved == size
-    with asleep(training_states(engine), scratch=buckets) as moved:
+        assert held_bytes(buffers) == 0
+        host += [memory.nbytes() for memory in hybrid._host._kept.values()]
+    assert held_bytes(buffers) == size and not any(buffer.any() for buffer in buffers)
+    assert sum(host) == copied
+    with asleep(training_states(engine), scratch=buffers) as moved:
         assert moved == size + copied
     assert step(engine, 1, dtype) > 0
 
