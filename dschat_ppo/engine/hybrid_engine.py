@@ -287,7 +287,7 @@ def asleep(
     finally:
         for storage, size in freed:
             storage.resize_(size)
-            storage.fill_(0)
+            storage.fill_(0)  # type: ignore[attr-defined]
         for storage, copy in moved:
             storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=True)
