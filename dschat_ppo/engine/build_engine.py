@@ -20,6 +20,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ from dschat_ppo.common.stop_requests import subprocesses_may_stop
 from dschat_ppo.config.schedule_flags import POLYNOMIAL_END
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config
 from dschat_ppo.models.adapters import is_adapter_parameter
+from dschat_ppo.models.state_layers import state_layers
 from dschat_ppo.types import Engine
 
 # The whole weights of a model stay if the memory of a device would hold them so many times: those of all four models
@@ -151,6 +153,7 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, 
     optimizer = build_optimizer(model, settings, config)
     scheduler = build_scheduler(optimizer, settings)
     _import_muon()
+    gather_at_once(model, config)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
@@ -186,12 +189,28 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
     """A DeepSpeed engine in eval mode that only runs forward."""
     model.requires_grad_(False)
     whole = may_be_whole(model, config)
+    gather_at_once(model, config)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, config=config)
     if whole:
         keep_whole(engine)
     engine.eval()
     return engine
+
+
+def gather_at_once(model: nn.Module, config: Config) -> None:
+    """Let ZeRO-3 gather all weights of a layer with a state when the layer is called. Gathered by its parts, they would
+    be as often as a rank's rows need blocks, which differs between ranks."""
+    for layer in state_layers(model) if config["zero_optimization"]["stage"] == 3 else ():
+        set_z3_leaf_module(layer, True)
+        layer.register_forward_pre_hook(_states_by_position, with_kwargs=True, prepend=True)
+
+
+def _states_by_position(_module: nn.Module, values: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """DeepSpeed finds the end of a backward pass by arguments without names alone."""
+    if values or "hidden_states" not in options:
+        return values, options
+    return (options["hidden_states"],), {name: value for name, value in options.items() if name != "hidden_states"}
 
 
 def share_gathering(model: nn.Module, engine: Engine) -> None:

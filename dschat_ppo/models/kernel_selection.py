@@ -20,7 +20,7 @@ from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.probes import of_any_rank, unfit
 from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.models.state_layers import state_layers
+from dschat_ppo.models.state_layers import can_go_on, state_layers
 from dschat_ppo.types import Model
 
 ROWS, TOKENS = 3, 16
@@ -123,9 +123,14 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 
 
 def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
-    """Run the beginning that rows share once, if that gives the numbers of packed rows. Only the attention differs from
-    that of packed rows."""
+    """Run the beginning that rows share once, if that gives the numbers of packed rows. Only the attention and layers
+    with a state differ from those of packed rows."""
     if isinstance(module, PolicyModel) and not module.layout.fused:
+        return
+    if unfit_layers := [type(layer).__name__ for layer in state_layers(module.backbone) if not can_go_on(layer)]:
+        logger().info(
+            f"{type(module.backbone).__name__}: its {unfit_layers[0]} takes no state, so prompts are not shared"
+        )
         return
     ids = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
     separate = _outputs(engine, ids)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ from dschat_ppo.models.sequence_parallel import (
     rotary_of_whole_rows,
 )
 from dschat_ppo.models.shared_prompts import are_uneven, lay_out
-from dschat_ppo.models.state_layers import StateRows, reach_of, state_layers
+from dschat_ppo.models.state_layers import StateRows, state_layers
 
 NAME = "dschat_packed"
 
@@ -171,8 +170,10 @@ def token_states(
             return backbone_states(backbone, input_ids, lengths).flatten(0, 1), places
     places = rows.places.flatten()[places]
     read = places.unique() if reads_few and rows.seen is not None else places  # several rows may share a token
-    rows_of = cache(partial(StateRows.of, rows))
-    forwards = [(layer, rows_of(reach_of(layer)).around(layer.forward)) for layer in state_layers(backbone)]
+    forwards = []
+    if layers := state_layers(backbone):
+        own_rows = StateRows.of(rows.lengths, rows.seen, input_ids.device)
+        forwards = [(layer, own_rows.around(layer.forward)) for layer in layers]
     segments = Segments(rows.lengths, rows.seen)
     with (
         read_tokens_only(backbone, reads_few, read),

@@ -26,7 +26,6 @@ class PackedRows:
     positions: Tensor  # (N,) int64, its column there
     places: Tensor  # (B, T) int64, where each token of a row is in the packed row; any valid place after a row's end
     lengths: list[int]  # of the segments of the packed row, none 0
-    own: list[tuple[int, int]]  # for each row, the columns (start, end) that it holds; before, another row's
     # for each segment, the columns (start, end) of the packed row that it attends to before its own, empty if start =
     # end; None: no segment has any
     seen: list[tuple[int, int]] | None = None
@@ -103,8 +102,7 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
             seen.append((starts[leader], starts[leader] + left))
             end += own
     tokens, places = _in_one_copy([tokens, places], device)
-    own_columns = list(zip(shared.tolist(), lengths.tolist(), strict=True))
-    return PackedRows(tokens, tokens % width, places, segments, own_columns, seen if shared.any() else None)
+    return PackedRows(tokens, tokens % width, places, segments, seen if shared.any() else None)
 
 
 def are_uneven(lengths: Tensor) -> bool:

@@ -92,11 +92,11 @@ def values_alone(classifier, rows: Rollout) -> list[torch.Tensor]:
             for _, ids in rows_alone(rows)]  # fmt: skip
 
 
-def assert_same_gradients(found, expected, parameters: dict) -> None:
+def assert_same_gradients(found, expected, parameters: dict, atol: float = 3e-5) -> None:
     """Of two losses in all `parameters`; one that does not take part in one takes part in neither."""
     gradients = (torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in (found, expected))
     for key, a, b in zip(parameters, *gradients, strict=True):
         if b is None:
             assert a is None, key
         else:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=3e-5, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=atol, msg=lambda text, key=key: f"{key}: {text}")

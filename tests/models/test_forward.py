@@ -31,6 +31,7 @@ LAYOUTS = {
     "shared": Layout(packed=True, shares=True), "shared few": Layout(packed=True, shares=True, reads_few=True),
 }  # fmt: skip
 HYBRIDS = (*OF_GENERATION, "nemotron-h", "mamba")
+UNSHARED = {(name, "shared few") for name in ("jamba", "mamba")}  # their scan takes no state to start from
 OF_PACKED, ENDS = ("packed", "shared few"), LateEnds((3, 40), 2)
 # family, layout, what else is switched on: (ends that could not be drawn), a value of --attn_implementation, ...
 CASES = [(name, "padded few", None) for name in FAMILIES]
@@ -39,7 +40,7 @@ CASES += [(name, way, None) for name in PACKED for way in OF_PACKED]
 CASES += [(name, way, None) for name in ("llama", "gpt2") for way in ("padded", "packed few", "shared")]
 CASES += [("llama", way, "late ends") for way in ("plain", "padded", "shared")]
 CASES += [(name, way, "checkpointing") for name in ("mistral-window", "opt-350m") for way in OF_PACKED]
-CASES += [(name, way, None) for name in HYBRIDS for way in OF_PACKED]
+CASES += [(name, way, None) for name in HYBRIDS for way in OF_PACKED if (name, way) not in UNSHARED]
 CASES += [(name, way, "checkpointing") for name in ("lfm2", "granite-hybrid", "qwen3.5") for way in OF_PACKED]
 CASES += [("gpt-oss", way, choice) for way in ("padded", "packed", "shared") for choice in (None, "eager")]  # sinks
 CASES += [("gemma2", "shared", None)]
@@ -69,7 +70,9 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     weights = torch.linspace(-1, 1, len(expected[0]))
     loss, of_alone = ((weights * logprobs + 0.1 * entropy).sum() for logprobs, entropy in (found, expected))
-    assert_same_gradients(loss, of_alone, dict(lm.named_parameters()))
+    # after a shared prompt the chunks of a kernel begin elsewhere, so it rounds elsewhere
+    atol = 1e-4 if name in HYBRIDS and way == "shared few" else 3e-5
+    assert_same_gradients(loss, of_alone, dict(lm.named_parameters()), atol)
 
 
 @pytest.mark.parametrize(("name", "way"), [

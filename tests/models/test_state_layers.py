@@ -1,8 +1,6 @@
 """Layers with a state in packed rows: their rows, and rows longer than the chunks of a kernel. `test_forward.py` tests
 each kind of model."""
 
-import sys
-
 import pytest
 import torch
 from tiny_models import VOCABULARY, new_model
@@ -11,52 +9,54 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.packing import token_states
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.shared_prompts import lay_out
-from dschat_ppo.models.state_layers import StateRows, reach_of, state_layers
+from dschat_ppo.models.state_layers import StateRows, state_layers
 
-IDS = torch.arange(4 * 12).view(4, 12)
-IDS[1, :9] = IDS[3, :9] = IDS[0, :9]  # two rows begin with 9 tokens of the first
-LENGTHS = [12, 11, 5, 10]
-
-
-@pytest.mark.parametrize(("reach", "blocks"), [
-    (99, [[[*range(12)], [*range(9), 21, 22], [*range(9), 45]], [[24, 25, 26, 27, 28]]]),
-    (2, [[[*range(12)]], [[24, 25, 26, 27, 28], [7, 8, 21, 22], [7, 8, 45]]]),
-])  # fmt: skip
-def test_rows_by_hand(reach, blocks):
-    packed, seen = lay_out(IDS, torch.tensor(LENGTHS), packs=True, shares=True), []
-    tokens = IDS.flatten()[packed.tokens].double()[None, :, None].requires_grad_()  # (1, 12 + 2 + 5 + 1, 1)
-    assert tokens.shape[1] == 20
-
-    def of_three(states, factor, mask=None):
-        """`factor` times each token and the two before it."""
-        seen.append(states[..., 0].tolist())
-        return factor * torch.nn.functional.pad(states, (0, 0, 2, 0)).unfold(1, 3, 1).sum(dim=-1)
-
-    found = StateRows.of(packed, reach).around(of_three)(tokens, factor=2, mask=None)
-    assert len(seen) == 2
-    for block, rows in zip(seen, blocks, strict=True):
-        assert len(block[0]) == len(rows[0])
-        assert [row[: len(real)] for row, real in zip(block, rows, strict=True)] == rows
-    values = dict(zip(packed.tokens.tolist(), found[0, :, 0].tolist(), strict=True))
-    assert [values[token] for token in (8, 9, 25)] == [2 * (6 + 7 + 8), 2 * (7 + 8 + 9), 2 * (24 + 25)]
-    assert [values[token] for token in (21, 45)] == [2 * (7 + 8 + 21), 2 * (7 + 8 + 45)]
-    # the gradient of the sum of all outputs: how many tokens of all rows see each token, twice
-    found.sum().backward()
-    gradients = dict(zip(packed.tokens.tolist(), tokens.grad[0, :, 0].tolist(), strict=True))
-    assert [gradients[token] for token in (0, 6, 7, 8, 9, 10, 11)] == [6, 6, 10, 12, 6, 4, 2]
-    assert [gradients[token] for token in (21, 22, 45, 24, 28)] == [4, 2, 2, 6, 2]
+IDS = torch.arange(9 * 12).view(9, 12)
+IDS[1, :9] = IDS[3, :9] = IDS[4, :9] = IDS[0, :9]
+IDS[6, :10] = IDS[7, :10] = IDS[5, :10]
+LENGTHS = [12, 11, 5, 10, 9, 12, 11, 12, 1]
 
 
-@pytest.mark.parametrize(("name", "reach"), [("lfm2", 2), ("granite-hybrid", sys.maxsize), ("qwen3.5", sys.maxsize)])
-def test_a_convolution_alone_sees_few_tokens(name, reach):
-    [layer] = state_layers(new_model(name))
-    assert reach_of(layer) == reach
+def mixed(states, factor, cache_params=None):
+    """Of each token (b, T, 1): `factor` times the sum of it and the two before it, and of 0.1 times all up to it."""
+    x = states.transpose(1, 2)
+    whole, before = x, 0
+    if cache_params is not None:
+        if (start := cache_params.get_recurrent_state(0)) is not None:
+            before = start
+        whole = cache_params.update_conv_state(x, 0, conv_kernel_size=3)
+    near = torch.nn.functional.pad(whole, (2, 0)).unfold(2, 3, 1).sum(dim=3)[..., -x.shape[2] :]
+    total = before + x.cumsum(dim=2)
+    if cache_params is not None:
+        cache_params.update_recurrent_state(total[..., -1:], 0)
+    return factor * (near + 0.1 * total).transpose(1, 2)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_each_row_goes_on_after_its_beginning_and_their_gradients_add_up(shares):
+    packed = lay_out(IDS, torch.tensor(LENGTHS), packs=True, shares=shares)
+    values, weights = torch.randn(2, IDS.numel(), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values, of_token = values.requires_grad_(), IDS.flatten()[packed.tokens]
+    rows = StateRows.of(packed.lengths, packed.seen, torch.device("cpu"))
+    slots = [block.slots.shape for block in (*rows.beginnings, *rows.rows)]
+    if shares:  # beginnings of 9 and of 10 tokens; rows of 5, 3, 2, 2, 2, 1, 1 and 1 tokens
+        assert slots == [(1, 9), (1, 10), (2, 5), (6, 2)]
+    else:
+        assert slots == [(7, 12), (1, 5), (1, 2)]
+    whole = rows.around(mixed)(values[of_token][None], factor=2, cache_params=None)[0]
+    found = torch.cat([whole[packed.places[row, :size]] for row, size in enumerate(LENGTHS)])
+    ids = [row[:size] for row, size in zip(IDS, LENGTHS, strict=True)]
+    expected = torch.cat([mixed(values[row][None], 2)[0] for row in ids])
+    torch.testing.assert_close(found, expected)
+    of_row = weights[: len(expected)]
+    gradients = [torch.autograd.grad((of_row * part).sum(), values)[0] for part in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("qwen3-next", 64), ("qwen3.5", 64), ("falcon-h1", 16), ("lfm2", 3)])
 @pytest.mark.parametrize("shares", [False, True])
 def test_rows_longer_than_a_chunk_have_the_numbers_of_padded_rows(name, chunk, shares):
-    """Chunks begin at a row's first token in both layouts, so even kernels that round by chunk find the same."""
+    """Chunks begin at a row's first token in both layouts, but after a shared beginning they begin anew."""
     lm = new_model(name, initializer_range=0.2)
     ids = torch.randint(2, VOCABULARY, (5, 90), generator=torch.Generator().manual_seed(0))
     ids[1:3, :50] = ids[:1, :50]  # the answers begin within a chunk

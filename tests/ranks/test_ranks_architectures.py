@@ -65,9 +65,10 @@ def experts_of(model, ids) -> list[set[int]]:
     return [set(grad.abs().amax(dim=(1, 2)).nonzero().flatten().tolist()) for grad in tensors]
 
 
-def rows_of_two_prompts() -> list[list[list[int]]]:
-    """Two answers to a prompt for each of two ranks, of uneven lengths."""
-    return [[[*range(p, p + 10), *range(40, 45)], [*range(p, p + 10), 99]] for p in (50, 70)]
+def rows_of_other_shapes() -> list[list[list[int]]]:
+    """Two answers to a prompt for one rank, whose layers with a state run three blocks of rows, and two rows for the
+    other, whose layers run one."""
+    return [[[*range(50, 65)], [*range(50, 60), 99]], [[*range(70, 85)], [*range(90, 102)]]]
 
 
 def rows_of_other_experts(folder) -> list[list[int]]:
@@ -123,7 +124,7 @@ def out(tmp_path_factory):
             rows = [[row] for row in rows_of_other_experts(home / "base")]
             updates[stem(name)] = [str(home / "base"), rows, COEF if router else 0]
         elif name in HYBRIDS:
-            updates[stem(name)] = [str(home / "base"), rows_of_two_prompts(), 0]
+            updates[stem(name)] = [str(home / "base"), rows_of_other_shapes(), 0]
     ranks, step, words = runs["Mixtral: sft"]  # the ranks share rows, twice as many in a micro-batch
     size = ["--sequence_parallel_size", "2", "--per_device_train_batch_size", "4"]
     runs["divided"] = (ranks, step, [*words, *size, "--output_dir", str(folder / "divided")])

@@ -53,8 +53,9 @@ def save_with_outputs(engine, tokenizer, folder, *arguments, **options) -> None:
 
 def update(folder: str, rows: list[list[list[int]]], coef: float, out: str) -> None:
     """One update on this rank's rows, packed, by almost the gradient (epsilon 1); rank 0 writes the weights after it.
-    Layers run again in the backward pass."""
+    Each weight is gathered where it is used, and layers run again in the backward pass."""
     config = train_config(3, "fp32", False, dist.world_size(), 0.0)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model = PolicyModel(load_causal_lm(folder, "fp32", config), Layout(packed=True, shares=True))
     model.gradient_checkpointing_enable()
     engine = train_engine(model, config, OptimizerSettings(1.0, 0.0, "constant", 0, 1, (0.9, 0.95), 1.0))
