@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Lfm2Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -35,6 +36,11 @@ def config_of(vocabulary: int = 8192, layers: int = 8, hidden: int = 512) -> Lla
 _SHARED = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-32m": config_of(),
+    "lfm2-33m": Lfm2Config(
+        vocab_size=8192, hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=4,
+        layer_types=["conv", "conv", "full_attention", "conv"] * 2, tie_word_embeddings=False,
+        block_auto_adjust_ff_dim=False, num_hidden_layers=8, **_SHARED,
+    ),
     "qwen2-0.5b": Qwen2Config(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, tie_word_embeddings=True, num_labels=1, **_SHARED,
