@@ -255,10 +255,6 @@ def take_service_away(process: subprocess.Popen[str], output: Path) -> None:
     Service.away_until = time.monotonic() + AWAY_SECONDS
 
 
-def wait_for_service(output: Path) -> None:
-    time.sleep(max(0.0, Service.away_until - time.monotonic()))
-
-
 def start_rival(process: subprocess.Popen[str], output: Path) -> None:
     """Run the same command for the same output folder: it is refused, and the run goes on; then end the run."""
     one = psutil.Process(process.pid)
@@ -274,13 +270,13 @@ def start_rival(process: subprocess.Popen[str], output: Path) -> None:
 
 def others() -> list[Fault]:
     """All other kinds of faults. A stopped rank stands for one that hangs."""
-    away, rank = wait_for_service, "rank 1"
+    rank = "rank 1"
     faults = [
         Fault("rank 1 hangs", signals(rank, signal.SIGSTOP)),
         Fault("SIGTERM to the launcher", signals("the launcher", signal.SIGTERM)),
         Fault("SIGTERM to the command", lambda process, _: process.terminate()),
         Fault("SIGTERM to rank 1", signals(rank, signal.SIGTERM)),
-        Fault(f"reward service away for {AWAY_SECONDS} s", take_service_away, mend=away),
+        Fault(f"reward service away for {AWAY_SECONDS} s", take_service_away, mend=lambda _: time.sleep(AWAY_SECONDS)),
         Fault("the same command for the same folder", start_rival),
     ]
     try:

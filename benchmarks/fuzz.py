@@ -33,6 +33,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from fuzz_cases import KINDS, kind_of
+from fuzz_material import make_material, train_run
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from dschat_ppo.common.processes import signal_when_parent_ends  # noqa: E402  benchmarks run from any folder
@@ -169,8 +172,6 @@ class Fuzz:
         tempfile.tempdir = None
         for name in _IMPORTED:
             importlib.import_module(name)
-        from fuzz_material import make_material, train_run
-
         for make in (make_material, train_run):
             name = make.__name__
             (work / name).mkdir()
@@ -182,8 +183,6 @@ class Fuzz:
 
     def start(self, number: int) -> Process:
         """Start a case."""
-        from fuzz_cases import KINDS, kind_of
-
         folder = self.work / f"case_{number}"
         folder.mkdir()
         case = KINDS[kind_of(number)][0]
@@ -191,8 +190,6 @@ class Fuzz:
 
     def judged(self, number: int, folder: Path, ended: Ended) -> Verdict:
         """Judge a case; its folder stays only if it failed."""
-        from fuzz_cases import kind_of
-
         outcome, why = judge(ended)
         noted = folder / "case.txt"
         what = noted.read_text(encoding="utf-8") if noted.exists() else ""
@@ -217,7 +214,6 @@ class Fuzz:
 
 def table(verdicts: list[Verdict]) -> str:
     """Markdown: a row for each kind."""
-    from fuzz_cases import KINDS
     from measure import markdown
 
     counts = Counter((verdict.kind, verdict.outcome) for verdict in verdicts)
@@ -226,7 +222,10 @@ def table(verdicts: list[Verdict]) -> str:
     return markdown(["cases", *OUTCOMES], [*rows, ["all", *(str(total[outcome]) for outcome in OUTCOMES)]])
 
 
-def arguments() -> argparse.Namespace:
+def main() -> int:
+    """Run the cases; 1 if one fails."""
+    from measure import publish
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
     parser.add_argument("--cases", type=int, default=1000, help="number of cases (default: 1000)")
@@ -236,15 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="an empty folder, kept at the end with the files of failed cases")
     parser.add_argument("--json", type=Path, help="write {seed, cases, seconds, outcomes, failures} there")
     parser.add_argument("--docs", type=Path, help="write the table into this file")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run the cases; 1 if one fails."""
-    from fuzz_cases import kind_of
-    from measure import publish
-
-    chosen = arguments()
+    chosen = parser.parse_args()
     work = (chosen.work or Path(tempfile.mkdtemp(prefix="fuzz_"))).resolve()
     fuzz, started, verdicts = Fuzz(work, chosen.seed), time.monotonic(), []
     numbers = range(chosen.cases) if chosen.case is None else [chosen.case]

@@ -108,11 +108,6 @@ def mutate_json(rng: random.Random, value: Any) -> tuple[Any, str]:
     return changed, ", ".join(done)
 
 
-def json_bytes(value: Any) -> bytes:
-    """JSON text; half a surrogate pair is escaped, and NaN is written as Python writes it."""
-    return json.dumps(value, ensure_ascii=True).encode()
-
-
 def _mutated_content(rng: random.Random, path: Path) -> tuple[bytes, str]:
     """The changed content of a file: by its form if it is JSON or safetensors, else by its bytes."""
     content = path.read_bytes()
@@ -122,16 +117,16 @@ def _mutated_content(rng: random.Random, path: Path) -> tuple[bytes, str]:
             length = rng.choice((0, 1, 2**63, 2**64 - 1, len(content), length + 1))
             return length.to_bytes(8, "little") + content[8:], f"header of {length} bytes"
         header, done = mutate_json(rng, json.loads(content[8 : 8 + length]))
-        text = json_bytes(header)
+        text = json.dumps(header).encode()
         return len(text).to_bytes(8, "little") + text + content[8 + length :], f"header: {done}"
     if path.suffix == ".json" and rng.random() < 0.7:
         value, done = mutate_json(rng, json.loads(content))
-        return json_bytes(value), done
+        return json.dumps(value).encode(), done
     if path.suffix == ".jsonl" and content and rng.random() < 0.6:
         lines = content.splitlines()
         for number in rng.sample(range(len(lines)), min(len(lines), rng.choice((1, 2, 100)))):
             value, done = mutate_json(rng, json.loads(lines[number]))
-            lines[number] = json_bytes(value)
+            lines[number] = json.dumps(value).encode()
         return b"\n".join(lines) + b"\n", f"rows: {done}"
     return mutate_bytes(rng, content)
 
@@ -156,12 +151,6 @@ def mutate_file(rng: random.Random, path: Path) -> str:
     elif kind == "empty":
         path.touch()
     return f"{path.name}: {kind}"
-
-
-def mutate_some(rng: random.Random, folder: Path) -> str:
-    """Change one or two files of a folder; returns what was done."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    return ", ".join(mutate_file(rng, path) for path in rng.sample(files, rng.choice((1, 1, 1, 2))))
 
 
 def copy_of(source: Path, place: Path) -> Path:

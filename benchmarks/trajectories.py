@@ -165,10 +165,7 @@ def differences(name: str, found: Record, recorded: Record) -> Iterator[str]:
 
     A metric that the recording does not know is new, not another number.
     """
-    lines = [
-        {line["step"]: line for line in side["metrics"]}
-        for side in (recorded, found)
-    ]  # fmt: skip
+    lines = [{line["step"]: line for line in side["metrics"]} for side in (recorded, found)]
     for step in lines[0] | lines[1]:
         before, now = (side.get(step, {}) for side in lines)
         if bool(before) != bool(now):

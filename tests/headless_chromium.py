@@ -70,11 +70,9 @@ class Chromium:
         message, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(message)
 
-    def size(self, width: int, height: int, dark: bool = False) -> None:
-        """Show the page in a window of this size, light or dark."""
+    def size(self, width: int, height: int) -> None:
+        """Show the page in a window of this size."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def open(self, address: str) -> None:
         """Load a page."""

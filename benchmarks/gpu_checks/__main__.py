@@ -46,14 +46,7 @@ def start(names: list[str], folder: Path, tiny: bool) -> subprocess.Popen[bytes]
 
 
 def finish(names: list[str], folder: Path, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-    """Part -> what it found; "failed" says why it did not finish.
-
-    Args:
-        names: of the parts of the process.
-        folder: of its files.
-        process: runs them.
-        seconds: after which it is killed.
-    """
+    """Part -> what it found; "failed" says why it did not finish. After so many `seconds` the process is killed."""
     log, reason = folder / f"{names[0]}.log", ""
     try:
         code = process.wait(max(1.0, seconds))

@@ -85,12 +85,7 @@ def at(found: dict[str, Any], path: str) -> Any:
 
 
 def missed(found: dict[str, Any], right_only: bool) -> list[dict[str, Any]]:
-    """The targets of the parts in `found` that are not met.
-
-    Args:
-        found: part -> its findings.
-        right_only: leave the targets of speed out.
-    """
+    """The targets of the parts in `found` that are not met; `right_only` leaves those of speed out."""
     lines = []
     for target in TARGETS:
         value = at(found, target.path)

@@ -224,21 +224,6 @@ def value_by_hand(value, old, target, clip_eps) -> float:
     return 0.5 * max(errors)
 
 
-@pytest.mark.parametrize(
-    ("value", "target", "loss", "clipped"),
-    [
-        (1.5, 2.0, 0.5 * 0.8**2, True),  # clipped to 1.2, further from the target
-        (1.5, 0.0, 0.5 * 1.5**2, False),  # clipped to 1.2, nearer to the target: the plain error counts
-        (0.5, 0.0, 0.5 * 0.8**2, True),  # clipped to 0.8
-        (1.1, 3.0, 0.5 * 1.9**2, False),  # within the range
-    ],
-)
-def test_the_value_of_one_token_by_hand(value, target, loss, clipped):
-    tensors = (torch.tensor([[x]]) for x in (value, 1.0, target, True))
-    losses, was_clipped = value_losses(*tensors, 0.2)
-    assert losses.item() == pytest.approx(loss, rel=1e-5) and was_clipped.item() is clipped
-
-
 @pytest.mark.parametrize("clip_eps", [0.0, 0.2, 1.0])
 def test_values_of_tokens_match_a_loop_and_finite_differences(clip_eps):
     """Padding holds NaN and moves neither a loss nor a gradient."""

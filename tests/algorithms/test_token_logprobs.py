@@ -36,14 +36,6 @@ def test_logprobs_match_numpy_log_softmax(temperature, dtype):
     np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_gradient_of_a_logprob_is_one_hot_minus_probabilities():
-    logits = random_logits(torch.float32)[0, :1].requires_grad_()
-    token_logprobs(logits, torch.tensor([4]), temperature=2.0).sum().backward()
-    probabilities = np.exp(numpy_log_softmax(logits.detach().numpy(), 2.0))[0]
-    expected = (np.eye(11)[4] - probabilities) / 2.0
-    np.testing.assert_allclose(logits.grad[0].numpy(), expected, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entropy_is_minus_sum_p_log_p(temperature, dtype):

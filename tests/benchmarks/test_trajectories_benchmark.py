@@ -44,27 +44,6 @@ def test_differences_are_named(found, named):
     assert list(trajectories.differences("run", found, RECORDED)) == named
 
 
-def test_a_resumed_run_gives_the_later_lines_and_the_final_weights(monkeypatch):
-    run = trajectory_runs.Run("step2_dpo", "", resumed=("step_000001",))
-    monkeypatch.setitem(trajectories.RUNS, "run", run)
-    recorded = changed(metrics=[*RECORDED["metrics"], {"step": "result", "loss": 0.25}])
-    resumed = {"metrics": recorded["metrics"][1:], "weights": {"a": "1"}}
-
-    class Tree:
-        def train(self, name, made, checkpoint):
-            assert (name, made, checkpoint) == ("run", Path("made"), "step_000001")
-            return resumed
-
-    def found():
-        return list(trajectories.resume(Tree(), Path("made"), ["run"], {"run": recorded}))
-
-    assert found() == []
-    resumed["weights"]["best/a"] = "3"
-    assert found() == ["run from step_000001, best/a: 2 in the recording, 3 now"]
-    resumed["weights"], resumed["metrics"] = {}, recorded["metrics"][2:]
-    assert [line.split(":")[0] for line in found()] == ["run from step_000001, step 2", "run from step_000001, a"]
-
-
 @pytest.mark.parametrize("name", trajectory_runs.RUNS)
 def test_the_flags_of_every_run_are_accepted(name):
     run = trajectory_runs.RUNS[name]

@@ -1,13 +1,6 @@
 """Phases: their names for messages, their cost for metrics; the line that shows how far a run is."""
 
-import fcntl
-import os
-import pty
-import struct
-import subprocess
 import sys
-import termios
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,16 +49,6 @@ def test_an_exception_leaves_the_phase_for_the_message():
 
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = """
-from dschat_ppo.common.logging import logger
-from dschat_ppo.common.progress import Progress, report_phase
-with Progress("SFT", 3) as bar:
-    for step in range(1, 4):
-        report_phase(1, 2, "batches", name="score")
-        bar.advance(10, f"loss {step}.5")
-        logger().info(f"line {step}")
-logger().info("end")
-"""
 
 
 @pytest.fixture
@@ -118,29 +101,3 @@ def test_plain_lines_come_only_when_none_was_printed_for_thirty_seconds(clock, c
         clock.now += 29.0
         bar.advance()
     assert capsys.readouterr().out == "", "another line about the step was printed meanwhile"
-
-
-def in_a_terminal(columns: int, rows: int = 24) -> str:
-    """What the program writes to a terminal."""
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    command, env = [sys.executable, "-c", PROGRAM], {**known, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=env)
-    os.close(follower)
-    written = b""
-    with suppress(OSError):  # the other end is closed
-        while part := os.read(leader, 65536):
-            written += part
-    os.close(leader)
-    assert process.wait(timeout=60) == 0
-    return written.decode()
-
-
-@pytest.mark.parametrize("size", [(100, 24), (0, 0)])  # terminals of some CI systems have no size
-def test_in_a_terminal_one_line_is_redrawn_below_the_lines(size):
-    written = in_a_terminal(*size)
-    screen = [line.rpartition("\r")[2] for line in written.replace("\r\n", "\n").split("\n")]
-    assert [line for line in screen if line.strip()] == ["line 1", "line 2", "line 3", "end"]
-    assert "\rSFT step 0/3 (0 %)" in written and "SFT step 3/3 (100 %) | " in written
-    assert written.count("\n") == 4, "the progress line itself moves nothing"

@@ -7,16 +7,8 @@ import torch
 
 from dschat_ppo.common.seeding import seed_everything, seed_this_rank, set_deterministic
 from dschat_ppo.config.cli import parse
-from dschat_ppo.ppo import train_ppo
 from dschat_ppo.rollout.sampling import NUCLEUS_GUESS, SamplingParameters, row_uniforms, sample
 from dschat_ppo.run import session
-from dschat_ppo.supervised import sft, train_preference
-
-TRAIN = {
-    "sft": (sft.train_sft, ["--model_name_or_path", "m"]),
-    "reward": (train_preference.train_preferences, ["--model_name_or_path", "m"]),
-    "ppo": (train_ppo.train_ppo, ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c"]),
-}
 
 
 class RanksJoinError(Exception):
@@ -58,16 +50,15 @@ def test_dropout_differs_on_each_rank_and_weights_agree(monkeypatch):
     assert found[0] == found[2] and found[1] != found[3]
 
 
-@pytest.mark.parametrize(("step", "words"), [("sft", ["--deterministic"]), ("reward", ["--deterministic"]),
-                                             ("ppo", ["--deterministic"]), ("ppo", [])])  # fmt: skip
-def test_each_step_sets_it_before_the_ranks_join(step, words, monkeypatch, tmp_path):
+@pytest.mark.parametrize("words", [["--deterministic"], []])
+def test_it_is_set_before_the_ranks_join(words, monkeypatch, tmp_path):
     def join(_folder):
         raise RanksJoinError(torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)
 
     monkeypatch.setattr(session, "init_process_group", join)
-    train, needed = TRAIN[step]
+    needed = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path / "out")]
     with pytest.raises(RanksJoinError) as found:
-        train(parse(step, [*needed, *words, "--data_path", "d", "--output_dir", str(tmp_path / "out")]))
+        session.begin_run("sft", parse("sft", [*needed, *words]), [])
     assert found.value.args == (bool(words), bool(words))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan, plan_ppo
+from dschat_ppo.config.batch_plan import SupervisedPlan, plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.errors import UserError
@@ -69,18 +69,6 @@ def test_ppo_steps_by_fractions_and_by_max_steps(epochs, most, stop, steps):
     plan = plan_ppo(flags, 100, 2, max_steps=most)
     assert (plan.ppo_steps, plan.total_updates, plan.actor_updates) == (steps, steps, steps)
     assert dict(plan.table())["PPO steps"] == (f"{steps} (--max_steps)" if most == steps else f"{steps}")
-
-
-def test_the_table_of_packed_rows_shows_their_samples_and_tokens():
-    # 90 samples in 30 packed rows; 6 rows a step: 5 steps of 18 samples and 1200 tokens, on average
-    packed = PackedRows(samples=90, capacity=250)
-    plan = SupervisedPlan(supervised_flags(3, 1, 2), 30, 2, tokens=6000, packing=packed)
-    assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (6, 5, 10)
-    table = dict(plan.table())
-    assert "training rows" not in table
-    assert table["packed rows"] == "90 samples in 30 rows of 250 tokens, 80.0 % full"
-    assert table["tokens per optimizer step"] == "6000 / 5 = 1200.0 on average"
-    assert table["global batch"] == "3 packed rows x 1 micro-batch x 2 ranks = 6"
 
 
 def test_ppo_plan_by_hand():

@@ -1,7 +1,7 @@
 """DeepSpeed-Chat's flags are accepted, with its defaults, and its training scripts parse."""
 
 import pytest
-from command_lines import noted, read
+from command_lines import read
 from config.deepspeed_chat_scripts import GENERATION_BATCHES, REFUSED, SCRIPTS
 from deepspeed_chat_flags import DEEPSPEED_CHAT, REQUIRED
 
@@ -23,12 +23,6 @@ OF_STEP = {
     "sft": {"learning_rate": 2e-5},  # 1e-3 is meant for LoRA, and ruins a pretrained model if all weights are trained
     "reward": {"beta": None},  # the default depends on the objective; 0.1 for dpo
     "ppo": {"seed": 1234},  # runs are reproducible by default
-}
-NO_EFFECT = {
-    "sft": "compute_fp32_loss deepspeed add_eot_token eot_token print_loss",
-    "reward": "compute_fp32_loss deepspeed add_eot_token num_padding_at_beginning offload_reference_model print_loss",
-    "ppo": "compute_fp32_loss deepspeed add_eot_token num_padding_at_beginning enable_hybrid_engine "
-    "release_inference_cache align_overflow",
 }
 STEPS = pytest.mark.parametrize("step", DEEPSPEED_CHAT)
 
@@ -55,15 +49,6 @@ def test_defaults_are_those_of_deepspeed_chat(step):
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(("step", "name"), [(step, name) for step in NO_EFFECT for name in NO_EFFECT[step].split()])
-def test_flags_without_effect_print_a_note(step, name):
-    default, words = DEEPSPEED_CHAT[step][name]
-    [line] = noted(step, f"--{name}", *words)
-    assert line.startswith(f"--{name} has no effect: ")
-    if default is not False:  # given with DeepSpeed-Chat's default too
-        assert noted(step, f"--{name}", str(default)) == [line]
-
-
 def words_of(name: str) -> list[str]:
     """With the data set that DeepSpeed-Chat downloads where a script names none."""
     script = SCRIPTS[name]
@@ -80,12 +65,6 @@ def test_a_script_parses_and_its_batch_sizes_fit_or_the_message_says_what_does(n
             plan_ppo(config.ppo, 10_000, 1)
         config = parse(step, [*words, "--generation_batches", str(batches)])
     assert step != "ppo" or plan_ppo(config.ppo, 10_000, 1).ppo_steps > 0
-
-
-def test_the_message_names_the_data_set_that_scripts_leave_to_a_default():
-    for name in (name for name, script in SCRIPTS.items() if not script.data):
-        with pytest.raises(UserError, match=r"--data_path \(DeepSpeed-Chat's default: Dahoas/rm-static\)"):
-            parse(SCRIPTS[name].step, SCRIPTS[name].words)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -146,8 +146,6 @@ def test_the_page_lists_the_training_scripts_with_what_they_need():
             folder = {"1": "step1", "2": "step2", "DPO": "dpo", "3": "step3"}[row.cells["step"]]
             need |= {f"{folder}/{name}": row.cells["here"] for name in names_in(row.cells["scripts"])}
     assert set(need) == set(SCRIPTS)
-    assert f"has {len(SCRIPTS) + 2} scripts: {len(SCRIPTS)} that train, and two that evaluate" in CHAT.read_text()
-    assert f"The flags of {len(SCRIPTS) - len(REFUSED)} training scripts are accepted" in CHAT.read_text()
     for name, said in need.items():
         if not SCRIPTS[name].data:
             assert said.startswith("add `--data_path Dahoas/rm-static`")
@@ -186,9 +184,3 @@ def test_a_command_passes_a_dry_run(folder, capsys, monkeypatch, page, command):
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
     assert "dry run for 1 rank: flags, models and data are valid" in said.out
-
-
-def test_a_wrong_command_would_not_pass(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    words = ["--model_name_or_path", "MODEL", "--data_path", "NONE", "--output_dir", "o", "--dry_run"]
-    assert run_training("sft", words) == 2

@@ -15,7 +15,6 @@ from dschat_ppo.engine import averages
 from dschat_ppo.engine.averages import (
     MovingAverage,
     ReferenceSync,
-    copy_overlaps,
     is_partitioned,
     own_part,
     refresh_whole_copy,
@@ -187,18 +186,6 @@ def test_a_partition_has_no_padding(monkeypatch, rank, first, kept):
     assert (found, part.tolist(), is_partitioned(weight)) == (first, kept, True)
     part += 1
     assert weight.ds_tensor.tolist()[: len(kept)] == [number + 1 for number in kept], "a view"
-
-
-@pytest.mark.parametrize("saved", [
-    [WHOLE, None], [WHOLE[:3], WHOLE[3:6], WHOLE[6:]], [WHOLE[:4], [*WHOLE[4:], 99.0]],
-])  # fmt: skip
-@pytest.mark.parametrize("cuts", [(0, 7), (0, 2), (2, 5), (5, 7), (7, 7)])
-def test_any_part_is_filled_from_any_parts(saved, cuts):
-    first, last = cuts
-    part = torch.full((last - first,), -1.0)
-    states = [{} if each is None else {"w": torch.tensor(each), "other": torch.ones(1)} for each in saved]
-    assert copy_overlaps({"w": (first, part)}, iter(states))
-    assert part.tolist() == WHOLE[first:last]
 
 
 def test_only_a_copy_that_zero_keeps_is_renewed():

@@ -94,14 +94,6 @@ def test_one_run_has_its_models_its_changed_flags_long_answers_cut_and_its_damag
     assert "1: samples.jsonl has 1 damaged part(s)" in found
 
 
-def test_no_health_event_is_said_and_no_health_file_is_not(tmp_path):
-    assert "No health event" not in text_of(write_run(tmp_path / "a", ppo_lines(1)))
-    assert "No health event" in text_of(write_run(tmp_path / "b", ppo_lines(1), health=[]))
-    event = {"step": 4, "name": "kl", "level": "warning", "seen": "0.9", "cause": "rate", "change": "lower it"}
-    found = text_of(write_run(tmp_path / "c", ppo_lines(1), health=[event]))
-    assert "4 warning kl 0.9 rate lower it" in found
-
-
 def run_of(name: str = "a", answers=(), **metrics) -> Run:
     """A run with these metrics: name -> values of steps 1, 2, ..."""
     points = {key: [(step, value) for step, value in enumerate(values, 1)] for key, values in metrics.items()}
@@ -147,14 +139,6 @@ def test_answers_of_one_run_compare_its_first_and_last_evaluation_and_of_two_run
     assert [(title, [one.text for one in own]) for title, own in found["training"]] == [("step 2", ["3", "2", "1"])]
     [(_, compared)] = answers([run_of("a", held_out), run_of("b", held_out)])["held_out"]
     assert [title for title, _ in compared] == ["a, step 10", "b, step 10"]
-
-
-def test_of_many_answers_the_page_has_the_first_prompts_and_steps_of_the_whole_run():
-    held_out = [answer("held-out", step, f"prompt {n}") for step in (0, 5) for n in range(50)]
-    training = [answer("training", step, "p") for step in range(39)]
-    found = answers([run_of(answers=held_out + training)])
-    assert [prompt for prompt, _ in found["held_out"]] == [f"prompt {n}" for n in range(40)]
-    assert [title for title, _ in found["training"]] == [f"step {step}" for step in range(0, 39, 2)]
 
 
 def shown_by(title: str, known: list[str]) -> list[str]:

@@ -1,6 +1,5 @@
-"""The page in headless Chromium: what its script draws, its controls, and answers with HTML that must not run."""
+"""The page in headless Chromium: what its script draws, and answers with HTML that must not run."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -34,11 +33,11 @@ def browser(tmp_path_factory):
         yield browser
 
 
-def opened(browser: Chromium, tmp_path: Path, *runs: dict, width: int = 900, dark: bool = False) -> Chromium:
+def opened(browser: Chromium, tmp_path: Path, *runs: dict) -> Chromium:
     """The page of these runs, drawn."""
     folders = [write_run(tmp_path / f"run{number}", **run) for number, run in enumerate(runs)]
     (tmp_path / "r.html").write_text(page(read_runs(folders), 0.0))
-    browser.size(width, 900, dark)
+    browser.size(900, 900)
     browser.open(f"file://{tmp_path / 'r.html'}")
     browser.evaluate("window.on = new Promise((done) => setTimeout(done, 200))")
     return browser
@@ -87,45 +86,3 @@ def test_curves_are_where_the_numbers_are_and_nan_interrupts_them(browser, tmp_p
     assert place == [0, 1]
     assert gaps == [True, True, True, False], "a line to the next step, and none to the step that is NaN"
     assert smoothed == [0.5, None, 0.5, 0.5]
-
-
-def test_smoothing_arrow_keys_events_and_hidden_runs(browser, tmp_path):
-    health = [{"step": 2, "name": "kl_jump"}]
-    opened(browser, tmp_path, {"lines": ppo_lines(2), "health": health}, {"lines": ppo_lines(1)})
-    first, smoothed, hidden = run_in(
-        browser,
-        """
-      press("Reward", "ArrowRight"); press("Reward", "ArrowRight"); await settled();
-      const found = [legend("Reward").slice(0, 3)];
-      set(document.getElementById("smoothing"), "value", 50); await settled();
-      press("Reward", "End"); await settled(); found.push(legend("Reward")[1]);
-      const box = all("[data-run]")[0];
-      box.checked = false; box.dispatchEvent(new Event("change")); await settled();
-      press("Reward", "Home"); press("Reward", "End"); await settled();
-      return [...found, [chart("Reward").series.map((one) => one.show), legend("Reward")[0]]];
-    """,
-    )
-    assert first == ["step: 2; health: kl_jump", "run0: 0.2", "run1: "]
-    expected = (0.25 * 0.1 + 0.5 * 0.2) / 0.75
-    assert smoothed == f"run0: 0.2 ({expected:.4g})" and math.isclose(expected, 0.16667, abs_tol=1e-5)
-    assert hidden == [[True, False, True], "step: 2"], "its event is hidden with the run"
-
-
-def test_a_phone_folds_all_but_the_overview_and_a_link_unfolds_its_section(browser, tmp_path):
-    opened(browser, tmp_path, {"lines": ppo_lines(20_000)}, width=390, dark=True)
-    found = run_in(
-        browser,
-        """
-      const parts = all("details.part"), height = () => document.documentElement.scrollHeight;
-      const found = [parts.filter((part) => part.open).length, all("canvas").length], folded = height();
-      document.querySelector("nav a[href='#policy']").click(); await settled();
-      found.push(parts.filter((part) => part.open).map((part) => part.parentElement.id), all("canvas").length > 2);
-      for (const part of parts) part.open = true;
-      await settled();
-      const root = document.documentElement;
-      return [...found, folded < height() / 2, root.scrollWidth <= root.clientWidth];
-    """,
-    )
-    assert found == [0, 2, ["policy"], True, True, True], "the last: nothing scrolls sideways"
-    opened(browser, tmp_path, {"lines": ppo_lines(4)})
-    assert run_in(browser, "return all('details.part').every((part) => part.open)"), "not on a wide screen"

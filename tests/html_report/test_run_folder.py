@@ -17,6 +17,8 @@ def test_metrics_become_columns(tmp_path):
     assert run.metrics == {"rollout/count": [(1, 4), (2, 5)], "loss": [(2, None)]}
     assert run.times == {1: 5.0, 2: 6.5} and run.damaged == {}
     assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
+    config = {"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}
+    assert read_run(write_run(tmp_path / "grpo", [first], config), "a").kind == "PPO (grpo)"
 
 
 def test_damaged_lines_and_files_are_counted_and_the_rest_is_read(tmp_path):
@@ -56,27 +58,6 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     assert [one.scores for one in run.answers] == [
         {"rule": 2.0}, {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {},
     ]  # fmt: skip
-
-
-def test_answers_of_steps_1_and_2(tmp_path):
-    """Whose lines are those of `supervised_run.write_answers`: without scores, or with those of a reward model."""
-    of_data = {"prompt": "p", "answers": ["a"], "lengths": [3], "ended": ["data"]}
-    pair = {"prompt": "p", "answers": ["a", "b"], "lengths": [3, 4], "ended": ["chosen", "rejected"], "scores": [1, 0]}
-    run = read_run(write_run(tmp_path, [{"step": 1}], step_000001=[of_data], step_000002=[pair]), "a")
-    assert run.damaged == {}
-    assert [(one.step, one.text, one.score, one.ended) for one in run.answers] == [
-        (1, "a", None, "data"), (2, "a", 1, "chosen"), (2, "b", 0, "rejected"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("config", "expected"), [
-    ({"actor_model_name_or_path": "m"}, "PPO"),
-    ({"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}, "PPO (grpo)"),
-    ({"objective": "reward"}, "reward model"),
-    ({"model_name_or_path": "m"}, "SFT"),
-])  # fmt: skip
-def test_the_kind_of_a_run_is_in_its_flags(tmp_path, config, expected):
-    assert read_run(write_run(tmp_path, [{"step": 1}], config), "a").kind == expected
 
 
 def test_what_is_no_run_is_refused_with_a_way_out(tmp_path):

@@ -24,15 +24,6 @@ def test_the_line_of_step_3_has_short_names_in_columns():
     assert line == (
         "step  7/24  score   0.412  KL  0.0123  entropy  1.980  explained -0.45  length   31.2    2.50 s  0:42 left"
     )  # 17 steps of 2.5 s
-    later = METRICS | {"reward/score_mean": -12.5, "rollout/length_mean": 1024.0}
-    other = step_line(PPO_COLUMNS, later, progress_at(24, 24, 12.5))
-    assert other.index("KL") == line.index("KL") and other.index("explained") == line.index("explained")
-    assert other.endswith("length 1024.0   12.50 s"), "nothing is left"
-
-
-def test_a_line_has_the_numbers_that_there_are():
-    line = step_line(PPO_COLUMNS, {"kl/ref_k1": 0.01}, progress_at(1, 2, 1.0))
-    assert line.startswith("step 1/2  KL  0.0100    1.00 s")
 
 
 def test_the_line_of_steps_1_and_2_has_rate_and_time_left():

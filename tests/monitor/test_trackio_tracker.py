@@ -49,14 +49,3 @@ def test_a_step_is_in_the_run(tmp_path):
     assert name.startswith("ppo-") and len(name) == len("ppo-") + 6
     config = SQLiteStorage.get_run_config("addition", name)
     assert config["learning_rate"] == 0.5 and config["data_path"] == ["a", "b"]
-
-
-def test_flags_come_before_variables(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_PROJECT", "theirs")
-    for project, changes in (("theirs", {}), ("mine", {"project": "mine", "run_name": "first"})):
-        tracking = tracking_in(tmp_path, "trackio", **changes)
-        tracker = WandbTracker("trackio", tracking, Start())
-        tracker.write(1, {"a": 1.0}, ())
-        tracker.close(succeeded=True)
-        assert len(logs_of(project, tracking)) == 1
-        assert id_in(tracking).startswith(changes.get("run_name", "ppo"))

@@ -113,41 +113,15 @@ def test_a_tracker_that_fails_is_left_out_and_ends_no_run(tmp_path, opened, said
     assert [line.split(" cannot write")[0] for line in said] == ["recorded"] * 2 and "refused" in said[0]
 
 
-def test_the_result_is_synced_before_its_rename_and_the_folder_after(tmp_path, monkeypatch):
-    calls, sync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda number: (calls.append(os.readlink(f"/proc/self/fd/{number}")), sync(number))
-    )
-    monkeypatch.setattr(os, "replace", lambda one, other: (calls.append("replace"), replace(one, other)))
-    write_result(tmp_path, {"steps": 3})
-    assert calls == [f"{tmp_path}/result.json.partial", "replace", str(tmp_path)]
-
-
 def test_a_failed_result_is_an_error_on_every_rank(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text("old")
     sent = []
-    monkeypatch.setattr(dist, "broadcast_object", lambda value: sent.append(value) or value)
+    monkeypatch.setattr(dist, "broadcast_object", lambda value, _: sent.append(value) or value)
     monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
     with pytest.raises(StorageError, match=r"result\.json: cannot be written \(No space left on device\); free space"):
         write_result(tmp_path, {"steps": 3})
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
     monkeypatch.setattr(dist, "is_main", lambda: False)
-    monkeypatch.setattr(dist, "broadcast_object", lambda value: sent[0])
+    monkeypatch.setattr(dist, "broadcast_object", lambda value, _: sent[0])
     with pytest.raises(StorageError, match="No space left"):
         write_result(tmp_path, {"steps": 3})
-
-
-def test_metrics_continue_after_the_lines_of_the_checkpoint(tmp_path):
-    with MetricsWriter(tmp_path, None) as writer:
-        writer.write(1, {"a": 1.0})
-        offset = writer.saved_offset()
-        writer.write(2, {"a": 2.0})
-    with MetricsWriter(tmp_path, None, (offset, 2)) as writer:
-        writer.write(2, {"a": 3.0})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and '"step": 2' in lines[1] and '"a": 3.0' in lines[1]
-    with MetricsWriter(tmp_path, None, (10**6, 2)) as writer:  # somebody has cut the file
-        writer.write(3, {"a": 4.0})
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [1, 2, 3]
-    with MetricsWriter(tmp_path, None):
-        assert (tmp_path / "metrics.jsonl").read_bytes() == b""

@@ -250,41 +250,10 @@ def test_a_reply_that_never_ends_is_given_up(serve, monkeypatch, first, again, p
     assert time.monotonic() - started < 3.0
 
 
-def test_replies_without_a_declared_length(serve):
-    for header, content in ((b"Transfer-Encoding: chunked", b'6\r\n{"rewa\r\n10\r\nrds": [1, 2, 3]}\r\n0\r\n\r\n'),
-                            (b"Connection: close", ok(1, 2, 3)[1])):  # fmt: skip
-        reply = OK_HEAD + header + b"\r\n\r\n" + content
-        assert ask(serve(lambda handler, reply=reply: handler.wfile.write(reply)).url, retries=0).tolist() == [1, 2, 3]
-
-
-def test_a_service_may_close_a_connection_that_it_let_expect_to_stay(serve):
-    def reply(handler):
-        handler.protocol_version = "HTTP/1.1"
-        handler.reply(*ok(1))
-
-    assert ask(serve(reply).url, batch_size=1).tolist() == [1, 1, 1]
-
-
 def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
     monkeypatch.setenv("all_proxy", "gopher://127.0.0.1:1")
     with pytest.raises(UserError, match="--remote_reward_url: a proxy of the environment .*gopher"):
         ask("http://127.0.0.1:1/")
-
-
-def test_a_user_name_in_the_address_is_sent_as_basic_authorization(serve):
-    service = serve(ok(1, 2, 3))
-    assert ask(service.url.replace("://", "://me:a%40b@")).tolist() == [1, 2, 3]
-    assert service.headers[0]["Authorization"] == "Basic bWU6YUBi"  # me:a@b
-    assert service.headers[0]["Host"] == service.url.split("/")[2]
-
-
-def test_a_proxy_of_the_environment_is_used(serve, monkeypatch):
-    proxy = serve(ok(1, 2, 3))
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setenv("http_proxy", proxy.url)
-    assert ask("http://rewards.invalid:5000/get").tolist() == [1, 2, 3]
-    assert proxy.requests[0][0] == "http://rewards.invalid:5000/get"
 
 
 @pytest.mark.parametrize(("url", "cause"), [

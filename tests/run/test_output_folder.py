@@ -16,10 +16,10 @@ import pytest
 from checkpoints import config_of, save_checkpoint
 
 from dschat_ppo.common import dist
-from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.config.cli import flatten
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.monitor.writers import write_config
-from dschat_ppo.run import output_folder, session
+from dschat_ppo.run import output_folder
 from dschat_ppo.run.output_folder import (
     KeptModels,
     check_earlier_outputs,
@@ -58,12 +58,15 @@ def other_run(folder) -> tuple[multiprocessing.Process, str]:
     return process, ours.recv()
 
 
-def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
+def test_a_second_run_is_refused_until_the_first_ends(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "output"
     first, said = other_run(folder)
     assert said == "locked"
     with pytest.raises(UserError, match=rf"{folder} is being written by another run \(pid {first.pid} on host "):
         lock_folder(folder)
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        lock_folder(folder)  # which rank 0 alone locks
     first.kill()
     first.join()
     before = os.listdir("/proc/self/fd")
@@ -74,19 +77,6 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
     assert f"another run (pid {os.getpid()} on host" in said
     second.join()
     lock_folder(tmp_path / "other")
-
-
-def test_a_second_run_is_refused_before_it_needs_a_port_and_other_ranks_lock_nothing(tmp_path, monkeypatch):
-    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)])
-    monkeypatch.setattr(session, "init_process_group", lambda folder: pytest.fail("the ranks have joined"))
-    with (tmp_path / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        before = os.listdir("/proc/self/fd")
-        with pytest.raises(UserError, match="is being written by another run; wait for it"):
-            session.begin_run("sft", config, [])
-        assert os.listdir("/proc/self/fd") == before
-        monkeypatch.setenv("RANK", "1")
-        lock_folder(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

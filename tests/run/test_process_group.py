@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import ROOT, _free_port, environment, forked, succeed
+from launch import _free_port, environment, forked, succeed
 from torch.distributed import HashStore, TCPStore
 
 from dschat_ppo.errors import UserError
@@ -196,9 +196,3 @@ def test_a_run_on_the_cpu_checks_before_it_joins_the_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="not used"):
         process_group.init_process_group()
-
-
-def test_the_installation_checks_after_torch_and_before_the_rest():
-    script = (ROOT / "training_scripts/setup_venv.sh").read_text()
-    check, install = script.index("-m dschat_ppo.run.unused_gpu"), script.index("torch==")
-    assert install < check < script.index("pip install -q")

@@ -21,12 +21,10 @@ from dschat_ppo.monitor.writers import is_finished
 from dschat_ppo.run import start_and_end
 from dschat_ppo.run.start_and_end import (
     VALIDATION,
-    changes_of,
     data_words,
     model_size,
     ppo_words,
     short_count,
-    show_end,
     show_models,
     show_plan,
     step_command,
@@ -73,18 +71,6 @@ def test_the_models_are_a_table(said, monkeypatch, tmp_path):
     show_models(roles, "bf16", tmp_path)
     assert "1 K parameters, frozen, from /sft" in said[1]
     assert said[3].startswith(f"--output_dir {tmp_path}: its disk has 0.0 MiB left, and a checkpoint takes about 0.0 ")
-
-
-def test_the_end_names_results_folders_and_the_next_command(said, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    result = {"eval_loss_before": 6.50512, "eval_loss_after": 4.4189, "kl/ref_k1_after": 1.0, "seconds": 3}
-    changes = changes_of(result, {"eval_loss": "evaluation loss", "kl/ref_k1": "KL", "eval_accuracy": "accuracy"})
-    places = [Path("/o/a"), tmp_path / "out/b"]
-    show_end("SFT", "250 optimizer steps", 83.4, changes, places, "python -m x 'a b'")
-    assert said[0].split("\n") == [
-        "SFT: done", "  trained          250 optimizer steps in 1:23", "  evaluation loss  6.505 -> 4.419",
-        "  saved to         /o/a", "                   out/b", "  next             python -m x 'a b'",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("warmup", "total", "warns"), [(9, 10, False), (10, 10, True)])

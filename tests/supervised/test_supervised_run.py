@@ -1,4 +1,4 @@
-"""The first log lines of steps 1 and 2, and what is refused before data are read."""
+"""The warning about the learning rate of steps 1 and 2, and the program of DPO."""
 
 import sys
 
@@ -7,44 +7,10 @@ from launch import ROOT, run, succeed
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models.adapters import adapter_settings
-from dschat_ppo.supervised import sft, supervised_run, train_preference
+from dschat_ppo.supervised import supervised_run
 from dschat_ppo.supervised.supervised_run import report_learning_rate
 
 WORDS = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
-
-
-class NothingIsRead(Exception):  # noqa: N818
-    """Raised in place of looking for the model's folder."""
-
-
-@pytest.fixture
-def first_lines(monkeypatch, said):
-    """(step, further words) -> the lines that the run logs first."""
-
-    def refuse(*arguments):
-        raise NothingIsRead
-
-    monkeypatch.setattr(supervised_run, "begin_run", lambda *arguments: (None, None))
-    monkeypatch.setattr(supervised_run, "model_folder", refuse)
-
-    def lines_of(step, *words):
-        train = sft.train_sft if step == "sft" else train_preference.train_preferences
-        with pytest.raises(NothingIsRead):
-            train(parse(step, [*WORDS, *words]))
-        return said
-
-    return lines_of
-
-
-@pytest.mark.parametrize(("step", "words", "line"), [
-    ("sft", (), "step 1: supervised fine-tuning"),
-    ("reward", (), "step 2: --objective reward trains a reward model (for DPO: training/step2_dpo/main.py"),
-    ("reward", ("--objective", "ipo"), "step 2: --objective ipo trains the policy itself"),
-    ("dpo", (), "step 2: --objective dpo trains the policy itself"),
-])  # fmt: skip
-def test_the_first_line_names_what_is_trained(step, words, line, first_lines):
-    [found] = first_lines(step, *words)
-    assert found.startswith(line)
 
 
 @pytest.mark.parametrize(("step", "rate", "words", "parameters", "warned"), [

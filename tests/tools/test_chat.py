@@ -10,16 +10,10 @@ from pathlib import Path
 import pytest
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools.chat import PORT, main, read_arguments
+from dschat_ppo.tools.chat import main
 from dschat_ppo.tools.chat_model import Token
 from dschat_ppo.tools.chat_terminal import HELP, Terminal, printable
 from dschat_ppo.tools.sampling_settings import SamplingSettings
-
-
-def test_flags():
-    words, settings, data = read_arguments(["--model", "a", "--compare", "b", "--top_k", "5", "--web"])
-    assert (words.model, words.compare, words.port, words.dtype) == ("a", "b", PORT, "bf16")
-    assert settings == SamplingSettings(top_k=5) and data.chat_template is None
 
 
 def test_the_documents_name_every_command_and_default():

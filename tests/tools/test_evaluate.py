@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.evaluate import main
 from dschat_ppo.tools.evaluate_flags import read_arguments
-from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, notes, table
+from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, table
 
 TOKENS, PROMPTS = 6, 7
 
@@ -83,23 +83,6 @@ def test_answers_do_not_depend_on_batches(found, assets):
         assert set(result.metrics) == {"length_mean", "ended_share"} and result.wins is None
     assert "score" not in "".join([*table(again), *answer_lines(again, 1)])
     assert json.loads(json_of(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
-
-
-def test_the_table_the_notes_and_the_answers(found, assets, monkeypatch):
-    lines = table(found)
-    assert lines[0].split()[:3] == ["model", "decoding", "score"] and "wins against lm [95 %]" in lines[0]
-    assert [line.split()[0] for line in lines[1:]] == ["lm", "lm", "uniform_lm", "uniform_lm"]
-    monkeypatch.chdir("/")
-    passing, sampled, *paths = notes(found)
-    assert "2.5 (--pass_score)" in passing and sampled.endswith("depend on --seed (1234)")
-    assert paths == [f"{name}: {str(assets / name)[1:]}" for name in ("lm", "uniform_lm")]
-    first = found.results[0].prompts[0]
-    first.answers[0] = "one\ntwo\x1b[2J"
-    lines = answer_lines(found, 2)
-    assert lines[:2] == ["prompt 1:", f"    {first.prompt}"]
-    assert lines[2].startswith(f"  lm, greedy (score {first.scores[0]:.4g}, {first.lengths[0]} tokens")
-    assert lines[3:5] == ["    one", "    two\\x1b[2J"]
-    assert sum(line.startswith("  uniform_lm, sampled (score ") for line in lines) == 2 * 4
 
 
 def test_models_with_different_prompts_are_refused(assets, tmp_path):

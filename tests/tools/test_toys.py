@@ -2,15 +2,12 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import addition
 import pytest
 from transformers import AutoTokenizer
 
 from dschat_ppo.tools import toy
-from dschat_ppo.tools.toy_model import task_command
 
 
 @pytest.fixture(scope="module")
@@ -93,24 +90,3 @@ def test_held_out_questions_are_in_no_other_file():
         assert len(asked[part]) == toy.COUNTS[part]
         for other in asked:
             assert other == part or not asked[part] & asked[other]
-
-
-def test_the_true_rule_scores_a_held_out_row_without_torch():
-    rng = random.Random(0)
-    row = toy.make_rows(toy.make_questions(rng), rng)["heldout"][0]
-    question = toy.Question(**row["about"])
-    kind, curt = toy.kind_answer(question, rng), toy.curt_answer(question, rng)
-    code = f"""import sys
-from dschat_ppo.tools.toy import true_rule
-about = {row["about"]!r}
-print(true_rule({kind!r}, about, prompt="p"), true_rule({curt!r}, about), "torch" in sys.modules)"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "1.0 0.0 False\n"
-
-
-def test_a_file_in_place_of_the_folder_is_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr("sys.argv", ["addition.py", str(tmp_path / "file")])
-    with pytest.raises(SystemExit, match="2"):
-        task_command("A task.", lambda *_: pytest.fail("makes the task"))
-    assert capsys.readouterr().err.splitlines()[-1] == f"addition.py: error: {tmp_path}/file: is not a folder"

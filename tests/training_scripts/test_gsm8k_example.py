@@ -124,10 +124,3 @@ def test_the_steps_accept_the_commands_of_the_readme(tmp_path, ranks):
     assert second["reward_function"] == third["reward_function"]
     assert plan_ppo(grpo.ppo, 7000, ranks).updates_per_rollout == 2
     assert SupervisedPlan(sft.fit, 7000, ranks).global_batch == {1: 32, 3: 24, 64: 512}[ranks]
-
-
-@pytest.mark.parametrize("name", ["run_sft.sh", "run_grpo.sh", "run_evaluate.sh"])
-def test_a_missing_variable_or_folder_shows_the_usage(name):
-    for words, variables in ((("out",), {"MODEL": "m"}), ((), {"MODEL": "m", "DATA": "d"})):
-        result = script(name, *words, **variables)
-        assert result.returncode == 1 and f"{name} OUTPUT_DIR" in result.stderr and "usage: " in result.stderr

@@ -91,14 +91,6 @@ def test_several_ranks_get_the_visible_gpus(script, driver, stubs, visible, rank
     assert json.loads(world) == {"localhost": expected}
 
 
-def test_a_hostfile_needs_the_deepspeed_command(script, stubs, tmp_path):
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
-    command = f"hostfile={tmp_path}/hosts; launch main.py --flag"
-    printed = bash(script, command, **stubs, RANKS="1", MASTER_PORT="77", DS_ACCELERATOR="cpu")
-    flags = f"--log_level warning --hostfile {tmp_path}/hosts --num_accelerators 1 --master_port 77"
-    assert printed == f"deepspeed unset {flags} main.py --flag"
-
-
 def test_the_exit_code_is_that_of_the_step(script, tmp_path):
     (tmp_path / "main.py").write_text("raise SystemExit(3)")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -13,7 +13,6 @@ from launch import ROOT, environment
 from published_configs import PUBLISHED, write_published
 
 from dschat_ppo.commands.training import run_training
-from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.plan_step import plan_step
@@ -149,14 +148,6 @@ def test_several_machines_are_those_of_the_hostfile(tmp_path):
     assert "with the same N" in bash("multi_node/train.sh", "sft", "out", HOSTFILE=hosts, MODEL="m-1b").stderr
     words = words_of("single_gpu/train.sh", "sft", "out", HOSTFILE=hosts, MODEL="m-1b", RANKS=2)
     assert words[:3] == ["-u", "-m", "deepspeed.launcher.launch"], "one machine has no hostfile"
-
-
-@pytest.mark.parametrize("ranks", [3, 48])
-def test_any_number_of_ranks_makes_whole_optimizer_steps(ranks):
-    for step in ("ppo", "grpo"):
-        given = {"MODEL": "m-1b", "REWARD_MODEL": "r", "DATA": "d", "RANKS": ranks}
-        words = words_of("single_node/train.sh", step, "out", "--dry_run", **given)
-        plan_ppo(parse("ppo", words[2:]).ppo, 10**6, ranks)  # raises if they do not
 
 
 def test_srun_starts_the_ranks_under_slurm():
