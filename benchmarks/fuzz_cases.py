@@ -10,7 +10,7 @@ import dataclasses
 import json
 import random
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -72,16 +72,6 @@ def data_in_step(rng: random.Random, material: Path, own: Path) -> int:
 _LEFT_OUT = {"offload", "offload_optimizer", "offload_reference_model", "output_dir", "data_output_path", "config"}
 
 
-def flags_of(kinds: Iterable[type]) -> list[Flag]:
-    """The flags of some groups."""
-    from dschat_ppo.config.flag_parser import values_of
-
-    return [
-        (field.name, values_of(get_type_hints(kind)[field.name]))
-        for kind in kinds for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT
-    ]  # fmt: skip
-
-
 def random_flag(rng: random.Random, known: Sequence[Flag]) -> list[str]:
     """One of the flags, most often with a value that it takes."""
     name, how = rng.choice(known)
@@ -113,11 +103,16 @@ def _random_word(rng: random.Random, how: dict[str, Any]) -> str:
 
 def flags(rng: random.Random, material: Path, own: Path) -> int:
     """Random values of a step's flags, misspelt names, repeated flags."""
+    from dschat_ppo.config.flag_parser import values_of
     from dschat_ppo.config.steps import STEPS
 
     step = rng.choice(list(SCRIPTS))
     words = step_words(material, step, own / "trained")
-    known = flags_of(get_type_hints(STEPS[step].config).values())
+    known = [
+        (field.name, values_of(get_type_hints(kind)[field.name]))
+        for kind in get_type_hints(STEPS[step].config).values()
+        for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT
+    ]  # fmt: skip
     for _ in range(rng.choice((1, 1, 2, 3, 6))):
         words += random_flag(rng, known)
     if rng.random() < 0.05:

@@ -24,18 +24,6 @@ LIMIT = 585  # seconds of all parts
 LEAST = 15  # a part that has less time left does not start
 
 
-def parsed() -> argparse.Namespace:
-    """The command line."""
-    lines = [f"  {name:<15}{part.what} (at most {part.seconds} s)" for name, part in PARTS.items()]
-    description = "\n".join([__doc__ or "", "parts:", *lines])
-    parser = argparse.ArgumentParser("gpu.sh", None, description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART")
-    parser.add_argument("--json", type=Path, help="write the findings to this file too")
-    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds of all parts together")
-    parser.add_argument("--tiny", action="store_true", help="a trial on tiny sizes, with or without a GPU")
-    return parser.parse_args()
-
-
 def start(names: list[str], folder: Path, tiny: bool) -> subprocess.Popen[bytes]:
     """Start a process for these parts, in a session, so that processes it starts end with it."""
     command = [sys.executable, "-m", "gpu_checks.run_part", *names]
@@ -99,7 +87,14 @@ def groups_of(names: list[str], tiny: bool) -> list[list[str]]:
 
 def main() -> int:
     """Run, print and judge."""
-    arguments = parsed()
+    lines = [f"  {name:<15}{part.what} (at most {part.seconds} s)" for name, part in PARTS.items()]
+    description = "\n".join([__doc__ or "", "parts:", *lines])
+    parser = argparse.ArgumentParser("gpu.sh", None, description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART")
+    parser.add_argument("--json", type=Path, help="write the findings to this file too")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds of all parts together")
+    parser.add_argument("--tiny", action="store_true", help="a trial on tiny sizes, with or without a GPU")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
         groups = groups_of(arguments.only, arguments.tiny)
         results = run(groups, Path(folder), arguments.limit, arguments.tiny)

@@ -42,12 +42,6 @@ def test_the_peak_of_a_process_is_in_gib(monkeypatch):
     assert clock.peak_gib["train"] == pytest.approx((resident + 200 * 2**20) / 2**30, rel=0.015)
 
 
-def test_an_exception_leaves_the_phase_for_the_message():
-    with pytest.raises(ZeroDivisionError), PhaseClock().phase("score"):
-        raise ZeroDivisionError
-    assert where() == "phase 'score'"
-
-
 ROOT = Path(__file__).parents[2]
 
 
