@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -9,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
@@ -20,6 +24,7 @@ from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.adapters import ADAPTER, adapter_layers, is_adapter_parameter, matrices_of, merged_weight
 from dschat_ppo.models.architectures import SCORE, first_position
+from dschat_ppo.models.model_files import weight_files
 from dschat_ppo.models.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_name
 from dschat_ppo.models.policy_model import WrappedModel
 from dschat_ppo.models.scalar_model import ScalarModel
@@ -28,6 +33,8 @@ from dschat_ppo.types import Engine
 # Files of the two forms in which a model is saved.
 OF_ADAPTERS = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 OF_WHOLE_MODELS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+# of a language model with parts that do not train
+TRAINED, UNTRAINED = "model-trained.safetensors", "model-untrained.safetensors"
 
 
 def require_finite_weights(role: str, engine: Engine) -> None:
@@ -129,7 +136,7 @@ def write_model(
         model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
     if not merge and adapter_layers(model):
         return _write_adapter(model, state, tokenizer, Path(folder))
-    return _write(model, merged_state(model, state), tokenizer, Path(folder))
+    return _write(model, merged_state(model, state), tokenizer, Path(folder), not isinstance(module, ScalarModel))
 
 
 def is_in_adapter_folder(name: str) -> bool:
@@ -152,17 +159,66 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _write(
-    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
+    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, is_lm: bool
 ) -> str | None:
 
     def write(unfinished: Path) -> None:
         # Save under the names of the architecture's checkpoints on the hub, which other programs read too (of each
-        # expert, not of all of a layer), and not under those of the checkpoint loaded, such as DeepSpeed-Chat's.
-        model._weight_conversions = None  # type: ignore[assignment]
+        # expert, not of all of a layer), and not under those of the checkpoint loaded, such as DeepSpeed-Chat's; but a
+        # text model out of one of images and text has its names there.
+        around = _config_around(model) if is_lm else None
+        if around is None:
+            model._weight_conversions = None  # type: ignore[assignment]
         model.save_pretrained(unfinished, state_dict=state)
+        if is_lm:
+            _add_untrained(model, unfinished)
+        if around is not None:
+            around.text_config = model.config
+            around.save_pretrained(unfinished)
+            for file in Path(model.name_or_path).glob("*processor*_config.json"):
+                shutil.copy(file, unfinished)
         tokenizer.save_pretrained(unfinished)
 
     return _write_files(write, folder, OF_ADAPTERS)
+
+
+def _config_around(model: PreTrainedModel) -> Any:
+    """The configuration of the checkpoint of a text model that is a part of one of images and text, or None."""
+    if not (Path(model.name_or_path) / "config.json").is_file():
+        return None
+    found = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=False)
+    return found if hasattr(found, "text_config") and found.model_type != model.config.model_type else None
+
+
+def _add_untrained(model: PreTrainedModel, folder: Path) -> None:
+    """Add to a saved language model the weights of its checkpoint that transformers leaves out when it loads the text
+    model, unchanged: a vision tower, or layers that predict further tokens. The folder then loads wherever the
+    checkpoint does."""
+    source, patterns = Path(model.name_or_path), model._keys_to_ignore_on_load_unexpected or []
+    files = [file for file in weight_files(str(source)) if file.suffix == ".safetensors"] if source.is_dir() else []
+    saved = {name: file for file in weight_files(str(folder)) for name in _names_in(file)}
+    added = {
+        name: file for file in files for name in _names_in(file)
+        if name not in saved and any(re.search(pattern, name) for pattern in patterns)
+    }  # fmt: skip
+    if not added:
+        return
+    weights = {}
+    for name, file in added.items():
+        with safe_open(file, "pt") as tensors:
+            weights[name] = tensors.get_tensor(name)
+    save_file(weights, folder / UNTRAINED, metadata={"format": "pt"})
+    if (single := folder / SAFE_WEIGHTS_NAME).exists():  # transformers would read this file alone
+        single.rename(folder / TRAINED)
+        saved = dict.fromkeys(saved, folder / TRAINED)
+    places = {name: file.name for name, file in saved.items()} | dict.fromkeys(added, UNTRAINED)
+    index = {"metadata": {"total_size": sum(file.stat().st_size for file in weight_files(str(folder)))}}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({**index, "weight_map": places}, indent=2))
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, "pt") as tensors:
+        return list(tensors.keys())
 
 
 def _write_adapter(

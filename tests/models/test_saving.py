@@ -8,9 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny_config
+from safetensors.torch import load_file, save_file
 from test_loading import IDS, expected_scores, write_deepspeed_chat
+from tiny_models import model_of
 from torch import nn
-from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
@@ -103,3 +111,34 @@ def test_generation_config_that_transformers_refuses_to_save_loses_nothing(asset
     again = saved_and_loaded(module, tmp_path / "new", LlamaForCausalLM, assets)
     assert again.generation_config.temperature == 0.6
     assert again.generation_config.eos_token_id == [1, 7]
+
+
+def test_a_text_model_out_of_one_of_images_and_text_is_saved_back_whole(assets, tmp_path):
+    """Its vision tower and the layer that predicts a further token as they were, and the trained text."""
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = model_of("qwen3.5").config.to_dict() | {"hidden_size": 32}
+    config = Qwen3_5Config(text_config=text, vision_config=vision)
+    whole = Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path / "old")
+    file = tmp_path / "old/model.safetensors"
+    further = {"mtp.fc.weight": torch.ones(3, 3)}
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    (tmp_path / "old/preprocessor_config.json").write_text("{}")
+    module = PolicyModel(load_causal_lm(str(tmp_path / "old"), "fp32", None))
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(0.01)
+    again = saved_and_loaded(module, tmp_path / "new", Qwen3_5ForConditionalGeneration, assets)
+    before = whole.state_dict()
+    for name, weight in again.state_dict().items():
+        expected = before[name] if ".visual." in name else before[name] + 0.01
+        torch.testing.assert_close(weight, expected, rtol=0, atol=0)
+    assert torch.equal(
+        load_file(tmp_path / "new/model-untrained.safetensors")["mtp.fc.weight"], further["mtp.fc.weight"]
+    )
+    assert (tmp_path / "new/preprocessor_config.json").exists()
+    third = load_causal_lm(str(tmp_path / "new"), "fp32", None)  # as the next step loads it
+    assert all(map(torch.equal, third.state_dict().values(), module.lm.state_dict().values()))
