@@ -33,7 +33,8 @@ from dschat_ppo.types import Engine
 # Files of the two forms in which a model is saved.
 OF_ADAPTERS = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 OF_WHOLE_MODELS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
-# of a language model with parts that do not train
+# of a language model with parts that do not train: a vision tower, layers that predict further tokens
+_NOT_TEXT = re.compile(r"(^|\.)(mtp|visual|vision)|^model\.layers\.\d+\.")
 TRAINED, UNTRAINED = "model-trained.safetensors", "model-untrained.safetensors"
 
 
@@ -166,40 +167,42 @@ def _write(
         # Save under the names of the architecture's checkpoints on the hub, which other programs read too (of each
         # expert, not of all of a layer), and not under those of the checkpoint loaded, such as DeepSpeed-Chat's; but a
         # text model out of one of images and text has its names there.
-        around = _config_around(model) if is_lm else None
+        source = Path(model.name_or_path or "/nowhere")  # empty: made from a configuration
+        around = _config_around(model, source) if is_lm else None
         if around is None:
             model._weight_conversions = None  # type: ignore[assignment]
         model.save_pretrained(unfinished, state_dict=state)
         if is_lm:
-            _add_untrained(model, unfinished)
+            _add_untrained(model, source, unfinished)
         if around is not None:
             around.text_config = model.config
             around.save_pretrained(unfinished)
-            for file in Path(model.name_or_path).glob("*processor*_config.json"):
+            for file in source.glob("*processor*_config.json"):
                 shutil.copy(file, unfinished)
         tokenizer.save_pretrained(unfinished)
 
     return _write_files(write, folder, OF_ADAPTERS)
 
 
-def _config_around(model: PreTrainedModel) -> Any:
+def _config_around(model: PreTrainedModel, source: Path) -> Any:
     """The configuration of the checkpoint of a text model that is a part of one of images and text, or None."""
-    if not (Path(model.name_or_path) / "config.json").is_file():
+    if not (source / "config.json").is_file():
         return None
-    found = AutoConfig.from_pretrained(model.name_or_path, trust_remote_code=False)
+    found = AutoConfig.from_pretrained(source, trust_remote_code=False)
     return found if hasattr(found, "text_config") and found.model_type != model.config.model_type else None
 
 
-def _add_untrained(model: PreTrainedModel, folder: Path) -> None:
+def _add_untrained(model: PreTrainedModel, source: Path, folder: Path) -> None:
     """Add to a saved language model the weights of its checkpoint that transformers leaves out when it loads the text
     model, unchanged: a vision tower, or layers that predict further tokens. The folder then loads wherever the
     checkpoint does."""
-    source, patterns = Path(model.name_or_path), model._keys_to_ignore_on_load_unexpected or []
-    files = [file for file in weight_files(str(source)) if file.suffix == ".safetensors"] if source.is_dir() else []
+    patterns = model._keys_to_ignore_on_load_unexpected
+    if not patterns or not source.is_dir():
+        return
     saved = {name: file for file in weight_files(str(folder)) for name in _names_in(file)}
     added = {
-        name: file for file in files for name in _names_in(file)
-        if name not in saved and any(re.search(pattern, name) for pattern in patterns)
+        name: file for file in weight_files(str(source)) if file.suffix == ".safetensors" for name in _names_in(file)
+        if name not in saved and _NOT_TEXT.search(name) and any(re.search(pattern, name) for pattern in patterns)
     }  # fmt: skip
     if not added:
         return
