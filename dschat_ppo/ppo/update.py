@@ -285,7 +285,8 @@ class PPOUpdate:
                 if objective.role == "actor" and gradients.fault is None:
                     logprobs, refused = objective.recorded, "--max_log_ratio: the update is not applied"
                     if _is_above(flags.max_log_ratio, LARGEST_LOG_RATIO, objective.sums, refused):
-                        apply(gradients, refused=True)
+                        for unused in (gradients, *(waits for _, waits in waiting)):
+                            apply(unused, refused=True)
                         return Outcome({}, [], ends_step=True)
                 if self.config.aligns_overflow:
                     waiting.append((objective, gradients))

@@ -55,7 +55,8 @@ def usable_urls(urls: list[str]) -> list[str]:
     for url in found:
         try:
             parts = httpx.URL(url)
-            usable = parts.scheme in ("http", "https") and parts.host and (parts.port or 80) < 2**16
+            has_port = parts.port is None or 0 < parts.port < 2**16
+            usable = parts.scheme in ("http", "https") and parts.host and has_port
         except httpx.InvalidURL:
             usable = False
         if not usable:  # a password with a slash makes it so
@@ -82,6 +83,7 @@ class RemoteReward:
         self.urls, self.timeout, self.retries = usable_urls(urls), timeout, retries
         self.batch_size, self.sources = batch_size, sources
         self.certificates = ssl.create_default_context()  # of the system, or of SSL_CERT_FILE
+        self._client()  # fails here, before models are loaded
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent. `RewardServiceError` if the
@@ -92,11 +94,14 @@ class RemoteReward:
         every[rows] = torch.tensor(asyncio.run(self._score(request)), dtype=torch.float32)
         return every
 
+    def _client(self) -> httpx.AsyncClient:
+        with reading(f"{FLAG}: a proxy of the environment variables cannot be used"):
+            return httpx.AsyncClient(verify=self.certificates, timeout=None)
+
     async def _score(self, request: RewardRequest) -> list[float]:
         """Scores of all batches. Connections are closed at the end: a service may restart before the next call."""
         free = asyncio.Semaphore(len(self.urls))
-        with reading(f"{FLAG}: a proxy of the environment variables cannot be used"):
-            client = httpx.AsyncClient(verify=self.certificates, timeout=None)
+        client = self._client()
 
         async def score(start: int) -> list[float]:
             async with free:

@@ -303,6 +303,17 @@ def test_outcomes_of_a_step(monkeypatch, case):
     }  # fmt: skip
 
 
+def test_gradients_of_the_critic_that_wait_are_dropped_with_a_forbidden_aligned_update(monkeypatch):
+    """Else they would be added to those of the next step."""
+    config = parse("ppo", f"{WORDS} {FP16} --max_log_ratio 0.1".split())
+    engines = Engines(monkeypatch, (0.2, -0.2), actor=GOOD, critic=GOOD)
+    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
+    updates = PPOUpdate(config, None, roles, None, FixedCoefficient(0.01), NonFinitePolicy(config.safety), PhaseClock())
+    critic = replace(updates.critic_objective(STEP), gradients=SimpleNamespace(engine="critic", fault=None))
+    assert updates.minimise([updates.actor_objective(STEP), critic], 3).ends_step
+    assert engines.done == ["actor gradients", "actor refused", "critic refused"]
+
+
 @pytest.mark.parametrize(
     ("log_ratios", "forbidden"),
     [((0.25, 0.0), False), ((-0.25, 0.0), False), ((0.0, 0.2500001), True), ((0.0, -0.2500001), True)],

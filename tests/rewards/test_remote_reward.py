@@ -279,7 +279,7 @@ def test_the_label_is_the_correct_answer_that_rules_read():
     assert label_of({"label": "L", "answer": "A"}) == "L"
 
 
-@pytest.mark.parametrize("url", ["localhost:5000", "ftp://me:s3cret@host", "http://", "http://host:99999/",
+@pytest.mark.parametrize("url", ["localhost:5000", "ftp://me:s3cret@host", "http://", "http://host:99999/", "http://host:0/",
                                  "http://me:s3/cret@host/", "me:s3cret@host:5000/a"])  # fmt: skip
 def test_invalid_addresses_are_rejected_without_their_credentials(url):
     with pytest.raises(UserError, match="^--remote_reward_url") as refused:
