@@ -38,7 +38,7 @@ def rows_for_memory(model: PreTrainedModel, length: int) -> int:
     """How many sequences of `length` tokens fit into the free memory, at least 1. On a CPU they get `MEMORY_SHARE` of
     it; on a GPU all but a reserve, because generation needs little else."""
     device, (per_token, states) = next(model.parameters()).device, cache_bytes(model)
-    per_row = per_token * length + states
+    per_row = per_token * length + 2 * states  # those of a prefill are copied
     if device.type != "cuda":
         free = available_memory() // local_world_size()
         return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / per_row)))

@@ -45,8 +45,10 @@ class RowStates:
         new = ~np.isin(sequences, self._sequences)
         before, fed = len(self._sequences), np.flatnonzero(source[new] >= 0)
         self._sequences = np.concatenate([self._sequences, sequences[new]])
-        for key, state in states_of(prefilled):
+        for key, state in list(states_of(prefilled)):
             old = self._tables.pop(key, state[:0])
+            if self._cache is not prefilled:  # whose view would keep the old table in memory
+                getattr(self._cache.layers[key[0]], key[1])[key[2]] = None
             table = state.new_zeros(len(self._sequences), *state.shape[1:])
             table[:before] = old[:before]
             rows, sources = (torch.from_numpy(part).to(state.device) for part in (before + fed, source[new][fed]))
