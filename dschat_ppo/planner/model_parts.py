@@ -58,6 +58,11 @@ class ModelParts:
     vocabulary: int  # width of the logits
     kv_bytes: int  # bytes of the keys and values of one token
     saved: SavedActivations
+    state_bytes: int = 0  # bytes of the states of one row, where layers carry one from token to token
+
+    def cache_bytes(self, length: int) -> int:
+        """Bytes of the cache for a row of `length` tokens; states exist twice after a prefill (`rollout/memory.py`)."""
+        return self.kv_bytes * length + 2 * self.state_bytes
 
     @property
     def total(self) -> int:
@@ -114,7 +119,7 @@ def _parts_of(
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     if not on_gpu:
         use_fast_layers(model)
-    kv_bytes = 0 if scalar else _kv_bytes(model)
+    kv_bytes, state_bytes = (0, 0) if scalar else _cache_bytes(model)
     if adapter is not None:
         add_adapter(model, adapter)
     backbone = model.base_model if scalar else backbone_of(model)
@@ -140,18 +145,20 @@ def _parts_of(
         vocabulary=1 if scalar else head.weight.shape[0],
         kv_bytes=kv_bytes,
         saved=saved_activations(backbone),
+        state_bytes=state_bytes,
     )
 
 
-def _kv_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of a token: those of a pass over one token, as generation measures them. A model
-    that cannot run without data, such as GPT-2, has as many key-value heads as attention heads: 2 x layers x H x s."""
+def _cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """Bytes of the keys and values of a token, and of the states of a row: those of a pass over one token, as
+    generation measures them. A model that cannot run without data, such as GPT-2, has as many key-value heads as
+    attention heads: 2 x layers x H x s."""
     try:
         with reading("keys and values"):
-            return cache_bytes(model)[0]
+            return cache_bytes(model)
     except UserError:
         text = model.config.get_text_config()
-        return 2 * int(text.num_hidden_layers) * int(text.hidden_size) * model.dtype.itemsize
+        return 2 * int(text.num_hidden_layers) * int(text.hidden_size) * model.dtype.itemsize, 0
 
 
 class _Fused(torch.autograd.Function):

@@ -220,7 +220,7 @@ def running_rows(role: Role, rows: int, length: int, wanted: int, free: int) -> 
     """Sequences that are decoded at a time, at least 1, as `rollout/memory.py` chooses them. `rows`: sequences of a
     rollout on this rank, of `length` tokens at most; `wanted`: `--rollout_rows`, 0 for as many as memory allows;
     `free`: bytes of the device that everything else leaves."""
-    per_row = max(1, role.parts.kv_bytes * length)
+    per_row = max(1, role.parts.cache_bytes(length))
     if not role.on_gpu:
         return max(1, min(rows, wanted or min(MAX_ROWS, int(MEMORY_SHARE * free / per_row))))
     logits = LOGITS_BYTES * role.parts.vocabulary

@@ -173,7 +173,7 @@ def _rollout_phase(
     length = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
     free = device_memory - phase.total().device - (0 if actor.on_gpu else phase.total().host)
     rows = role_memory.running_rows(actor, plan.rows_per_rank * size, length, ppo.rollout_rows, free)
-    phase.add("actor", "KV cache", Memory.of(actor.parts.kv_bytes * rows * length / size))
+    phase.add("actor", "KV cache", Memory.of(actor.parts.cache_bytes(length) * rows / size))
     phase.add("actor", "logits", Memory.of(LOGITS_BYTES * rows * actor.parts.vocabulary))
     return phase, rows
 

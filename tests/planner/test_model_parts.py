@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from every_architecture import ARCHITECTURES
-from tiny_models import VOCABULARY
+from tiny_models import VOCABULARY, model_of
 from transformers import LlamaConfig, LlamaModel, MixtralConfig
 
 from dschat_ppo.config.cli import parse
@@ -33,7 +33,9 @@ def test_a_language_model():
     assert parts.total == parts.trained == 3 * LAYER + 2 * 6400 + 64
     assert parts.packed == 3 * LAYER + 6400
     assert parts.kv_bytes == 3 * 2 * 2 * 16 * 2  # layers, keys and values, heads, numbers of a head, bytes
-    assert parts.vocabulary == 100 and parts.largest == 64 * 160
+    assert parts.cache_bytes(10) == 10 * parts.kv_bytes and parts.vocabulary == 100 and parts.largest == 64 * 160
+    hybrid = parts_of(model_of("lfm2").config, "fp32", scalar=False)  # a layer of attention, one with a state
+    assert hybrid.cache_bytes(10) == 10 * 2 * 2 * 8 * 4 + 2 * 3 * 32 * 4
     tied = parts_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
     assert (tied.head, tied.total) == (0, 3 * LAYER + 6400 + 64)  # counts once
     assert tied.packed == 3 * LAYER + 6400  # it is still multiplied
