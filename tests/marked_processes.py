@@ -22,7 +22,7 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
-def left_of(mark: str, seconds: float = 3.0) -> list[int]:
+def left_of(mark: str, seconds: float = 20.0) -> list[int]:
     """The marked processes that still run after so long; returns at once when there is none."""
     deadline = time.monotonic() + seconds
     while (found := marked_processes(mark)) and time.monotonic() < deadline:
