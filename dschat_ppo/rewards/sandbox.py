@@ -13,6 +13,7 @@ import re
 import secrets
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -166,7 +167,7 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
             try:
                 process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # the program too
                 process.wait()
     lines = [line for line in text.decode(errors="replace").splitlines() if line.startswith(token)]
     if not lines:

@@ -14,6 +14,7 @@ import pytest
 from marked_processes import left_of, mark_sandboxes, marked_processes
 from sandboxes import everywhere, needs_bwrap
 
+from dschat_ppo.rewards import sandbox
 from dschat_ppo.rewards.sandbox import Isolation, Limits, code_of, code_tests, run_tests
 
 LIMITS = Limits(cpu_seconds=2, wall_seconds=5.0)
@@ -143,6 +144,20 @@ def test_the_environment_is_empty(how, monkeypatch):
     tests = ["import os, sys; assert not os.listdir() and 'SECRET_TOKEN' not in os.environ and sys.stdin.read() == ''",
              "import sys; assert sys.flags.isolated and 'dschat_ppo' not in sys.modules"]  # fmt: skip
     assert run_tests("", tests, LIMITS, how) == [True, True]
+
+
+def test_a_program_ends_with_a_watcher_that_hangs(tmp_path, monkeypatch):
+    mark = str(tmp_path)
+    mark_sandboxes(monkeypatch, mark)
+    monkeypatch.setattr(sandbox, "_END_SECONDS", 0.5)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(passes, "import time; time.sleep(60)", limits=Limits(wall_seconds=3.0))
+        while len(seen := marked_processes(mark)) < 2:
+            assert not running.done()
+        [watcher] = [process for process in map(psutil.Process, seen) if process.ppid() == os.getpid()]
+        watcher.suspend()
+        assert not running.result()
+    assert left_of(mark) == []
 
 
 def test_no_process_and_no_file_is_left(tmp_path, monkeypatch):
