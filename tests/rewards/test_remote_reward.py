@@ -119,7 +119,7 @@ def test_batches_keep_their_order_and_alternate_between_addresses(serve):
 
 
 FAULTS = {
-    "500": (500, b"busy"), "429": (429, b"busy"), "slow": lambda _: time.sleep(4.0),
+    "500": (500, b"busy"), "429": (429, b"busy"), "slow": lambda _: time.sleep(12.0),
     "cut short": lambda handler: handler.reply(*ok(1, 2, 3), length=100),
     "hangs up": lambda handler: handler.connection.shutdown(socket.SHUT_RDWR),
 }  # fmt: skip
@@ -129,7 +129,7 @@ FAULTS = {
 def test_a_temporary_fault_is_retried(serve, fault):
     service, started = serve(FAULTS[fault], FAULTS[fault], ok(1, 2, 3)), time.monotonic()
     assert ask(service.url, timeout=0.4 if fault == "slow" else 5.0).tolist() == [1, 2, 3]
-    assert len(service.requests) == 3 and time.monotonic() - started < 3.5
+    assert len(service.requests) == 3 and time.monotonic() - started < 10
 
 
 def test_an_error_of_all_attempts_is_one_line_without_commands_to_a_terminal(serve):
@@ -201,12 +201,12 @@ def test_what_no_other_attempt_would_change_is_not_retried(serve, monkeypatch, r
 
 
 def test_an_interrupt_does_not_wait_for_a_slow_service(serve):
-    service = serve(lambda handler: time.sleep(5.0))
+    service = serve(lambda handler: time.sleep(20.0))
     threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        ask(service.url, timeout=4.0, retries=0)
-    assert time.monotonic() - started < 2.5
+        ask(service.url, timeout=15.0, retries=0)
+    assert time.monotonic() - started < 10
 
 
 def test_heartbeats_are_sent_while_a_request_waits(serve, monkeypatch):
@@ -247,7 +247,7 @@ def test_a_reply_that_never_ends_is_given_up(serve, monkeypatch, first, again, p
     started = time.monotonic()
     with pytest.raises(RewardServiceError, match=problem):
         ask(serve(endless(first, again)).url, timeout=0.5, retries=0)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 10
 
 
 def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
