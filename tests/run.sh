@@ -13,7 +13,7 @@ ruff format --check .
 [ $# -eq 0 ] || { mypy && exec pytest "$@"; }
 # meanwhile DeepSpeed's optimizer is compiled, once, for the tests that need it
 python -c 'from dschat_ppo.run import op_builds as ops; ops.guard_builds(); ops.load_operator("CPUAdamBuilder")' &
-mypy
+mypy || { kill $!; exit 1; }
 PYTHONPATH=".venv/triton${PYTHONPATH:+:$PYTHONPATH}" pytest tests/models/test_gpu_kernels.py
 both=(-n 2 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
 pytest "${both[@]}" -m "not slow and not ranks"
