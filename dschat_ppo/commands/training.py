@@ -35,12 +35,16 @@ def train(step: str, config: StepConfig) -> None:
         return
     with lasting_objects():
         run = _import_trainer(step)
+        from dschat_ppo.planner.plan_step import show_memory_plan
+
         context: AbstractContextManager[None] = nullcontext()
         if config.run.dry_run:
             from dschat_ppo.models.model_files import settings_only
 
             context = settings_only()
     with context, _ranks_of(config.run):
+        if ranks.is_main():
+            show_memory_plan(config)
         run(config)
 
 

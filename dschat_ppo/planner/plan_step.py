@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from dschat_ppo.common import dist
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.host_memory import host_memory
-from dschat_ppo.common.logging import logger
+from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
 from dschat_ppo.engine.build_engine import OF_GATHERING, fits_whole
@@ -196,10 +196,14 @@ def roles_of(
 
 
 def show_memory_plan(config: StepConfig) -> None:
-    """Log the expected peak on rank 0, and warn if it does not fit. Collective: names of models are resolved. If a
-    model cannot be counted, the run continues without a plan: what is wrong with it is found when it is loaded."""
-    models = read_model_configs(config)
-    if not dist.is_main():
+    """Log the expected peak of a run that is about to train, and warn if it does not fit. If a model cannot be counted,
+    there is no plan; if there is no such model, the run itself says so."""
+    if (config.validation if isinstance(config, PPOConfig) else config.fit).validate_only:
+        return
+    quiet_libraries()
+    try:
+        models = read_model_configs(config)
+    except UserError:
         return
     device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if dist.on_gpu() else 0
     try:

@@ -35,7 +35,6 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
-from dschat_ppo.planner.plan_step import show_memory_plan
 from dschat_ppo.ppo.collect import check_stop_ids
 from dschat_ppo.ppo.mini_dataset import TextBatches, text_blocks
 from dschat_ppo.ppo.own_algorithms import check_own_functions
@@ -243,7 +242,6 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     texts = plain_texts(config, plan, tokenizer, device)
     if not validate_only:
         show_batches(config, plan)
-        show_memory_plan(config)
     end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
     started = time.perf_counter()
     session = None if validate_only else open_session(

@@ -36,7 +36,6 @@ from dschat_ppo.models.model_folders import base_folder, model_folder, with_base
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
-from dschat_ppo.planner.plan_step import show_memory_plan
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import (
@@ -113,10 +112,8 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
     plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
-    if not fit.validate_only:
-        if config.run.dry_run:
-            show_batches(step.name, plan, fit, config.schedule)
-        show_memory_plan(config)
+    if config.run.dry_run and not fit.validate_only:
+        show_batches(step.name, plan, fit, config.schedule)
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
     overlay, bases = ("--deepspeed_config", config.run.deepspeed_config), with_bases([(MODEL, folder)])
     session = None if fit.validate_only else open_session(
