@@ -23,6 +23,7 @@ from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import CONFIG
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.config.steps import StepConfig
@@ -32,7 +33,7 @@ from dschat_ppo.errors import NonFiniteError, StorageError, UserError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.json_lines import storage_errors
-from dschat_ppo.monitor.writers import CONFIG, write_config
+from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of
 
 # Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from dschat_ppo.common import ranks
@@ -35,16 +36,16 @@ def train(step: str, config: StepConfig) -> None:
         return
     with lasting_objects():
         run = _import_trainer(step)
+        from dschat_ppo.html_report.page import reporting
+        from dschat_ppo.models.model_files import settings_only
         from dschat_ppo.planner.plan_step import show_memory_plan
-
-        context: AbstractContextManager[None] = nullcontext()
+    with ExitStack() as stack:
+        stack.enter_context(_ranks_of(config.run))
         if config.run.dry_run:
-            from dschat_ppo.models.model_files import settings_only
-
-            context = settings_only()
-    with context, _ranks_of(config.run):
+            stack.enter_context(settings_only())
         if ranks.is_main():
             show_memory_plan(config)
+            stack.enter_context(reporting(Path(config.run.folder)))
         run(config)
 
 

@@ -1,10 +1,14 @@
-"""Paths as a person reads them."""
+"""Names of the files in an output folder, and paths as a person reads them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+CONFIG, RESULT, METRICS, STARTS = "config.yaml", "result.json", "metrics.jsonl", "starts.jsonl"
+MODELS, HEALTH, SAMPLES, REPORT = "models.json", "health.jsonl", "samples.jsonl", "report.html"
+VALIDATION = "validation"  # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

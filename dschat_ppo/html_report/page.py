@@ -7,7 +7,8 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from datetime import datetime, timezone
 from itertools import groupby
@@ -18,15 +19,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import shown_path
+from dschat_ppo.common.paths import METRICS, REPORT, VALIDATION, shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.steps import STEPS, defaults_of
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
 from dschat_ppo.html_report.figures import HEADLINES, OTHER_METRICS, Figure, figures_of
 from dschat_ppo.html_report.run_folder import Answer, Points, Run, number_or_none, read_runs
 
-REPORT = "report.html"
 MOST_RUNS = 6  # that colours and dashes still distinguish
 ASSETS = Path(__file__).parent / "assets"
 JINJA = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -71,12 +71,36 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
         raise UserError(f"{path}: cannot be written ({problem.strerror}); name another file by --out") from problem
 
 
+@contextmanager
+def reporting(output: Path) -> Iterator[None]:
+    """The block is a run that writes to `output`: at its end, also where it stops or a number is not finite, the report
+    of its steps is written; on rank 0."""
+    files = [output / METRICS, output / VALIDATION / METRICS]
+    before = [_last_written(file) for file in files]
+    ended: Exception | None = None
+    try:
+        yield
+    except (StopRequested, UnhealthyRun, NonFiniteError) as problem:
+        ended = problem
+    for file, old in zip(files, before, strict=True):
+        if _last_written(file) not in (0, old):
+            report_run(file.parent)
+    if ended is not None:
+        raise ended
+
+
+def _last_written(file: Path) -> int:
+    """When a file was written last; 0 without it, or while it is empty."""
+    return file.stat().st_mtime_ns if file.exists() and file.stat().st_size > 0 else 0
+
+
 def report_run(folder: Path) -> None:
-    """Write `report.html` into the output folder of a run at its end; call it on rank 0. Files that cannot be read or
-    written are a warning, because the run itself is complete."""
+    """Write `report.html` into the output folder of a run. What goes wrong is a warning, because the run itself is
+    complete."""
     path = folder / REPORT
     try:
-        write_report([folder], path)
+        with reading(f"{path}"):
+            write_report([folder], path)
     except UserError as problem:
         logger().warning(f"no report: {problem}")
     else:

@@ -13,13 +13,10 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.common.paths import short_names
+from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAMPLES, STARTS, short_names
 from dschat_ppo.errors import UserError, without_credentials
 from dschat_ppo.html_report.figures import NOT_PLOTTED
 
-# names as in monitor/ and checkpoint/, whose modules import torch
-METRICS, CONFIG, RESULT = "metrics.jsonl", "config.yaml", "result.json"
-HEALTH, SAMPLES, STARTS, MODELS = "health.jsonl", "samples.jsonl", "starts.jsonl", "models.json"
 Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
 
 

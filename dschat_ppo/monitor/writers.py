@@ -18,12 +18,11 @@ import dschat_ppo
 from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.dist import is_main, on_main
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import CONFIG, METRICS, RESULT, STARTS
 from dschat_ppo.errors import StopRequested, in_one_line
 from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null, storage_errors
 from dschat_ppo.monitor.trackers import Answer, Start, Tracker, Tracking, open_trackers
 
-CONFIG, RESULT, METRICS = "config.yaml", "result.json", "metrics.jsonl"
-MODELS, STARTS = "models.json", "starts.jsonl"
 _OF_ONE_START = ("local_rank", "config")  # flags that describe how the command was started, not the run
 _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "peft", "bitsandbytes")
 

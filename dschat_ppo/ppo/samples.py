@@ -16,8 +16,6 @@ from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.ppo.score import answers_of, texts_of
 from dschat_ppo.types import FinishReason, ScoredRollout, select_rows, to_device
 
-SAMPLES = "samples.jsonl"
-
 
 @dataclass(frozen=True)
 class Samples:

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import SAMPLES
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import counted
-from dschat_ppo.html_report.page import report_run
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
@@ -31,7 +31,7 @@ from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward, reward_tokeni
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.report import PPOReport
-from dschat_ppo.ppo.samples import SAMPLES, Samples
+from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.state import PPOComponents, ResumablePPO
 from dschat_ppo.rewards.build_rewards import build_sources
@@ -90,10 +90,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     result |= {"ppo_steps": plan.ppo_steps, "optimizer_steps": plan.total_updates, "world_size": dist.world_size()}
     result["seconds"] = round(time.perf_counter() - begun.started, 2)
     write_result(output, result)
-    if dist.is_main():
-        report_run(output)
-        if not config.safety.keep_final_checkpoint:
-            remove_checkpoints(output)
+    if dist.is_main() and not config.safety.keep_final_checkpoint:
+        remove_checkpoints(output)
     show_result(result, output, begun.folders.actor, session.checkpoint is not None)
     return result
 

@@ -32,19 +32,17 @@ from dschat_ppo.common.atomic_files import (
 )
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import shown_path
+from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, REPORT, RESULT, SAMPLES, STARTS, shown_path
 from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.html_report.page import REPORT
-from dschat_ppo.html_report.run_folder import HEALTH, SAMPLES
 from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.json_lines import storage_errors
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
-from dschat_ppo.monitor.writers import CONFIG, METRICS, RESULT, STARTS, is_finished, write_config
+from dschat_ppo.monitor.writers import is_finished, write_config
 
 BEST, HF = "best", "hf"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, restore
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger, quiet_libraries
-from dschat_ppo.common.paths import shown_path
+from dschat_ppo.common.paths import VALIDATION, shown_path
 from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.cli import notes
@@ -33,11 +31,10 @@ from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
 from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.cpu_kernels.library import kernels
-from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, counted, nearest_path
-from dschat_ppo.html_report.page import report_run
+from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking, check_trackers
-from dschat_ppo.monitor.writers import METRICS, MetricsWriter, record_start
+from dschat_ppo.monitor.writers import MetricsWriter, record_start
 from dschat_ppo.run import watchdog
 from dschat_ppo.run.op_builds import load_operator
 from dschat_ppo.run.output_folder import (
@@ -50,7 +47,6 @@ from dschat_ppo.run.output_folder import (
 )
 from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.run.rank_log import open_log
-from dschat_ppo.run.start_and_end import VALIDATION
 
 
 def begin_run(
@@ -174,8 +170,7 @@ class Session:
     @contextmanager
     def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, CheckpointManager]]:
         """Restore the trainer if the run resumes; inside the block it trains, with metrics and checkpoints. Collective.
-        The end of the block saves the last checkpoint; a stop, a health event or a number that is not finite writes the
-        report of the run so far."""
+        The end of the block saves the last checkpoint."""
         _raise_if_stop_requested()
         resumed = saved = None
         if self.checkpoint is not None:
@@ -191,16 +186,7 @@ class Session:
             checkpoints = CheckpointManager(
                 self.output, trainer, self.safety, self.identity, metrics, saved, f"run {command} to resume"
             )
-            try:
-                yield metrics, checkpoints
-            except (StopRequested, UnhealthyRun, NonFiniteError) as ended:
-                try:
-                    if dist.is_main() and (self.output / METRICS).stat().st_size > 0:
-                        report_run(self.output)
-                finally:
-                    if sys.exc_info()[1] is not ended:
-                        traceback.print_exc()  # a bug of the report does not hide why the run ended
-                    raise ended
+            yield metrics, checkpoints
             checkpoints.finish()
 
     def _tracking(self) -> Tracking | None:

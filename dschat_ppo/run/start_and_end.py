@@ -21,19 +21,17 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, table
-from dschat_ppo.common.paths import shown_path
+from dschat_ppo.common.paths import MODELS, shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import ADDED
-from dschat_ppo.html_report.page import report_run
-from dschat_ppo.monitor.writers import MODELS, MetricsWriter, write_result
+from dschat_ppo.monitor.writers import MetricsWriter, write_result
 from dschat_ppo.types import Engine
 
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"  # "1" in the scripts that run several steps: they print what comes after all of them
-VALIDATION = "validation"  # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
 MOST_CHARACTERS, _COLUMN_CHARACTERS = 2000, 200  # of a sample, and of each of its other columns, in the log
 CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
@@ -163,13 +161,11 @@ def changes_of(result: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
 
 
 def write_validation(folder: Path, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
-    """Write the metrics as step 0 of `metrics.jsonl`, `result.json` (returned) and the report. Collective."""
+    """Write the metrics as step 0 of `metrics.jsonl`, and `result.json`, which is returned. Collective."""
     with MetricsWriter(folder, None) as writer:
         writer.write(0, metrics)
     result = {**metrics, "world_size": dist.world_size(), "seconds": round(seconds, 2)}
     write_result(folder, result)
-    if dist.is_main():
-        report_run(folder)
     logger().info(f"validation: saved to {shown_path(folder)}; nothing was trained")
     return result
 

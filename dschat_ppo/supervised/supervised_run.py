@@ -27,7 +27,6 @@ from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
-from dschat_ppo.html_report.page import report_run
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import check_vocabulary, load_config, report_length, require_length
 from dschat_ppo.models.long_sequences import check_long_sequences
@@ -163,10 +162,8 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
     result = trainer.save(output, run.tokenizer)
     result["seconds"] = round(time.perf_counter() - started, 2)
     write_result(output, result)
-    if dist.is_main():
-        report_run(output)
-        if not config.safety.keep_final_checkpoint:
-            remove_checkpoints(output)
+    if dist.is_main() and not config.safety.keep_final_checkpoint:
+        remove_checkpoints(output)
     names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
     is_resumed, changes = session.checkpoint is not None, changes_of(result, names)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
+from dschat_ppo.common.paths import CONFIG
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import set_random_state
@@ -23,7 +24,6 @@ from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.monitor.writers import CONFIG
 from dschat_ppo.nonfinite import MODEL, bad_rows, read_bundle
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 from report_runs import ppo_lines, write_run
 
-from dschat_ppo.errors import UserError
-from dschat_ppo.html_report.page import report_run, write_report
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
+from dschat_ppo.html_report.page import report_run, reporting, write_report
 
 LARGE = ("torch", "numpy", "transformers", "deepspeed", "datasets", "pandas")
 
@@ -35,6 +36,30 @@ def test_a_finished_run_gets_a_warning_when_its_report_fails(tmp_path, capsys, s
     spoil(folder)
     report_run(folder)
     assert f"no report: {folder}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("inner", "problem"), [
+    ("", None), ("validation", None), ("", StopRequested), ("", UnhealthyRun), ("", NonFiniteError), ("", RuntimeError),
+])  # fmt: skip
+def test_a_run_that_writes_metrics_leaves_a_report_unless_it_crashes(tmp_path, inner, problem):
+    other = write_run(tmp_path / ("validation" if not inner else ""), ppo_lines(1))
+    with nullcontext() if problem is None else pytest.raises(problem), reporting(tmp_path):
+        folder = write_run(tmp_path / inner, ppo_lines(2))
+        if problem is not None:
+            raise problem("ends")
+    assert (folder / "report.html").exists() is (problem is not RuntimeError)
+    assert not (other / "report.html").exists()
+
+
+def test_a_run_without_a_step_leaves_the_report_of_the_run_before_it(tmp_path):
+    write_run(tmp_path, ppo_lines(1))
+    with pytest.raises(StopRequested), reporting(tmp_path):
+        raise StopRequested("this run is done")
+    assert not (tmp_path / "report.html").exists()
+    with pytest.raises(NonFiniteError), reporting(tmp_path):
+        (tmp_path / "metrics.jsonl").write_text("")
+        raise NonFiniteError("the loss is NaN")
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_the_command_s_errors_name_the_problem(tmp_path):

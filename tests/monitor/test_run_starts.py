@@ -6,9 +6,10 @@ from importlib.metadata import version
 import pytest
 from stub_runs import Trainer, open_run, run, train
 
+from dschat_ppo.common.paths import STARTS
 from dschat_ppo.errors import StorageError
 from dschat_ppo.html_report.run_folder import read_run
-from dschat_ppo.monitor.writers import STARTS, record_start
+from dschat_ppo.monitor.writers import record_start
 
 
 def starts_of(folder) -> list[dict]:

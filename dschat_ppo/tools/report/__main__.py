@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dschat_ppo.common.exit_codes import DONE, exit_code_of
-from dschat_ppo.html_report.page import REPORT, write_report
+from dschat_ppo.common.paths import REPORT
+from dschat_ppo.html_report.page import write_report
 
 
 def main(argv: Sequence[str]) -> int:
