@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import remove_folder
+from dschat_ppo.common.atomic_files import remove_folder, storage_errors
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import CONFIG
 from dschat_ppo.config.cli import flatten
@@ -32,7 +32,6 @@ from dschat_ppo.engine.optimizer_step import Fault, StepResult, loss_scale
 from dschat_ppo.errors import NonFiniteError, StorageError, UserError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.monitor.json_lines import storage_errors
 from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of
 

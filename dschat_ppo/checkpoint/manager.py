@@ -20,7 +20,7 @@ from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
 from dschat_ppo.common import dist, stop_requests
-from dschat_ppo.common.atomic_files import write_file
+from dschat_ppo.common.atomic_files import storage_errors, write_file
 from dschat_ppo.common.dist import on_gpu
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import METRICS, shown_path
@@ -28,7 +28,6 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, counted
 from dschat_ppo.models.saving import require_finite_weights
-from dschat_ppo.monitor.json_lines import storage_errors
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.types import Engine
 

@@ -1,7 +1,7 @@
-"""Write and replace files and folders so that after a crash or a power loss each is complete or absent.
+"""Write and replace files and folders so that after a crash or a power loss each is complete or absent; locks.
 
 Each block that is read or written sends a heartbeat, and the watchdog is paused while the kernel flushes its buffers: a
-single call, for any amount of data on a slow disk. Nothing here waits for another rank.
+single call, for any amount of data on a slow disk. Nothing here but `locked` waits for another rank.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.stop_requests import raise_if_stop_requested
+from dschat_ppo.errors import StorageError
 
 PARTIAL, OLD = ".partial", ".old"
 _BLOCK_BYTES = 2**22
@@ -56,6 +61,17 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, see `write_file`."""
     write_file(path, text.encode("utf-8"))
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """An `OSError` of the block, which writes `path`, becomes a `StorageError` that names it and the way out."""
+    try:
+        yield
+    except OSError as problem:
+        raise StorageError(
+            f"{path}: cannot be written ({problem.strerror or problem}); free space, then run the same command again"
+        ) from problem
 
 
 def sync_file(number: int) -> None:
@@ -121,3 +137,25 @@ def remove_folder(folder: Path) -> None:
     if folder.exists():
         with watchdog_paused():
             shutil.rmtree(folder)
+
+
+POLL_SECONDS = 0.5
+
+
+@contextmanager
+def locked(path: Path, waits: str, doing: str, quiet_seconds: float = 0.0) -> Iterator[None]:
+    """Hold the lock. While another process holds it for longer than `quiet_seconds`, log the line `waits` once, and
+    leave the wait at a stop request, which says that the run `doing`."""
+    lock = FileLock(path)
+    with suppress(Timeout):
+        lock.acquire(timeout=quiet_seconds)
+    if not lock.is_locked:
+        logger().info(waits)
+    while not lock.is_locked:
+        raise_if_stop_requested(doing)
+        with suppress(Timeout):
+            lock.acquire(timeout=POLL_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()

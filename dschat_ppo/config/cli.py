@@ -1,11 +1,15 @@
-"""Parse the command line and the YAML file of one step into its frozen configuration."""
+"""Parse the command line and the YAML file of one step into its frozen configuration; the text of `--help`."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import difflib
 import os
 import re
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -13,11 +17,9 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.config.flag_parser import FlagParser, flag_parser
-from dschat_ppo.config.help_text import asked_for_help, help_text
+from dschat_ppo.config.flag_parser import FlagParser, first_words, flag_parser, shown_default
 from dschat_ppo.config.lora_flags import learning_rates
-from dschat_ppo.config.other_names import flags_for
-from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
+from dschat_ppo.config.retired_flags import RETIRED, flags_for, note_on_retired
 from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
 from dschat_ppo.config.steps import STEPS, StepConfig, defaults_of, groups_of
 from dschat_ppo.errors import UserError, reading, without_credentials
@@ -190,3 +192,98 @@ def notes(step_name: str, config: StepConfig) -> list[str]:
     left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None
     lines = [f"--{name} has no effect: {reason}" for name, reason in reasons.items() if values[name] != defaults[name]]
     return lines + ([f"--config {config.run.config}: {left}"] if left else [])
+
+
+LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
+_WORDS = ("--help", "-h")
+
+TITLES = {  # step -> what it does, and the path of its program
+    "sft": ("Step 1: supervised fine-tuning of a language model on answers", "training/step1_sft/main.py"),
+    "reward": (
+        "Step 2: train a reward model, or the policy itself, on preference pairs",
+        "training/step2_reward/main.py",
+    ),
+    "dpo": (
+        "Step 2 without a reward model: train the policy itself on preference pairs",
+        "training/step2_dpo/main.py",
+    ),
+    "ppo": ("Step 3: train a policy with rewards, by PPO, GRPO and related methods", "training/step3_ppo/main.py"),
+}
+
+# What `--help` shows first: the flags that most runs set, by heading.
+_NEEDED = "model_name_or_path data_path output_dir"
+_OF_ROWS = "data_split eval_data_path max_seq_len"
+_STEPS_1_AND_2 = {
+    "length": "num_train_epochs max_steps",
+    "updates": "per_device_train_batch_size gradient_accumulation_steps learning_rate num_warmup_steps dtype",
+    "memory": "zero_stage gradient_checkpointing lora_dim",
+    "output": "logging_steps save_steps",
+}
+USUAL = {
+    "sft": {"needed": _NEEDED, "data": f"{_OF_ROWS} truncation packing"} | _STEPS_1_AND_2,
+    "reward": {"needed": _NEEDED, "what is trained": "objective beta", "data": _OF_ROWS} | _STEPS_1_AND_2,
+    "ppo": {
+        "needed": "actor_model_name_or_path critic_model_name_or_path data_path output_dir",
+        "reward and algorithm": "reward_function advantage_estimator kl_coef",
+        "rollout": "max_prompt_seq_len max_answer_seq_len per_device_generation_batch_size n_samples_per_prompt",
+        "updates": (
+            "per_device_training_batch_size ppo_epochs actor_learning_rate critic_learning_rate num_train_epochs"
+        ),
+        "memory and output": "actor_zero_stage dtype eval_data_path logging_steps",
+    },
+}
+USUAL["dpo"] = USUAL["reward"]
+
+
+def asked_for_help(argv: Sequence[str]) -> str | None:
+    """The word after `--help`: "all" or (part of) the name of a flag; "" without one, None without `--help`."""
+    for position, word in enumerate(argv):
+        if word.startswith("--help="):
+            return word.partition("=")[2]
+        if word in _WORDS:
+            return argv[position + 1] if position + 1 < len(argv) else ""
+    return None
+
+
+def help_text(step: str, parser: FlagParser, topic: str) -> str:
+    """The help of a step; `topic`: "" for the usual flags, "all", or (part of) the name of a flag."""
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, LEAST_WIDTH), MOST_WIDTH)
+    word = topic.lstrip("-").replace("-", "_").lower()
+    flags = parser.flags
+    if not word:
+        return _usual(step, flags, width)
+    if word == "all":
+        head = f"All {len(flags)} flags of {TITLES[step][1]}; in names, - and _ are the same."
+        return f"{head}\n\n{parser.help_of(flags, width)}"
+    exact = [flag for flag in flags if f"--{word}" in flag.option_strings]
+    found = exact or [flag for flag in flags if word in flag.dest]
+    if not found:
+        near = difflib.get_close_matches(word, [flag.dest for flag in flags])
+        meant = f"; did you mean {' or '.join(f'--help {name}' for name in near)}?" if near else ""
+        raise UserError(f"--help {topic}: no flag has this in its name{meant} (all flags: --help all)")
+    return parser.help_of(found, width)
+
+
+def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
+    """The usual flags of the step, one line each."""
+    known, (title, program) = {flag.dest: flag for flag in flags}, TITLES[step]
+    usual = {heading: names.split() for heading, names in USUAL[step].items()}
+    column = max(len(name) for names in usual.values() for name in names) + 2
+    lines = [
+        title, "", f"usage: deepspeed {program} --flag value ...", f"one rank:  python {program} ...",
+        f"on a CPU:  deepspeed --num_accelerators 2 {program} ...",
+        f"installed: dschat-{step} [--num_accelerators N] --flag value ...", "",
+    ]  # fmt: skip
+    for heading, names in usual.items():
+        lines.append(f"{heading}:")
+        for name in names:
+            end = f" [{default}]" if (default := shown_default(known[name])) else ""
+            room = width - column - len(end) - 4
+            text = textwrap.shorten(first_words(str(known[name].help)), room, placeholder=" ...")
+            lines.append(f"  {f'--{name}'.ljust(column)}  {text}{end}")
+        lines.append("")
+    lines += [
+        f"all {len(flags)} flags: --help all; those with a word in their name: --help lora",
+        "flags in a YAML file: --config FILE; details: docs/flags-and-data.md",
+    ]
+    return "\n".join(lines)

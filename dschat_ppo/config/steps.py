@@ -10,8 +10,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags, idle_lora_flags, require_usable_lora
 from dschat_ppo.config.memory_flags import MemoryFlags, PPOMemoryFlags, check_memory
-from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags
-from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags, RewardSourceFlags
 from dschat_ppo.config.run_flags import BestFlags, ConsoleFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schedule_flags import ReferenceFlags, ScheduleFlags, idle_flags, require_schedule
 from dschat_ppo.config.schema import default_of, refuse, require_used

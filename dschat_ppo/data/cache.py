@@ -19,8 +19,7 @@ import transformers
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, make_folder, remove_folder, replace_folder
-from dschat_ppo.common.file_lock import locked
+from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, locked, make_folder, remove_folder, replace_folder
 from dschat_ppo.errors import UserError, reading
 
 _ENDS = 2**16  # bytes at either end of a data file in its key

@@ -15,8 +15,8 @@ import yaml
 
 from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAMPLES, STARTS, short_names
 from dschat_ppo.errors import UserError, without_credentials
-from dschat_ppo.html_report.figures import NOT_PLOTTED
 
+NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
 Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common.dist import all_reduce
-from dschat_ppo.common.memory_advice import ran_out_of_memory
+from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.errors import Attempt, NonFiniteError, RolloutCancelled, StopRequested, UserError, in_one_line
 
 # Of the user, of the run, of other ranks and of the device, which stays broken.

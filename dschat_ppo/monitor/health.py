@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common.atomic_files import write_file
+from dschat_ppo.common.atomic_files import storage_errors, write_file
 from dschat_ppo.common.dist import is_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import HEALTH
 from dschat_ppo.config.health_flags import HealthFlags, Level, Rule, thresholds
-from dschat_ppo.monitor.json_lines import storage_errors
 
 CALM = 3  # steps without a warning after which it is over
 COMPLETE = ("reward/score_std", "loss")  # a step without any of them made no update

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common.atomic_files import write_file
+from dschat_ppo.common.atomic_files import storage_errors, write_file
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.errors import UserError, in_one_line
-from dschat_ppo.monitor.json_lines import storage_errors
 
 RUN_IDS = "trackers.json"
 

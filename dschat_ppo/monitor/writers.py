@@ -1,11 +1,14 @@
-"""Writers of `metrics.jsonl`, whose metrics trackers get too, and of `config.yaml`, `result.json`, `starts.jsonl`."""
+"""Writers of `metrics.jsonl`, whose metrics trackers get too, of other files of JSON lines, which are cut back when a
+run resumes, and of `config.yaml`, `result.json`, `starts.jsonl`."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,13 +18,68 @@ from typing import Any
 import yaml
 
 import dschat_ppo
-from dschat_ppo.common.atomic_files import write_file
+from dschat_ppo.common.atomic_files import storage_errors, sync_entries, sync_file, write_file
 from dschat_ppo.common.dist import is_main, on_main
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import CONFIG, METRICS, RESULT, STARTS
 from dschat_ppo.errors import StopRequested, in_one_line
-from dschat_ppo.monitor.json_lines import JsonLines, finite_or_null, storage_errors
 from dschat_ppo.monitor.trackers import Answer, Start, Tracker, Tracking, open_trackers
+
+
+class JsonLines:
+    """Rank 0 appends lines to a file; the other ranks write nothing. A `StorageError` is raised on rank 0 only.
+
+    Save `saved_offset()` in the checkpoints of the run. A run that resumes sets `offset` to it before `begin`, which
+    removes the lines after it: their steps run again. A run from scratch begins at offset 0. `begin` does not create
+    the file; the first `append` does, also without lines.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = 0  # length in bytes at the checkpoint from which the run resumes
+
+    def begin(self) -> None:
+        """Cut the file back to `offset`, if it exists and is longer; of a shorter one, remove an incomplete line."""
+        if not is_main() or not self.path.exists():
+            return
+        with storage_errors(self.path), self.path.open("rb+") as file:
+            if file.seek(0, os.SEEK_END) >= self.offset:
+                file.truncate(self.offset)
+            else:
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line for each object; NaN and infinity become null."""
+        if not is_main():
+            return
+        content = "".join(f"{json.dumps(finite_or_null(line), allow_nan=False)}\n" for line in lines).encode()
+        with storage_errors(self.path):
+            is_new = not self.path.exists()
+            with self.path.open("ab") as file:
+                file.write(content)
+            if is_new:
+                sync_entries(self.path.parent)
+
+    def saved_offset(self) -> int:
+        """Length of the file in bytes, after syncing it to disk; 0 without a file and on ranks other than 0."""
+        if not is_main() or not self.path.exists():
+            return 0
+        with storage_errors(self.path), self.path.open("rb") as file:
+            sync_file(file.fileno())
+            return file.seek(0, os.SEEK_END)
+
+
+def finite_or_null(value: Any) -> Any:
+    """`value`, of dicts, lists, texts and numbers, with None for each NaN and infinity, which JSON lacks."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite_or_null(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_null(item) for item in value]
+    return value
+
 
 _OF_ONE_START = ("local_rank", "config")  # flags that describe how the command was started, not the run
 _LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "peft", "bitsandbytes")

@@ -19,7 +19,7 @@ from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.data.batches import PADDING_ROW, optimizer_steps
 from dschat_ppo.errors import StorageError
-from dschat_ppo.monitor.json_lines import finite_or_null
+from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.collect import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import Scores

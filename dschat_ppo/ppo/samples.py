@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
-from dschat_ppo.monitor.json_lines import JsonLines
+from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo.score import answers_of, texts_of
 from dschat_ppo.types import FinishReason, ScoredRollout, select_rows, to_device
 

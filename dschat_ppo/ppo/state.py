@@ -26,9 +26,9 @@ from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.rollout_metrics import experience_metrics
+from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, RolloutGenerator

@@ -24,9 +24,8 @@ from dschat_ppo.errors import counted
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
-from dschat_ppo.monitor.json_lines import JsonLines
 from dschat_ppo.monitor.step_line import PPO_COLUMNS
-from dschat_ppo.monitor.writers import write_result
+from dschat_ppo.monitor.writers import JsonLines, write_result
 from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward, reward_tokenizer
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.processes import deny_access_to_memory
-from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls

@@ -17,7 +17,7 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.config.reward_flags import split_weight
+from dschat_ppo.config.ppo_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
 from dschat_ppo.rewards import worker_process

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.memory_advice import ran_out_of_memory
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
 from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, RolloutCache, installed

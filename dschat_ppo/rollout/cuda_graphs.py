@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dschat_ppo.common.memory_advice import ran_out_of_memory
+from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.phases import largest_peak
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata
 from dschat_ppo.rollout.memory import LOGITS_BYTES, release_if_short

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
-from dschat_ppo.common.memory_advice import ran_out_of_memory
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import last_logits_argument, position_arguments, slot_arguments
 from dschat_ppo.models.forward import vocabulary_size

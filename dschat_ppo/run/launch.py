@@ -13,10 +13,17 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from dschat_ppo.common import phases, ranks, stop_requests
-from dschat_ppo.common.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected
+from dschat_ppo.common.exit_codes import (
+    DONE,
+    HOW_TO_RESUME,
+    RANK_LOST,
+    exit_code,
+    memory_advice,
+    peer_disconnected,
+    ran_out_of_memory,
+)
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.memory_advice import memory_advice, ran_out_of_memory
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, without_credentials
 from dschat_ppo.run import watchdog
 from dschat_ppo.run.first_failure import NO_FOLDER, FirstFailureRecord, open_failure_record

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common.atomic_files import make_folder
-from dschat_ppo.common.file_lock import locked
+from dschat_ppo.common.atomic_files import locked, make_folder
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.common.stop_requests import requested, subprocesses_may_stop

@@ -27,6 +27,7 @@ from dschat_ppo.common.atomic_files import (
     make_folder,
     remove_folder,
     replace_folder,
+    storage_errors,
     sync_entries,
     write_file,
 )
@@ -39,7 +40,6 @@ from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
-from dschat_ppo.monitor.json_lines import storage_errors
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import is_finished, write_config

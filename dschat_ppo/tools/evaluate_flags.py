@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import add_groups, flag_parser
-from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.config.schema import flag, not_negative, positive, refuse
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of

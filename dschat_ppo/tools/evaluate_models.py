@@ -27,7 +27,7 @@ from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, report_length, require_length
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.monitor.json_lines import finite_or_null
+from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.collect import end_ids, greedily
 from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source
 from dschat_ppo.ppo.score import RewardRequests

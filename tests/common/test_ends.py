@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 
-from dschat_ppo.common.exit_codes import exit_code
-from dschat_ppo.common.memory_advice import memory_advice, ran_out_of_memory
+from dschat_ppo.common.exit_codes import exit_code, memory_advice, ran_out_of_memory
 from dschat_ppo.common.phases import PhaseClock, reset_phases
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun, UserError

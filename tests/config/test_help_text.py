@@ -6,8 +6,8 @@ from typing import get_type_hints
 
 import pytest
 
+from dschat_ppo.config.cli import TITLES, help_text
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
-from dschat_ppo.config.help_text import TITLES, help_text
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import UserError
 

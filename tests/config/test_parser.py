@@ -14,7 +14,7 @@ from transformers import HfArgumentParser
 
 from dschat_ppo.config.cli import flatten, parse
 from dschat_ppo.config.flag_parser import flag_parser
-from dschat_ppo.config.other_names import OUR_NAMES, flags_for
+from dschat_ppo.config.retired_flags import OUR_NAMES, flags_for
 from dschat_ppo.config.schema import REQUIRED, flag
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import write_config

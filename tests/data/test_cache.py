@@ -11,7 +11,7 @@ from filelock import FileLock
 from prepared import ROWS, column, load, write_jsonl
 from tiny_tokenizers import tokenizer_of
 
-from dschat_ppo.common import file_lock, stop_requests
+from dschat_ppo.common import atomic_files, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.data import cache
 from dschat_ppo.data.cache import new_entry, rows_of_entry
@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_of_prepared_rows_is_named_and_freed(tmp_path):
 
 def test_waiting_for_another_process_is_logged_and_can_be_stopped(tmp_path, monkeypatch):
     lines, flag_is_set = [], iter([False, True])
-    monkeypatch.setattr(file_lock, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(atomic_files, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(logger(), "info", lines.append)
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: next(flag_is_set))
     rows = Rows(tmp_path)

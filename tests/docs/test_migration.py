@@ -14,7 +14,7 @@ from tables import Row, flags_in, names_in, rows_of
 
 from dschat_ppo.commands.training import run_training
 from dschat_ppo.config.cli import flatten, notes, parse
-from dschat_ppo.config.other_names import flags_for
+from dschat_ppo.config.retired_flags import flags_for
 
 CHAT = ROOT / "docs" / "from-deepspeed-chat.md"
 FROM_TRL = ROOT / "docs" / "from-trl.md"

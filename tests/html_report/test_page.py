@@ -7,8 +7,7 @@ from pathlib import Path
 
 from report_runs import SAMPLE, ppo_lines, write_run
 
-from dschat_ppo.html_report.figures import Figure, figures_of
-from dschat_ppo.html_report.page import answers, drawings, page, rounded, thin
+from dschat_ppo.html_report.page import Figure, answers, drawings, figures_of, page, rounded, thin
 from dschat_ppo.html_report.run_folder import Answer, Run, read_runs
 
 EVIL = '</script><script>document.title="run"</script><img src=x onerror="document.title=1">&amp;'

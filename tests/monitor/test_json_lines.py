@@ -8,8 +8,8 @@ import os
 import pytest
 
 from dschat_ppo.errors import StorageError
-from dschat_ppo.monitor import json_lines
-from dschat_ppo.monitor.json_lines import JsonLines
+from dschat_ppo.monitor import writers
+from dschat_ppo.monitor.writers import JsonLines
 
 
 def no_constant(name):
@@ -56,7 +56,7 @@ def test_a_resumed_run_continues_after_the_lines_of_the_checkpoint(tmp_path):
 def test_lines_are_synced_by_saved_offset(tmp_path, monkeypatch):
     path, synced, entries = tmp_path / "a.jsonl", [], []
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
-    monkeypatch.setattr(json_lines, "sync_entries", entries.append)
+    monkeypatch.setattr(writers, "sync_entries", entries.append)
     lines = JsonLines(path)
     for count in (1, 2):
         lines.append([{"step": count}])

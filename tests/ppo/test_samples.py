@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_experience import record
 
-from dschat_ppo.monitor.json_lines import JsonLines
+from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo.samples import Samples, printed_answers, sample_lines, shown_rows
 from dschat_ppo.types import FinishReason, ScoredRollout
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import build_rewards, remote_reward
 from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources

@@ -14,7 +14,7 @@ import pytest
 from marked_processes import left_of, mark_sandboxes, marked_processes
 from sandboxes import FOUND, everywhere, needs_bwrap, needs_proc
 
-from dschat_ppo.config.reward_flags import RewardSourceFlags
+from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import build_rewards, sandbox
 from dschat_ppo.rewards.sandbox import Isolation, Limits, isolation, others_may_run, run_tests
