@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dschat_ppo.commands.start_ranks import start
-from dschat_ppo.commands.training import STEPS
+from dschat_ppo.commands import TRAINERS, start
 from dschat_ppo.run.launch import leave
 
 TRAINING = {
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     while words and words[0].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
         words = words[1:]
     name = words[0] if words else "--help"
-    if name in STEPS:
+    if name in TRAINERS:
         return start(name, words[1:])
     if name.replace("-", "_") in TOOLS:
         sys.argv = [f"dschat_ppo {name}", *words[1:]]

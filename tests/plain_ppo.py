@@ -31,9 +31,9 @@ from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.loop import run
 from dschat_ppo.ppo.mini_dataset import TextBatches
-from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.state import PPOComponents, ResumablePPO
+from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.reward_source import RewardMixture
 
 CPU = torch.device("cpu")

@@ -21,8 +21,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo.train_ppo import train_ppo
 from dschat_ppo.supervised.sft import train_sft
-from dschat_ppo.tools.toy import COLOURS, NAMES, THINGS, Question, curt_answer, kind_answer, make_tokenizer
-from dschat_ppo.tools.toy_model import untrained_llama
+from dschat_ppo.tools.toy import (
+    COLOURS,
+    NAMES,
+    THINGS,
+    Question,
+    curt_answer,
+    kind_answer,
+    make_tokenizer,
+    untrained_llama,
+)
 
 TRAIN = {"sft": train_sft, "ppo": train_ppo}
 

@@ -12,8 +12,8 @@ from dschat_ppo.checkpoint.manager import CheckpointManager
 from dschat_ppo.common.phases import announce_step
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
-from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.types import Experience
 
 

@@ -29,10 +29,10 @@ from dschat_ppo.monitor.writers import JsonLines, write_result
 from dschat_ppo.ppo.begin_ppo import begin_ppo, evaluation_reward, reward_tokenizer
 from dschat_ppo.ppo.evaluation import Evaluation, shown_metrics
 from dschat_ppo.ppo.loop import run
-from dschat_ppo.ppo.report import PPOReport
 from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.ppo.state import PPOComponents, ResumablePPO
+from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture

@@ -67,8 +67,8 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
     # else DeepSpeed searches for a device, and prints a warning to the output
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
+    from dschat_ppo.tools.chat_interfaces import Terminal
     from dschat_ppo.tools.chat_model import load_models
-    from dschat_ppo.tools.chat_terminal import Terminal
 
     quiet_libraries()
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
@@ -76,7 +76,7 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
     if words.system and not all(model.has_template for model in models):
         raise UserError("--system needs a chat template, but a tokenizer has none; name one with --chat_template")
     if listening is not None:
-        from dschat_ppo.tools.chat_page import serve
+        from dschat_ppo.tools.chat_interfaces import serve
 
         serve(models, settings, words.system, listening)
         return

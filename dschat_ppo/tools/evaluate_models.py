@@ -37,7 +37,7 @@ from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
-from dschat_ppo.tools.evaluate_flags import Wanted
+from dschat_ppo.tools.sampling_settings import Wanted
 from dschat_ppo.types import Rollout, to_device
 
 REWARD_FLAG, LIMITS = "--reward_model_name_or_path", "--max_prompt_seq_len + --max_tokens"

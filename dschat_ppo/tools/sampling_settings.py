@@ -1,4 +1,5 @@
-"""How chats and evaluations sample: one table for their flags, for commands in a chat, and for its page."""
+"""How chats and evaluations sample: one table for their flags, for commands in a chat, and for its page; what an
+evaluation is asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 
 if TYPE_CHECKING:  # it needs torch, for which wrong flags do not wait
@@ -61,6 +64,16 @@ class SamplingSettings:
                 raise UserError(f"{prefix}{name} must be {wanted} from {least:g} to {most:g}, got {value}")
             checked[name] = kind(number)
         return replace(self, **checked)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line of `tools/evaluate.py` asks for."""
+
+    words: argparse.Namespace  # `EvaluationFlags`, and the flags of data, rewards and sampling
+    prompts: DataFlags
+    rewards: RewardSourceFlags | None
+    settings: SamplingSettings
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

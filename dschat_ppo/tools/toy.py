@@ -10,14 +10,17 @@ same tone. Kind answers are preferred. `keeps_rule` checks this preference exact
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported where they are used: `true_rule` runs in processes of its own, and needs no torch
-    from transformers import PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
 COLOURS = "red blue green black white yellow brown grey pink golden".split()
@@ -37,6 +40,7 @@ KIND_CLOSES = ("Have a lovely day!", "I am glad to help.", "Ask me any time.", "
 GRUMBLES = ("Not again.", "Use your eyes.", "How boring.", "I am busy.")
 CURT_CLOSES = ("Stop asking.", "Now go away.", "Leave me alone.", "What a silly question.")
 
+PAD, EOS = "<|pad|>", "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -147,8 +151,6 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from dschat_ppo.tools.toy_model import EOS, PAD
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -166,8 +168,6 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 def make(folder: Path, seed: int) -> None:
     """Write `folder/model`, a Llama of 1.7 M parameters with random weights, and `folder/data/*.jsonl`."""
-    from dschat_ppo.tools.toy_model import untrained_llama, write_task
-
     rng = random.Random(seed)
     rows = make_rows(make_questions(rng), rng)
     tokenizer = make_tokenizer([turn["content"] for row in rows["sft"] for turn in row["messages"]])
@@ -176,7 +176,54 @@ def make(folder: Path, seed: int) -> None:
     write_task(folder, rows, tokenizer, model)
 
 
-if __name__ == "__main__":
-    from dschat_ppo.tools.toy_model import task_command
+def untrained_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any) -> LlamaForCausalLM:
+    """A Llama with random weights and the vocabulary, PAD and EOS of `tokenizer`; `shape` are names of
+    `LlamaConfig`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), initializer_range=0.05, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def write_task(
+    folder: Path,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    tokenizer: PreTrainedTokenizerFast,
+    model: LlamaForCausalLM,
+) -> None:
+    """Write and sync `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`. The
+    weights are written last: if they exist, the task is complete."""
+    from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, make_folder, move_files_up, write_file
+
+    make_folder(folder / "data")
+    for name, of_file in rows.items():
+        lines = "".join(json.dumps(row) + "\n" for row in of_file)
+        write_file(folder / "data" / f"{name}.jsonl", lines.encode())
+    partial = empty_folder(folder / "model" / PARTIAL)
+    tokenizer.save_pretrained(partial)
+    model.save_pretrained(partial)
+    move_files_up(partial)
+
+
+def task_command(description: str, make: Callable[[Path, int], None]) -> None:
+    """The command line `FOLDER [--seed N]` of a task: calls `make(FOLDER, N)`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("folder", type=Path, help="folder for `model/` and `data/`")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the data and the weights")
+    args = parser.parse_args()
+    if args.folder.exists() and not args.folder.is_dir():
+        parser.error(f"{args.folder}: is not a folder")
+    from dschat_ppo.common.logging import quiet_hugging_face
+
+    quiet_hugging_face()
+    make(args.folder, args.seed)
+    print(f"wrote the model and the data of the task to {args.folder}")
+
+
+if __name__ == "__main__":
     task_command("Make the embedded model, tokenizer and data.", make)

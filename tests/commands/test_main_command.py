@@ -7,16 +7,15 @@ import pytest
 
 import dschat_ppo
 from dschat_ppo import __main__ as program
-from dschat_ppo.commands.training import STEPS
+from dschat_ppo.commands import TRAINERS
 
 TOOLS = Path(dschat_ppo.__file__).parent / "tools"
 
 
 def test_every_program_of_the_tools_is_a_command():
     programs = {path.stem for path in TOOLS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
-    programs |= {path.parent.name for path in TOOLS.glob("*/__main__.py")}
     assert programs == set(program.TOOLS)
-    assert set(program.TRAINING) == set(STEPS)
+    assert set(program.TRAINING) == set(TRAINERS)
 
 
 def test_a_step_gets_its_flags(monkeypatch):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from launch import ROOT, environment
 
-from dschat_ppo.commands import start_ranks
-from dschat_ppo.commands.start_ranks import count_gpus, start, take_num_accelerators, visible_devices
+from dschat_ppo import commands
+from dschat_ppo.commands import count_gpus, start, take_num_accelerators, visible_devices
 from dschat_ppo.common import stop_requests
 from dschat_ppo.errors import UserError
 
@@ -37,9 +37,9 @@ def machine(monkeypatch):
 
     ran = []
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(start_ranks, "run_training", lambda step, words: ran.append((step, list(words))) or 0)
-    monkeypatch.setattr(start_ranks, "ran", ran, raising=False)
-    return lambda gpus: monkeypatch.setattr(start_ranks, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(commands, "run_training", lambda step, words: ran.append((step, list(words))) or 0)
+    monkeypatch.setattr(commands, "ran", ran, raising=False)
+    return lambda gpus: monkeypatch.setattr(commands, "count_gpus", lambda: gpus)
 
 
 def world_of(command: list[str]) -> dict:
@@ -66,7 +66,7 @@ def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine, capsys):
     with pytest.raises(Replaced) as replaced:
         start("sft", SFT)
     [command] = replaced.value.args
-    assert command[:5] == [sys.executable, "-u", "-m", "dschat_ppo.commands.start_ranks", "deepspeed.launcher.launch"]
+    assert command[:5] == [sys.executable, "-u", "-m", "dschat_ppo.commands", "deepspeed.launcher.launch"]
     assert command[-len(SFT) - 3 :] == ["--module", "dschat_ppo", "sft", *SFT]
     assert world_of(command) == {"localhost": [0, 1, 2, 3]}
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
@@ -74,7 +74,7 @@ def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine, capsys):
     assert start("sft", [*SFT, "--num_accelerators", "5"]) == 2
     assert "--num_accelerators 5: this machine has 4 GPUs" in capsys.readouterr().err
     start("sft", [*SFT, "--no_such_flag"])
-    assert start_ranks.ran == [("sft", [*SFT, "--no_such_flag"])]  # before ranks start, and it prints the error
+    assert commands.ran == [("sft", [*SFT, "--no_such_flag"])]  # before ranks start, and it prints the error
 
 
 def test_ranks_on_a_cpu_need_the_flag(machine, monkeypatch):
@@ -90,20 +90,20 @@ def test_a_rank_of_a_launcher_starts_no_others(machine, monkeypatch, capsys):
     machine(4)
     monkeypatch.setenv("RANK", "1")
     assert start("sft", SFT) == 0
-    assert start_ranks.ran == [("sft", SFT)]
+    assert commands.ran == [("sft", SFT)]
     assert start("sft", [*SFT, "--num_gpus", "2"]) == 2
     assert "a launcher has started this rank" in capsys.readouterr().err
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     assert start("ppo", SFT) == 0
-    assert start_ranks.ran[1:] == [("ppo", SFT)]
+    assert commands.ran[1:] == [("ppo", SFT)]
 
 
 def test_a_dry_run_starts_no_rank_and_knows_their_number(machine):
     machine(4)
     assert start("sft", [*SFT, "--dry_run"]) == 0
     assert start("sft", [*SFT, "--dry_run", "--dry_run_ranks", "9"]) == 0
-    assert [words[-1] for _, words in start_ranks.ran] == ["4", "9"]
+    assert [words[-1] for _, words in commands.ran] == ["4", "9"]
     assert "WORLD_SIZE" not in os.environ
 
 
@@ -119,7 +119,7 @@ def test_ctrl_c_returns_130_although_the_run_is_saved(machine, monkeypatch):
         raise KeyboardInterrupt
 
     for run, code in ((stopped_run, 130), (early, 130), (lambda step, words: stop_requests.reset() or 3, 3)):
-        monkeypatch.setattr(start_ranks, "run_training", run)
+        monkeypatch.setattr(commands, "run_training", run)
         assert start("sft", SFT) == code
         assert start("sft", [*SFT, "--dry_run"]) == code
 
@@ -135,7 +135,7 @@ def test_the_launcher_returns_130_after_ctrl_c_alone(tmp_path, number, code):
         "time.sleep(30 if sys.argv[2] == 'wait' else 0)\n"
         "sys.exit(5)\n"
     )
-    command = [sys.executable, "-m", "dschat_ppo.commands.start_ranks", "waits", str(tmp_path / "ready"),
+    command = [sys.executable, "-m", "dschat_ppo.commands", "waits", str(tmp_path / "ready"),
                "wait" if number else "end"]  # fmt: skip
     env = environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     run = subprocess.Popen(command, env=env)
@@ -149,13 +149,13 @@ def test_the_launcher_returns_130_after_ctrl_c_alone(tmp_path, number, code):
 
 
 def test_the_environment_hides_gpus(machine, monkeypatch):
-    monkeypatch.setattr(start_ranks, "NVIDIA_DRIVER", "no_such_library.so")
-    monkeypatch.setattr(start_ranks, "AMD_DEVICE", Path("/no/such/device"))
+    monkeypatch.setattr(commands, "NVIDIA_DRIVER", "no_such_library.so")
+    monkeypatch.setattr(commands, "AMD_DEVICE", Path("/no/such/device"))
     assert count_gpus() == 0
     assert visible_devices(2) == [0, 1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5,7")
     assert [visible_devices(ranks) for ranks in (2, 3)] == [["2", "GPU-5"], ["2", "GPU-5", "7"]]
-    monkeypatch.setattr(start_ranks.ctypes, "CDLL", lambda name: pytest.fail("the driver is not asked"))
+    monkeypatch.setattr(commands.ctypes, "CDLL", lambda name: pytest.fail("the driver is not asked"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert count_gpus() == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from dschat_ppo.commands.training import _ranks_of, run_training
+from dschat_ppo.commands import _ranks_of, run_training
 from dschat_ppo.common import ranks
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading, model_files

@@ -12,7 +12,7 @@ from config.deepspeed_chat_flags import DEEPSPEED_CHAT
 from config.deepspeed_chat_scripts import GENERATION_BATCHES, REFUSED, SCRIPTS
 from tables import Row, flags_in, names_in, rows_of
 
-from dschat_ppo.commands.training import run_training
+from dschat_ppo.commands import run_training
 from dschat_ppo.config.cli import flatten, notes, parse
 from dschat_ppo.config.retired_flags import flags_for
 

@@ -11,8 +11,8 @@ import pytest
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat import main
+from dschat_ppo.tools.chat_interfaces import HELP, Terminal, printable
 from dschat_ppo.tools.chat_model import Token
-from dschat_ppo.tools.chat_terminal import HELP, Terminal, printable
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 

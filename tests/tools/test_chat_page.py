@@ -11,8 +11,8 @@ from headless_chromium import Chromium, needs_chromium
 from served import send, served
 
 from dschat_ppo.errors import UserError
+from dschat_ppo.tools.chat_interfaces import page
 from dschat_ppo.tools.chat_model import Token
-from dschat_ppo.tools.chat_page import page
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 MARKUP = "<b>&amp; <img src=http://evil.example/x.png>\n    ![x](http://evil.example/y.png)"

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.tools.evaluate import main
-from dschat_ppo.tools.evaluate_flags import read_arguments
+from dschat_ppo.tools.evaluate import main, read_arguments
 from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, table
 
 TOKENS, PROMPTS = 6, 7

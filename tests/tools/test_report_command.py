@@ -4,7 +4,7 @@ from pathlib import Path
 
 from report_runs import ppo_lines, write_run
 
-from dschat_ppo.tools.report.__main__ import main
+from dschat_ppo.tools.report import main
 
 
 def test_reports_of_one_run_and_of_several(tmp_path, monkeypatch, capsys):

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from dschat_ppo.tools import chat, data, evaluate, plan, serve_reward
-from dschat_ppo.tools.report import __main__ as report
+from dschat_ppo.tools import chat, data, evaluate, plan, report, serve_reward
 
 MAINS = {"chat": chat, "data": data, "evaluate": evaluate, "plan": plan, "report": report, "serve": serve_reward}
 TWO, ROLES = "--model a b --data_path d", "--actor {lm} --critic {reward}"

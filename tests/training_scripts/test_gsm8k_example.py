@@ -13,7 +13,7 @@ from launch import ROOT, environment, forked, metrics_of, succeed
 
 from dschat_ppo.config.batch_plan import SupervisedPlan, plan_ppo
 from dschat_ppo.config.cli import flatten, parse
-from dschat_ppo.tools.evaluate_flags import read_arguments
+from dschat_ppo.tools.evaluate import read_arguments
 
 FOLDER = ROOT / "training_scripts/examples/gsm8k"
 NAMES, THINGS = ("Ann", "Bob", "Cy", "Dee"), ("pens", "hats")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import quickstart_report
 
-from dschat_ppo.tools import chat, evaluate_flags
+from dschat_ppo.tools import chat, evaluate
 
 STEPS = ("sft", "reward", "ppo")
 SAMPLES = [("Where is the red lamp?", "before", "after")]
@@ -100,7 +100,7 @@ def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accep
     [words, settings, _] = chat.read_arguments(chatting[3:])
     assert settings.seed == 41 and any("'Where is the blue kite?'" in line for line in lines)
     assert (words.model, words.compare) == ("/out of/quick/ppo/actor", "/out of/quick/sft")
-    wanted = evaluate_flags.read_arguments(evaluating[3:])
+    wanted = evaluate.read_arguments(evaluating[3:])
     assert wanted.words.model == ["/out of/quick/sft", "/out of/quick/ppo/actor"]
     assert wanted.prompts.data_path == ["/out of/quick/toy/data/heldout.jsonl"]
     assert wanted.rewards.reward_model_name_or_path == "/out of/quick/reward"

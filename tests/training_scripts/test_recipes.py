@@ -12,7 +12,7 @@ import pytest
 from launch import ROOT, environment
 from published_configs import PUBLISHED, write_published
 
-from dschat_ppo.commands.training import run_training
+from dschat_ppo.commands import run_training
 from dschat_ppo.config.cli import parse
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.plan_step import plan_step

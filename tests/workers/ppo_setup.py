@@ -14,8 +14,8 @@ from dschat_ppo.ppo.begin_ppo import plain_texts
 from dschat_ppo.ppo.collect import Prompts
 from dschat_ppo.ppo.loop import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch, gather_rows
-from dschat_ppo.ppo.report import update_metrics
 from dschat_ppo.ppo.state import PPOComponents
+from dschat_ppo.ppo.step_report import update_metrics
 from dschat_ppo.ppo.train_ppo import learned_reward
 from dschat_ppo.ppo.update import Outcome
 from dschat_ppo.rewards.build_rewards import build_sources

@@ -5,7 +5,7 @@ python training/step3_ppo/main.py --help
 
 import sys
 
-from dschat_ppo.commands.training import run_training
+from dschat_ppo.commands import run_training
 from dschat_ppo.run.launch import leave
 
 if __name__ == "__main__":

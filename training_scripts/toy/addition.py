@@ -17,7 +17,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dschat_ppo.tools.toy_model import EOS, PAD, task_command, untrained_llama, write_task
+from dschat_ppo.tools.toy import EOS, PAD, task_command, untrained_llama, write_task
 
 NUMBERS = range(10, 100)
 COUNTS = {"sft": 20_000, "prompts": 1024, "heldout": 256}

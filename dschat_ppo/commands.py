@@ -1,9 +1,10 @@
-"""The commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and `dschat-ppo`: a step that starts its own ranks.
+"""A training step from its command line to its exit code, and the commands that start its ranks.
 
-Under `deepspeed` or another launcher the process is one rank. Without a launcher the command starts one rank for each
-GPU of this machine, through the program that the `deepspeed` command starts on each machine; without a GPU, one rank in
-this process. `--num_accelerators N` sets the number of ranks.
-After Ctrl-C the commands return 130, so that a shell does not go on with the next step.
+`training/step*/main.py` call `run_training`: the process is the only rank, or one of those of `deepspeed` or another
+launcher. The commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and `dschat-ppo`, and `python -m dschat_ppo`, call
+`start`. Without a launcher that starts one rank for each GPU of this machine, through the program that `deepspeed`
+starts on each machine; without a GPU, one rank in this process. `--num_accelerators N` sets the number of ranks. After
+Ctrl-C it returns 130, so that a shell does not go on with the next step.
 """
 
 from __future__ import annotations
@@ -12,24 +13,82 @@ import base64
 import ctypes
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from dschat_ppo.commands.training import run_training
 from dschat_ppo.common import stop_requests
 from dschat_ppo.common.exit_codes import INTERRUPTED, exit_code
+from dschat_ppo.common.host_memory import lasting_objects
+from dschat_ppo.common.logging import set_verbose
+from dschat_ppo.common.ranks import is_main, local_world_size, world_size
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.run_flags import RunFlags
+from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.run.launch import leave
+from dschat_ppo.run.launch import leave, run_step
 
+TRAINERS = {  # imported after the flags are parsed, so that `--help` and wrong flags do not wait for torch
+    "sft": "dschat_ppo.supervised.sft:train_sft",
+    "reward": "dschat_ppo.supervised.train_preference:train_preferences",
+    "dpo": "dschat_ppo.supervised.train_preference:train_preferences",
+    "ppo": "dschat_ppo.ppo.train_ppo:train_ppo",
+}
 FLAGS = ("--num_accelerators", "--num-accelerators", "--num_gpus", "--num-gpus")
 AMD_DEVICE = Path("/dev/kfd")
 NVIDIA_DRIVER = "libcuda.so.1"
+
+
+def run_training(step: str, argv: Sequence[str]) -> int:
+    """Run a step (of `TRAINERS`) on this rank; returns the exit code of the process."""
+    return run_step(lambda words: parse(step, words), lambda config: train(step, config), argv)
+
+
+def train(step: str, config: StepConfig) -> None:
+    """Run a step with its parsed flags. With `--dry_run`, rank 0 checks them and the other ranks have nothing to do."""
+    set_verbose(config.console.verbose)
+    if config.run.dry_run and not is_main():
+        return
+    with lasting_objects():
+        run = pkgutil.resolve_name(TRAINERS[step])
+        from dschat_ppo.html_report.page import reporting
+        from dschat_ppo.models.model_files import settings_only
+        from dschat_ppo.planner.plan_step import show_memory_plan
+    with ExitStack() as stack:
+        stack.enter_context(_ranks_of(config.run))
+        if config.run.dry_run:
+            stack.enter_context(settings_only())
+        if is_main():
+            show_memory_plan(config)
+            stack.enter_context(reporting(Path(config.run.folder)))
+        run(config)
+
+
+@contextmanager
+def _ranks_of(run: RunFlags) -> Iterator[None]:
+    """In the block, the number of ranks is `--dry_run_ranks`, if the flag is given: on machines with as many ranks as
+    each machine of the launch has, if that has several, else all on one."""
+    if run.dry_run_ranks is None:
+        yield
+        return
+    whole, local = run.dry_run_ranks, local_world_size()
+    several = local < world_size() and whole % local == 0
+    values = {"WORLD_SIZE": str(whole), "LOCAL_SIZE": str(local if several else whole)}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -50,7 +109,7 @@ def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def start(step: str, argv: Sequence[str]) -> int:
-    """Run a step (one of `training.STEPS`) on as many ranks as `argv` or the devices say; returns the exit code.
+    """Run a step (of `TRAINERS`) on as many ranks as `argv` or the devices say; returns the exit code.
     Replaces this process by DeepSpeed's launcher if there are several."""
     try:
         count, words = take_num_accelerators(argv)
@@ -138,7 +197,7 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
     devices = json.dumps({"localhost": visible_devices(ranks)})
     world = base64.urlsafe_b64encode(devices.encode()).decode()
     port = os.environ.get("MASTER_PORT") or str(_free_port())
-    launcher = [sys.executable, "-u", "-m", "dschat_ppo.commands.start_ranks", "deepspeed.launcher.launch"]
+    launcher = [sys.executable, "-u", "-m", "dschat_ppo.commands", "deepspeed.launcher.launch"]
     launcher += [f"--world_info={world}", f"--master_port={port}", f"--log_level={log_level}"]
     return [*launcher, "--module", "dschat_ppo", step, *words]
 

@@ -1,1 +1,0 @@
-"""The command `python -m dschat_ppo.tools.report`."""
