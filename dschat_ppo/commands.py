@@ -25,9 +25,9 @@ from pathlib import Path
 from dschat_ppo.common import stop_requests
 from dschat_ppo.common.exit_codes import INTERRUPTED, exit_code
 from dschat_ppo.common.host_memory import lasting_objects
-from dschat_ppo.common.logging import set_verbose
+from dschat_ppo.common.logging import logger, set_verbose
 from dschat_ppo.common.ranks import is_main, local_world_size, world_size
-from dschat_ppo.config.cli import parse
+from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import UserError
@@ -64,6 +64,8 @@ def train(step: str, config: StepConfig) -> None:
         if config.run.dry_run:
             stack.enter_context(settings_only())
         if is_main():
+            for line in notes(step, config):
+                logger().info(f"note: {line}")
             show_memory_plan(config)
             stack.enter_context(reporting(Path(config.run.folder)))
         run(config)

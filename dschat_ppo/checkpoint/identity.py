@@ -24,11 +24,10 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
 from dschat_ppo.config.run_flags import AUTO, NEVER, SafetyFlags
 from dschat_ppo.config.schema import WITHOUT_EFFECT
-from dschat_ppo.config.steps import STEPS, StepConfig
+from dschat_ppo.config.steps import STEPS, StepConfig, flatten
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import is_finished

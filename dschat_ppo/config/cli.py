@@ -1,4 +1,5 @@
-"""Parse the command line and the YAML file of one step into its frozen configuration; the text of `--help`."""
+"""Parse the command line and the YAML file of one step into its frozen configuration; the text of `--help`, and of the
+message about an unknown flag."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ import yaml
 
 from dschat_ppo.config.flag_parser import FlagParser, first_words, flag_parser, shown_default
 from dschat_ppo.config.lora_flags import learning_rates
-from dschat_ppo.config.retired_flags import RETIRED, flags_for, note_on_retired
+from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
-from dschat_ppo.config.steps import STEPS, StepConfig, defaults_of, groups_of
-from dschat_ppo.errors import UserError, reading, without_credentials
+from dschat_ppo.config.steps import STEPS, StepConfig, defaults_of, flatten, groups_of
+from dschat_ppo.errors import UserError, reading
 
 _IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
@@ -174,12 +175,6 @@ def _advice(name: str, known: Collection[str]) -> str:
     return f"is a flag of {' and '.join(f'dschat-{step}' for step in steps)}" if steps else ""
 
 
-def flatten(config: StepConfig) -> dict[str, Any]:
-    """The configuration of a step as flag name -> value, to be saved and compared, without credentials."""
-    groups = dataclasses.asdict(config).values()
-    return {name: without_credentials(value) for group in groups for name, value in group.items()}
-
-
 def notes(step_name: str, config: StepConfig) -> list[str]:
     """One line for each flag that was given but has no effect, with the reason; one for all flags that left."""
     step = STEPS[step_name]
@@ -287,3 +282,75 @@ def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
         "flags in a YAML file: --config FILE; details: docs/flags-and-data.md",
     ]
     return "\n".join(lines)
+
+
+ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
+
+# Names that other trainers (TRL 1.x, OpenRLHF 0.8 to 0.11, peft) and other steps give to the usual settings, for the
+# message about an unknown flag; docs/from-trl.md and docs/from-openrlhf.md have all of them. Our flags, of which a step
+# may have only some -> their names for them, with _ for - and .
+THEIR_NAMES = {
+    "model_name_or_path": "pretrain",
+    "critic_model_name_or_path reward_model_name_or_path": "reward_model_path",
+    "lora_dim": "lora_r lora_rank use_peft",
+    "lora_module_name": "lora_target lora_target_modules target_modules",
+    "data_path": "dataset dataset_name prompt_data prompt_dataset dataset_train_split dataset_split",
+    "eval_data_path": "eval_dataset",
+    "max_seq_len max_prompt_seq_len max_answer_seq_len": "max_length max_len",
+    "packing": "packing_samples padding_free",
+    "per_device_train_batch_size per_device_training_batch_size": "micro_train_batch_size micro_batch_size",
+    "per_device_training_batch_size": "per_device_train_batch_size",
+    "per_device_generation_batch_size generation_batches": "rollout_batch_size generation_batch_size",
+    "gradient_accumulation_steps": "train_batch_size num_mini_batches",
+    "ppo_epochs num_train_epochs": "max_epochs",
+    "num_train_epochs": "num_episodes",
+    "ppo_epochs": "num_iterations num_ppo_epochs",
+    "learning_rate": "adam_lr",
+    "warmup_ratio": "lr_warmup_ratio",
+    "num_warmup_steps": "warmup_steps",
+    "n_samples_per_prompt": "num_generations",
+    "max_answer_seq_len": "max_completion_length max_new_tokens response_length generate_max_len",
+    "max_prompt_seq_len": "max_prompt_length prompt_max_len",
+    "objective policy_loss loss_aggregation": "loss_type",
+    "clip_eps": "epsilon eps_clip cliprange",
+    "clip_eps_high": "epsilon_high",
+    "value_clip_eps": "cliprange_value value_clip",
+    "gae_lambda": "lam lambd",
+    "normalize_group_std": "scale_rewards",
+    "kl_loss_coef kl_coef": "beta",
+    "kl_coef": "init_kl_coef kl_init_coef",
+    "reward_function": "reward_funcs agent_func_path",
+    "remote_reward_url reward_function": "remote_url remote_rm_url",
+    "output_dir": "save_path ckpt_path",
+    "resume": "resume_from_checkpoint load_checkpoint",
+    "eval_interval": "eval_steps",
+    "report_to": "use_wandb",
+    # whose last words mean something else
+    "offload_reference_model": "ref_offload",
+    "offload_reward_model": "reward_offload",
+    "micro_batch_tokens": "rollout_micro_batch_size",
+    "eval_samples": "num_generations_eval eval_n_samples_per_prompt",
+    # our other steps
+    "max_prompt_seq_len max_answer_seq_len": "max_seq_len",
+    "max_seq_len": "max_prompt_seq_len max_answer_seq_len",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+}
+OUR_NAMES = {name: ours for ours, theirs in THEIR_NAMES.items() for name in theirs.split()}
+
+
+def flags_for(given: str, known: Collection[str]) -> list[str]:
+    """The flags among `known`, those of a step, for a setting of another step or trainer; [] if none is known. `given`
+    has _ for -; OpenRLHF's names have dots, as in "rollout.n_samples_per_prompt"."""
+    parts = given.split(".")
+    for first in range(len(parts)):
+        name = "_".join(parts[first:])
+        if name in known:
+            return [name]
+        role = next((role for role in ROLES if name.startswith(role)), "")
+        bare = name.removeprefix(role)
+        meant = OUR_NAMES.get(name, OUR_NAMES.get(bare, bare)).split()
+        found = [whole for ours in meant for whole in (ours, *(role + ours for role in ROLES)) if whole in known]
+        if found:
+            return [flag for flag in found if role and flag.startswith(role)] or found
+    return []

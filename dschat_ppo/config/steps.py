@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias, get_type_hints
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
@@ -15,6 +15,7 @@ from dschat_ppo.config.run_flags import BestFlags, ConsoleFlags, RunFlags, Safet
 from dschat_ppo.config.schedule_flags import ReferenceFlags, ScheduleFlags, idle_flags, require_schedule
 from dschat_ppo.config.schema import default_of, refuse, require_used
 from dschat_ppo.config.supervised_flags import PreferenceFlags, SFTFlags, SupervisedFlags
+from dschat_ppo.errors import without_credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +281,12 @@ class Step:
     config: type  # the dataclass of flag groups that `parse` returns
     defaults: dict[str, Any] = field(default_factory=dict)  # flag -> default that replaces that of a shared group
     notes: dict[str, str] = field(default_factory=dict)  # flag without effect in this step alone -> the reason
+
+
+def flatten(config: StepConfig) -> dict[str, Any]:
+    """The configuration of a step as flag name -> value, to be saved and compared, without credentials."""
+    groups = asdict(config).values()
+    return {name: without_credentials(value) for group in groups for name, value in group.items()}
 
 
 def groups_of(step: Step) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
                 config.rewards, [parse_function(config.validation.eval_reward_function, "--eval_reward_function")]
             )
 
-    device, output = begin_run("ppo", config, models, validate_only, check_functions)
+    device, output = begin_run(config, models, validate_only, check_functions)
     require_agreement(config, dist.world_size())
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     folders = model_folders(config)

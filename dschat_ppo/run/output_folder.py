@@ -34,9 +34,8 @@ from dschat_ppo.common.atomic_files import (
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, REPORT, RESULT, SAMPLES, STARTS, shown_path
-from dschat_ppo.config.cli import flatten
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
-from dschat_ppo.config.steps import StepConfig
+from dschat_ppo.config.steps import StepConfig, flatten
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.model_files import checkpoint_shapes
 from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config

@@ -26,7 +26,6 @@ from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.common.paths import VALIDATION, shown_path
 from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
-from dschat_ppo.config.cli import notes
 from dschat_ppo.config.memory_flags import check_sequence_parallel_size
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
 from dschat_ppo.config.steps import PPOConfig, StepConfig
@@ -50,11 +49,11 @@ from dschat_ppo.run.rank_log import open_log
 
 
 def begin_run(
-    step: str, config: StepConfig, models: list[str], validate_only: bool = False,
+    config: StepConfig, models: list[str], validate_only: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[torch.device, Path]:  # fmt: skip
-    """Lock the output folder, join the ranks, check the folder, seed, and print notes on flags without effect; returns
-    this rank's device and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
+    """Lock the output folder, join the ranks, check the folder and seed; returns this rank's device and the output
+    folder. Collective. `StopRequested`: the same run has finished in the folder.
 
     The run reads `models`. If it trains nothing (`validate_only`), it writes to a folder inside `--output_dir`, in
     place of an earlier validation. `check` checks flags of the step before the folder is compared with them: else a
@@ -86,8 +85,6 @@ def begin_run(
         if config.memory.offload_optimizer or offloads:
             announce("load operators")
             load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
-    for line in notes(step, config):
-        logger().info(f"note: {line}")
     return dist.device(), folder
 
 

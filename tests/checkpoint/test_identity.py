@@ -28,7 +28,8 @@ from dschat_ppo.checkpoint.identity import (
     rows_fingerprint,
 )
 from dschat_ppo.config.batch_plan import plan_ppo
-from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.steps import flatten
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.models.model_folders import with_bases

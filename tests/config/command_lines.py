@@ -1,6 +1,7 @@
 """Command lines for tests of the configuration."""
 
-from dschat_ppo.config.cli import flatten, notes, parse
+from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.steps import flatten
 
 # step -> the required flags
 NEEDED = {

@@ -13,9 +13,10 @@ import yaml
 from command_lines import NEEDED, read
 
 from dschat_ppo.checkpoint.identity import FLAGS, HARMLESS, differences
-from dschat_ppo.config.cli import flatten, notes, parse
+from dschat_ppo.config.cli import OUR_NAMES, notes, parse
 from dschat_ppo.config.flag_parser import FlagParser
-from dschat_ppo.config.retired_flags import NOW_FIXED, OUR_NAMES, RETIRED, note_on_retired
+from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
+from dschat_ppo.config.steps import flatten
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import write_config
 

@@ -12,7 +12,8 @@ import yaml
 from launch import ROOT, environment, forked, metrics_of, succeed
 
 from dschat_ppo.config.batch_plan import SupervisedPlan, plan_ppo
-from dschat_ppo.config.cli import flatten, parse
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.steps import flatten
 from dschat_ppo.tools.evaluate import read_arguments
 
 FOLDER = ROOT / "training_scripts/examples/gsm8k"
