@@ -4,9 +4,9 @@ The lower bounds are the oldest versions that the tests pass with (tests/version
 versions that the tests run with otherwise; training_scripts/setup_venv.sh installs those. torch has an upper bound too,
 the newest minor version that the tests ran with; before 2.8 it refuses memory pools for CUDA graphs beside expandable
 segments. DeepSpeed before 0.19.8 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that
-transformers asks for: it needs a GPU, and the tests run without. gradio brings FastAPI and uvicorn; FastAPI starts at
-its last version for Python 3.10. huggingface_hub brings httpx2; its earlier versions bring httpx. Libraries
-without a bound are imported by the package and required, with bounds, by those above them.
+transformers asks for: it needs a GPU, and the tests run without. FastAPI starts at its last version for Python 3.10.
+huggingface_hub brings httpx2; its earlier versions bring httpx. Libraries without a bound are imported by the package
+and required, with bounds, by those above them.
 """
 
 from pathlib import Path
@@ -73,7 +73,6 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "chat": ["gradio>=6.31.0,<7"],
         "serve": ["fastapi>=0.162.5,<1", "uvicorn>=0.54.0,<1"],
         "lora": ["peft>=0.20.0,<1"],
         "qlora": ["peft>=0.20.0,<1", "bitsandbytes>=0.46.1"],
@@ -104,7 +103,6 @@ setup(
             "mkdocstrings-python>=2,<3",
             "wandb>=0.30.0,<1",
             "trackio>=0.40.0,<1",
-            "gradio>=6.31.0,<7",
             "fastapi>=0.162.5,<1",
             "uvicorn>=0.54.0,<1",
         ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from dschat_ppo.tools.web_server import listen, server_options
+from dschat_ppo.tools.serve_reward import listen, server_options
 
 
 @contextmanager

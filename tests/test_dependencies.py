@@ -17,7 +17,7 @@ NAMES = {  # import -> package
     "httpx": "huggingface-hub", "httpx2": "huggingface-hub",  # which requires one of them
 }  # fmt: skip
 # imported inside a function, after a check that the extra is installed
-OPTIONAL = {"fastapi", "gradio", "math_verify", "peft", "starlette", "trackio", "uvicorn", "wandb"}
+OPTIONAL = {"fastapi", "math_verify", "peft", "starlette", "trackio", "uvicorn", "wandb"}
 
 
 def name_of(requirement: str) -> str:

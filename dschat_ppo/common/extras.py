@@ -10,7 +10,6 @@ from dschat_ppo.errors import UserError
 EXTRAS = {  # module -> (package, the extra that installs it)
     "bitsandbytes": ("bitsandbytes", "qlora"),
     "fastapi": ("fastapi", "serve"),
-    "gradio": ("gradio", "chat"),
     "math_verify": ("math-verify", "math"),
     "peft": ("peft", "lora"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),

@@ -1,11 +1,10 @@
-"""Chat with a model, or with two models to compare them.
+"""Chat with a model in the terminal, or with two models to compare them.
 
-    python -m dschat_ppo.tools.chat --model A [--compare B]            in the terminal; /help lists the commands
-    python -m dschat_ppo.tools.chat --model A [--compare B] --web      as a page in the browser of this machine
+    python -m dschat_ppo.tools.chat --model A [--compare B]
 
-A and B are model folders, adapter folders or hub names. Messages are rendered with the chat template of the tokenizer;
-without one, the texts of the conversation are joined as they are, and the model continues them. If input or output is
-not a terminal, each line of the input is a message and answers are plain lines.
+/help lists the commands. A and B are model folders, adapter folders or hub names. Messages are rendered with the chat
+template of the tokenizer; without one, the texts of the conversation are joined as they are, and the model continues
+them. If input or output is not a terminal, each line of the input is a message and answers are plain lines.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import sys
 from collections.abc import Sequence
 
 from dschat_ppo.common.exit_codes import DONE, exit_code_of
-from dschat_ppo.common.extras import require_extra
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
-from dschat_ppo.tools.web_server import listen
 
-PORT = 8765
+LEFT = dict.fromkeys(
+    ("web", "port"), "left: the chat is in the terminal; `transformers serve` offers a model folder to web front ends"
+)
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSettings, DataFlags]:
@@ -32,6 +31,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
         prog="python -m dschat_ppo.tools.chat", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    parser.advice = lambda name: LEFT.get(name, "")
     parser.add_argument("--model", required=True, metavar="A", help="folder or hub name of a model or an adapter")
     parser.add_argument("--compare", metavar="B", help="a second model, which answers the same messages")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message, for the chat template")
@@ -42,44 +42,27 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
         help="a Jinja file or chatml, llama-3, zephyr or human-assistant; not given: the tokenizer's",
     )  # fmt: skip
     parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables for the chat template")
-    parser.add_argument(
-        "--web", action="store_true", help="serve the chat as a page, to this machine only; needs the extra chat"
-    )
-    parser.add_argument("--port", type=int, help=f"port of --web; 0 selects a free one (default: {PORT})")
     add_sampling_flags(parser)
     words = parser.parse_args(argv)
-    if words.port is not None and not words.web:
-        raise UserError("--port has no effect without --web")
-    words.port = PORT if words.port is None else words.port
     data = DataFlags(["unused"], chat_template=words.chat_template, chat_template_kwargs=words.chat_template_kwargs)
     return words, settings_of(words), data
 
 
 def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags) -> None:
     """Load the models and chat until the user ends it."""
-    listening = None
-    if words.web:
-        require_extra("gradio", "--web")
-        listening = listen("127.0.0.1", words.port, f"--port {words.port}")
     # after the flags are checked: these imports take seconds
     import torch
 
     # else DeepSpeed searches for a device, and prints a warning to the output
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
-    from dschat_ppo.tools.chat_interfaces import Terminal
-    from dschat_ppo.tools.chat_model import load_models
+    from dschat_ppo.tools.chat_model import Terminal, load_models
 
     quiet_libraries()
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
     models = load_models(names, data, words.dtype)
     if words.system and not all(model.has_template for model in models):
         raise UserError("--system needs a chat template, but a tokenizer has none; name one with --chat_template")
-    if listening is not None:
-        from dschat_ppo.tools.chat_interfaces import serve
-
-        serve(models, settings, words.system, listening)
-        return
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  `input` then has a history and arrow keys

@@ -1,5 +1,5 @@
-"""How chats and evaluations sample: one table for their flags, for commands in a chat, and for its page; what an
-evaluation is asked for."""
+"""How chats and evaluations sample: one table for their flags and for commands in a chat; what an evaluation is
+asked for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {  # name
         float, 0.01, 100, "above 1, tokens of the prompt and the answer so far become less likely; 1 = off"
     ),
     "max_tokens": (int, 1, 10**6, "maximum tokens of an answer"),
-    "seed": (int, 0, 2**53 - 1, "sampling seed"),  # a browser's numbers hold 53 bits
+    "seed": (int, 0, 2**53 - 1, "sampling seed"),
 }  # fmt: skip
 
 

@@ -2,8 +2,6 @@
 
 import io
 import re
-import socket
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,8 +9,7 @@ import pytest
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat import main
-from dschat_ppo.tools.chat_interfaces import HELP, Terminal, printable
-from dschat_ppo.tools.chat_model import Token
+from dschat_ppo.tools.chat_model import HELP, Terminal, Token, printable
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
@@ -21,18 +18,6 @@ def test_the_documents_name_every_command_and_default():
     assert re.findall(r"^\| `/(\w+)", text, re.M) == re.findall(r"^/(\w+)", HELP, re.M)
     settings = {name: str(value) for name, value in asdict(SamplingSettings()).items()}
     assert dict(re.findall(r"^\| `--(\w+)` \| ([\d.]+) \|", text, re.M)) == settings
-
-
-def test_a_page_is_refused_before_its_models_are_loaded(capsys, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for words, reason in ((port, "use another one, or --port 0"), ("70000", "must be 0-65535")):
-            assert main(["--model", "./nothing", "--web", "--port", words]) == 2
-            said = capsys.readouterr().err
-            assert said.startswith(f"error: --port {words}: cannot listen on it (") and reason in said
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    assert main(["--model", "./nothing", "--web"]) == 2
-    assert capsys.readouterr().err == 'error: --web needs the package gradio: pip install -e ".[chat]"\n'
 
 
 def test_a_chat_through_pipes(assets, monkeypatch, capsys):

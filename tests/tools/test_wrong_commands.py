@@ -13,7 +13,7 @@ TWO, ROLES = "--model a b --data_path d", "--actor {lm} --critic {reward}"
 REAL = "--model {lm} --data_path {prompts} --max_prompt_seq_len 40"
 # tool, its flags, what the line says; {lm}, {reward}, {prm} and {prompts} are there
 WRONG = [
-    ("chat", "--model a --port 80", "--port has no effect without --web"),
+    ("chat", "--model a --web", "--web: left: the chat is in the terminal"),
     ("chat", "--model a --top_p 2", "--top_p must be a number from 0.001 to 1, got 2"),
     ("chat", "--model a --dtype int8", "--dtype int8: expected one of "),
     ("chat", "--model a --temprature 1", "unknown flag or value"),
