@@ -113,9 +113,9 @@ def rank(number: int, ranks: int, port: int, work: Path, path: Path, cache: Path
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.config.data_flags import DataFlags
     from dschat_ppo.data.batches import collate_pairs
-    from dschat_ppo.data.prepare import prepare
-    from dschat_ppo.data.rows import load_splits
-    from dschat_ppo.data.sources import parse_sources
+    from dschat_ppo.data.prepare import StepData, prepare
+    from dschat_ppo.data.rows import read_splits
+    from dschat_ppo.data.sources import open_set, parse_sources
     from dschat_ppo.supervised import supervised_run  # noqa: F401  (a rank has imported all of it)
 
     there = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -127,10 +127,11 @@ def rank(number: int, ranks: int, port: int, work: Path, path: Path, cache: Path
     barrier()
     before, start = psutil.Process().memory_info().rss / 2**30, time.perf_counter()
     if is_main() and not any(cache.iterdir()):  # measured apart: the conversion of the file to Arrow is not tokenising
-        load_splits(parse_sources(flags.data_path, "--data_path")[0], flags.data_output_path)
+        found = open_set(parse_sources(flags.data_path, "--data_path")[0], flags.data_output_path)
+        read_splits(found, found.chosen()[0], flags.data_output_path)
     barrier()
     read, cpu = time.perf_counter(), sum(os.times()[:4])  # of this process and of its children that have ended
-    rows = prepare("preference", tokenizer, flags, LIMIT).train
+    rows = prepare(StepData("preference", flags, LIMIT), tokenizer).train
     cpu = sum(os.times()[:4]) - cpu
     fingerprint = rows_fingerprint(rows) if is_main() else ""
     total = time.perf_counter() - start

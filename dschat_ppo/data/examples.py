@@ -58,11 +58,6 @@ class Example:
     context: tuple[int, ...] = ()  # numbers of the prompt's messages of the assistant that are no targets of SFT
 
 
-def limit_flag(use: Use) -> str:
-    """The flag that limits the tokens of a row."""
-    return "--max_prompt_seq_len" if use == "prompt" else "--max_seq_len"
-
-
 # Values of fields
 
 

@@ -160,14 +160,17 @@ class FilePart:
                     deque(islice(file, number), maxlen=0)
                 for line in file:
                     offset, number = offset + len(line), number + 1
-                    if not line.strip():
+                    if not (filled := line.strip()):
                         continue
+                    row: Row | BadRow
                     try:
-                        text = _text(line) if kind == "text" else _text(line.strip())
-                        row = {"text": text.rstrip("\r\n")} if kind == "text" else _checked(_parsed(text))
-                        yield number, row, [offset, number]
-                    except UserError as problem:
-                        yield number, BadRow(problem), [offset, number]
+                        if kind == "text":
+                            row = {"text": line.decode("utf-8-sig").rstrip("\r\n")}
+                        else:
+                            row = _checked(_DECODER.decode(filled.decode("utf-8-sig")))
+                    except (RecursionError, ValueError) as problem:
+                        row = BadRow(_refusal(problem, filled))
+                    yield number, row, [offset, number]
             return
         after = place or 0
         if kind == "json":
@@ -191,22 +194,35 @@ def _opened(path: Path) -> BinaryIO:
     return io.BufferedReader(pa.input_stream(str(path), compression=codec), 2**20) if codec else path.open("rb")
 
 
-def _text(content: bytes) -> str:
-    """UTF-8 text, perhaps after a byte order mark. The error quotes the text around the first other byte, which is
-    shown as a backslash, x and its number."""
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        near = content[max(0, problem.start - _AROUND) : problem.end + _AROUND].decode(errors="backslashreplace")
-        raise UserError(f"is not UTF-8 text (save the file as UTF-8): {near!r}") from None
+def _constant(name: str) -> None:
+    """NaN, which many programs write for a missing number, is null. Infinity is refused."""
+    if name != "NaN":
+        raise ValueError(f"{name} is no number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant)
+
+
+def _refusal(problem: Exception, content: bytes = b"") -> UserError:
+    """What is wrong with a line or file, and the text around the place. A byte that is not UTF-8 is shown as a
+    backslash, x and its number; all other errors are those of JSON in `content`."""
+    if isinstance(problem, UserError):
+        return problem
+    if isinstance(problem, UnicodeDecodeError):
+        around = problem.object[max(0, problem.start - _AROUND) : problem.end + _AROUND]
+        return UserError(f"is not UTF-8 text (save the file as UTF-8): {around.decode(errors='backslashreplace')!r}")
+    # also Infinity, nesting that is too deep, or a number of more than 4,300 digits
+    reason, place = in_one_line(problem).replace("line 1 column", "column"), getattr(problem, "pos", 0)
+    near = content.decode("utf-8-sig")[max(0, place - _AROUND) : place + _AROUND]
+    return UserError(f"is not JSON ({reason}): {near!r}")
 
 
 def _attempt(make: Callable[..., Row], content: Any) -> Row | BadRow:
     """The row that `make` gives, or what is wrong with it."""
     try:
         return make(content)
-    except UserError as problem:
-        return BadRow(problem)
+    except ValueError as problem:
+        return BadRow(_refusal(problem))
 
 
 def _checked(row: Any) -> Row:
@@ -265,33 +281,16 @@ def _is_json_lines(path: Path) -> bool:
     return first.startswith(b"{") and first.endswith(b"}") and bool(second)
 
 
-def _constant(name: str) -> None:
-    """NaN, which many programs write for a missing number, is null. Infinity is refused."""
-    if name != "NaN":
-        raise ValueError(f"{name} is no number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_constant)
-
-
-def _parsed(text: str) -> Any:
-    """The value of a line or file; an error says what is wrong, and quotes the text there."""
-    try:
-        return _DECODER.decode(text)
-    except (RecursionError, ValueError) as problem:  # also Infinity, or a number of more than 4,300 digits
-        reason, place = in_one_line(problem).replace("line 1 column", "column"), getattr(problem, "pos", 0)
-        near = text[max(0, place - _AROUND) : place + _AROUND]
-        raise UserError(f"is not JSON ({reason}): {near!r}") from None
-
-
 def _json_rows(path: Path) -> Numbered:
     """The rows of an array or object, all in memory. An object is one row, or columns as pandas writes them, such as
     {"a": {"0": 5, "1": 6}}."""
     with _opened(path) as file:
-        try:
-            value = _parsed(_text(file.read()))
-        except UserError as problem:
-            raise UserError(f"{problem}; a .json file is one array, one object, or one object on each line") from None
+        content = file.read()
+    try:
+        value = _DECODER.decode(content.decode("utf-8-sig"))
+    except (RecursionError, ValueError) as problem:
+        wrong = _refusal(problem, content)
+        raise UserError(f"{wrong}; a .json file is one array, one object, or one object on each line") from None
     columns = list(value.values()) if isinstance(value, dict) else []
     numbers = list(columns[0]) if columns and isinstance(columns[0], dict) else []
     if all(map(str.isdigit, numbers)) and all(isinstance(each, dict) and list(each) == numbers for each in columns):
@@ -312,7 +311,7 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
         filled = (fields for fields in lines if "".join(fields).strip())
 
         def row_of(fields: list[str]) -> Row:
-            content = _text(delimiter.join(fields).encode(errors="surrogateescape"))
+            content = delimiter.join(fields).encode(errors="surrogateescape").decode()
             if len(fields) != len(names):
                 wrong = f"has {len(fields)} fields, the header has {len(names)}; put text that contains the separator"
                 raise UserError(f"{wrong} in double quotes: {content[:200]!r}")
@@ -325,6 +324,8 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
             if len(names) == 1 and any(mark in names[0] for mark in ";\t,"):
                 raise UserError(f"the header is one column, {names[0]!r}; a .csv file needs commas, a .tsv file tabs")
             yield from ((number, _attempt(row_of, fields)) for number, fields in enumerate(filled, 1))
+        except UnicodeDecodeError as problem:  # in the header
+            raise _refusal(problem) from None
         except csv.Error as problem:
             wrong = f"line {lines.line_num} is not CSV ({problem})"
             raise UserError(f"{wrong}; text with a quote needs it twice, inside double quotes") from None

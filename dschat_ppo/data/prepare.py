@@ -9,34 +9,53 @@ KTO `label` (float); for process reward models `step_ends` (places in the answer
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
-from datasets import Dataset, Value
+from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.common.dataset_workers import in_processes, worker_count
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.common.stop_requests import subprocesses_may_stop
+from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig, StepConfig
-from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Use, limit_flag
+from dschat_ppo.data.cache import new_entry, rows_of_entry, token_key
+from dschat_ppo.data.encode import encode_example
+from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
 from dschat_ppo.data.parts import BadRow
-from dschat_ppo.data.rows import Rows, load_splits, rows_of_splits
-from dschat_ppo.data.sources import DataSource, parse_sources
+from dschat_ppo.data.rows import ORIGIN, ROW, Rows, read_splits
+from dschat_ppo.data.sources import DataSource, is_hub_name, open_set, parse_sources
 from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, find_rows, rows_at_hand, start
-from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, refuse_bad, tokenise_rows
+from dschat_ppo.data.tokenise import (
+    BATCH_ROWS,
+    DOING,
+    NOTES,
+    Fitted,
+    StepData,
+    TokeniseSettings,
+    refuse_bad,
+    token_features,
+    tokenise_batch,
+)  # fmt: skip
 from dschat_ppo.errors import UserError, counted
 
 _SHOWN = 5  # bad rows in the log
-EVAL_FLAG = "--eval_data_path"
+EVAL_FLAG, PTX_FLAG = "--eval_data_path", "--unsupervised_dataset_name"
 _HOLD_OUT, _MIX = 1, 2  # separate the uses of `SPLIT_SEED`
 
 
@@ -66,73 +85,59 @@ class Part:
     order: np.ndarray
 
 
-def rows_of_step(config: StepConfig, tokenizer: PreTrainedTokenizerBase, most_rows: int | None = None) -> TokenRows:
-    """The token rows of a step by its flags; see `prepare`."""
+def step_data(config: StepConfig) -> StepData:
+    """What a step wants of its data by its flags."""
     if isinstance(config, PPOConfig):
-        limit, held_out = config.ppo.max_prompt_seq_len, config.validation.eval_data_path
-        return prepare("prompt", tokenizer, config.data, limit, eval_paths=held_out, most_rows=most_rows)
+        held_out = config.validation.eval_data_path
+        return StepData("prompt", config.data, config.ppo.max_prompt_seq_len, eval_paths=held_out)
     fit, own = config.fit, dict[str, Any]()
     use: Use = "sft"
     if isinstance(config, SFTConfig):
         own = {"whole_paths": config.sft.sft_only_data_path, "all_turns": config.sft.train_on == "all"}
     elif isinstance(config, PreferenceConfig):
         use, own = config.reward.data_use, {"step_separator": config.reward.separator}
-    return prepare(
-        use, tokenizer, config.data, fit.max_seq_len, eval_paths=fit.eval_data_path, eval_fraction=fit.eval_fraction,
-        most_rows=most_rows, **own,
-    )  # fmt: skip
+    own |= {"eval_paths": fit.eval_data_path, "eval_fraction": fit.eval_fraction}
+    return StepData(use, config.data, fit.max_seq_len, **own)
 
 
-def prepare(
-    use: Use, tokenizer: PreTrainedTokenizerBase, flags: DataFlags, limit: int, whole_paths: list[str] | None = None,
-    eval_paths: list[str] | None = None, eval_fraction: float | None = None, all_turns: bool = False,
-    step_separator: str = "\n", most_rows: int | None = None, whole_flag: str = "",
-) -> TokenRows:  # fmt: skip
-    """Token rows of one step from all its data sets, of at most `limit` tokens. `UserError` if one cannot be used or
-    has no row for this step, or `--bad_rows` refuses its bad rows; `StopRequested` on a stop request.
-
-    Args:
-        whole_paths: further data sets of which this step uses every row (`--sft_only_data_path`).
-        eval_fraction: fraction of the training rows held out for evaluation if a data set has no evaluation split
-            and `eval_paths` is empty; None leaves evaluation to `eval_paths` alone.
-        all_turns, step_separator: see `encode_example` and `TokeniseSettings`.
-        most_rows: use only the first rows of each data set, as if there were no others.
-        whole_flag: if given, all rows of `flags.data_path`, which this flag names, are for evaluation.
-    """
-    sources = parse_sources(flags.data_path, whole_flag or "--data_path")
-    sources += parse_sources(whole_paths or [], "--sft_only_data_path", [source.name for source in sources])
-    sources += parse_sources(eval_paths or [], EVAL_FLAG)
+def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
+    """Token rows of one step from all its data sets. `UserError` if one cannot be used or has no row for this step, or
+    `--bad_rows` refuses its bad rows; `StopRequested` on a stop request."""
+    flags, cache = step.flags, step.flags.data_output_path
+    sources = parse_sources(flags.data_path, step.whole_flag or "--data_path")
+    sources += parse_sources(step.whole_paths, "--sft_only_data_path", [source.name for source in sources])
+    sources += parse_sources(step.eval_paths, EVAL_FLAG)
     train, evaluation, streams, forms = list[Part](), list[Part](), list[StreamSource](), dict[str, Form]()
-    fraction = None if eval_paths else eval_fraction  # None: data sets for training give no rows for evaluation
-    cache = flags.data_output_path
+    fraction = None if step.eval_paths else step.eval_fraction  # None: data for training give no rows for evaluation
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         for source in sources:
             # Read: all rows, or the first ones of a stream. The first rows decide the form, so that all steps agree.
-            name, is_eval = source.spec, source.flag in (EVAL_FLAG, whole_flag)
+            name, is_eval = source.spec, source.flag in (EVAL_FLAG, step.whole_flag)
             stream = find_rows(source, cache) if flags.streaming and not is_eval else None
             if stream is None:
-                raw, own = load_splits(source, cache, whole=is_eval)
-                raw = raw if most_rows is None else raw.select(range(min(most_rows, len(raw))))
+                opened = open_set(source, cache)
+                groups, for_eval = opened.chosen(whole=is_eval)
+                raw = read_splits(opened, groups, cache)
+                raw = raw if step.most_rows is None else raw.select(range(min(step.most_rows, len(raw))))
                 good = (row for row in map(raw.__getitem__, range(len(raw))) if not isinstance(row, BadRow))
                 columns, first = list(raw.columns), list(islice(good, FIRST_ROWS))
             else:
-                columns, first, own = stream.columns, stream.first, None
-                if stream.evaluation and fraction is not None:
-                    own = rows_of_splits(stream.opened, stream.evaluation, cache)
+                opened, for_eval, columns, first = stream.opened, stream.evaluation, stream.columns, stream.first
+            own = read_splits(opened, [(for_eval, "")], cache) if for_eval and fraction is not None else None
             has_template = tokenizer.chat_template is not None
             form = detect_form(source.location, columns, first, has_template, flags, len(sources) == 1)
             logger().info(f"data: {name}: {form.description}")
             if form.warning:
                 logger().warning(f"data: {name}: {form.warning}")
-            form.require(use)
+            form.require(step.use)
             forms[name] = form
-            settings = TokeniseSettings(form, source.name, use, tokenizer, flags, limit, all_turns, step_separator)
+            settings = TokeniseSettings(form, source.name, columns, tokenizer, step)
 
             # The rows of the step, and those held out of them for evaluation
             count = SPLIT_ROWS if stream is not None else len(raw)
             share = (0, 0 if is_eval else count)
             if source.flag == "--data_path" and not is_eval:
-                share = share_of_step(count, parse_data_split(flags.data_split), PARTS[use])
+                share = share_of_step(count, parse_data_split(flags.data_split), PARTS[step.use])
                 if share[0] == share[1]:
                     raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
                 if stream is None and share != (0, count):
@@ -140,7 +145,7 @@ def prepare(
                     logger().info(f"data: {name}: this step uses {used}")
             if stream is not None:
                 streams.append(stream.source(share, settings))
-                if fraction and not stream.evaluation:
+                if fraction and not for_eval:
                     note = f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names rows for evaluation"
                     logger().info(f"data: {name}: {note}")
             else:
@@ -148,61 +153,101 @@ def prepare(
                 if source.flag == "--data_path" and not is_eval:
                     order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
                     numbers = order[slice(*share)]
-                if fraction and own is None:
+                if fraction and not for_eval:
                     numbers, held_out = hold_out(numbers, fraction)
                 parts = tokenised(source, raw, settings, numbers, held_out)
                 train, evaluation = train + parts[0], evaluation + parts[1]
 
             # Its own rows for evaluation
-            if own is not None and fraction is not None:
-                evaluation += tokenised(source, own, settings, np.arange(0), np.arange(len(own)))[1]
-            elif own is not None or (stream is not None and stream.evaluation):
-                how = "replaced by those of" if eval_paths else "not used; name them with"
+            if own is not None:
+                own_settings = replace(settings, columns=own.columns)
+                evaluation += tokenised(source, own, own_settings, np.arange(0), np.arange(len(own)))[1]
+            elif for_eval:
+                how = "replaced by those of" if step.eval_paths else "not used; name them with"
                 logger().info(f"data: {name}: its rows for evaluation are {how} {EVAL_FLAG}")
 
     # outside of the block: ranks read their first rows of a stream at the same time
     check_flags_used(list(forms.values()), flags)
-    eval_rows, eval_names = joined(evaluation)
+    eval_rows, eval_names = joined(evaluation, [len(part.order) for part in evaluation])
     if streams:
         names = tuple(dict.fromkeys(source.name for source in streams))
-        return TokenRows(start(streams, use, limit, flags), eval_rows or None, names, eval_names)
-    rows, names = joined(mix(train))
+        return TokenRows(start(streams, step), eval_rows or None, names, eval_names)
+    rows, names = joined(train, epoch_rows(train))
     return TokenRows(rows, eval_rows or None, names, eval_names)
 
 
 def tokenised(
     source: DataSource, raw: Rows, settings: TokeniseSettings, train: np.ndarray, held_out: np.ndarray
 ) -> tuple[list[Part], list[Part]]:
-    """For training and for evaluation, the rows with these numbers that can be used and are within the length limit;
-    what is dropped, and why, is logged. `UserError` if `--bad_rows` does not accept it, or if the limit leaves training
-    no row or no whole answer."""
-    name, policy, limit = source.spec, settings.flags.bad_rows, f"{limit_flag(settings.use)} {settings.limit}"
-    table = tokenise_rows(raw, np.concatenate([train, held_out]), settings)
-    bad, count = np.flatnonzero(table.fitted == Fitted.UNUSABLE), len(train) + len(held_out)
-    first = [str(table.problems[int(index)]) for index in bad[:_SHOWN]]
-    refuse_bad(name, len(bad), count, policy, first)
-    for line in [f"{name}: {len(bad)} of {count} rows cannot be used", *first] if first else ():
+    """For training and for evaluation, the token rows of the raw rows with these numbers that can be used and are
+    within the length limit; what is dropped, and why, is logged. They are made in parallel or taken from the cache.
+    `UserError` if `--bad_rows` does not accept the bad rows, or if training is left no row or no whole answer."""
+    name, step, cache = source.spec, settings.step, settings.step.flags.data_output_path
+    # in the order of the file, because every read in the order of the step would be a random access
+    numbers = np.sort(np.concatenate([train, held_out]))
+    taken, workers = raw.table.select(numbers), worker_count(step.flags.preprocessing_num_workers, len(numbers))
+    columns = token_features(step.use)
+    schema = Features({**columns, **NOTES}).arrow_schema
+
+    def write(folder: Path, worker: int) -> int:
+        """Write the token rows of the share of one worker; returns their number."""
+        count, path = 0, str(folder / f"rows_{worker:05d}.arrow")
+        begin, end = (len(taken) * n // workers for n in (worker, worker + 1))
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            for start in range(begin, end, BATCH_ROWS):
+                batch = taken[start : min(end, start + BATCH_ROWS)]
+                rows = tokenise_batch(list(map(json.loads, batch[ROW])), list(map(shown_path, batch[ORIGIN])), settings)
+                for row in rows:
+                    row["number"] = int(numbers[start + row["number"]])
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+                count += len(rows)
+        return count
+
+    used = hashlib.sha256(numbers.tobytes()).hexdigest()
+    key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
+    with new_entry(cache, key) as folder:
+        if folder is not None and sum(in_processes(workers, partial(write, folder), DOING)) == 0:
+            is_bad = settings.form.name == "kto" and step.use == "sft"
+            why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
+            what = f"no row of this data set serves this step ({settings.form.description}){why}"
+            raise UserError(f"{settings.source}: {what}")
+    rows = rows_of_entry(cache, key)
+    number, fitted, tokens = (  # without a Python object for each row
+        np.concatenate([chunk.to_numpy() for chunk in rows.data.column(note).chunks])
+        for note in ("number", "fitted", "tokens")
+    )
+
+    bad, problems = np.flatnonzero(fitted == Fitted.UNUSABLE), rows.data.column("problem")
+    first = [str(problems[int(index)]) for index in bad[:_SHOWN]]
+    refuse_bad(name, len(bad), len(numbers), step.flags.bad_rows, first)
+    for line in [f"{name}: {len(bad)} of {len(numbers)} rows cannot be used", *first] if first else ():
         logger().warning(f"data: skipped: {line}")
+
+    # The token rows of raw row `n` begin at `begins[n]`; a search would be slower
+    counts = np.bincount(number, minlength=int(numbers.max(initial=-1)) + 1)
+    begins = np.cumsum(counts) - counts
+    limit = f"{'--max_prompt_seq_len' if step.use == 'prompt' else '--max_seq_len'} {step.limit}"
     parts: tuple[list[Part], list[Part]] = [], []
-    for numbers, kept, is_eval in ((train, parts[0], False), (held_out, parts[1], True)):
-        if len(numbers) == 0:
+    for asked, kept, is_eval in ((train, parts[0], False), (held_out, parts[1], True)):
+        if len(asked) == 0:
             continue
-        order = table.rows_of(numbers)
-        order = order[table.fitted[order] != Fitted.UNUSABLE]
-        counts = [(int((table.fitted[order] == code).sum()), code.words) for code in Fitted]
-        shown = [f"{counted(len(order), 'row')} of {len(numbers)}", *(f"{n} {what}" for n, what in counts if n)]
+        count = counts[asked]
+        order = np.repeat(begins[asked] - np.cumsum(count) + count, count) + np.arange(count.sum())
+        order = order[fitted[order] != Fitted.UNUSABLE]
+        outcomes = [(int((fitted[order] == code).sum()), code.words) for code in Fitted]
+        shown = [f"{counted(len(order), 'row')} of {len(asked)}", *(f"{n} {what}" for n, what in outcomes if n)]
         if len(order):
-            quantiles = np.percentile(table.tokens[order], [50, 99, 100], method="inverted_cdf").astype(int)
+            quantiles = np.percentile(tokens[order], [50, 99, 100], method="inverted_cdf").astype(int)
             shown.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
         logger().info(f"data: {name}{' (eval)' * is_eval}: {', '.join(shown)}")
         if not is_eval and len(order) == 0:
             raise UserError(f"{name}: none of its rows for training serves this step")
-        if not is_eval and (table.fitted[order] == Fitted.ANSWER_CUT).all():
+        if not is_eval and (fitted[order] == Fitted.ANSWER_CUT).all():
             raise UserError(f"{name}: every answer is cut by {limit}; raise it")
-        order = order[table.fitted[order] != Fitted.DROPPED]
+        order = order[fitted[order] != Fitted.DROPPED]
         if not is_eval and len(order) == 0:
             raise UserError(f"{name}: no row is within {limit}; raise it, or use --truncation left")
-        kept.append(Part(source, table.rows, order))
+        kept.append(Part(source, rows.select_columns(list(columns)), order))
     return parts
 
 
@@ -227,10 +272,9 @@ def hold_out(numbers: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarr
     return numbers[order[count:]], numbers[order[:count]]
 
 
-def mix(parts: list[Part]) -> list[Part]:
-    """The parts with the rows that an epoch has of each: all of them as often as they fit, then a random remainder in
-    the order of the file. Data sets with a weight share the sum of their sizes in proportion to their weights, rounded
-    so that the total is exact; `@ROWS` sets a number; all others are used once."""
+def epoch_rows(parts: list[Part]) -> list[int]:
+    """How many rows an epoch has of each part. Data sets with a weight share the sum of their sizes in proportion to
+    their weights, rounded so that the total is exact; `@ROWS` sets a number; of all others each row is used once."""
     used = [len(part.order) if part.source.samples is None else part.source.samples for part in parts]
     weighted = [place for place, part in enumerate(parts) if part.source.weight is not None]
     weights = [float(parts[place].source.weight or 0) for place in weighted]
@@ -238,30 +282,98 @@ def mix(parts: list[Part]) -> list[Part]:
     for number, place in enumerate(weighted, start=1):
         bound = round(total * sum(weights[:number]) / sum(weights))
         used[place], before = bound - before, bound
-    mixed = []
-    for number, (part, count) in enumerate(zip(parts, used, strict=True)):
-        there = len(part.order)
-        whole, rest = divmod(count, there)
-        chosen = torch.randperm(there, generator=shared_generator(SPLIT_SEED, _MIX, number))[:rest].sort().values
-        mixed.append(replace(part, order=np.concatenate([*[part.order] * whole, part.order[chosen.numpy()]])))
-        if len(parts) > 1 or count != there:
+    for part, count in zip(parts, used, strict=True):
+        if len(parts) > 1 or count != len(part.order):
             share = f"{count} rows of an epoch ({100 * count / sum(used):.1f} %)"
-            logger().info(f"data: {part.source.spec}: {share}, {count / there:.2f} times its {there}")
-    return mixed
+            times = f"{count / len(part.order):.2f} times its {len(part.order)}"
+            logger().info(f"data: {part.source.spec}: {share}, {times}")
+    return used
 
 
-def joined(parts: list[Part]) -> tuple[Dataset, tuple[str, ...]]:
-    """The rows of the parts in their order, with the column `source`; memory-mapped apart from that and the order. And
-    the names of the data sets that this column numbers."""
+def joined(parts: list[Part], counts: list[int]) -> tuple[Dataset, tuple[str, ...]]:
+    """So many rows of each part, one part after another: all of them as often as they fit, then a random remainder in
+    the order of the file. They have the column `source`, and are memory-mapped apart from that and the order. And the
+    names of the data sets that this column numbers."""
     names = tuple(dict.fromkeys(part.source.name for part in parts))
     if not parts:
         return Dataset.from_dict({}), names
-    tables, orders, before = [], [], 0
-    for part in parts:
+    tables, orders, before = list[Dataset](), list[np.ndarray](), 0
+    for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+        times, rest = divmod(count, max(1, len(part.order)))
+        shuffled = torch.randperm(len(part.order), generator=shared_generator(SPLIT_SEED, _MIX, number))
+        orders += [before + part.order] * times + [before + part.order[shuffled[:rest].sort().values.numpy()]]
         source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
         tables.append(part.rows.add_column("source", source, feature=Value("int32")))
-        orders.append(part.order + before)
         before += len(part.rows)
-    order = np.concatenate(orders)
-    rows = datasets.concatenate_datasets(tables)
+    order, rows = np.concatenate(orders), datasets.concatenate_datasets(tables)
     return (rows if np.array_equal(order, np.arange(len(rows))) else rows.select(order)), names
+
+
+# Plain text
+
+
+def text_blocks(
+    spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
+) -> Dataset:
+    """Plain text for the PTX loss, concatenated and cut into blocks (Ouyang et al. 2022, section 3.5).
+
+    Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
+    are shorter): the first token as `prompt_ids`, the others as the only answer."""
+    columns = {name: kind for name, kind in token_features("text").items() if name != "digest"}
+    schema, cache = Features(columns | {"problem": Value("string")}).arrow_schema, flags.data_output_path
+
+    def blocks_of(batch: dict[str, list[str]]) -> list[dict[str, Any]]:
+        ids, problems = list[int](), list[str]()
+        for raw, origin in zip(map(json.loads, batch[ROW]), map(shown_path, batch[ORIGIN]), strict=True):
+            if isinstance(raw, str):
+                problems.append(f"{origin} {raw}")
+                continue
+            try:
+                text = raw.get("text") or ""
+                if not isinstance(text, str):
+                    raise UserError(f"'text' holds {str(text)[:40]}; it needs a text column 'text'")
+                ids += encode_example(tokenizer, Example("", [text])).answers[0]
+            except UserError as problem:
+                problems.append(f"{origin}: {problem}")
+                continue
+            ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+        blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
+        made = [{"prompt_ids": block[:1], "answers": [block[1:]], "margin": 0.0} for block in blocks if len(block) > 1]
+        return made + [{"prompt_ids": [], "answers": [], "margin": 0.0, "problem": problem} for problem in problems]
+
+    with main_rank_of_node_first(), subprocesses_may_stop(DOING):
+        (source,) = parse_sources([spec], PTX_FLAG)
+        if is_hub_name(source.location):
+            source = replace(source, config=source.config or config_name)
+        opened = open_set(source, cache)
+        rows = read_splits(opened, opened.chosen()[0], cache)
+        if "text" not in rows.columns:
+            has = ", ".join(rows.columns)
+            raise UserError(f"{PTX_FLAG} {spec}: has the columns {has}; it needs a text column 'text'")
+        key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
+        workers = worker_count(flags.preprocessing_num_workers, len(rows))
+
+        def write(folder: Path, worker: int) -> None:
+            path = str(folder / f"rows_{worker:05d}.arrow")
+            begin, end = (len(rows) * n // workers for n in (worker, worker + 1))
+            with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+                for start in range(begin, end, BATCH_ROWS):
+                    raise_if_stop_requested(DOING)  # tokenising may take hours
+                    made = blocks_of(rows.table[start : min(end, start + BATCH_ROWS)])
+                    writer.write_table(pa.Table.from_pylist(made, schema))
+
+        with new_entry(cache, key) as folder:
+            if folder is not None:
+                in_processes(workers, partial(write, folder), DOING)
+        blocks = rows_of_entry(cache, key)
+    found: list[str | None] = blocks["problem"][:]
+    bad = [problem for problem in found if problem is not None]
+    refuse_bad(f"{PTX_FLAG} {spec}", len(bad), len(rows), flags.bad_rows, bad[:1])
+    if bad:
+        logger().warning(f"data: skipped: {len(bad)} of {len(rows)} rows cannot be used; the first: {bad[0]}")
+        blocks = blocks.select([number for number, problem in enumerate(found) if problem is None])
+    blocks = blocks.select_columns(list(columns))
+    if not len(blocks):
+        raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
+    logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
+    return blocks

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import datasets
@@ -27,6 +28,7 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from huggingface_hub import metadata_load
 
 from dschat_ppo.common.atomic_files import sync_folder
+from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.parts import COMPRESSED, KINDS, SUPPORTED, FilePart, Part, SetPart, kind_of
 from dschat_ppo.errors import UserError, nearest_path, reading
@@ -132,6 +134,9 @@ def _short_name(location: str) -> str:
 # What is there
 
 
+Group = tuple[list[str], str]  # splits that are read together, and of one perhaps a slice such as "train[:10%]", or ""
+
+
 @dataclass(frozen=True)
 class OpenSet:
     """A data set whose splits are known and not read yet, with the parts of each. A file may be in several splits."""
@@ -152,34 +157,49 @@ class OpenSet:
                 part.check()
         return sorted(found, key=lambda part: part.name if isinstance(part, FilePart) else "")
 
-    def chosen(self) -> tuple[list[tuple[str, str]], list[str]]:
-        """(the splits for training, each with its slice such as "train[:10%]" or "", those for evaluation). The hub
-        gives at most one for evaluation."""
-        names = list(self.splits)
+    def chosen(self, whole: bool = False) -> tuple[list[Group], list[str]]:
+        """(the splits for training, those for evaluation). The hub gives at most one for evaluation. With `whole`, for
+        evaluation, the split that the source names or else all are read as those for training; a hub data set with
+        several must name one."""
+        names, named = list(self.splits), self.source.split
+        if whole and named is not None:
+            return self.cuts(named), []
+        if whole:
+            if len(names) > 1 and is_hub_name(self.source.location):
+                example = self.example(names[-1])
+                raise UserError(f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}")
+            if len(names) > 1:
+                logger().info(f"data: {self.source.spec}: all its splits are used for evaluation: {', '.join(names)}")
+            return [(names, "")], []
         for_eval = [name for name in names if is_eval(name)]
-        if self.source.split is None:
+        if named is None:
             found = [TRAIN] if TRAIN in names else [name for name in names if not is_eval(name)]
             if len(found) != 1:
                 example = self.example((found or names)[0])
                 raise UserError(
                     f"{self.what}: has the splits {', '.join(names)}; choose one for training, as in {example}"
                 )
-            cuts = [(found[0], "")]
+            cuts = [(found[:1], "")]
         else:
-            cuts = self.cuts(self.source.split)
-            used = [name for name, _ in cuts]
+            cuts = self.cuts(named)
+            used = [name for (name,), _ in cuts]
             ending = used[0].removeprefix(TRAIN)  # rows of `test_sft` evaluate `train_sft`
             for_eval = [name for name in for_eval if name not in used and name.endswith(ending)]
-        return cuts, for_eval[:1] if is_hub_name(self.source.location) else for_eval
+        for_eval = for_eval[:1] if is_hub_name(self.source.location) else for_eval
+        files = {part.path for name in for_eval for part in self.splits[name] if isinstance(part, FilePart)}
+        if files:  # their names make them so
+            shown = ", ".join(path.name for path in sorted(files))
+            logger().info(f"data: {self.source.spec}: files for evaluation: {shorten(shown, 300)}")
+        return cuts, for_eval
 
-    def cuts(self, wanted: str) -> list[tuple[str, str]]:
+    def cuts(self, wanted: str) -> list[Group]:
         """The splits that `wanted` names, with slices, such as `train[:10%]+test`."""
         found = []
         for part in map(str.strip, wanted.split("+")):
             name, bracket, _ = part.partition("[")
             if name.strip() not in self.splits:
                 raise UserError(f"{self.what}: has no split '{name.strip()}'; it has {', '.join(self.splits)}")
-            found.append((name.strip(), part if bracket else ""))
+            found.append(([name.strip()], part if bracket else ""))
         return found
 
     def example(self, split: str) -> str:

@@ -30,12 +30,19 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, reset
-from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.examples import SPLIT_SEED, Use
+from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.parts import Batch, Part, Row, read_part
 from dschat_ppo.data.sources import DataSource, OpenSet, open_set
-from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, refuse_bad, token_features, tokenise_batch
+from dschat_ppo.data.tokenise import (
+    DOING,
+    Fitted,
+    StepData,
+    TokeniseSettings,
+    refuse_bad,
+    token_features,
+    tokenise_batch,
+)  # fmt: skip
 from dschat_ppo.errors import UserError, in_one_line
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
@@ -323,8 +330,8 @@ class StreamedSet:
 
     def source(self, share: tuple[int, int], settings: TokeniseSettings) -> StreamSource:
         """The source of its token rows."""
-        source, bad_rows = self.opened.source, settings.flags.bad_rows
-        tokenise = partial(_token_batch, columns=self.columns, settings=settings)
+        source, bad_rows = self.opened.source, settings.step.flags.bad_rows
+        tokenise = partial(_token_batch, settings=settings)
         return StreamSource(source.name, source.weight or 1.0, self.parts, share, tokenise, bad_rows)
 
 
@@ -334,10 +341,10 @@ def find_rows(source: DataSource, cache_dir: str | None) -> StreamedSet:
         way = "it does not go with --streaming; use a weight, as in NAME:0.5"
         raise UserError(f"{source.flag} {source.spec}: @ROWS needs all rows, so {way}")
     opened = open_set(source, cache_dir, streaming=True)
-    [(name, cut), *others], evaluation = opened.chosen()
+    [(names, cut), *others], evaluation = opened.chosen()
     if cut or others:
         raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
-    parts, first, reason = opened.parts([name]), list[Row](), "the data set is empty"
+    parts, first, reason = opened.parts(names), list[Row](), "the data set is empty"
     for batch in raw_batches(parts, ALL):
         first += [row for row in batch.rows if isinstance(row, dict)]
         if len(first) >= FIRST_ROWS:
@@ -350,27 +357,27 @@ def find_rows(source: DataSource, cache_dir: str | None) -> StreamedSet:
     return StreamedSet(opened, parts, first[:FIRST_ROWS], columns, evaluation)
 
 
-def start(sources: list[StreamSource], use: Use, limit: int, flags: DataFlags) -> StreamedRows:
+def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
     """Start to read the data sets, and wait for the first chunk."""
     if len(sources) > 1:
         weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
         logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
     content = "\0".join(part.content for source in sources for part in source.parts)
-    features = Features({**token_features(use), "source": Value("int32")})
+    features = Features({**token_features(step.use), "source": Value("int32")})
     identity = hashlib.sha256(content.encode()).hexdigest()
-    rows = StreamedRows(sources, flags.streaming_rows or 0, features, identity)
+    rows = StreamedRows(sources, step.flags.streaming_rows or 0, features, identity)
     if {code.words for code in Fitted}.intersection(rows.counts) == {Fitted.ANSWER_CUT.words}:
-        raise UserError(f"--data_path: every answer is cut by --max_seq_len {limit}; raise it")
+        raise UserError(f"--data_path: every answer is cut by --max_seq_len {step.limit}; raise it")
     return rows
 
 
-def _token_batch(batch: Batch, columns: list[str], settings: TokeniseSettings) -> Tokens:
+def _token_batch(batch: Batch, settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
-    raw = [dict.fromkeys(columns) | row if isinstance(row, dict) else row for row in batch.rows]
-    found, names = tokenise_batch(raw, batch.origins, settings), list(token_features(settings.use))
+    found = tokenise_batch(batch.rows, batch.origins, settings)
+    names = list(token_features(settings.step.use))
     problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)
-    counts += Counter({NOTHING: len(raw) - len({row["number"] for row in found}), UNUSABLE: len(problems)})
+    counts += Counter({NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(problems)})
     kept = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
     return kept, counts, problems[0] if problems else ""

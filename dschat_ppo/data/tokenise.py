@@ -1,5 +1,5 @@
-"""Raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit. `tokenise_rows` does
-it for a whole data set, once per node, in parallel and cached; a stream calls `tokenise_batch` for a part at a time."""
+"""Raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit. `prepare.py` does it
+for a whole data set, a stream for a batch at a time."""
 
 from __future__ import annotations
 
@@ -9,25 +9,17 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-from datasets import Dataset, Features, List, Value
+from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.common.dataset_workers import in_processes, worker_count
-from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.cache import new_entry, rows_of_entry, token_key
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
 from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.parts import BadRow, Row
-from dschat_ppo.data.rows import ORIGIN, ROW, Rows, parsed
+from dschat_ppo.data.parts import Row
 from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
 
@@ -54,7 +46,7 @@ class Fitted(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-NOTES = {  # further columns of a `TokenTable`
+NOTES = {  # further columns, for `prepare`
     "number": Value("int64"),  # of the raw row
     "fitted": Value("int8"),  # see `Fitted`
     "tokens": Value("int32"),  # of prompt and longest answer before the length limit
@@ -63,27 +55,43 @@ NOTES = {  # further columns of a `TokenTable`
 
 
 @dataclass(frozen=True)
+class StepData:
+    """What one step wants of its data."""
+
+    use: Use
+    flags: DataFlags
+    limit: int  # most tokens of a row
+    whole_paths: Sequence[str] = ()  # further data sets of which the step uses every row (`--sft_only_data_path`)
+    eval_paths: Sequence[str] = ()
+    # of the training rows, held out for evaluation if a data set has no evaluation split and there are no `eval_paths`;
+    # None leaves evaluation to `eval_paths` alone
+    eval_fraction: float | None = None
+    all_turns: bool = False  # see `encode_example`
+    step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
+    most_rows: int | None = None  # use only the first rows of each data set, as if there were no others
+    whole_flag: str = ""  # if given, all rows of `flags.data_path`, which this flag names, are for evaluation
+
+
+@dataclass(frozen=True)
 class TokeniseSettings:
     """How the rows of one data set become token rows."""
 
     form: Form
     source: str  # name of the data set, `data_source` of rows that have none
-    use: Use
+    columns: Sequence[str]  # that all its rows have; those that the file does not give them are None
     tokenizer: PreTrainedTokenizerBase
-    flags: DataFlags
-    limit: int  # most tokens of a row
-    all_turns: bool = False  # see `encode_example`
-    step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
+    step: StepData
 
     def identity(self) -> list[object]:
         """Everything besides rows and tokenizer that token rows depend on."""
+        step = self.step
         elsewhere = {  # what a data set is, and how its rows are shared out, is in the rows and their numbers
             "data_path", "data_split", "data_output_path", "preprocessing_num_workers", "streaming", "streaming_rows",
             "bad_rows",
         }  # fmt: skip
-        chosen = sorted((name, value) for name, value in vars(self.flags).items() if name not in elsewhere)
-        how = [self.form.identity, self.form.rendering, self.use, self.limit, self.all_turns, self.source, chosen]
-        return [*how, self.step_separator] if self.use == "steps" else how
+        chosen = sorted((name, value) for name, value in vars(step.flags).items() if name not in elsewhere)
+        how = [self.form.identity, self.form.rendering, step.use, step.limit, step.all_turns, self.source, chosen]
+        return [*how, step.step_separator] if step.use == "steps" else how
 
 
 def refuse_bad(name: str, bad: int, rows: int, policy: str, first: Sequence[str]) -> None:
@@ -108,28 +116,30 @@ def token_features(use: str) -> Features:
 
 
 def tokenise_batch(
-    raw_rows: Sequence[Row | BadRow], origins: Sequence[str], settings: TokeniseSettings
+    raw_rows: Sequence[Row | str], origins: Sequence[str], settings: TokeniseSettings
 ) -> list[dict[str, Any]]:
     """Token rows of some raw rows of one data set, in their order, with the columns of `token_features` and `NOTES`;
     `origins` is "FILE, row N" of each, and `number` counts the raw rows given here. A raw row gives none, one or
-    several. A bad one gives a single row without tokens, which is UNUSABLE: its `problem` names the row and quotes it.
-    Rows that the limit drops are included as DROPPED."""
+    several. A bad one, or a text that says why a row cannot be read, gives a single row without tokens, which is
+    UNUSABLE: its `problem` names the row and quotes it. Rows that the limit drops are included as DROPPED."""
     made: list[dict[str, Any]] = []
-    for number, (row, origin) in enumerate(zip(raw_rows, origins, strict=True)):
+    step, no_values = settings.step, dict.fromkeys(settings.columns)
+    for number, (raw, origin) in enumerate(zip(raw_rows, origins, strict=True)):
         raise_if_stop_requested(DOING)  # tokenising a data set may take hours
         found, suffix, problem = list[dict[str, Any]](), "", ""
-        if isinstance(row, BadRow):
-            problem = f"{origin} {row}"
+        if isinstance(raw, str):
+            problem = f"{origin} {raw}"
         else:
+            row = no_values | raw
             try:
-                for example in settings.form.read(row, settings.use, origin):
+                for example in settings.form.read(row, step.use, origin):
                     suffix = example.suffix
                     found += _token_rows(row, example, settings)
             except UserError as error:  # a ranked list with a bad answer gives no pair at all
                 problem = f"{origin}{suffix}: {str(error).removeprefix(f'{origin}: ')}; the row: {_shown(row)}"
-            if settings.flags.truncation == "error" and any(each["fitted"] == Fitted.DROPPED for each in found):
+            if step.flags.truncation == "error" and any(each["fitted"] == Fitted.DROPPED for each in found):
                 raise UserError(
-                    f"{origin}: longer than the limit of {settings.limit} tokens (--truncation error); the row: "
+                    f"{origin}: longer than the limit of {step.limit} tokens (--truncation error); the row: "
                     f"{_shown(row)}; --truncation left cuts such rows, drop leaves them out"
                 )
         if problem:
@@ -147,21 +157,21 @@ def _shown(row: dict[str, Any]) -> str:
 def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> list[dict[str, Any]]:
     """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text. `UserError` for an
     empty prompt or answer, and for steps that cannot be found."""
-    use = settings.use
+    step, use = settings.step, settings.step.use
     if use == "steps":
-        example = joined_steps(example, settings.step_separator)
-    ids = encode_example(settings.tokenizer, example, settings.all_turns)
+        example = joined_steps(example, step.step_separator)
+    ids = encode_example(settings.tokenizer, example, step.all_turns)
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
         raise UserError("the prompt is empty")
     rows = []
-    for fitted, outcome in fit(ids, example, settings.tokenizer, settings.limit, settings.flags.truncation):
+    for fitted, outcome in fit(ids, example, settings.tokenizer, step.limit, step.flags.truncation):
         more: dict[str, Any] = {}
         if use == "unpaired":
             more = {"label": example.labels[0]}
         elif use == "steps":
-            ends = labelled_ends(settings.tokenizer, ids.answers[0], example.labels, settings.step_separator)
+            ends = labelled_ends(settings.tokenizer, ids.answers[0], example.labels, step.step_separator)
             kept = [(end, label) for end, label in zip(*ends, strict=True) if end < len(fitted.answers[0])]
             more = {"step_ends": [end for end, _ in kept], "step_labels": [label for _, label in kept]}
             outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
@@ -238,7 +248,7 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
     `data_source`, `answer` and `ground_truth` and `TRUTH` if the row has a correct answer, which the flags may name,
     `MESSAGES` and `TOOLS` of a chat."""
     added: dict[str, Any] = {}
-    is_named = settings.flags.answer_column is not None or settings.flags.answer_pattern is not None
+    is_named = settings.step.flags.answer_column is not None or settings.step.flags.answer_pattern is not None
     if row.get("data_source") is None:
         added["data_source"] = settings.source
     if example.truth is not None:
@@ -252,64 +262,6 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
     if not added:
         return first
     return f"{first[:-1]}{',' if row else ''}\n{json.dumps(added, default=str)[1:]}"
-
-
-@dataclass(frozen=True)
-class TokenTable:
-    """Token rows of one data set in the order of the file, and what `prepare` must know of each, (N,) arrays."""
-
-    rows: Dataset  # the columns of `token_features`
-    number: np.ndarray  # int64, of the raw row; rising
-    fitted: np.ndarray  # int8, see `Fitted`
-    tokens: np.ndarray  # int32, of prompt and longest answer before the length limit
-    problems: pa.ChunkedArray
-
-    def rows_of(self, numbers: np.ndarray) -> np.ndarray:
-        """Indices of the token rows that these raw rows gave, in the order of `numbers`: (M,) int64."""
-        counts = np.bincount(self.number, minlength=int(numbers.max(initial=-1)) + 1)  # a search would be slower
-        first, count = (np.cumsum(counts) - counts)[numbers], counts[numbers]
-        before = np.cumsum(count) - count  # token rows of the raw rows before
-        return np.repeat(first - before, count) + np.arange(count.sum())
-
-
-def tokenise_rows(raw: Rows, numbers: np.ndarray, settings: TokeniseSettings) -> TokenTable:
-    """Tokenise the rows `numbers`, (M,) int64 in any order, of a data set, or take them from the cache. The rows are
-    read in the order of the file, because every read in the order of the step would be a random access. `UserError` if
-    no row serves this step, `StopRequested` if the run receives a stop request."""
-    numbers, flags = np.sort(numbers), settings.flags
-    used = hashlib.sha256(numbers.tobytes()).hexdigest()
-    key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
-    columns = token_features(settings.use)
-    schema = Features({**columns, **NOTES}).arrow_schema
-    taken, workers = raw.table.select(numbers), worker_count(flags.preprocessing_num_workers, len(numbers))
-
-    def part(folder: Path, number: int) -> int:
-        """Tokenise one of `workers` equal parts of the rows; returns the number of token rows."""
-        count, path = 0, str(folder / f"rows_{number:05d}.arrow")
-        first, end = (len(taken) * n // workers for n in (number, number + 1))
-        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-            for start in range(first, end, BATCH_ROWS):
-                batch = taken[start : min(end, start + BATCH_ROWS)]
-                raw_rows = [parsed(text, raw.columns) for text in batch[ROW]]
-                rows = tokenise_batch(raw_rows, list(map(shown_path, batch[ORIGIN])), settings)
-                for row in rows:
-                    row["number"] = int(numbers[start + row["number"]])
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-                count += len(rows)
-        return count
-
-    with new_entry(flags.data_output_path, key) as folder:
-        if folder is not None and sum(in_processes(workers, partial(part, folder), DOING)) == 0:
-            is_bad = settings.form.name == "kto" and settings.use == "sft"
-            why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
-            what = f"no row of this data set serves this step ({settings.form.description}){why}"
-            raise UserError(f"{settings.source}: {what}")
-    rows = rows_of_entry(flags.data_output_path, key)
-    number, fitted, tokens = (  # without a Python object for each row
-        np.concatenate([chunk.to_numpy() for chunk in rows.data.column(name).chunks])
-        for name in ("number", "fitted", "tokens")
-    )
-    return TokenTable(rows.select_columns(list(columns)), number, fitted, tokens, rows.data.column("problem"))
 
 
 def _hash(ids: EncodedExample, *content: str) -> int:

@@ -17,7 +17,7 @@ from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import TokenRows, rows_of_step
+from dschat_ppo.data.prepare import TokenRows, prepare, step_data, text_blocks
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
@@ -36,7 +36,7 @@ from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
 from dschat_ppo.ppo.collect import check_stop_ids
-from dschat_ppo.ppo.mini_dataset import TextBatches, text_blocks
+from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.own_algorithms import check_own_functions
 from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
@@ -228,7 +228,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     check_stop_ids(ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    rows = rows_of_step(config, tokenizer)
+    rows = prepare(step_data(config), tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)

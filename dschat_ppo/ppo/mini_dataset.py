@@ -4,35 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import pyarrow as pa
 import torch
-from datasets import Dataset, Features, Value
+from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
-from dschat_ppo.common.dataset_workers import in_processes, worker_count
-from dschat_ppo.common.dist import main_rank_of_node_first
-from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
-from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import IndexStream, SFTBatch, collate_sft
-from dschat_ppo.data.cache import new_entry, rows_of_entry, token_key
-from dschat_ppo.data.encode import encode_example
-from dschat_ppo.data.examples import Example
-from dschat_ppo.data.parts import BadRow
-from dschat_ppo.data.rows import ORIGIN, ROW, load_splits, parsed
-from dschat_ppo.data.sources import is_hub_name, parse_sources
-from dschat_ppo.data.tokenise import BATCH_ROWS, DOING, refuse_bad, token_features
-from dschat_ppo.errors import UserError
 from dschat_ppo.models.micro_batches import deal, split_by_tokens
 from dschat_ppo.models.shared_prompts import RowPrompts
 from dschat_ppo.types import (
@@ -45,8 +27,6 @@ from dschat_ppo.types import (
     tensors_of,
     to_device,
 )
-
-PTX_FLAG = "--unsupervised_dataset_name"
 
 Rewarded = TypeVar("Rewarded", RewardedRollout, Experience)
 
@@ -127,7 +107,7 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
 class TextBatches:
     """Serves to each optimizer step as many blocks of text as the step has answers."""
 
-    rows: Dataset  # of `text_blocks`
+    rows: Dataset  # of `data.prepare.text_blocks`
     rows_per_update: int  # over all ranks; a multiple of `micro_batch` times the ranks
     micro_batch: int
     seed: int
@@ -144,76 +124,3 @@ class TextBatches:
         batches = [to_device(collate_sft(self.rows, part, self.pad_id, True), self.device) for part in parts]
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
         return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()  # each block once
-
-
-def text_blocks(
-    spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
-) -> Dataset:
-    """Plain text for the PTX loss, concatenated and cut into blocks (Ouyang et al. 2022, section 3.5).
-
-    Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
-    are shorter): the first token as `prompt_ids`, the others as the only answer."""
-    columns = {name: kind for name, kind in token_features("text").items() if name != "digest"}
-
-    def blocks_of(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        raise_if_stop_requested(DOING)  # tokenising may take hours
-        ids, problems = list[int](), list[str]()
-        for text, origin in zip(batch[ROW], batch[ORIGIN], strict=True):
-            row = parsed(text, ["text"])
-            if isinstance(row, BadRow):
-                problems.append(f"{shown_path(origin)} {row}")
-                continue
-            try:
-                value = row["text"] or ""
-                if not isinstance(value, str):
-                    raise UserError(f"'text' holds {str(value)[:40]}; it needs a text column 'text'")
-                ids += encode_example(tokenizer, Example("", [value])).answers[0]
-            except UserError as problem:
-                problems.append(f"{shown_path(origin)}: {problem}")
-                continue
-            ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
-        blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
-        blocks = [block for block in blocks if len(block) > 1]
-        none: list[list[Any]] = [[] for _ in problems]  # a bad row is a row without tokens
-        return {
-            "prompt_ids": [block[:1] for block in blocks] + none, "answers": [[block[1:]] for block in blocks] + none,
-            "margin": [0.0] * len(blocks + none), "problem": [None] * len(blocks) + problems,
-        }  # fmt: skip
-
-    with main_rank_of_node_first(), subprocesses_may_stop(DOING):
-        (source,) = parse_sources([spec], PTX_FLAG)
-        if is_hub_name(source.location):
-            source = replace(source, config=source.config or config_name)
-        rows, _ = load_splits(source, flags.data_output_path)
-        if "text" not in rows.columns:
-            has = ", ".join(rows.columns)
-            raise UserError(f"{PTX_FLAG} {spec}: has the columns {has}; it needs a text column 'text'")
-        key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
-        schema = Features(columns | {"problem": Value("string")}).arrow_schema
-        workers = worker_count(flags.preprocessing_num_workers, len(rows))
-
-        def part(folder: Path, number: int) -> None:
-            first, end = (len(rows) * n // workers for n in (number, number + 1))
-            with (
-                pa.OSFile(str(folder / f"rows_{number:05d}.arrow"), "wb") as sink,
-                pa.ipc.new_stream(sink, schema) as writer,
-            ):
-                for start in range(first, end, BATCH_ROWS):
-                    batch = rows.table[start : min(end, start + BATCH_ROWS)]
-                    writer.write_table(pa.Table.from_pydict(blocks_of(batch), schema))
-
-        with new_entry(flags.data_output_path, key) as folder:
-            if folder is not None:
-                in_processes(workers, partial(part, folder), DOING)
-        blocks = rows_of_entry(flags.data_output_path, key)
-    found: list[str | None] = blocks["problem"][:]
-    bad = [problem for problem in found if problem is not None]
-    refuse_bad(f"{PTX_FLAG} {spec}", len(bad), len(rows), flags.bad_rows, bad[:1])
-    if bad:
-        logger().warning(f"data: skipped: {len(bad)} of {len(rows)} rows cannot be used; the first: {bad[0]}")
-        blocks = blocks.select([number for number, problem in enumerate(found) if problem is None])
-    blocks = blocks.select_columns(list(columns))
-    if not len(blocks):
-        raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
-    logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
-    return blocks

@@ -22,7 +22,7 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.config.steps import FitConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import plan_packing
-from dschat_ppo.data.prepare import TokenRows, rows_of_step
+from dschat_ppo.data.prepare import TokenRows, prepare, step_data
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
@@ -102,7 +102,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(config)
     announce("prepare data")
-    rows = rows_of_step(config, tokenizer)
+    rows = prepare(step_data(config), tokenizer)
     if rows.eval is None and (fit.validate_only or named is not None):
         flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
         raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")

@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     # after the flags are checked: these imports take seconds
     from datasets import Dataset
 
-    from dschat_ppo.data.prepare import rows_of_step
+    from dschat_ppo.data.prepare import prepare, step_data
     from dschat_ppo.data.templates import with_template_flags
     from dschat_ppo.models.model_files import settings_only
     from dschat_ppo.models.model_folders import model_folder
@@ -91,7 +92,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
         with settings_only():
             folder = model_folder(folder, "--tokenizer")
     tokenizer = with_template_flags(load_tokenizer(folder, "--tokenizer"), config.data)
-    rows = rows_of_step(config, tokenizer, words.rows)
+    rows = prepare(replace(step_data(config), most_rows=words.rows), tokenizer)
     log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
         check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)

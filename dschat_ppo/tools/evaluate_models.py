@@ -21,7 +21,7 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.cache import token_key
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import StepData, prepare
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, report_length, require_length
@@ -132,7 +132,7 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
         if made:
             logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
         limit = wanted.words.max_prompt_seq_len
-        prepared = prepare("prompt", model.tokenizer, wanted.prompts, limit, whole_flag="--data_path")
+        prepared = prepare(StepData("prompt", wanted.prompts, limit, whole_flag="--data_path"), model.tokenizer)
         rows, names = prepared.eval, prepared.eval_sources
         if rows is None:
             raise UserError(

@@ -10,8 +10,8 @@ from datasets import Dataset
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.parts import BadRow
-from dschat_ppo.data.rows import ORIGIN, Rows, load_splits
-from dschat_ppo.data.sources import DataSource, parse_sources
+from dschat_ppo.data.rows import ORIGIN, Rows, read_splits
+from dschat_ppo.data.sources import DataSource, open_set, parse_sources
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.tools.toy import make_tokenizer
 
@@ -62,16 +62,23 @@ class Read(NamedTuple):
 def load(tmp_path: Path, path: Path | str) -> Read:
     bad = []
 
-    def good(rows: Rows | None) -> Rows | None:
-        if rows is None:
-            return None
+    def good(rows: Rows) -> Rows:
         bad.extend(
             f"{shown_path(rows.table[n][ORIGIN])} {row}" for n, row in enumerate(rows) if isinstance(row, BadRow)
         )
         return rows.select([n for n, row in enumerate(rows) if isinstance(row, dict)])
 
-    splits = load_splits(source_of(path), str(tmp_path / "cache"))
-    return Read(good(splits.train), good(splits.eval), bad)
+    cache = str(tmp_path / "cache")
+    found = open_set(source_of(path), cache)
+    groups, for_eval = found.chosen()
+    train = good(read_splits(found, groups, cache))
+    return Read(train, good(read_splits(found, [(for_eval, "")], cache)) if for_eval else None, bad)
+
+
+def whole_set(tmp_path: Path, path: Path | str) -> Rows:
+    """The rows of a data set that `--eval_data_path` names."""
+    found = open_set(source_of(path, "--eval_data_path"), str(tmp_path / "cache"))
+    return read_splits(found, found.chosen(whole=True)[0], str(tmp_path / "cache"))
 
 
 def origins_of(rows: Rows) -> list[str]:

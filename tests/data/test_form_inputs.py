@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import collate_sft
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import StepData, prepare
 from dschat_ppo.errors import UserError
 from dschat_ppo.run.start_and_end import row_sample
 
@@ -66,7 +66,7 @@ def test_a_turn_that_its_owner_excluded_is_context_and_no_target(name, streaming
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     given = {"streaming": True, "streaming_rows": 4} if streaming else {}
     flags = DataFlags([str(INPUTS / f"{name}.jsonl")], data_split="1,0,0", data_output_path=str(tmp_path), **given)
-    rows = prepare("sft", tokenizer, flags, 400, all_turns=True).train
+    rows = prepare(StepData("sft", flags, 400, all_turns=True), tokenizer).train
     for number in range(2):
         batch = collate_sft(rows, [number], 0, train_on_prompt=False)
         assert "WRONG DRAFT" in tokenizer.decode(batch.input_ids[0])

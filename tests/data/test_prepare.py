@@ -3,20 +3,37 @@
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from prepared import PAIRS, ROWS, TOKENIZER, flags_for, listed, prompts_of, write_jsonl
 
 from dschat_ppo.checkpoint.identity import rows_fingerprint
 from dschat_ppo.common import stop_requests
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data import encode, forms, tokenise
+from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.data import encode, forms
+from dschat_ppo.data import prepare as data_prepare
 from dschat_ppo.data.examples import SPLIT_SEED
-from dschat_ppo.data.prepare import Part, hold_out, mix, prepare, share_of_step
+from dschat_ppo.data.prepare import (
+    Part,
+    StepData,
+    TokenRows,
+    epoch_rows,
+    hold_out,
+    joined,
+    prepare,
+    share_of_step,
+    text_blocks,
+)
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.ppo.mini_dataset import text_blocks
 
 EOS = TOKENIZER.eos_token
 LONG = {"prompt": "x" * 300, "response": "long"}
+
+
+def rows_for(use: str, flags: DataFlags, limit: int = 64, **wanted) -> TokenRows:
+    return prepare(StepData(use, flags, limit, **wanted), TOKENIZER)
+
 
 # Which rows a step uses
 
@@ -42,10 +59,14 @@ def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, h
 def mixed(*sets: tuple[list[int], float | None, int | None]) -> list[list[int]]:
     """The rows of an epoch of data sets, each: its rows, weight and number of rows."""
     parts = [
-        Part(DataSource(name, "--data_path", name, None, None, name, weight, samples), None, np.array(rows))
+        Part(
+            DataSource(name, "--data_path", name, None, None, name, weight, samples),
+            Dataset.from_dict({"number": range(max(rows) + 1)}), np.array(rows),
+        )
         for name, (rows, weight, samples) in zip("abc", sets, strict=False)
-    ]
-    return [list(part.order) for part in mix(parts)]
+    ]  # fmt: skip
+    found, _ = joined(parts, epoch_rows(parts))
+    return [[row["number"] for row in found if row["source"] == place] for place in range(len(sets))]
 
 
 def test_weights_share_the_sum_of_the_sizes_of_the_weighted_sets():
@@ -71,24 +92,24 @@ def test_the_three_steps_share_one_file_without_overlap(tmp_path, said):
     path = write_jsonl(tmp_path / "d.jsonl", PAIRS)
     prompts = []
     for use, count in (("sft", 4), ("preference", 8), ("prompt", 8)):
-        rows = prepare(use, TOKENIZER, flags_for(tmp_path, path, use=use, data_split="2,4,4"), 64).train
+        rows = rows_for(use, flags_for(tmp_path, path, use=use, data_split="2,4,4")).train
         assert len(rows) == count
         assert any(f"this step uses {count} of 20 rows (--data_split 2,4,4)" in line for line in said)
         prompts += prompts_of(rows)
     assert sorted(prompts) == sorted(row["prompt"] for row in PAIRS)
     whole = [write_jsonl(tmp_path / "whole.jsonl", ROWS)]  # is not split over the steps
-    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, data_split="2,4,4"), 64, whole).train) == 4 + 8
+    assert len(rows_for("sft", flags_for(tmp_path, path, data_split="2,4,4"), whole_paths=whole).train) == 4 + 8
 
 
 def test_weights_and_numbers_of_rows_mix_data_sets_whose_rows_name_them(tmp_path, said):
     first, second = write_jsonl(tmp_path / "a.jsonl", ROWS[:6]), write_jsonl(tmp_path / "b.jsonl", ROWS[6:])
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{first}:1", f"{second}:3"), 64, eval_paths=[second])
+    rows = rows_for("sft", flags_for(tmp_path, f"{first}:1", f"{second}:3"), eval_paths=[second])
     assert (rows.sources, rows.eval_sources) == (("a", "b"), ("b",))
     assert (list(rows.train["source"]), list(rows.eval["source"])) == ([0] * 2 + [1] * 6, [0, 0])
     found = prompts_of(rows.train)
     assert sorted(found[2:]) == ["prompt 6"] * 3 + ["prompt 7"] * 3 and len({*found[:2]}) == 2
     assert any("b.jsonl:3: 6 rows of an epoch (75.0 %), 3.00 times its 2" in line for line in said)
-    sampled = prepare("sft", TOKENIZER, flags_for(tmp_path, f"{second}@5"), 64).train
+    sampled = rows_for("sft", flags_for(tmp_path, f"{second}@5")).train
     assert sorted(prompts_of(sampled))[:2] == ["prompt 6"] * 2 and len(sampled) == 5
 
 
@@ -101,12 +122,12 @@ def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(t
     paths = [write_jsonl(tmp_path / "a.jsonl", rows)]
     paths.append(write_jsonl(tmp_path / "b.jsonl", [row | {"prompt": "q" + row["prompt"]} for row in rows[:15]]))
     flags = flags_for(tmp_path, *paths, use="preference", data_split="2,4,4", preprocessing_num_workers=2)
-    found = prepare("preference", TOKENIZER, flags, 24, eval_fraction=0.2)
+    found = rows_for("preference", flags, 24, eval_fraction=0.2)
     order = "p18 p4 p10 p35 p1 p34 p23 p0 p21 p11 p7 p22 p13 qp13 qp0 p11 qp5 qp3"
     assert (" ".join(prompts_of(found.train)), " ".join(prompts_of(found.eval))) == (order, "p15 p26 p24 qp12")
     assert rows_fingerprint(found.train) == "a9a7630b8c816bfe2d14de779a322d56a6cb3a29ea7f46f6a89220b547ae1c15"
     # whole data sets, whatever the split, in the order of the files, each with the number of its data set
-    prepared = prepare("preference", TOKENIZER, flags, 64, whole_flag="--data_path")
+    prepared = rows_for("preference", flags, whole_flag="--data_path")
     assert prompts_of(prepared.eval) == [f"p{i}" for i in range(40)] + [f"qp{i}" for i in range(15)]
     assert (list(prepared.eval["source"]), prepared.eval_sources) == ([0] * 40 + [1] * 15, ("a", "b"))
 
@@ -116,11 +137,11 @@ def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(t
 
 def test_held_out_rows_are_not_trained_on_and_evaluation_paths_replace_them(tmp_path):
     path, other = write_jsonl(tmp_path / "d.jsonl", ROWS), write_jsonl(tmp_path / "e/eval.jsonl", ROWS[6:])
-    rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_fraction=0.25)
+    rows = rows_for("sft", flags_for(tmp_path, path), eval_fraction=0.25)
     assert (len(rows.train), len(rows.eval)) == (6, 2)
     assert sorted(prompts_of(rows.train) + prompts_of(rows.eval)) == [row["prompt"] for row in ROWS]
     for place in (other, str(tmp_path / "e")):
-        rows = prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64, eval_paths=[place], eval_fraction=0.5)
+        rows = rows_for("sft", flags_for(tmp_path, path), eval_paths=[place], eval_fraction=0.5)
         assert len(rows.train) == 8 and sorted(prompts_of(rows.eval)) == ["prompt 6", "prompt 7"]
 
 
@@ -137,9 +158,9 @@ def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
 ):
     write_jsonl(tmp_path / "data/train.jsonl", ROWS[:5])
     write_jsonl(tmp_path / "data/validation.jsonl", [*ROWS[5:], "{no"])
-    paths = [write_jsonl(tmp_path / "other.jsonl", ROWS[:1])] if with_paths else None
+    paths = [write_jsonl(tmp_path / "other.jsonl", ROWS[:1])] if with_paths else []
     flags = flags_for(tmp_path, str(tmp_path / "data"), use=use, bad_rows="skip")
-    rows = prepare(use, TOKENIZER, flags, 64, eval_paths=paths, eval_fraction=fraction)
+    rows = rows_for(use, flags, eval_paths=paths, eval_fraction=fraction)
     assert sorted(prompts_of(rows.train)) == [row["prompt"] for row in ROWS[:5]]
     assert prompts_of(rows.eval) if used == 3 else len(rows.eval or ()) == used
     lines = [line.partition(" are ")[2] for line in said if "its rows for evaluation" in line]
@@ -147,7 +168,7 @@ def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
     assert any("1 of 4 rows cannot be used" in line for line in said) is (used == 3)
     write_jsonl(tmp_path / "data/validation.jsonl", [LONG])  # rows for evaluation may all be too long
     flags = flags_for(tmp_path, str(tmp_path / "data"), use=use, truncation="drop")
-    assert len(prepare(use, TOKENIZER, flags, 64, eval_fraction=fraction).eval or ()) == 0
+    assert len(rows_for(use, flags, eval_fraction=fraction).eval or ()) == 0
 
 
 # Uses
@@ -155,7 +176,7 @@ def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
 
 def test_pairs_become_single_token_rows_with_labels(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", PAIRS[:2])
-    made = prepare("unpaired", TOKENIZER, flags_for(tmp_path, path, use="unpaired"), 64).train
+    made = rows_for("unpaired", flags_for(tmp_path, path, use="unpaired")).train
     texts = [(TOKENIZER.decode(row["prompt_ids"]), *map(TOKENIZER.decode, row["answers"])) for row in made]
     assert sorted((*text, label) for text, label in zip(texts, made["label"], strict=True)) == [
         (f"prompt {i}", f"{word} {i}{EOS}", label) for i in range(2) for word, label in (("bad", 0.0), ("good", 1.0))
@@ -173,8 +194,8 @@ def test_labels_are_at_the_separators_and_at_the_final_token(tmp_path, separator
     """Of a table and of a stream, and for another separator not from the cache."""
     flags = {"use": "steps", "rows": 2 if separator == "\n" else None}
     path = write_jsonl(tmp_path / "d.jsonl", STEPS)
-    prepare("steps", TOKENIZER, flags_for(tmp_path, path, use="steps"), 64, step_separator="|")
-    rows = listed(prepare("steps", TOKENIZER, flags_for(tmp_path, path, **flags), 64, step_separator=separator).train)
+    rows_for("steps", flags_for(tmp_path, path, use="steps"), step_separator="|")
+    rows = listed(rows_for("steps", flags_for(tmp_path, path, **flags), step_separator=separator).train)
     found = []
     for row in rows:
         [answer] = row["answers"]
@@ -182,7 +203,7 @@ def test_labels_are_at_the_separators_and_at_the_final_token(tmp_path, separator
         found.append([(TOKENIZER.decode(answer[: end + 1]), label) for end, label in ends])
     if separator == "\n":  # a cut answer loses the labels behind the cut
         ends = rows[0]["step_ends"]
-        cut = prepare("steps", TOKENIZER, flags_for(tmp_path, path, use="steps"), ends[0] + 3).train
+        cut = rows_for("steps", flags_for(tmp_path, path, use="steps"), ends[0] + 3).train
         assert sorted(row["step_labels"] for row in cut) == [[0.0], [1.0]]
     whole = (separator.join(["one", "two", "three"]) + EOS, 0.25)
     assert found == [[(("one" + separator).rstrip(" "), 1.0), whole], [("four" + EOS, 0.0)]]
@@ -191,13 +212,13 @@ def test_labels_are_at_the_separators_and_at_the_final_token(tmp_path, separator
 def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp_path, said):
     rows = [ROWS[0], {"prompt": "x" * 100, "response": "ok"}, {"prompt": "p", "response": "x" * 100}]
     path = write_jsonl(tmp_path / "d.jsonl", rows)
-    kept = prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="left"), 32).train
+    kept = rows_for("sft", flags_for(tmp_path, path, truncation="left"), 32).train
     assert any("3 rows of 3, 1 kept whole, 1 prompt cut, 1 answer cut" in line for line in said)
     for prompt, answers in zip(kept["prompt_ids"], kept["answers"], strict=True):
         assert len(prompt) + len(answers[0]) <= 32
         was_cut = TOKENIZER.decode(answers[0]).startswith("xx")
         assert (answers[0][-1] == TOKENIZER.eos_token_id) != was_cut
-    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, truncation="drop"), 32).train) == 1
+    assert len(rows_for("sft", flags_for(tmp_path, path, truncation="drop"), 32).train) == 1
     assert any("1 kept whole, 2 dropped" in line for line in said)
 
 
@@ -207,13 +228,13 @@ def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp
 def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
     first, second = write_jsonl(tmp_path / "a.jsonl", ROWS), write_jsonl(tmp_path / "b.jsonl", ROWS[:3])
     flags = flags_for(tmp_path, f"{first}:2", f"{second}:3", data_split="1,1,0")
-    rows = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.3)
+    rows = rows_for("sft", flags, eval_fraction=0.3)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(tokenise, "tokenise_batch", None)
-    again = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.3)
+    monkeypatch.setattr(data_prepare, "tokenise_batch", None)
+    again = rows_for("sft", flags, eval_fraction=0.3)
     assert again.train.to_list() == rows.train.to_list() and again.eval.to_list() == rows.eval.to_list()
     with pytest.raises(TypeError):  # another limit misses the cache
-        prepare("sft", TOKENIZER, flags, 63, eval_fraction=0.3)
+        rows_for("sft", flags, 63, eval_fraction=0.3)
 
 
 # Bad rows
@@ -226,20 +247,20 @@ def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is
     flags = flags_for(tmp_path, write_jsonl(tmp_path / "d.jsonl", [*good, *[bad] * 4]))
     for _ in range(2):  # the cache repeats what it says
         said.clear()
-        assert len(prepare("sft", TOKENIZER, flags, 64).train) == 396
+        assert len(rows_for("sft", flags).train) == 396
         assert any("4 of 400 rows cannot be used" in line for line in said)
         assert any("d.jsonl, row 397" in line for line in said)
     write_jsonl(tmp_path / "d.jsonl", [*good[:395], *[bad] * 4])
     with pytest.raises(UserError, match="4 of 399 rows cannot .*--bad_rows skip.* row 396.* row 397.* row 398"):
-        prepare("sft", TOKENIZER, flags, 64)
+        rows_for("sft", flags)
     path = flags.data_path[0]
-    assert len(prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="skip"), 64).train) == 395
+    assert len(rows_for("sft", flags_for(tmp_path, path, bad_rows="skip")).train) == 395
     with pytest.raises(UserError, match="--bad_rows skip"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows="error"), 64)
+        rows_for("sft", flags_for(tmp_path, path, bad_rows="error"))
     write_jsonl(tmp_path / "d.jsonl", [bad] * 4)
     for policy in ("few", "skip"):  # where all rows are bad, the flag does not help
         with pytest.raises(UserError) as stopped:
-            prepare("sft", TOKENIZER, flags_for(tmp_path, path, bad_rows=policy), 64)
+            rows_for("sft", flags_for(tmp_path, path, bad_rows=policy))
         assert "--bad_rows" not in str(stopped.value)
         assert ("every row is bad" if is_line else "4 of 4 rows cannot be used") in str(stopped.value)
 
@@ -253,12 +274,12 @@ def test_flags_of_columns_are_about_all_data_sets(tmp_path):
     train = write_jsonl(tmp_path / "d.jsonl", [{"ask": row["prompt"], "say": row["response"], "x": 1} for row in ROWS])
     held = write_jsonl(tmp_path / "e.jsonl", ROWS)
     flags = flags_for(tmp_path, train, prompt_column="ask", response_column="say", ignore_columns=["x"])
-    assert len(prepare("sft", TOKENIZER, flags, 64, eval_paths=[held]).eval) == len(ROWS)
+    assert len(rows_for("sft", flags, eval_paths=[held]).eval) == len(ROWS)
     for paths in ([held], [held, held]):
         with pytest.raises(UserError, match="--ignore_columns y: no data set has such a column"):
-            prepare("sft", TOKENIZER, flags_for(tmp_path, *paths, ignore_columns=["y"]), 64)
+            rows_for("sft", flags_for(tmp_path, *paths, ignore_columns=["y"]))
     with pytest.raises(UserError, match="--prompt_column y: no data set has such a column"):
-        prepare("sft", TOKENIZER, flags_for(tmp_path, held, held, prompt_column="y"), 64)
+        rows_for("sft", flags_for(tmp_path, held, held, prompt_column="y"))
 
 
 BAD = [  # use, rows, flags, message
@@ -283,7 +304,7 @@ def test_data_that_a_step_cannot_use_are_refused(tmp_path, use, rows, flags, wor
     path = write_jsonl(tmp_path / "d.jsonl", rows)
     fraction = 0.9 if "for training" in words else None
     with pytest.raises(UserError, match=words):
-        prepare(use, TOKENIZER, flags_for(tmp_path, path, use=use, **flags), 64, eval_fraction=fraction)
+        rows_for(use, flags_for(tmp_path, path, use=use, **flags), eval_fraction=fraction)
 
 
 def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypatch):
@@ -299,7 +320,7 @@ def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypat
     stop_requests.install()
     for rows in (3, 3):  # the second call stops before its first row
         with pytest.raises(StopRequested, match="while it prepared the data; run the same command again"):
-            prepare("sft", TOKENIZER, flags_for(tmp_path, path), 64)
+            rows_for("sft", flags_for(tmp_path, path))
         assert len(read) == rows
 
 

@@ -9,9 +9,8 @@ import datasets
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict
 from datasets.exceptions import DatasetGenerationError
-from prepared import column, load, origins_of, source_of, write_jsonl
+from prepared import column, load, origins_of, source_of, whole_set, write_jsonl
 
-from dschat_ppo.data.rows import load_splits
 from dschat_ppo.data.sources import is_hub_name, open_set, parse_sources, split_files
 from dschat_ppo.errors import UserError
 
@@ -238,8 +237,7 @@ def test_a_file_of_two_splits_counts_once_in_each_and_in_the_whole(tmp_path):
     found = load(tmp_path, tmp_path / "set")
     assert column(found.train, "p") == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert column(found.eval, "p") == ["b0", "b1", "b2"]
-    whole = load_splits(source_of(tmp_path / "set"), str(tmp_path / "cache"), whole=True)
-    assert column(whole.train, "p") == column(found.train, "p")
+    assert column(whole_set(tmp_path, tmp_path / "set"), "p") == column(found.train, "p")
 
 
 @pytest.mark.parametrize(
@@ -325,8 +323,8 @@ def test_the_splits_of_a_hub_data_set(tmp_path, monkeypatch):
         load(tmp_path, "org/x[dev]")
     words = r"--eval_data_path org/x: has the splits train, test, test_2; .* org/x:main\[test_2\]"
     with pytest.raises(UserError, match=words):
-        load_splits(source_of("org/x:main", "--eval_data_path"), None, whole=True)
-    assert column(load_splits(source_of("org/x[test]", "--eval_data_path"), None, whole=True).train, "n") == [2, 3]
+        whole_set(tmp_path, "org/x:main")
+    assert column(whole_set(tmp_path, "org/x[test]"), "n") == [2, 3]
     found = DatasetDict(train=none)
     with pytest.raises(UserError, match="--data_path name: has no split with rows"):
         load(tmp_path, "name")

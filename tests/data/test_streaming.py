@@ -23,7 +23,7 @@ from dschat_ppo.common import stop_requests
 from dschat_ppo.data import parts, streaming
 from dschat_ppo.data.batches import chunked_order
 from dschat_ppo.data.parts import Batch, FilePart
-from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.prepare import StepData, TokenRows, prepare
 from dschat_ppo.data.streaming import (
     ALL,
     READ,
@@ -346,7 +346,7 @@ LONG = "word " * 200
 
 
 def train(tmp_path: Path, *paths: str, rows: int | None = 60, use: str = "sft", limit: int = 64, **flags) -> TokenRows:
-    return prepare(use, TOKENIZER, flags_for(tmp_path, *paths, rows=rows, use=use, **flags), limit)
+    return prepare(StepData(use, flags_for(tmp_path, *paths, rows=rows, use=use, **flags), limit), TOKENIZER)
 
 
 @pytest.mark.parametrize(("use", "limit"), [("sft", 14), ("preference", 14), ("prompt", 64)])
@@ -363,12 +363,12 @@ def test_evaluation_rows_come_from_the_data_set_or_a_flag_and_none_are_held_out(
     write_jsonl(folder / "train.jsonl", SIXTY)
     write_jsonl(folder / "validation.jsonl", SIXTY[:7])
     flags = flags_for(tmp_path, str(folder), rows=60)
-    assert len(prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.1).eval) == 7
-    assert len(prepare("sft", TOKENIZER, flags, 64, eval_paths=[other]).eval) == 3
-    assert prepare("sft", TOKENIZER, flags, 64).eval is None
+    assert len(prepare(StepData("sft", flags, 64, eval_fraction=0.1), TOKENIZER).eval) == 7
+    assert len(prepare(StepData("sft", flags, 64, eval_paths=[other]), TOKENIZER).eval) == 3
+    assert prepare(StepData("sft", flags, 64), TOKENIZER).eval is None
     assert any("its rows for evaluation are not used; name them with --eval_data_path" in line for line in said)
     flags = flags_for(tmp_path, str(folder / "train.jsonl"), rows=60)
-    alone = prepare("sft", TOKENIZER, flags, 64, eval_fraction=0.1)
+    alone = prepare(StepData("sft", flags, 64, eval_fraction=0.1), TOKENIZER)
     assert alone.eval is None and len({tuple(row["prompt_ids"]) for row in listed(alone.train)}) == 60
     assert any("--eval_fraction holds no rows out of a stream" in line for line in said)
 

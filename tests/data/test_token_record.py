@@ -34,7 +34,7 @@ from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.templates import NAMED, named_template
-from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, token_features, tokenise_batch
+from dschat_ppo.data.tokenise import Fitted, StepData, TokeniseSettings, token_features, tokenise_batch
 from dschat_ppo.errors import UserError
 
 RECORD = Path(__file__).with_name("token_record.json")
@@ -141,7 +141,8 @@ def tokens_of(case: str, template: str) -> str:
     except UserError:
         return ""
     for name, (use, all_turns, limit, truncation) in USES.items():
-        how = TokeniseSettings(form, "d", use, tokenizer, replace(flags, truncation=truncation), limit, all_turns)
+        step = StepData(use, replace(flags, truncation=truncation), limit, all_turns=all_turns)
+        how = TokeniseSettings(form, "d", columns, tokenizer, step)
         try:
             form.require(use)
         except UserError:  # the form has nothing for this use

@@ -9,14 +9,16 @@ from datasets import Dataset
 from prepared import TOKENIZER
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data import tokenise
+from dschat_ppo.data import prepare
 from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_kinds import Kind
 from dschat_ppo.data.form_readers import Answer
 from dschat_ppo.data.forms import Form
+from dschat_ppo.data.prepare import Part, tokenised
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
-from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, fit, row_text, tokenise_batch, tokenise_rows
+from dschat_ppo.data.sources import parse_sources
+from dschat_ppo.data.tokenise import Fitted, StepData, TokeniseSettings, fit, row_text, tokenise_batch
 from dschat_ppo.errors import UserError
 
 
@@ -33,10 +35,9 @@ FORM = Form(
 )
 
 
-def settings(use="sft", limit=64, truncation="left", **changes) -> TokeniseSettings:
-    values = {"form": FORM, "source": "mine", "use": use, "tokenizer": TOKENIZER, "limit": limit}
-    flags = changes.pop("flags", DataFlags(data_path=["f"], truncation=truncation))
-    return TokeniseSettings(**values | {"flags": flags} | changes)
+def settings(use="sft", limit=64, truncation="left", form=FORM, flags=None) -> TokeniseSettings:
+    step = StepData(use, flags or DataFlags(data_path=["f"], truncation=truncation), limit)
+    return TokeniseSettings(form, "mine", (), TOKENIZER, step)
 
 
 def raw_rows(count: int) -> list[dict]:
@@ -106,35 +107,36 @@ def test_row_text_keeps_the_columns_and_adds_what_they_lack():
 # A whole data set: in the order of the step, equal for any number of processes
 
 
-def tokenised(rows: list[dict], numbers: np.ndarray, tmp_path, workers=1):
+def parts_of(rows: list[dict], train, held_out, tmp_path, workers=1) -> tuple[list[Part], list[Part]]:
     table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)])
     cache = str(tmp_path / f"cache{workers}")
-    flags = DataFlags(data_path=["f"], data_output_path=cache, preprocessing_num_workers=workers)
-    return tokenise_rows(Rows(table, tuple(rows[0])), numbers, settings(flags=flags))
+    flags = DataFlags(data_path=["f"], data_output_path=cache, preprocessing_num_workers=workers, bad_rows="skip")
+    raw, numbers = Rows(table, tuple(rows[0])), (np.array(train, dtype=int), np.array(held_out, dtype=int))
+    return tokenised(parse_sources(["f"], "--data_path")[0], raw, settings(flags=flags), *numbers)
+
+
+def answers_of(part: Part) -> list[str]:
+    return [TOKENIZER.decode(ids[0]).removesuffix("<|end|>") for ids in part.rows.select(part.order)["answers"]]
 
 
 def test_token_rows_follow_the_order_of_the_step(tmp_path):
-    numbers = np.array([8, 1, 3, 5])  # 2, 1, no and 2 answers; the others are of other steps
-    table = tokenised(raw_rows(12), numbers, tmp_path)
-    assert list(table.number) == [1, 5, 5, 8, 8]
-    assert list(table.rows_of(numbers)) == [3, 4, 0, 1, 2]
-    assert list(table.rows_of(np.array([3, 8, 3]))) == [3, 4]
-    texts = [TOKENIZER.decode(ids[0]) for ids in table.rows.select(table.rows_of(numbers))["answers"]]
-    assert texts == [f"{text}<|end|>" for text in ("a8.0", "a8.1", "a1.0", "a5.0", "a5.1")]
+    [train], [held_out] = parts_of(raw_rows(12), [8, 1, 3, 5], [7, 2], tmp_path)  # of 3 there are no answers
+    assert answers_of(train) == ["a8.0", "a8.1", "a1.0", "a5.0", "a5.1"]
+    assert answers_of(held_out) == ["a7.0", "a2.0", "a2.1"]
     with pytest.raises(UserError, match=r"mine: no row of this data set serves this step \(several answers\)"):
-        tokenised(raw_rows(12), np.array([0]), tmp_path)
+        parts_of(raw_rows(12), [0], [], tmp_path)
 
 
-def test_several_processes_make_the_same_rows_and_bad_ones_stand_among_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenise, "BATCH_ROWS", 7)
+def test_several_processes_make_the_same_rows_and_bad_ones_stand_among_them(tmp_path, monkeypatch, said):
+    monkeypatch.setattr(prepare, "BATCH_ROWS", 7)
     rows, places = raw_rows(30), [20, 25, 29]
     for place in places:
         rows[place] = {"prompt": "p", "answers": None}
-    one, two = (tokenised(rows, np.arange(30), tmp_path, workers) for workers in (1, 2))
-    assert one.rows.to_list() == two.rows.to_list() and (one.number == two.number).all()
-    bad = np.flatnonzero(two.fitted == Fitted.UNUSABLE)
-    assert list(two.number[bad]) == places and (np.diff(two.number) >= 0).all()
-    assert str(two.problems[int(bad[0])]).startswith("f, row 21: 'answers' is null; the row: ")
+    [[one], _], [[two], _] = (parts_of(rows, np.arange(30), [], tmp_path, workers) for workers in (1, 2))
+    assert one.rows.to_list() == two.rows.to_list() and (one.order == two.order).all()
+    assert answers_of(two) == [f"a{n}.{k}" for n in range(30) if n not in places for k in range(n % 3)]
+    assert sum("f, row 21: 'answers' is null; the row: " in line for line in said) == 2
+    assert sum("f: 3 of 30 rows cannot be used" in line for line in said) == 2
 
 
 # The length limit

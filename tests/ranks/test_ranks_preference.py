@@ -10,7 +10,7 @@ from launch import forked, metrics_of, succeed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import StepData, prepare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -30,7 +30,7 @@ def test_the_evaluation_matches_the_saved_policy_and_the_margin_of_training_pair
     for name in ("offload_reference_model", "print_loss"):
         assert (printed.stdout + printed.stderr).count(f"note: --{name} has no effect") == 1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    rows = prepare("preference", tokenizer, parse("reward", words.split()).data, 512, eval_fraction=0.2).eval
+    rows = prepare(StepData("preference", parse("reward", words.split()).data, 512, eval_fraction=0.2), tokenizer).eval
     models = [AutoModelForCausalLM.from_pretrained(name) for name in (tmp_path, assets / "lm")]
     losses, leads, nlls = [], [], []
     for row in rows:

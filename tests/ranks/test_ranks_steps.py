@@ -10,7 +10,7 @@ from launch import metrics_of, numbers_of, run_steps
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import StepData, prepare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -121,7 +121,7 @@ def held_out_rows(assets, use: str, name: str, split: str):
     words = f"--model_name_or_path m --data_path {assets}/{name}.jsonl --data_split {split} --output_dir o"
     config = parse("sft" if use == "sft" else "reward", words.split())
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    return prepare(use, tokenizer, config.data, 32 if use == "sft" else 512, eval_fraction=0.05).eval
+    return prepare(StepData(use, config.data, 32 if use == "sft" else 512, eval_fraction=0.05), tokenizer).eval
 
 
 def test_the_saved_sft_model_has_the_reported_loss_in_plain_transformers(assets, out):

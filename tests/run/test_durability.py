@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import StepData, prepare
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.run.output_folder import keep_old_metrics, restore_metrics
@@ -69,7 +69,7 @@ def test_prepared_rows_are_durable(tmp_path, monkeypatch):
     path.write_text("".join(json.dumps({"prompt": f"{n}:", "response": "b"}) + "\n" for n in range(5)))
     words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path} --data_output_path {cache}"
     power = PowerLoss(monkeypatch)
-    prepare("sft", toy.make_tokenizer(["words"]), parse("sft", words.split()).data, 64)
+    prepare(StepData("sft", parse("sft", words.split()).data, 64), toy.make_tokenizer(["words"]))
     entries = sorted(folder.name for folder in (cache / "dschat_ppo").iterdir() if folder.is_dir())
     wanted = {f"dschat_ppo/{entry}/{name}" for entry in entries for name in ("rows_00000.arrow",)}
     assert len(entries) == 2, "the file as a table, and its rows as tokens"

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.data.examples import ADDED
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import StepData, prepare
 from dschat_ppo.tools import data
 
 OPEN, CLOSE = "⟦", "⟧"
@@ -33,7 +33,7 @@ def test_samples_are_the_rows_and_the_loss_mask_of_training(preview, assets, tmp
     _, found, _ = preview("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0)
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     flags = DataFlags([str(path)], data_split="1,0,0", data_output_path=str(tmp_path / "other"))
-    rows = prepare("sft", tokenizer, flags, 512, eval_fraction=0.0, all_turns=True).train
+    rows = prepare(StepData("sft", flags, 512, eval_fraction=0.0, all_turns=True), tokenizer).train
     samples = found.split(": a sample, answers:\n")[1:]
     assert len(samples) == 3
     for number, text in enumerate(samples):

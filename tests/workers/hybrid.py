@@ -20,7 +20,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import row_seeds, seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import collate_prompts
-from dschat_ppo.data.prepare import prepare
+from dschat_ppo.data.prepare import StepData, prepare
 from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
@@ -59,7 +59,7 @@ def ppo_with(assets: Path, stage: int, *words: object):
     flags += f"--actor_zero_stage {stage} --critic_zero_stage {stage}"
     config = parse("ppo", [*flags.split(), *map(str, words)])
     tokenizer = load_tokenizer(config.ppo.actor_model_name_or_path, "model")
-    prompts = prepare("prompt", tokenizer, config.data, config.ppo.max_prompt_seq_len).train
+    prompts = prepare(StepData("prompt", config.data, config.ppo.max_prompt_seq_len), tokenizer).train
     return ppo_of(config, prompts, dist.device())
 
 

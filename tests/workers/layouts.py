@@ -15,7 +15,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import epoch_order, optimizer_steps
-from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.prepare import StepData, TokenRows, prepare
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.long_sequences import apply_memory_flags
@@ -119,7 +119,7 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
     else:
         config = parse("reward", [*words, "--objective", task])
         use = config.reward.data_use
-    tokens = prepare(use, load_tokenizer(model, "model"), config.data, 64).train
+    tokens = prepare(StepData(use, config.data, 64), load_tokenizer(model, "model")).train
     rows = TokenRows(tokens.select(range(11)), tokens.select(range(11, 16)))
     ds_config = fit_ds_config(config)
     if task == "sft":
