@@ -30,7 +30,7 @@ def form_of(rows: list[dict], has_template: bool = True, name: str = "d.jsonl", 
 def read(rows: list[dict], use: str, **settings: Any) -> list[Example]:
     """The examples of all rows by the form that is detected."""
     form = form_of(rows, **settings)
-    return [example for number, row in enumerate(rows, 1) for example in form.read(row, use, f"d.jsonl, row {number}")]
+    return [example for row in rows for example in form.read(row, use)]
 
 
 ASK = user("Where is the lamp?")

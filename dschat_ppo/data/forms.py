@@ -100,29 +100,26 @@ class Form:
             way = "answers with labels are for --objective kto" if labelled else NAME_THEM
             raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {way}")
 
-    def read(self, row: Row, use: Use, where: str) -> list[Example]:
-        """The examples of one row, none or more, all with the same prompt. `UserError` for a bad row, which it calls
-        `where`, and for a use that the form does not serve."""
+    def read(self, row: Row, use: Use) -> list[Example]:
+        """The examples of one row, none or more, all with the same prompt. `UserError`, without the name of the row, if
+        it is bad, and for a use that the form does not serve."""
         self.require(use)
         found = list[Example]()
-        try:
-            for made in [row] if self.function is None else rows_made(self.function, row):
-                examples = self.examples_of(made, use)
-                if examples:
-                    prompt, context = self._rendered(examples[0].prompt, made), tuple[int, ...]()
-                    if isinstance(prompt, list):
-                        context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
-                        prompt = without_context(prompt)
-                    margin = margin_of(made) if "rejected" in self.columns else 0.0
-                    truth = truth_of(made, self.truth, self.truth_pattern) if self.truth else None
-                    tools = self._tools_of(made)
-                    found += [
-                        replace(one, prompt=prompt, margin=margin, truth=truth, tools=tools, context=context)
-                        for one in examples
-                    ]
-                self.check_unused(made)
-        except UserError as problem:
-            raise UserError(f"{where}: {problem}") from None
+        for made in [row] if self.function is None else rows_made(self.function, row):
+            examples = self.examples_of(made, use)
+            if examples:
+                prompt, context = self._rendered(examples[0].prompt, made), tuple[int, ...]()
+                if isinstance(prompt, list):
+                    context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
+                    prompt = without_context(prompt)
+                margin = margin_of(made) if "rejected" in self.columns else 0.0
+                truth = truth_of(made, self.truth, self.truth_pattern) if self.truth else None
+                tools = self._tools_of(made)
+                found += [
+                    replace(one, prompt=prompt, margin=margin, truth=truth, tools=tools, context=context)
+                    for one in examples
+                ]
+            self.check_unused(made)
         return found
 
     def examples_of(self, row: Row, use: Use) -> list[Example]:

@@ -1,6 +1,6 @@
 """Parts of data sets: a file, or a split that `datasets` gives. All are read in batches of rows, from any place on. No
-type is inferred: text of JSON or CSV that looks like a date stays text, and 5 stays 5. What cannot be read is a row
-too, a `BadRow`, so that bad rows are counted in one place (`tokenise.py`)."""
+type is inferred: text of JSON or CSV that looks like a date stays text, and 5 stays 5. In place of a row that cannot
+be read stands a text that says what is wrong with it, so that bad rows are counted in one place (`tokenise.py`)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,9 @@ BATCH_ROWS = 1000
 _AROUND = 40  # characters before and after a place in a file that a message quotes
 
 Row = dict[str, Any]
-
-
-class BadRow(str):
-    """What takes the place of a row that cannot be read: what is wrong with it."""
-
-
-Numbered = Iterator[tuple[int, Row | BadRow]]  # rows with their numbers from 1 on
-Found = Iterator[tuple[int, Row | BadRow, Any]]  # and with the place after each
+Raw = Row | str  # or what is wrong with a row
+Numbered = Iterator[tuple[int, Raw]]  # rows with their numbers from 1 on
+Found = Iterator[tuple[int, Raw, Any]]  # and with the place after each
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -58,7 +53,7 @@ class Batch:
     """Rows of a data set, "NAME, row N" of each, and the place after them, in numbers, texts, lists and dicts."""
 
     origins: list[str]
-    rows: list[Row | BadRow]
+    rows: list[Raw]
     place: Any = None
 
 
@@ -162,14 +157,14 @@ class FilePart:
                     offset, number = offset + len(line), number + 1
                     if not (filled := line.strip()):
                         continue
-                    row: Row | BadRow
+                    row: Raw
                     try:
                         if kind == "text":
                             row = {"text": line.decode("utf-8-sig").rstrip("\r\n")}
                         else:
                             row = _checked(_DECODER.decode(filled.decode("utf-8-sig")))
                     except (RecursionError, ValueError) as problem:
-                        row = BadRow(_refusal(problem, filled))
+                        row = str(_refusal(problem, filled))
                     yield number, row, [offset, number]
             return
         after = place or 0
@@ -217,12 +212,12 @@ def _refusal(problem: Exception, content: bytes = b"") -> UserError:
     return UserError(f"is not JSON ({reason}): {near!r}")
 
 
-def _attempt(make: Callable[..., Row], content: Any) -> Row | BadRow:
+def _attempt(make: Callable[..., Row], content: Any) -> Raw:
     """The row that `make` gives, or what is wrong with it."""
     try:
         return make(content)
     except ValueError as problem:
-        return BadRow(_refusal(problem))
+        return str(_refusal(problem))
 
 
 def _checked(row: Any) -> Row:

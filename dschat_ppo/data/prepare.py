@@ -13,7 +13,7 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.dataset_workers import in_processes, worker_count
@@ -37,23 +37,13 @@ from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
-from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows, read_splits
 from dschat_ppo.data.sources import DataSource, is_hub_name, open_set, parse_sources
-from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, find_rows, rows_at_hand, start
-from dschat_ppo.data.tokenise import (
-    BATCH_ROWS,
-    DOING,
-    NOTES,
-    Fitted,
-    StepData,
-    TokeniseSettings,
-    refuse_bad,
-    token_features,
-    tokenise_batch,
-)  # fmt: skip
+from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, first_rows, rows_at_hand, start, tokens_of
+from dschat_ppo.data.tokenise import DOING, NOTES, Fitted, StepData, TokeniseSettings, refuse_bad, tokenise_batch
 from dschat_ppo.errors import UserError, counted
 
+BATCH_ROWS = 512  # enough for the tokenizer; rows of 10k tokens then take some 100 MB in a worker
 _SHOWN = 5  # bad rows in the log
 EVAL_FLAG, PTX_FLAG = "--eval_data_path", "--unsupervised_dataset_name"
 _HOLD_OUT, _MIX = 1, 2  # separate the uses of `SPLIT_SEED`
@@ -113,16 +103,17 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
         for source in sources:
             # Read: all rows, or the first ones of a stream. The first rows decide the form, so that all steps agree.
             name, is_eval = source.spec, source.flag in (EVAL_FLAG, step.whole_flag)
-            stream = find_rows(source, cache) if flags.streaming and not is_eval else None
-            if stream is None:
-                opened = open_set(source, cache)
-                groups, for_eval = opened.chosen(whole=is_eval)
+            is_stream = flags.streaming and not is_eval
+            opened = open_set(source, cache, is_stream)
+            groups, for_eval = opened.chosen(whole=is_eval)
+            if is_stream:
+                files, first = first_rows(opened, groups)
+                columns = list(dict.fromkeys(chain.from_iterable(first)))
+            else:
                 raw = read_splits(opened, groups, cache)
                 raw = raw if step.most_rows is None else raw.select(range(min(step.most_rows, len(raw))))
-                good = (row for row in map(raw.__getitem__, range(len(raw))) if not isinstance(row, BadRow))
+                good = (row for row in map(raw.__getitem__, range(len(raw))) if isinstance(row, dict))
                 columns, first = list(raw.columns), list(islice(good, FIRST_ROWS))
-            else:
-                opened, for_eval, columns, first = stream.opened, stream.evaluation, stream.columns, stream.first
             own = read_splits(opened, [(for_eval, "")], cache) if for_eval and fraction is not None else None
             has_template = tokenizer.chat_template is not None
             form = detect_form(source.location, columns, first, has_template, flags, len(sources) == 1)
@@ -134,17 +125,18 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
             settings = TokeniseSettings(form, source.name, columns, tokenizer, step)
 
             # The rows of the step, and those held out of them for evaluation
-            count = SPLIT_ROWS if stream is not None else len(raw)
+            count = SPLIT_ROWS if is_stream else len(raw)
             share = (0, 0 if is_eval else count)
             if source.flag == "--data_path" and not is_eval:
                 share = share_of_step(count, parse_data_split(flags.data_split), PARTS[step.use])
                 if share[0] == share[1]:
                     raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
-                if stream is None and share != (0, count):
+                if not is_stream and share != (0, count):
                     used = f"{share[1] - share[0]} of {count} rows (--data_split {flags.data_split})"
                     logger().info(f"data: {name}: this step uses {used}")
-            if stream is not None:
-                streams.append(stream.source(share, settings))
+            if is_stream:
+                made = partial(tokens_of, settings=settings)
+                streams.append(StreamSource(source.name, source.weight or 1.0, files, share, made, flags.bad_rows))
                 if fraction and not for_eval:
                     note = f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names rows for evaluation"
                     logger().info(f"data: {name}: {note}")
@@ -186,8 +178,7 @@ def tokenised(
     # in the order of the file, because every read in the order of the step would be a random access
     numbers = np.sort(np.concatenate([train, held_out]))
     taken, workers = raw.table.select(numbers), worker_count(step.flags.preprocessing_num_workers, len(numbers))
-    columns = token_features(step.use)
-    schema = Features({**columns, **NOTES}).arrow_schema
+    schema = Features({**step.features, **NOTES}).arrow_schema
 
     def write(folder: Path, worker: int) -> int:
         """Write the token rows of the share of one worker; returns their number."""
@@ -240,14 +231,14 @@ def tokenised(
             quantiles = np.percentile(tokens[order], [50, 99, 100], method="inverted_cdf").astype(int)
             shown.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
         logger().info(f"data: {name}{' (eval)' * is_eval}: {', '.join(shown)}")
-        if not is_eval and len(order) == 0:
+        usable, order = order, order[fitted[order] != Fitted.DROPPED]
+        if not is_eval and len(usable) == 0:
             raise UserError(f"{name}: none of its rows for training serves this step")
-        if not is_eval and (fitted[order] == Fitted.ANSWER_CUT).all():
-            raise UserError(f"{name}: every answer is cut by {limit}; raise it")
-        order = order[fitted[order] != Fitted.DROPPED]
         if not is_eval and len(order) == 0:
             raise UserError(f"{name}: no row is within {limit}; raise it, or use --truncation left")
-        kept.append(Part(source, rows.select_columns(list(columns)), order))
+        if not is_eval and (fitted[usable] == Fitted.ANSWER_CUT).all():
+            raise UserError(f"{name}: every answer is cut by {limit}; raise it")
+        kept.append(Part(source, rows.select_columns(list(step.features)), order))
     return parts
 
 
@@ -319,8 +310,9 @@ def text_blocks(
 
     Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
     are shorter): the first token as `prompt_ids`, the others as the only answer."""
-    columns = {name: kind for name, kind in token_features("text").items() if name != "digest"}
-    schema, cache = Features(columns | {"problem": Value("string")}).arrow_schema, flags.data_output_path
+    ids, cache = List(Value("int32")), flags.data_output_path
+    columns = {"prompt_ids": ids, "answers": List(ids), "margin": Value("float32")}
+    schema = Features(columns | {"problem": Value("string")}).arrow_schema
 
     def blocks_of(batch: dict[str, list[str]]) -> list[dict[str, Any]]:
         ids, problems = list[int](), list[str]()

@@ -1,5 +1,6 @@
 """Raw rows of data sets, read once and then memory-mapped from the cache: JSON text in one column of a table, parsed
-when it is used, so that its values are those of the file. A text in place of an object is a `BadRow`."""
+when it is used, so that its values are those of the file. A text in place of an object says what is wrong with a row.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from datasets import Dataset
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.data.cache import new_entry, rows_key, rows_of_entry
-from dschat_ppo.data.parts import BadRow, FilePart, Part, Row, read_part
+from dschat_ppo.data.parts import FilePart, Part, Raw, read_part
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.errors import UserError, reading
 
@@ -34,9 +35,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, index: int) -> Row | BadRow:
+    def __getitem__(self, index: int) -> Raw:
         value = json.loads(self.table[index][ROW])
-        return BadRow(value) if isinstance(value, str) else dict.fromkeys(self.columns) | value
+        return value if isinstance(value, str) else dict.fromkeys(self.columns) | value
 
     def select(self, numbers: Sequence[int]) -> Rows:
         """The rows with these numbers."""

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -33,16 +32,8 @@ from dschat_ppo.common.stop_requests import raise_if_stop_requested, reset
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.parts import Batch, Part, Row, read_part
-from dschat_ppo.data.sources import DataSource, OpenSet, open_set
-from dschat_ppo.data.tokenise import (
-    DOING,
-    Fitted,
-    StepData,
-    TokeniseSettings,
-    refuse_bad,
-    token_features,
-    tokenise_batch,
-)  # fmt: skip
+from dschat_ppo.data.sources import Group, OpenSet
+from dschat_ppo.data.tokenise import DOING, Fitted, StepData, TokeniseSettings, refuse_bad, tokenise_batch
 from dschat_ppo.errors import UserError, in_one_line
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
@@ -317,34 +308,16 @@ def load_stream_state(rows: Dataset | StreamedRows, state: dict[str, Any] | None
 # From the flags to a stream
 
 
-@dataclass(frozen=True)
-class StreamedSet:
-    """A data set whose training rows are streamed: the parts with them in order, the first rows that can be read, whose
-    columns all its rows have, and the names of its splits with evaluation rows."""
-
-    opened: OpenSet
-    parts: list[Part]
-    first: list[Row]
-    columns: list[str]
-    evaluation: list[str]
-
-    def source(self, share: tuple[int, int], settings: TokeniseSettings) -> StreamSource:
-        """The source of its token rows."""
-        source, bad_rows = self.opened.source, settings.step.flags.bad_rows
-        tokenise = partial(_token_batch, settings=settings)
-        return StreamSource(source.name, source.weight or 1.0, self.parts, share, tokenise, bad_rows)
-
-
-def find_rows(source: DataSource, cache_dir: str | None) -> StreamedSet:
-    """Open a data set and read its first rows. Refuses what needs all rows: a number of them, or a slice."""
+def first_rows(found: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], list[Row]]:
+    """The parts of a data set whose training rows are streamed, in order, and its first rows that can be read. Refuses
+    what needs all rows: a number of them, or a slice."""
+    source, [(names, cut), *others] = found.source, groups
     if source.samples is not None:
         way = "it does not go with --streaming; use a weight, as in NAME:0.5"
         raise UserError(f"{source.flag} {source.spec}: @ROWS needs all rows, so {way}")
-    opened = open_set(source, cache_dir, streaming=True)
-    [(names, cut), *others], evaluation = opened.chosen()
     if cut or others:
-        raise UserError(f"{opened.what}: --streaming reads whole splits, not '{source.split}'")
-    parts, first, reason = opened.parts(names), list[Row](), "the data set is empty"
+        raise UserError(f"{found.what}: --streaming reads whole splits, not '{source.split}'")
+    parts, first, reason = found.parts(names), list[Row](), "the data set is empty"
     for batch in raw_batches(parts, ALL):
         first += [row for row in batch.rows if isinstance(row, dict)]
         if len(first) >= FIRST_ROWS:
@@ -353,8 +326,7 @@ def find_rows(source: DataSource, cache_dir: str | None) -> StreamedSet:
             reason = f"none of its rows can be read; the first: {batch.origins[0]} {batch.rows[0]}"
     if not first:
         raise UserError(f"{source.flag} {source.spec}: {reason}")
-    columns = list(dict.fromkeys(chain.from_iterable(first[:FIRST_ROWS])))
-    return StreamedSet(opened, parts, first[:FIRST_ROWS], columns, evaluation)
+    return parts, first[:FIRST_ROWS]
 
 
 def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
@@ -363,7 +335,7 @@ def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
         weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
         logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
     content = "\0".join(part.content for source in sources for part in source.parts)
-    features = Features({**token_features(step.use), "source": Value("int32")})
+    features = Features({**step.features, "source": Value("int32")})
     identity = hashlib.sha256(content.encode()).hexdigest()
     rows = StreamedRows(sources, step.flags.streaming_rows or 0, features, identity)
     if {code.words for code in Fitted}.intersection(rows.counts) == {Fitted.ANSWER_CUT.words}:
@@ -371,13 +343,12 @@ def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
     return rows
 
 
-def _token_batch(batch: Batch, settings: TokeniseSettings) -> Tokens:
+def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
     found = tokenise_batch(batch.rows, batch.origins, settings)
-    names = list(token_features(settings.step.use))
     problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)
     counts += Counter({NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(problems)})
-    kept = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
+    kept = [{name: row[name] for name in settings.step.features} for row in made if row["fitted"] != Fitted.DROPPED]
     return kept, counts, problems[0] if problems else ""

@@ -19,13 +19,12 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
 from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
 from dschat_ppo.data.forms import Form
-from dschat_ppo.data.parts import Row
+from dschat_ppo.data.parts import Raw
 from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
 
 DOING = "prepared the data"
 MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops
-BATCH_ROWS = 512  # enough for the tokenizer; rows of 10k tokens then take some 100 MB in a worker
 _SHOWN = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
 
@@ -71,6 +70,20 @@ class StepData:
     most_rows: int | None = None  # use only the first rows of each data set, as if there were no others
     whole_flag: str = ""  # if given, all rows of `flags.data_path`, which this flag names, are for evaluation
 
+    @property
+    def features(self) -> Features:
+        """Columns of its token rows; `digest` is a hash of the others."""
+        columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
+        if self.use == "sft":
+            columns["prompt_spans"] = List(_IDS)
+        if self.use == "unpaired":
+            columns["label"] = Value("float32")
+        if self.use == "steps":
+            columns |= {"step_ends": _IDS, "step_labels": List(Value("float32"))}
+        if self.use == "prompt":
+            columns["row"] = Value("string")
+        return Features(columns | {"digest": Value("int64")})
+
 
 @dataclass(frozen=True)
 class TokeniseSettings:
@@ -101,27 +114,11 @@ def refuse_bad(name: str, bad: int, rows: int, policy: str, first: Sequence[str]
         raise UserError(f"{name}: {bad} of {rows} rows cannot be used{way}. The first: {' | '.join(first)}")
 
 
-def token_features(use: str) -> Features:
-    """Columns of token rows of `use`; `digest` is a hash of the others."""
-    columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
-    if use == "sft":
-        columns["prompt_spans"] = List(_IDS)
-    if use == "unpaired":
-        columns["label"] = Value("float32")
-    if use == "steps":
-        columns |= {"step_ends": _IDS, "step_labels": List(Value("float32"))}
-    if use == "prompt":
-        columns["row"] = Value("string")
-    return Features(columns | {"digest": Value("int64")})
-
-
-def tokenise_batch(
-    raw_rows: Sequence[Row | str], origins: Sequence[str], settings: TokeniseSettings
-) -> list[dict[str, Any]]:
-    """Token rows of some raw rows of one data set, in their order, with the columns of `token_features` and `NOTES`;
+def tokenise_batch(raw_rows: Sequence[Raw], origins: Sequence[str], settings: TokeniseSettings) -> list[dict[str, Any]]:
+    """Token rows of some raw rows of one data set, in their order, with the columns of `StepData.features` and `NOTES`;
     `origins` is "FILE, row N" of each, and `number` counts the raw rows given here. A raw row gives none, one or
-    several. A bad one, or a text that says why a row cannot be read, gives a single row without tokens, which is
-    UNUSABLE: its `problem` names the row and quotes it. Rows that the limit drops are included as DROPPED."""
+    several. A bad one gives a single row without tokens, which is UNUSABLE: its `problem` names the row and quotes it.
+    Rows that the limit drops are included as DROPPED."""
     made: list[dict[str, Any]] = []
     step, no_values = settings.step, dict.fromkeys(settings.columns)
     for number, (raw, origin) in enumerate(zip(raw_rows, origins, strict=True)):
@@ -132,11 +129,11 @@ def tokenise_batch(
         else:
             row = no_values | raw
             try:
-                for example in settings.form.read(row, step.use, origin):
+                for example in settings.form.read(row, step.use):
                     suffix = example.suffix
                     found += _token_rows(row, example, settings)
             except UserError as error:  # a ranked list with a bad answer gives no pair at all
-                problem = f"{origin}{suffix}: {str(error).removeprefix(f'{origin}: ')}; the row: {_shown(row)}"
+                problem = f"{origin}{suffix}: {error}; the row: {_shown(row)}"
             if step.flags.truncation == "error" and any(each["fitted"] == Fitted.DROPPED for each in found):
                 raise UserError(
                     f"{origin}: longer than the limit of {step.limit} tokens (--truncation error); the row: "

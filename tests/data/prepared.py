@@ -9,7 +9,6 @@ from datasets import Dataset
 
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.parts import BadRow
 from dschat_ppo.data.rows import ORIGIN, Rows, read_splits
 from dschat_ppo.data.sources import DataSource, open_set, parse_sources
 from dschat_ppo.data.streaming import StreamedRows
@@ -63,9 +62,7 @@ def load(tmp_path: Path, path: Path | str) -> Read:
     bad = []
 
     def good(rows: Rows) -> Rows:
-        bad.extend(
-            f"{shown_path(rows.table[n][ORIGIN])} {row}" for n, row in enumerate(rows) if isinstance(row, BadRow)
-        )
+        bad.extend(f"{shown_path(rows.table[n][ORIGIN])} {row}" for n, row in enumerate(rows) if isinstance(row, str))
         return rows.select([n for n, row in enumerate(rows) if isinstance(row, dict)])
 
     cache = str(tmp_path / "cache")

@@ -104,8 +104,8 @@ def test_scores_and_labels_choose_the_better_answer(name, changes, pair):
 )
 def test_rows_without_the_texts_are_bad(name, changes, words):
     row = EXPECTED[name][0]
-    with pytest.raises(UserError, match=f"^row 1: {words}"):
-        form_of([row], name=name).read(row | changes, "sft", "row 1")
+    with pytest.raises(UserError, match=f"^{words}"):
+        form_of([row], name=name).read(row | changes, "sft")
 
 
 def test_a_name_is_a_whole_part_of_a_path():

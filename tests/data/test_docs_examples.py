@@ -95,13 +95,13 @@ def test_an_example_is_read_as_the_page_shows(section):
         form = detect_form("data.jsonl", list(rows[0]), rows, has_template, DataFlags(["data.jsonl"], **flags))
         assert (form.name, set(form.uses)) == (section.name, section.uses)
         for use in form.uses:
-            found = form.read(rows[0], use, "data.jsonl, row 1")[0]
+            found = form.read(rows[0], use)[0]
             assert shown(found.prompt) == prompt, case
             assert list(found.answers) == shown_answers(use, answers), (case, use)
             assert form.rendering == ("text" if isinstance(found.prompt, str) else "chat")
         for use in {"sft", "preference", "unpaired", "steps", "prompt"} - set(form.uses):
             with pytest.raises(UserError, match="this step needs"):
-                form.read(rows[0], use, "data.jsonl, row 1")
+                form.read(rows[0], use)
 
 
 def test_the_page_lists_the_data_sets_of_deepspeed_chat():

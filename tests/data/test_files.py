@@ -17,8 +17,9 @@ import pytest
 from prepared import column, load, origins_of, source_of, write_jsonl
 
 from dschat_ppo.data import parts
-from dschat_ppo.data.parts import BadRow, FilePart, read_part
-from dschat_ppo.data.streaming import ALL, find_rows, raw_batches
+from dschat_ppo.data.parts import FilePart, Part, read_part
+from dschat_ppo.data.sources import open_set
+from dschat_ppo.data.streaming import ALL, first_rows, raw_batches
 from dschat_ppo.errors import UserError
 
 ROWS = [{"prompt": f"ask, {n}", "response": f"Grüße {n}"} for n in range(50)]
@@ -189,7 +190,7 @@ def test_what_cannot_be_read_is_a_bad_row(tmp_path, monkeypatch, kind, row, caus
         assert re.match(f"{path}, row {number} {cause}", bad) and "\n" not in bad and len(bad) < 500
     monkeypatch.setattr(parts, "BATCH_ROWS", 1)
     one, wrong, other = batches(path)
-    assert [isinstance(batch.rows[0], BadRow) for batch in (one, wrong, other)] == [False, True, False]
+    assert [isinstance(batch.rows[0], str) for batch in (one, wrong, other)] == [False, True, False]
     assert batches(path, one.place) == [wrong, other] and batches(path, wrong.place) == [other]
 
 
@@ -252,17 +253,19 @@ def test_files_of_different_kinds_need_the_same_columns(tmp_path):
         load(tmp_path, folder)
 
 
-def found_in(spec: str | Path, tmp_path: Path):
-    """The streamed set that a name means."""
-    return find_rows(source_of(spec), str(tmp_path / "cache"))
+def found_in(spec: str | Path, tmp_path: Path) -> tuple[list[Part], list[str]]:
+    """The parts of a streamed set, and its splits for evaluation."""
+    found = open_set(source_of(spec), str(tmp_path / "cache"), streaming=True)
+    groups, for_eval = found.chosen()
+    return first_rows(found, groups)[0], for_eval
 
 
 def test_the_files_of_a_folder_are_streamed_in_order_and_those_for_evaluation_left_out(tmp_path):
     for name, first in (("train-00001-of-00002", 10), ("train-00000-of-00002", 0), ("validation-00000-of-00001", 50)):
         (tmp_path / f"{name}.jsonl").write_bytes(lines(*({"n": first + n} for n in range(3))))
-    found = found_in(tmp_path, tmp_path)
-    assert [row["n"] for _, row in pairs(raw_batches(found.parts, ALL))] == [0, 1, 2, 10, 11, 12]
-    assert found.evaluation == ["validation"]
+    files, for_eval = found_in(tmp_path, tmp_path)
+    assert [row["n"] for _, row in pairs(raw_batches(files, ALL))] == [0, 1, 2, 10, 11, 12]
+    assert for_eval == ["validation"]
     for ending, words in (("@20", "@ROWS needs all rows"), ("[train[:10%]]", "reads whole splits")):
         with pytest.raises(UserError, match=words):
             found_in(f"{tmp_path}{ending}", tmp_path)
@@ -278,15 +281,15 @@ def test_a_data_set_on_the_hub_is_read_on_from_any_place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config: Builder())
     monkeypatch.setattr(parts, "BATCH_ROWS", 7)
-    found = found_in("org/name:main", tmp_path)
-    assert found.evaluation == ["test"] and "revision" in found.parts[0].content
-    whole = list(raw_batches(found.parts, ALL))
+    found, for_eval = found_in("org/name:main", tmp_path)
+    assert for_eval == ["test"] and "revision" in found[0].content
+    whole = list(raw_batches(found, ALL))
     assert pairs(whole) == [(f"org/name:main (train), row {n + 1}", {"n": n}) for n in range(60)]
     for number in range(1, len(whole)):
-        after = found_in("org/name:main", tmp_path).parts
+        after, _ = found_in("org/name:main", tmp_path)
         place = json.loads(json.dumps(whole[number - 1].place))
         assert pairs(raw_batches(after, ALL, place)) == pairs(whole[number:])
         assert pairs(raw_batches(after, ALL)) == pairs(whole), "and again from the start"
-    [part] = found_in("org/name:main", tmp_path).parts
+    [part], _ = found_in("org/name:main", tmp_path)
     for number, _, place in list(part.found(None))[:-1]:  # also in the middle of a table
         assert next(part.found(place))[0] == number + 1

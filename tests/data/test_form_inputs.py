@@ -108,7 +108,7 @@ def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
         form_of([{"prompt": "P", "chosen": "c", "rejected": "r"}], name="Dahoas/rm-static", system_message="Be brief.")
     plain = form_of([{"text": "Once."}], system_message="Be brief.")  # in a mixture with chats
     assert "--system_message does not apply" in plain.description
-    assert plain.read({"text": "Once."}, "sft", "row")[0].prompt == ""
+    assert plain.read({"text": "Once."}, "sft")[0].prompt == ""
 
 
 MARK = "stands nowhere else"
@@ -124,13 +124,13 @@ OF_REWARDS = {"response", "label", "reasoning"}
 def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
     """Either what the column holds is part of what is read, or the run ends with the column's name and a way out."""
     for column in OTHERS.keys() - section.rows[0].keys():
-        rows = [{**row, column: OTHERS[column]} for row in section.rows]
+        rows, form = [{**row, column: OTHERS[column]} for row in section.rows], None
         try:
             form = form_of(rows)
             uses = [use for use in form.uses if use != "unpaired"]
-            found = [example for use in uses for example in form.read(rows[0], use, "row 1")]
+            found = [example for use in uses for example in form.read(rows[0], use)]
         except UserError as problem:
-            assert "--" in str(problem) or str(problem).startswith("row 1: "), column
+            assert form is not None or "--" in str(problem), column
             kept = form_of(rows, ignore_columns=[column])
             assert kept.name == form_of(section.rows).name, column
             continue
@@ -157,10 +157,10 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
 def test_content_that_comes_after_the_first_rows_is_refused_too(column, empty, value, use):
     row = {"prompt": "Q: ", "response": "a", column: empty}
     form = form_of([row] * 21)
-    assert form.read(row, use, "row 21")
-    with pytest.raises(UserError, match=f"row 22: '{column}' holds content, .*--ignore_columns {column}"):
-        form.read({**row, column: value}, use, "row 22")
-    assert form_of([row] * 21, ignore_columns=[column]).read({**row, column: value}, use, "row 22")
+    assert form.read(row, use)
+    with pytest.raises(UserError, match=f"^'{column}' holds content, .*--ignore_columns {column}"):
+        form.read({**row, column: value}, use)
+    assert form_of([row] * 21, ignore_columns=[column]).read({**row, column: value}, use)
 
 
 def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
@@ -171,7 +171,7 @@ def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
     for one, other in ((row, late), (pair, {**pair, "messages": [user("Q:"), assistant("yes")]})):
         form = form_of([one] * 21)
         for use in form.uses:
-            assert form.read(other, use, "row 22") == form.read(one, use, "row 1")
+            assert form.read(other, use) == form.read(one, use)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_columns_that_change_nothing_are_named_as_unused(more):
     row = {"prompt": "Q:", "response": "a"}
     found = form_of([row | more])
     assert f"columns that training does not use: {', '.join(map(repr, more))}" in found.description
-    assert found.read(row | more, "sft", "row") == form_of([row]).read(row, "sft", "row")
+    assert found.read(row | more, "sft") == form_of([row]).read(row, "sft")
     for label in (1, "negative"):  # as in IMDB
         found = form_of([{"text": "A fine film.", "label": label}])
         assert found.name == "text" and "columns that training does not use: 'label'" in found.description

@@ -40,7 +40,7 @@ def test_kto_rows_as_messages():
     row = {"prompt": "Where is the lamp?", "completion": [HALL], "label": True}
     assert read([row], "unpaired") == [Example([ASK], ["In the hall."], labels=(1.0,))]
     assert read([row], "prompt") == [Example([ASK], [])], "for all uses, and it needs no answer"
-    assert form_of(KTO).read({"prompt": "Where?"}, "prompt", "row") == [Example("Where?", [])]
+    assert form_of(KTO).read({"prompt": "Where?"}, "prompt") == [Example("Where?", [])]
     conversation = {"messages": [ASK, HALL], "label": True, "prompt": ASK["content"], "completion": HALL["content"]}
     assert read([conversation], "unpaired") == read([row], "unpaired")
 

@@ -35,7 +35,7 @@ def test_rows_of_real_shape_give_these_examples(name, use):
     assert (form.name, form.rendering) == (fixture.form, fixture.rendering)
     assert form.description.startswith(f"form {form.name} (") and "\n" not in form.description
     if expected is None:
-        with pytest.raises(UserError, match=r"d\.jsonl"):
+        with pytest.raises(UserError, match=r"d\.jsonl|ends with a message of role 'user'"):
             read(fixture.rows, use, has_template=fixture.has_template)
     else:
         assert read(fixture.rows, use, has_template=fixture.has_template) == expected
@@ -141,8 +141,8 @@ BAD = [
 def test_bad_rows_are_named_with_what_is_wrong(case):
     row, use, words, first = case if len(case) == 4 else (*case, [case[0]])
     form = form_of([{"text": f"{HH} a"}, *first] if "text" in row else first)
-    with pytest.raises(UserError, match=rf"^d\.jsonl, row 17: .*{words}") as caught:
-        form.read(row, use, "d.jsonl, row 17")
+    with pytest.raises(UserError, match=words) as caught:
+        form.read(row, use)
     assert "\n" not in str(caught.value)
 
 

@@ -25,7 +25,7 @@ def test_column_flags_name_prompt_and_answers():
 def test_a_flag_that_names_the_answer_of_a_form_leaves_the_form(row, column, name):
     form = form_of([row], response_column=column)
     assert (form.name, form.warning) == (name, "")
-    assert form.read(row, "sft", "row") == form_of([row]).read(row, "sft", "row")
+    assert form.read(row, "sft") == form_of([row]).read(row, "sft")
     assert form_of([row | {"prompt": "Q:"}], response_column=column).name == "prompt_response"
     assert form_of([row | {"response": "other"}], response_column=column).name == name
     with pytest.raises(UserError, match=r"'text' holds content, 'Why\?', that the form .*--ignore_columns text"):
@@ -128,10 +128,10 @@ def test_text_prompts_have_no_place_for_a_system_message_or_tools():
         assert example.prompt == (found or [user("a b")]) and example.tools == (None if found else value)
         assert read([row], "prompt", ignore_columns=[column]) == [Example("a b", [])]
         form = form_of([{"prompt": "a b", column: None}])
-        with pytest.raises(UserError, match=f"^row 30: '{column}' holds content"):
-            form.read(row, "prompt", "row 30")
-    with pytest.raises(UserError, match="row 2: 'tools' is str .'a hammer'.; .*; --ignore_columns tools"):
-        form_of([{"prompt": [ASK], "tools": []}]).read({"prompt": [ASK], "tools": "a hammer"}, "prompt", "row 2")
+        with pytest.raises(UserError, match=f"^'{column}' holds content"):
+            form.read(row, "prompt")
+    with pytest.raises(UserError, match="^'tools' is str .'a hammer'.; .*; --ignore_columns tools"):
+        form_of([{"prompt": [ASK], "tools": []}]).read({"prompt": [ASK], "tools": "a hammer"}, "prompt")
 
 
 # The correct answer
@@ -162,6 +162,6 @@ def test_a_form_can_be_pickled_and_identified():
     for form in forms:
         again = pickle.loads(pickle.dumps(form))
         assert again.identity == form.identity
-    assert again.read(ALPACA, "sft", "row") == form.read(ALPACA, "sft", "row")
+    assert again.read(ALPACA, "sft") == form.read(ALPACA, "sft")
     assert len({form.identity for form in forms}) == 4
     assert form_of([QUESTION]).identity == forms[0].identity

@@ -93,12 +93,12 @@ def test_the_form_serves_all_steps_leaves_rows_out_and_its_identity_is_that_of_i
     flags = DataFlags(["tickets.jsonl"], data_format=of_flag("--data_format"))
     alike = TICKET | {"replies": TICKET["replies"][:1]}
     form = detect_form("tickets.jsonl", list(TICKET), [alike, TICKET], False, flags)
-    assert form.read(alike, "preference", "row 0") == []
-    [pair] = form.read(TICKET, "preference", "row 1")
+    assert form.read(alike, "preference") == []
+    [pair] = form.read(TICKET, "preference")
     assert (pair.prompt, pair.answers) == ("The lid is broken.", ["We send one.", "No."])
-    assert form.read(TICKET, "prompt", "row 1")[0].prompt == "The lid is broken."
-    with pytest.raises(UserError, match=r"row 2: tickets.py:read raised KeyError: 'replies' \(.*tickets.py:3\)"):
-        form.read({"ticket": "?"}, "prompt", "row 2")
+    assert form.read(TICKET, "prompt")[0].prompt == "The lid is broken."
+    with pytest.raises(UserError, match=r"^tickets.py:read raised KeyError: 'replies' \(.*tickets.py:3\)"):
+        form.read({"ticket": "?"}, "prompt")
     (files / "tickets.py").write_text(FILES["tickets.py"] + "\n")
     assert detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags).identity != form.identity
 
