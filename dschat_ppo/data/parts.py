@@ -164,7 +164,7 @@ class FilePart:
                         else:
                             row = _checked(_DECODER.decode(filled.decode("utf-8-sig")))
                     except (RecursionError, ValueError) as problem:
-                        row = str(_refusal(problem, filled))
+                        row = str(_refusal(problem, filled.decode("utf-8-sig", "ignore")))
                     yield number, row, [offset, number]
             return
         after = place or 0
@@ -198,9 +198,9 @@ def _constant(name: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
-def _refusal(problem: Exception, content: bytes = b"") -> UserError:
+def _refusal(problem: Exception, text: str = "") -> UserError:
     """What is wrong with a line or file, and the text around the place. A byte that is not UTF-8 is shown as a
-    backslash, x and its number; all other errors are those of JSON in `content`."""
+    backslash, x and its number; all other errors are those of JSON in `text`."""
     if isinstance(problem, UserError):
         return problem
     if isinstance(problem, UnicodeDecodeError):
@@ -208,8 +208,7 @@ def _refusal(problem: Exception, content: bytes = b"") -> UserError:
         return UserError(f"is not UTF-8 text (save the file as UTF-8): {around.decode(errors='backslashreplace')!r}")
     # also Infinity, nesting that is too deep, or a number of more than 4,300 digits
     reason, place = in_one_line(problem).replace("line 1 column", "column"), getattr(problem, "pos", 0)
-    near = content.decode("utf-8-sig")[max(0, place - _AROUND) : place + _AROUND]
-    return UserError(f"is not JSON ({reason}): {near!r}")
+    return UserError(f"is not JSON ({reason}): {text[max(0, place - _AROUND) : place + _AROUND]!r}")
 
 
 def _attempt(make: Callable[..., Row], content: Any) -> Raw:
@@ -280,11 +279,13 @@ def _json_rows(path: Path) -> Numbered:
     """The rows of an array or object, all in memory. An object is one row, or columns as pandas writes them, such as
     {"a": {"0": 5, "1": 6}}."""
     with _opened(path) as file:
-        content = file.read()
+        content, text = file.read(), ""
     try:
-        value = _DECODER.decode(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
+        del content  # perhaps gigabytes
+        value = _DECODER.decode(text)
     except (RecursionError, ValueError) as problem:
-        wrong = _refusal(problem, content)
+        wrong = _refusal(problem, text)
         raise UserError(f"{wrong}; a .json file is one array, one object, or one object on each line") from None
     columns = list(value.values()) if isinstance(value, dict) else []
     numbers = list(columns[0]) if columns and isinstance(columns[0], dict) else []

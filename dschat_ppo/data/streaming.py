@@ -345,10 +345,10 @@ def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
 
 def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
-    found = tokenise_batch(batch.rows, batch.origins, settings)
+    found, names = tokenise_batch(batch.rows, batch.origins, settings), list(settings.step.features)
     problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)
     counts += Counter({NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(problems)})
-    kept = [{name: row[name] for name in settings.step.features} for row in made if row["fitted"] != Fitted.DROPPED]
+    kept = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
     return kept, counts, problems[0] if problems else ""
