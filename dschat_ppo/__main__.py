@@ -40,7 +40,6 @@ TOOLS = {  # the modules of dschat_ppo.tools
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; returns the exit code."""
     words = list(argv)
     while words and words[0].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
         words = words[1:]
@@ -61,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def commands() -> str:
-    """The text of `--help`."""
     width = max(map(len, [*TRAINING, *TOOLS])) + 2
     lines = ["usage: python -m dschat_ppo COMMAND ...", "       deepspeed --module dschat_ppo COMMAND ..."]
     for heading, known in (("training", TRAINING), ("tools", TOOLS)):

@@ -138,7 +138,6 @@ def start(step: str, argv: Sequence[str]) -> int:
 
 
 def _run_here(step: str, words: Sequence[str]) -> int:
-    """Run the one rank in this process."""
     try:
         code = run_training(step, words)
     except KeyboardInterrupt:  # before the run takes it for a request to stop

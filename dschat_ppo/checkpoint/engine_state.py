@@ -102,7 +102,6 @@ def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file with the state of one rank."""
     return f"rank_{rank}.pt"
 
 
@@ -151,7 +150,6 @@ def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: Any) -> None:
-    """Require the states of exactly the parameters that train here, and of all buffers."""
     own, saved = _shapes_of(engine), common["shapes"]
     differing = [name for name in {**own, **saved} if saved.get(name) != own.get(name)]
     differing += sorted(_buffers_of(engine.module).keys() ^ common["buffers"].keys())

@@ -153,7 +153,6 @@ class CheckpointManager:
             self._save()
 
     def stop_requested(self) -> bool:
-        """Whether any rank received a stop request."""
         return self._any([stop_requests.requested()])[0]
 
     def stop_if(self, reason: str | None) -> None:

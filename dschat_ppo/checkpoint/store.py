@@ -35,7 +35,6 @@ class FileEntry(TypedDict):
 
 
 def describe_file(path: Path) -> FileEntry:
-    """The entry of a file in `Manifest.files`."""
     return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
@@ -77,7 +76,6 @@ def _seal(content: dict[str, Any]) -> str:
 
 
 def _read_manifest(folder: Path) -> Manifest | str:
-    """The manifest of a checkpoint folder, or its fault."""
     try:
         if not (folder / MANIFEST).is_file():
             return f"{MANIFEST} is missing"
@@ -149,7 +147,6 @@ class CheckpointFolder:
         return self.root / f"{name}{PARTIAL}"
 
     def make_partial(self, name: str, parts: Iterable[str] = ()) -> Path:
-        """Make that folder anew, with these folders in it."""
         remove_folder(path := self.partial(name))
         for folder in (path, *(path / part for part in parts)):
             folder.mkdir(parents=True)

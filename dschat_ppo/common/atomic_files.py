@@ -33,7 +33,6 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     for block in read_blocks(path):
         digest.update(block)
@@ -133,7 +132,6 @@ def replace_folder(folder: Path, finished: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and its content, if it exists."""
     if folder.exists():
         with watchdog_paused():
             shutil.rmtree(folder)

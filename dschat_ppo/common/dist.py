@@ -90,7 +90,6 @@ def shutdown() -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks."""
     if torch_dist.is_initialized():
         by_nccl = torch_dist.get_backend() == "nccl"  # it would guess the device, and warn
         torch_dist.barrier(device_ids=[torch.cuda.current_device()] if by_nccl else None)

@@ -43,7 +43,6 @@ def exit_code_of(work: Callable[[], int | None]) -> int:
 
 
 def exit_code(problem: BaseException) -> int:
-    """The exit code of a run that ends with this exception."""
     if isinstance(problem, StopRequested):
         return DONE
     if isinstance(problem, StorageError) or any(text in str(problem) for text in _CANNOT_WRITE):

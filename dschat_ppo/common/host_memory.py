@@ -57,7 +57,6 @@ def _text(file: Path) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None without it, or where it says that there is no limit."""
     text = _text(file)
     return int(text) if text.isdecimal() else None
 

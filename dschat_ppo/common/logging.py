@@ -135,7 +135,6 @@ def quiet_prints() -> Iterator[None]:
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Two columns under a title, as text."""
     pairs = list(rows)
     width = max(len(left) for left, _ in pairs)
     return "\n".join([title] + [f"  {left.ljust(width)}  {right}" for left, right in pairs])

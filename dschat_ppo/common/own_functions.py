@@ -29,7 +29,6 @@ def named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
 
 @cache
 def own_function(flag: str, name: str) -> Any:
-    """The function that `FILE.py:FUNCTION` names."""
     path, _, function = name.rpartition(":")
     if not os.path.isfile(path):
         raise UserError(f"{flag} {name}: there is no file {path}")

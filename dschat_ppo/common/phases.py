@@ -89,7 +89,6 @@ class PhaseClock:
         heartbeat()
 
     def count_tokens(self, name: str, tokens: float) -> None:
-        """Add this rank's tokens to a phase."""
         self.tokens[name] = self.tokens.get(name, 0.0) + tokens
 
     def take(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:

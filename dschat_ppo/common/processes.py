@@ -35,7 +35,6 @@ class Process:
 
 
 def find_process(pid: int) -> Process | None:
-    """The process of this number; None if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

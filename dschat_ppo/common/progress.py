@@ -83,7 +83,6 @@ class Progress:
         return "" if each is None else duration(each * (self.total - self.done))
 
     def text(self) -> str:
-        """The whole line."""
         parts = [f"{self.title} {self.unit} {self.done}/{self.total} ({100 * self.done // max(self.total, 1)} %)"]
         each = self.seconds_per_step
         if self.phase:

@@ -52,7 +52,6 @@ def install() -> None:
 
 
 def reset() -> None:
-    """Forget all requests."""
     vars(_REQUESTS).update(vars(_Requests()))
 
 

@@ -195,7 +195,6 @@ class AlgorithmFlags:
 
     @property
     def whitens(self) -> bool:
-        """Whether advantages are whitened."""
         return self.whiten_advantages and self.advantage_estimator in WHITENED
 
     @property

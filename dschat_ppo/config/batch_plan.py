@@ -55,7 +55,6 @@ class SupervisedPlan:
         return self.max_steps or times(self.steps_per_epoch, self.flags.num_train_epochs)
 
     def table(self) -> list[tuple[str, str]]:
-        """The plan as (name, arithmetic) lines for the log."""
         steps, row, lines = self.steps_per_epoch, "row", []
         if self.packing is not None:
             row, room = "packed row", self.rows * self.packing.capacity
@@ -93,7 +92,6 @@ class PPOPlan:
 
     @property
     def samples(self) -> int:
-        """Answers per prompt."""
         return self.flags.n_samples_per_prompt
 
     @property
@@ -150,7 +148,6 @@ class PPOPlan:
         return (self.ppo_steps - self.warmup_rollouts) * self.updates_per_rollout
 
     def table(self) -> list[tuple[str, str]]:
-        """The plan as (name, arithmetic) lines for the log."""
         flags, ranks = self.flags, counted(self.world_size, "rank")
         rows, passes = self.rows_per_rank, counted(flags.ppo_epochs, "epoch")
         device = "device" if self.shared == 1 else "group"

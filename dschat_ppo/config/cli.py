@@ -260,7 +260,6 @@ def help_text(step: str, parser: FlagParser, topic: str) -> str:
 
 
 def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
-    """The usual flags of the step, one line each."""
     known, (title, program) = {flag.dest: flag for flag in flags}, TITLES[step]
     usual = {heading: names.split() for heading, names in USUAL[step].items()}
     column = max(len(name) for names in usual.values() for name in names) + 2

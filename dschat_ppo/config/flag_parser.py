@@ -249,7 +249,6 @@ def values_of(kind: Any) -> dict[str, Any]:
 
 
 def _choice_of(choices: tuple[Any, ...], text: str) -> Any:
-    """The choice that `text` names."""
     choice = next((choice for choice in choices if str(choice) == text), text)
     if choice not in choices:
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r}")

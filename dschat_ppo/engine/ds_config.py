@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, reading

@@ -53,7 +53,6 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have metrics, ascending."""
         return list(self.times)
 
     @property
@@ -168,7 +167,6 @@ def _answers(path: Path, damaged: Counter[str], of_line: Callable[[dict[str, Any
 
 
 def _sampled(line: dict[str, Any]) -> list[Answer]:
-    """The answer of one line of `samples.jsonl`."""
     scores = {str(name): number_or_none(score) for name, score in line["scores"].items()}
     score, kl, prompt, text = number_or_none(line["score"]), number_or_none(line["kl"]), line["prompt"], line["answer"]
     ended, tokens = str(line["ended"]), int(line["length"])

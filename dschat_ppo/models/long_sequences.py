@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dschat_ppo.common.dist import world_size
-from dschat_ppo.config.memory_flags import MemoryFlags, possible_sizes
+from dschat_ppo.config.run_flags import MemoryFlags, possible_sizes
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import accepts, backbone_of

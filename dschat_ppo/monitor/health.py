@@ -95,7 +95,6 @@ def find(rule: Rule, history: History) -> str | None:
 
 
 def _beyond_threshold(rule: Rule, history: History) -> str | None:
-    """Compare the metric of a rule with the threshold alone."""
     limit = history.limits[rule.name]
     value = history.now.get(rule.metric, limit)
     if not (value > limit if rule.comparison == "above" else value < limit):
@@ -313,7 +312,6 @@ class HealthWatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()`."""
         self.history = replace(
             self.history, past=deque(state["past"], self.history.window),
             lowest_loss=state["lowest"].get("loss", math.inf), evaluations=list(state["evaluations"]),

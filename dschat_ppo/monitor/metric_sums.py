@@ -92,7 +92,6 @@ class MetricSums:
         return changed
 
     def merge(self, other: MetricSums) -> None:
-        """Add everything in `other`."""
         for kind, named in other._sums.items():
             for name, part in named.items():
                 self._add(kind, name, part)

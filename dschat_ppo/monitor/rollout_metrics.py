@@ -102,7 +102,6 @@ def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, 
 
 
 def _kl(rows: Experience, data_sources: Sequence[str]) -> dict[str, Tensor]:
-    """The metrics of `kl_metrics` on the device."""
     if rows.ref_logprobs is None:
         return {}
     mask, logprobs = rows.response_mask, rows.policy_logprobs

@@ -28,7 +28,6 @@ class StepTrace:
 
     @property
     def file(self) -> Path:
-        """The trace of this rank."""
         return self.output / FOLDER / f"step_{self.step}_rank_{rank()}.json.gz"
 
     def around(self, steps: Iterable[Item], first: int) -> Iterator[Item]:

@@ -113,7 +113,6 @@ class WandbTracker:
         self._next = max(start.written + 1, self._run.step if library == "wandb" else 0) if saved else 0
 
     def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
-        """Write one step and some of its answers. NaN and infinity are written as the library has them."""
         if step < self._next:
             return
         data: dict[str, Any] = dict(metrics)
@@ -143,7 +142,6 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
-        """As `WandbTracker.write`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         if answers:

@@ -66,7 +66,6 @@ class ModelParts:
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.embedding + sum(self.layers) + self.head + self.other
 
 

@@ -71,7 +71,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether each phase fits into device and host memory."""
         return self.missing == 0
 
     def shortages(self) -> list[str]:
@@ -85,7 +84,6 @@ class Plan:
         ][::-1]
 
     def peak_text(self) -> str:
-        """The peaks, and the memory that there is."""
         *device, host = (f"{_gib(needs)} of {_gib(memory)}" for _, needs, memory in self.peaks)
         return ", ".join([*(f"{each} per device" for each in device), f"{host} of host memory"])
 

@@ -27,7 +27,6 @@ class Phase:
     once: int = 0  # bytes of host memory that rank 0 alone needs
 
     def add(self, role: str, part: str, memory: Memory) -> None:
-        """Add memory to a part of a role."""
         if memory.device or memory.host:
             self.held[role, part] = self.held.get((role, part), Memory()) + memory
 

@@ -52,7 +52,6 @@ class FirstFailureRecord:
         return self._failure
 
     def read(self) -> FirstFailure | None:
-        """The first failure, or None."""
         if self._failure is None:
             with suppress(OSError):
                 self._failure = FirstFailure(**json.loads((self.folder / FAILURE).read_text(encoding="ascii")))

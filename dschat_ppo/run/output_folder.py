@@ -285,7 +285,6 @@ class KeptModels:
 
     @property
     def best(self) -> Path:
-        """Folder of the best models."""
         return self.output / BEST
 
     def is_due(self, step: int) -> bool:

@@ -76,7 +76,6 @@ def _loggers() -> list[logging.Logger]:
 
 
 def close_log() -> None:
-    """Close the log, if it is open."""
     while _OPEN:
         handler = _OPEN.pop()
         for log in _loggers():
@@ -88,7 +87,6 @@ def close_log() -> None:
 
 
 def log_path() -> Path | None:
-    """The open log file, or None."""
     return _OPEN[-1].path if _OPEN else None
 
 

@@ -26,8 +26,7 @@ from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.common.paths import VALIDATION, shown_path
 from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
-from dschat_ppo.config.memory_flags import check_sequence_parallel_size
-from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags, check_sequence_parallel_size
 from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.cpu_kernels.library import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
@@ -161,7 +160,6 @@ class Session:
 
     @property
     def trace(self) -> StepTrace:
-        """Records the step of `--profile`, if it is given."""
         return StepTrace(self.output, self.run.profile)
 
     @contextmanager

@@ -51,7 +51,6 @@ class _Watchdog:
         self._arm_faulthandler()
 
     def end(self) -> None:
-        """End the thread and disarm faulthandler."""
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -163,7 +162,6 @@ def start(seconds: float) -> None:
 
 
 def stop() -> None:
-    """End the thread, if it runs."""
     while _WATCHDOGS:
         _WATCHDOGS.pop().end()
 

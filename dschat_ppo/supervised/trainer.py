@@ -24,8 +24,7 @@ from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan
 from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags
-from dschat_ppo.config.schedule_flags import ScheduleFlags
-from dschat_ppo.config.steps import FitConfig
+from dschat_ppo.config.steps import FitConfig, ScheduleFlags
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import (
     PackingPlan,

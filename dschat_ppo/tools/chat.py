@@ -49,7 +49,6 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
 
 
 def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags) -> None:
-    """Load the models and chat until the user ends it."""
     # after the flags are checked: these imports take seconds
     import torch
 
@@ -71,7 +70,6 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Chat; returns the exit code."""
     try:
         return exit_code_of(lambda: chat(*read_arguments(argv)))
     except KeyboardInterrupt:  # while loading

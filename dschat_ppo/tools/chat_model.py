@@ -97,7 +97,6 @@ class ChatModel:
         self.ends = end_ids(self.tokenizer, self.model)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation. A system message needs a chat template."""
         if self.has_template:
             return encode_prompt(self.tokenizer, messages)
         if any(message["role"] == "system" for message in messages):

@@ -46,12 +46,10 @@ class SavedRun:
     config: Any
 
     def averages(self) -> Iterator[dict[str, Tensor]]:
-        """The parts of the actor's moving average, rank by rank."""
         for rank in range(self.manifest.world_size):
             yield load_state(self.folder / rank_file(rank), mapped=True).get("actor_average") or {}
 
     def roles(self) -> list[str]:
-        """The models that can be exported."""
         trained = [role for role in ROLES if (self.folder / role).is_dir()]
         return trained + (["actor_ema"] if "actor" in trained and any(self.averages()) else [])
 

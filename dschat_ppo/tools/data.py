@@ -69,7 +69,6 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments `argv`; returns its exit code."""
     return exit_code_of(lambda: show(*read_words(argv)))
 
 

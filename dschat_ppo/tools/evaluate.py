@@ -60,7 +60,6 @@ class EvaluationFlags:
 
 
 def read_arguments(argv: Sequence[str]) -> Wanted:
-    """Parse the command line."""
     parser = flag_parser([EvaluationFlags], prog="python -m dschat_ppo.tools.evaluate", description=__doc__)
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]"
     add_sampling_flags(parser)
@@ -89,7 +88,6 @@ def _of(group: type, words: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate; returns the exit code."""
     return exit_code_of(lambda: _evaluate(read_arguments(argv)))
 
 

@@ -56,7 +56,6 @@ class Share:
 
     @classmethod
     def of(cls, share: float, count: int) -> Share:
-        """With Wilson's interval."""
         return cls(share, *wilson_interval(share, count), count)
 
 
@@ -214,7 +213,6 @@ def _answer(
 
 
 def shown(share: Share | None) -> str:
-    """A share with its interval, in percent."""
     return "" if share is None else f"{100 * share.share:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
 
 
@@ -242,7 +240,6 @@ def model_table(found: Evaluated) -> list[list[str]]:
 
 
 def table(found: Evaluated) -> list[str]:
-    """The table as lines of text."""
     rows = model_table(found)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -279,5 +276,4 @@ def answer_lines(found: Evaluated, count: int) -> list[str]:
 
 
 def json_of(found: Evaluated) -> str:
-    """Everything, as JSON."""
     return json.dumps(finite_or_null(asdict(found)), indent=1)

@@ -20,7 +20,6 @@ from dschat_ppo.common.exit_codes import exit_code_of
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments `argv`; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dschat_ppo.tools.export", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

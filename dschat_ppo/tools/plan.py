@@ -49,7 +49,6 @@ def size_of(text: str) -> int:
 
 
 def count_of(text: str) -> int:
-    """A number above 0."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return int(text)
@@ -80,12 +79,10 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def step_config(step: str, rest: Sequence[str]) -> Any:
-    """The configuration of the step of `--step`."""
     return parse(STEPS[step], rest, given={"data_path": ["DATA"], "output_dir": "output"})
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan and print; returns the exit code."""
     return exit_code_of(lambda: _print_plan(*read_words(argv)))
 
 

@@ -18,7 +18,6 @@ from dschat_ppo.errors import reading
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments `argv`; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dschat_ppo.tools.replay", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

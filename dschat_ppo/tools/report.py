@@ -21,7 +21,6 @@ from dschat_ppo.html_report.page import write_report
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments `argv`; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dschat_ppo.tools.report",
         description="Show or compare runs in one HTML file that needs no network.",

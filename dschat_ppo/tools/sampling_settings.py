@@ -43,7 +43,6 @@ class SamplingSettings:
 
     @property
     def sampling(self) -> SamplingParameters:
-        """How tokens are drawn."""
         from dschat_ppo.rollout.sampling import SamplingParameters
 
         return SamplingParameters(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
@@ -77,7 +76,6 @@ class Wanted:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each setting."""
     group = parser.add_argument_group("sampling")
     for field in fields(SamplingSettings):
         kind, _, _, what = RANGES[field.name]

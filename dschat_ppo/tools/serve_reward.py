@@ -5,8 +5,7 @@
 POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number, ...]}`. As in OpenRLHF's API, the
 request may also hold "prompts" and "labels"; they have no effect. Each text is scored at its final token: the chat
 template's end-of-turn token if the text contains one, otherwise EOS. GET /health replies `{"status": "ok"}`. Errors are
-FastAPI's: status 422 (invalid request), 400 (another host), 403 (a page of a web site), 404 (another path) or 500 (the
-model failed).
+FastAPI's: status 422 (invalid request), 400 (another host), 404 (another path) or 500 (the model failed).
 
 There is no authentication and no encryption: anyone who can reach the port can use the model. The server therefore
 listens only on this machine unless `--host` names another address.
@@ -55,34 +54,16 @@ def server_options(app: Any) -> Any:
     return uvicorn.Config(app, log_level="warning", access_log=False, loop="asyncio", http="h11", ws="none")
 
 
-def refuse_web_sites(app: Any, host: str) -> None:
-    """Let an application that listens on `host` answer no page of a web site. A browser sends some requests, such as
-    uploads, to any address for any page, and says whose they are: status 403. A web site can also give a name of its
-    own the address of this machine, and would then be allowed to read the replies: on this machine, requests for
-    another name than `_OWN_NAMES` get status 400."""
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.responses import PlainTextResponse
-
-    if host in _OWN_NAMES:  # clients of another address choose its name
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"])  # as a Host header has it
-
-    @app.middleware("http")
-    async def same_origin(request: Any, call_next: Any) -> Any:
-        site, origin = request.headers.get("sec-fetch-site", "none"), request.headers.get("origin")
-        foreign = origin is not None and origin.partition("://")[2] != request.headers.get("host")
-        if foreign or site not in ("none", "same-origin"):
-            return PlainTextResponse("requests of web sites are refused", 403)
-        return await call_next(request)
-
-
 def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0.0.1") -> Any:
     """The ASGI application of the server, which listens on `host`. `score` is called in one thread at a time. If it
     raises, the reply is status 500, and the log has the traceback."""
     from fastapi import Body, FastAPI, HTTPException
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     app = FastAPI(openapi_url=None)  # without its pages of documentation, which load scripts from the network
     turn, texts = asyncio.Lock(), Body(embed=True)
-    refuse_web_sites(app, host)
+    if host in _OWN_NAMES:  # a web site can give a name of its own the address of this machine, to read scores
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"])  # as a Host header has it
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -104,7 +85,6 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
 
 
 def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Serve a reward model over HTTP, for --remote_reward_url. Needs the extra serve."
     )
@@ -139,7 +119,6 @@ def serve(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve; returns the exit code."""
     return exit_code_of(lambda: serve(argv))
 
 

@@ -19,9 +19,8 @@ from dschat_ppo.config.algorithm_flags import (
 )
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags, thresholds
-from dschat_ppo.config.memory_flags import possible_sizes
-from dschat_ppo.config.run_flags import BestFlags, BestMetric, ConsoleFlags
-from dschat_ppo.config.schedule_flags import ScheduleFlags
+from dschat_ppo.config.run_flags import BestFlags, BestMetric, ConsoleFlags, possible_sizes
+from dschat_ppo.config.steps import ScheduleFlags
 
 
 def test_the_choices_are_the_implemented_estimators_losses_and_kl_forms():

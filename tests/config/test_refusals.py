@@ -5,7 +5,7 @@ import pytest
 from command_lines import read
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.memory_flags import MemoryFlags, check_sequence_parallel_size
+from dschat_ppo.config.run_flags import MemoryFlags, check_sequence_parallel_size
 from dschat_ppo.errors import UserError
 
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"

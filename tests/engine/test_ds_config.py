@@ -10,7 +10,7 @@ from config.command_lines import NEEDED
 from deepspeed import DeepSpeedConfig
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.engine.ds_config import (
     DERIVED,
     KNOWN,

@@ -14,7 +14,7 @@ from rows_alone import model_of, rollout
 from tiny_models import KINDS, new_model
 from torch.nn.functional import scaled_dot_product_attention
 
-from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, segment_attention

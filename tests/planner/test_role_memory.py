@@ -8,7 +8,7 @@ from one_rank import one_rank  # noqa: F401
 from planned_role import PARTS, role
 from torch import nn
 
-from dschat_ppo.config.memory_flags import MemoryFlags
+from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.models.loading import DTYPES
