@@ -10,7 +10,6 @@ Ctrl-C it returns 130, so that a shell does not go on with the next step.
 from __future__ import annotations
 
 import base64
-import ctypes
 import json
 import os
 import pkgutil
@@ -18,9 +17,10 @@ import runpy
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 from dschat_ppo.common import stop_requests
 from dschat_ppo.common.exit_codes import INTERRUPTED, exit_code
@@ -40,8 +40,6 @@ TRAINERS = {  # imported after the flags are parsed, so that `--help` and wrong 
     "ppo": "dschat_ppo.ppo.train_ppo:train_ppo",
 }
 FLAGS = ("--num_accelerators", "--num-accelerators", "--num_gpus", "--num-gpus")
-AMD_DEVICE = Path("/dev/kfd")
-NVIDIA_DRIVER = "libcuda.so.1"
 
 
 def run_training(step: str, argv: Sequence[str]) -> int:
@@ -71,26 +69,14 @@ def train(step: str, config: StepConfig) -> None:
         run(config)
 
 
-@contextmanager
-def _ranks_of(run: RunFlags) -> Iterator[None]:
+def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:
     """In the block, the number of ranks is `--dry_run_ranks`, if the flag is given: on machines with as many ranks as
     each machine of the launch has, if that has several, else all on one."""
     if run.dry_run_ranks is None:
-        yield
-        return
+        return nullcontext()
     whole, local = run.dry_run_ranks, local_world_size()
     several = local < world_size() and whole % local == 0
-    values = {"WORLD_SIZE": str(whole), "LOCAL_SIZE": str(local if several else whole)}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return patch.dict(os.environ, WORLD_SIZE=str(whole), LOCAL_SIZE=str(local if several else whole))
 
 
 def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -119,14 +105,11 @@ def start(step: str, argv: Sequence[str]) -> int:
             if count is not None:
                 raise UserError("--num_accelerators: a launcher has started this rank, and sets the number of ranks")
             return run_training(step, words)
+        config = parse(step, words)  # before any rank starts, so that each error is printed once
         ranks = number_of_ranks(count)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return exit_code(problem)
-    try:
-        config = parse(step, words)  # before any rank starts, so that each error is printed once
-    except UserError:
-        return run_training(step, words)  # prints it
     if config.run.dry_run and config.run.dry_run_ranks is None:
         words += ["--dry_run_ranks", str(ranks)]
     if config.run.dry_run or ranks == 1:
@@ -177,20 +160,12 @@ def number_of_ranks(count: int | None) -> int:
 
 
 def count_gpus() -> int:
-    """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU. Without
-    torch on NVIDIA's GPUs, because its import takes a second."""
+    """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU."""
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0
-    if AMD_DEVICE.exists():
-        import torch
+    import torch  # not at the top, so that --help and wrong flags do not wait for it
 
-        return torch.cuda.device_count()
-    count = ctypes.c_int()
-    with suppress(OSError):  # there is no NVIDIA driver
-        cuda = ctypes.CDLL(NVIDIA_DRIVER)
-        if cuda.cuInit(0) == 0:
-            cuda.cuDeviceGetCount(ctypes.byref(count))
-    return count.value
+    return torch.cuda.device_count()
 
 
 def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) -> list[str]:

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+import torch
 from launch import ROOT, environment
 
 from dschat_ppo import commands
@@ -73,8 +73,8 @@ def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine, capsys):
     assert "DS_ACCELERATOR" not in os.environ
     assert start("sft", [*SFT, "--num_accelerators", "5"]) == 2
     assert "--num_accelerators 5: this machine has 4 GPUs" in capsys.readouterr().err
-    start("sft", [*SFT, "--no_such_flag"])
-    assert commands.ran == [("sft", [*SFT, "--no_such_flag"])]  # before ranks start, and it prints the error
+    assert start("sft", [*SFT, "--no_such_flag"]) == 2
+    assert "unknown flag or value: --no_such_flag" in capsys.readouterr().err
 
 
 def test_ranks_on_a_cpu_need_the_flag(machine, monkeypatch):
@@ -149,13 +149,11 @@ def test_the_launcher_returns_130_after_ctrl_c_alone(tmp_path, number, code):
 
 
 def test_the_environment_hides_gpus(machine, monkeypatch):
-    monkeypatch.setattr(commands, "NVIDIA_DRIVER", "no_such_library.so")
-    monkeypatch.setattr(commands, "AMD_DEVICE", Path("/no/such/device"))
-    assert count_gpus() == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert count_gpus() == 3
     assert visible_devices(2) == [0, 1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5,7")
     assert [visible_devices(ranks) for ranks in (2, 3)] == [["2", "GPU-5"], ["2", "GPU-5", "7"]]
-    monkeypatch.setattr(commands.ctypes, "CDLL", lambda name: pytest.fail("the driver is not asked"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert count_gpus() == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
