@@ -1,14 +1,15 @@
-"""Batch plan: global batch sizes and numbers of steps, from the flags and the number of ranks."""
+"""Batch plan of step 3: global batch sizes and numbers of steps, from the flags and the number of ranks. (That of steps
+1 and 2 is in `supervised/trainer.py`.)"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, gcd
+from typing import Any
 
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import require
-from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.errors import counted
 
 
@@ -17,63 +18,8 @@ def times(count: int, factor: float) -> int:
     return ceil(count * Fraction(str(factor)))
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """With `--packing`: what the packed rows hold."""
-
-    samples: int  # training samples in all packed rows together
-    capacity: int  # most tokens of a packed row
-
-
-@dataclass(frozen=True)
-class SupervisedPlan:
-    """Batches of steps 1 and 2. The last optimizer step of an epoch may have fewer rows; no row is dropped."""
-
-    flags: SupervisedFlags
-    rows: int  # training rows; with --packing, packed rows
-    world_size: int  # ranks
-    tokens: int | None = None  # of all samples, prompts and answers; of a stream, as its first rows
-    packing: PackedRows | None = None
-    shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
-    max_steps: int = 0  # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
-
-    @property
-    def global_batch(self) -> int:
-        """Rows of one optimizer step over all ranks."""
-        flags = self.flags
-        batch = flags.per_device_train_batch_size * flags.gradient_accumulation_steps
-        return batch * self.world_size // self.shared
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch, rounded up."""
-        return -(-self.rows // self.global_batch)
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run, rounded up."""
-        return self.max_steps or times(self.steps_per_epoch, self.flags.num_train_epochs)
-
-    def table(self) -> list[tuple[str, str]]:
-        steps, row, lines = self.steps_per_epoch, "row", []
-        if self.packing is not None:
-            row, room = "packed row", self.rows * self.packing.capacity
-            full = f"{100 * (self.tokens or 0) / room:.1f} % full"
-            samples = f"{self.packing.samples} samples in {self.rows} rows of {self.packing.capacity} tokens"
-            lines = [("packed rows", f"{samples}, {full}")]
-        if self.tokens is not None:
-            average = f"{self.tokens} / {steps} = {self.tokens / steps:.1f} on average"
-            lines.append(("tokens per optimizer step", average))
-        return [
-            *lines,
-            ("global batch", _global_batch(self, self.flags.per_device_train_batch_size, row)),
-            ("optimizer steps per epoch", f"ceil({self.rows} / {self.global_batch}) = {steps}"),
-            ("optimizer steps in all", f"{self.total_steps}, {self.total_steps / steps:.3g} epochs"),
-        ]
-
-
-def _global_batch(plan: SupervisedPlan | PPOPlan, micro_batch: int, row: str) -> str:
-    """Such as "32 rows x 1 micro-batch x 2 ranks = 64"; `row`: what a row is called."""
+def batch_text(plan: Any, micro_batch: int, row: str) -> str:
+    """The global batch of a plan, such as "32 rows x 1 micro-batch x 2 ranks = 64"; `row`: what a row is called."""
     apart = counted(plan.world_size // plan.shared, "rank" if plan.shared == 1 else "group")
     batches = counted(plan.flags.gradient_accumulation_steps, "micro-batch", "micro-batches")
     return f"{counted(micro_batch, row)} x {batches} x {apart} = {plan.global_batch}"
@@ -157,7 +103,7 @@ class PPOPlan:
             ("rows per rank", f"{of_prompts} x {self.samples} answers = {rows}"),
             ("rows per PPO step", f"{rows} x {ranks} = {self.rollout_rows}"),
             (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),
-            ("global batch", _global_batch(self, flags.per_device_training_batch_size, "row")),
+            ("global batch", batch_text(self, flags.per_device_training_batch_size, "row")),
             (
                 "updates per PPO step",
                 f"{self.rollout_rows} / {self.global_batch} x {passes} = {self.updates_per_rollout}",

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger, table
 from dschat_ppo.common.paths import MODELS, shown_path
 from dschat_ppo.common.progress import duration
-from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import ADDED
 from dschat_ppo.monitor.writers import MetricsWriter, write_result
@@ -170,46 +166,9 @@ def write_validation(folder: Path, metrics: dict[str, float], seconds: float) ->
     return result
 
 
-def step_command(step: str, words: Sequence[str]) -> str:
-    """The command that runs a step on as many ranks as this machine has in this run, for a shell."""
-    ranks = dist.local_world_size()
-    count = ["--num_accelerators", str(ranks)] if ranks > 1 or dist.on_gpu() else []
-    return tool_command("", [step, *count, *words])
-
-
 def tool_command(tool: str, words: Sequence[str]) -> str:
     """`python -m dschat_ppo.tools.TOOL WORDS` for a shell, by the python of this environment; "": `dschat_ppo`
     itself."""
     found, module = shutil.which("python"), f"dschat_ppo.tools.{tool}" if tool else "dschat_ppo"
     is_own = found is not None and Path(found).parent == Path(sys.executable).parent
     return shlex.join(["python" if is_own else shown_path(sys.executable), "-m", module, *map(shown_path, words)])
-
-
-def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
-    """The flags of step 3 after the run of `config`, which trained the reward model `reward`: for the actor `model`,
-    over the same data, with rows as long and its memory settings."""
-    data, fit = config.data, config.fit
-    if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
-        data = replace(data, data_split="0,0,1")
-    words = ["--actor_model_name_or_path", model, "--critic_model_name_or_path", reward, *data_words(data)]
-    words += ["--output_dir", str(Path(reward).resolve().parent / "ppo")]
-    half = fit.max_seq_len // 2
-    own = PPOFlags("")
-    values = {"max_prompt_seq_len": half, "max_answer_seq_len": fit.max_seq_len - half, "offload": fit.offload}
-    for role in ("actor", "critic"):
-        values |= {f"{role}_zero_stage": fit.zero_stage, f"{role}_gradient_checkpointing": fit.gradient_checkpointing}
-    for name, value in values.items():
-        words += [] if value == vars(own)[name] else [f"--{name}", str(value)]
-    return words if config.run.dtype == "bf16" else [*words, "--dtype", config.run.dtype]
-
-
-def data_words(flags: DataFlags) -> list[str]:
-    """The flags of the data that differ from their defaults, as words of a command line; all steps have them."""
-    words: list[str] = []
-    for field in fields(flags):
-        value = getattr(flags, field.name)
-        if isinstance(value, list):
-            words += [f"--{field.name}", *value] if value else []
-        elif value != field.default:
-            words.append(f"--{field.name}={value}")  # one word: its value may begin with a dash
-    return words

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
+from dschat_ppo.config.data_flags import DataFlags, parse_data_split
+from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE
 from dschat_ppo.engine.ds_config import Config
@@ -20,7 +25,7 @@ from dschat_ppo.models.long_sequences import apply_memory_flags
 from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.run.start_and_end import ppo_words, step_command, tool_command
+from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.policy_objectives import dpo_objective, kto_objective, reference_free_objective
 from dschat_ppo.supervised.reward_objectives import process_objective, reward_objective
@@ -89,3 +94,40 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     if is_classifier:
         command = step_command("ppo", ppo_words(config, run.folder, output))
     return train_and_save(trainer, run, command)
+
+
+def step_command(step: str, words: Sequence[str]) -> str:
+    """The command that runs a step on as many ranks as this machine has in this run, for a shell."""
+    ranks = dist.local_world_size()
+    count = ["--num_accelerators", str(ranks)] if ranks > 1 or dist.on_gpu() else []
+    return tool_command("", [step, *count, *words])
+
+
+def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
+    """The flags of step 3 after the run of `config`, which trained the reward model `reward`: for the actor `model`,
+    over the same data, with rows as long and its memory settings."""
+    data, fit = config.data, config.fit
+    if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
+        data = replace(data, data_split="0,0,1")
+    words = ["--actor_model_name_or_path", model, "--critic_model_name_or_path", reward, *data_words(data)]
+    words += ["--output_dir", str(Path(reward).resolve().parent / "ppo")]
+    half = fit.max_seq_len // 2
+    own = PPOFlags("")
+    values = {"max_prompt_seq_len": half, "max_answer_seq_len": fit.max_seq_len - half, "offload": fit.offload}
+    for role in ("actor", "critic"):
+        values |= {f"{role}_zero_stage": fit.zero_stage, f"{role}_gradient_checkpointing": fit.gradient_checkpointing}
+    for name, value in values.items():
+        words += [] if value == vars(own)[name] else [f"--{name}", str(value)]
+    return words if config.run.dtype == "bf16" else [*words, "--dtype", config.run.dtype]
+
+
+def data_words(flags: DataFlags) -> list[str]:
+    """The flags of the data that differ from their defaults, as words of a command line; all steps have them."""
+    words: list[str] = []
+    for field in fields(flags):
+        value = getattr(flags, field.name)
+        if isinstance(value, list):
+            words += [f"--{field.name}", *value] if value else []
+        elif value != field.default:
+            words.append(f"--{field.name}={value}")  # one word: its value may begin with a dash
+    return words

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
-from dschat_ppo.config.batch_plan import PackedRows, SupervisedPlan
+from dschat_ppo.config.batch_plan import batch_text, times
 from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags
 from dschat_ppo.config.steps import FitConfig, ScheduleFlags
 from dschat_ppo.config.supervised_flags import SupervisedFlags
@@ -92,6 +93,61 @@ class BestEvaluation:
             self.found = None if state["best"] is None else tuple(state["best"])
         else:
             logger().info(f"--metric_for_best: the run looks for the best {self.metric.name} from here on")
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """With `--packing`: what the packed rows hold."""
+
+    samples: int  # training samples in all packed rows together
+    capacity: int  # most tokens of a packed row
+
+
+@dataclass(frozen=True)
+class SupervisedPlan:
+    """Batches of steps 1 and 2. The last optimizer step of an epoch may have fewer rows; no row is dropped."""
+
+    flags: SupervisedFlags
+    rows: int  # training rows; with --packing, packed rows
+    world_size: int  # ranks
+    tokens: int | None = None  # of all samples, prompts and answers; of a stream, as its first rows
+    packing: PackedRows | None = None
+    shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
+    max_steps: int = 0  # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one optimizer step over all ranks."""
+        flags = self.flags
+        batch = flags.per_device_train_batch_size * flags.gradient_accumulation_steps
+        return batch * self.world_size // self.shared
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch, rounded up."""
+        return -(-self.rows // self.global_batch)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run, rounded up."""
+        return self.max_steps or times(self.steps_per_epoch, self.flags.num_train_epochs)
+
+    def table(self) -> list[tuple[str, str]]:
+        steps, row, lines = self.steps_per_epoch, "row", []
+        if self.packing is not None:
+            row, room = "packed row", self.rows * self.packing.capacity
+            full = f"{100 * (self.tokens or 0) / room:.1f} % full"
+            samples = f"{self.packing.samples} samples in {self.rows} rows of {self.packing.capacity} tokens"
+            lines = [("packed rows", f"{samples}, {full}")]
+        if self.tokens is not None:
+            average = f"{self.tokens} / {steps} = {self.tokens / steps:.1f} on average"
+            lines.append(("tokens per optimizer step", average))
+        return [
+            *lines,
+            ("global batch", batch_text(self, self.flags.per_device_train_batch_size, row)),
+            ("optimizer steps per epoch", f"ceil({self.rows} / {self.global_batch}) = {steps}"),
+            ("optimizer steps in all", f"{self.total_steps}, {self.total_steps / steps:.3g} epochs"),
+        ]
 
 
 def plan_batches(

@@ -2,10 +2,11 @@
 
 import pytest
 
-from dschat_ppo.config.batch_plan import SupervisedPlan, plan_ppo
+from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.supervised.trainer import SupervisedPlan
 
 
 def ppo_flags(**settings) -> PPOFlags:

@@ -21,16 +21,14 @@ from dschat_ppo.html_report.run_folder import read_run
 from dschat_ppo.monitor.writers import is_finished
 from dschat_ppo.run import start_and_end
 from dschat_ppo.run.start_and_end import (
-    data_words,
     model_size,
-    ppo_words,
     short_count,
     show_models,
     show_plan,
-    step_command,
     tool_command,
     write_validation,
 )
+from dschat_ppo.supervised.train_preference import data_words, ppo_words, step_command
 
 ROOT = Path(__file__).parents[2]
 

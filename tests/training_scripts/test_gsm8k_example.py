@@ -11,9 +11,10 @@ import pytest
 import yaml
 from launch import ROOT, environment, forked, metrics_of, succeed
 
-from dschat_ppo.config.batch_plan import SupervisedPlan, plan_ppo
+from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.steps import flatten
+from dschat_ppo.supervised.trainer import SupervisedPlan
 from dschat_ppo.tools.evaluate import read_arguments
 
 FOLDER = ROOT / "training_scripts/examples/gsm8k"
