@@ -7,11 +7,9 @@ import argparse
 import dataclasses
 import difflib
 import os
-import re
 import shutil
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -25,8 +23,6 @@ from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
 from dschat_ppo.config.steps import STEPS, StepConfig, defaults_of, flatten, groups_of
 from dschat_ppo.errors import UserError, reading
 
-_IS_A_PATH = re.compile(r"_path$|_dir$|_name$|config$|^resume$")
-MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 3500  # Linux allows 4095 bytes; files inside a folder need the rest
 _FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"
 _ADVICE = {  # flags of other trainers
     "max_train_steps": "did you mean --max_steps?",
@@ -42,14 +38,12 @@ _OF_TRAINING = (
     "report_to", "enable_tensorboard", "profile", "stop_on_health", "save_hf_steps", "eval_interval", "save_best",
     "metric_for_best",
 )  # fmt: skip
-LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e30  # magnitudes beyond overflow or underflow in fp32 products
 
 
 def _read_yaml(path: str, known: set[str]) -> tuple[dict[str, Any], str | None]:
     """The settings of a YAML file, and a note about flags that left in a file that a run of an earlier version saved.
     Such a file holds all flags of a step, whatever their values; in a file that a person wrote, flags that left stay,
     to be refused."""
-    _check_path("config", path)
     text = read_settings("--config", path)
     with reading(f"--config {path}: is not valid YAML"):
         settings = yaml.safe_load(text)
@@ -105,7 +99,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     parts = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
     }
-    _check_values(values)
+    _check_integers(values)
     return step.config(**parts)
 
 
@@ -143,26 +137,13 @@ def _print_help(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
 
 
-def _check_values(values: dict[str, Any]) -> None:
-    """Refuse numbers that 32 or 64 bits cannot hold, and paths that no file system accepts."""
+def _check_integers(values: dict[str, Any]) -> None:
+    """Refuse numbers that 32 bits (seeds: 64) cannot hold."""
     for name, value in values.items():
+        bits = 63 if "seed" in name else 31
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, str) and _IS_A_PATH.search(name):
-                _check_path(name, item)
-            elif isinstance(item, int):
-                bits = 63 if "seed" in name else 31
-                require(abs(item) < 2**bits, f"--{name} {item}: must be below 2^{bits}, to fit in {bits + 1} bits")
-            elif isinstance(item, float):
-                usable = item == 0 or LEAST_NUMBER <= abs(item) <= MOST_NUMBER
-                require(usable, f"--{name} {item}: must be 0, or between 1e-30 and 1e30 in magnitude, as fp32 requires")
-
-
-def _check_path(name: str, path: str) -> None:
-    unusable = [character for character in path if unicodedata.category(character) in ("Cc", "Cs")]
-    require(not unusable, f"--{name} {ascii(path)}: contains a control character or is not UTF-8 text; rename it")
-    lengths = [len(os.fsencode(part)) for part in (path, *path.split("/"))]
-    fits = lengths[0] <= MOST_PATH_BYTES and max(lengths[1:]) <= MOST_NAME_BYTES
-    require(fits, f"--{name} {path[:60]}...: is too long for a file system; move or rename it")
+            fits = not isinstance(item, int) or abs(item) < 2**bits
+            require(fits, f"--{name} {item}: must be below 2^{bits}, to fit in {bits + 1} bits")
 
 
 def _advice(name: str, known: Collection[str]) -> str:

@@ -20,8 +20,16 @@ from dschat_ppo.engine.ds_config import read_overlay, train_config
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.planner.model_parts import ModelParts, parts_of, read_model_configs
-from dschat_ppo.planner.role_memory import ITEMSIZE, Memory, Role, running_stage
-from dschat_ppo.planner.step_phases import PARTS, Phase, ppo_phases, supervised_phases
+from dschat_ppo.planner.role_memory import (
+    ITEMSIZE,
+    PARTS,
+    Memory,
+    Phase,
+    Role,
+    ppo_phases,
+    running_stage,
+    supervised_phases,
+)
 
 GIB = 2**30
 MANY_PROMPTS = 10**6  # of a data set that is not read: enough for any batch

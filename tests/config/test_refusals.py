@@ -136,12 +136,8 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("sft", "--report_to tensorboard,wand", "--report_to wand: expected one of none, tensorboard, wandb"),
     ("ppo", ["--health", ""], "--health needs a value"), ("sft", "--config", "--config needs a value"),
     ("sft", "--offload", "--offload needs --zero_stage 1, 2 or 3"),
-    # numbers and paths beyond every limit
-    ("reward", "--beta 1e31", "--beta 1e+31"), ("sft", "--learning_rate 1e-31", "--learning_rate 1e-31"),
+    # numbers beyond every limit
     ("sft", f"--seed {2**63}", "--seed"), ("sft", f"--max_seq_len {2**31}", "--max_seq_len 2147483648"),
-    ("sft", f"--output_dir {'a' * 256}", "is too long for a file system"),
-    ("sft", f"--data_path {'b/' * 1751}", "is too long for a file system"),
-    ("sft", ["--data_path", "line\nbreak"], "--data_path 'line\\nbreak': contains a control character"),
 ]  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def test_a_request_that_a_browser_sends_for_any_page_is_invalid(address):
 
 BAD = {
     b"": "query", b"hello": "JSON decode error", b"[]": "query", b"{}": "query", b'{"query": "a"}': "query",
-    b'{"query": ["\\ud800"]}': "surrogate", b"[" * 9000: "parsing the body", b'{"query": [1]}': "query",
+    b"[" * 9000: "parsing the body", b'{"query": [1]}': "query",
     b'{"query": ["a", null]}': "query", b'{"query": {"a": 1}}': "query",
 }  # fmt: skip
 
