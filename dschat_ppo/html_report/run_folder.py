@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,6 @@ class Run:
     health: list[dict[str, Any]] | None  # lines of `health.jsonl`; None without the file
     starts: list[dict[str, Any]]  # lines of `starts.jsonl`, one for each start of the run
     answers: list[Answer]
-    damaged: dict[str, int]  # file -> lines that cannot be read; an incomplete last line does not count
 
     @property
     def steps(self) -> list[int]:
@@ -83,8 +82,7 @@ def read_run(folder: Path, name: str) -> Run:
         inner = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
         hint = f"name its runs: {', '.join(str(folder / run) for run in inner)}" if inner else "name the output folder"
         raise UserError(f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}")
-    damaged = Counter[str]()
-    lines = {line["step"]: line for line in _read_lines(folder / METRICS, damaged) if type(line.get("step")) is int}
+    lines = {line["step"]: line for line in _read_lines(folder / METRICS) if type(line.get("step")) is int}
     if not lines:
         raise UserError(f"{folder / METRICS}: has no finished step yet; try again after the first one")
     metrics: dict[str, Points] = {}
@@ -92,23 +90,22 @@ def read_run(folder: Path, name: str) -> Run:
         for key, value in line.items():
             if key not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
                 metrics.setdefault(key, []).append((step, number_or_none(value)))
-    config = {flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG, damaged).items()}
-    answers = _answers(folder / SAMPLES, damaged, _sampled)
+    config = {flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG).items()}
+    answers = _answers(folder / SAMPLES, _sampled)
     for path in sorted(folder.glob("eval/step_*.jsonl")):
         if (digits := path.stem.removeprefix("step_")).isdecimal():
-            answers += _answers(path, damaged, partial(_evaluated, int(digits)))
+            answers += _answers(path, partial(_evaluated, int(digits)))
     return Run(
         name=name,
         folder=folder,
         metrics=metrics,
         times={step: number_or_none(lines[step].get("time")) or 0.0 for step in sorted(lines)},
         config=config,
-        models=_read_mapping(folder / MODELS, damaged),
-        result=_read_mapping(folder / RESULT, damaged) or None,
-        health=_read_lines(folder / HEALTH, damaged) if (folder / HEALTH).is_file() else None,
-        starts=_read_lines(folder / STARTS, damaged),
+        models=_read_mapping(folder / MODELS),
+        result=_read_mapping(folder / RESULT) or None,
+        health=_read_lines(folder / HEALTH) if (folder / HEALTH).is_file() else None,
+        starts=_read_lines(folder / STARTS),
         answers=answers,
-        damaged=+damaged,  # without zeros
     )
 
 
@@ -127,42 +124,30 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
 
 
-def _read_lines(path: Path, damaged: Counter[str]) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines. Other lines are counted in `damaged`, but for an incomplete last one."""
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines; others are skipped, as an incomplete last one of a run in progress."""
     found = []
     for line in _read_text(path).split("\n")[:-1]:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            found.append(value)
-        else:
-            damaged[path.name] += 1
-    return found
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
-def _read_mapping(path: Path, damaged: Counter[str]) -> dict[str, Any]:
+def _read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a JSON or YAML file; {} if there is none or it is damaged."""
     text = _read_text(path)
-    try:
+    with suppress(ValueError, RecursionError, yaml.YAMLError, AttributeError):  # the last: it is no mapping
         found = json.loads(text) if path.suffix == ".json" and text else yaml.safe_load(text)
-    except (ValueError, RecursionError, yaml.YAMLError):
-        found = None
-    if isinstance(found, dict):
         return {str(name): value for name, value in found.items()}
-    damaged[path.name] += bool(text.strip())
     return {}
 
 
-def _answers(path: Path, damaged: Counter[str], of_line: Callable[[dict[str, Any]], list[Answer]]) -> list[Answer]:
-    """The answers of a file of JSON lines; lines of another shape are counted in `damaged`."""
+def _answers(path: Path, of_line: Callable[[dict[str, Any]], list[Answer]]) -> list[Answer]:
+    """The answers of a file of JSON lines; lines of another shape are skipped."""
     found = []
-    for line in _read_lines(path, damaged):
-        try:
+    for line in _read_lines(path):
+        with suppress(LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             found += of_line(line)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-            damaged[path.name] += 1
     return found
 
 

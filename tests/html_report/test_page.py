@@ -76,29 +76,25 @@ def test_the_overview_tells_finished_from_unfinished_runs(tmp_path):
     assert "--seed 1 1" not in found
 
 
-def test_one_run_has_its_models_its_changed_flags_long_answers_cut_and_its_damage(tmp_path):
+def test_one_run_has_its_models_its_changed_flags_long_answers_cut(tmp_path):
     """And one evaluation is one number, as --validate_only writes it."""
     line = {"step": 0, "time": 1000.0, "eval/score": 7.497, "eval_loss": 2.0}
     config = {"actor_model_name_or_path": "m", "temperature": 1.0, "kl_coef": 0.5}
     run = write_run(tmp_path / "1", [line], config, {"world_size": 1}, samples=[SAMPLE | {"answer": "x" * 3500}])
     (run / "models.json").write_text('{"actor": "llama, 1.7 M parameters", "devices": "2 cpu ranks, bf16"}')
-    with (run / "samples.jsonl").open("a") as file:
-        file.write("oops\n")
     found = text_of(run)
     assert "steps 0, evaluation without training" in found and "held-out score 7.497 held-out loss 2 " in found
     assert " actor llama, 1.7 M parameters devices 2 cpu ranks, bf16 " in found
     assert "differ from their defaults flag value --actor_model_name_or_path m --kl_coef 0.5" in found
     assert "temperature" not in found
     assert "x" * 2000 + " [... 1,500 more characters]" in found and "x" * 2001 not in found
-    assert "1: samples.jsonl has 1 damaged part(s)" in found
 
 
 def run_of(name: str = "a", answers=(), **metrics) -> Run:
     """A run with these metrics: name -> values of steps 1, 2, ..."""
     points = {key: [(step, value) for step, value in enumerate(values, 1)] for key, values in metrics.items()}
     steps = max((len(values) for values in metrics.values()), default=1)
-    return Run(name, Path(name), points, dict.fromkeys(range(1, steps + 1), 0.0), {}, {}, None, None, [], [*answers],
-               {})  # fmt: skip
+    return Run(name, Path(name), points, dict.fromkeys(range(1, steps + 1), 0.0), {}, {}, None, None, [], [*answers])
 
 
 def panels_of(title: str, *runs: Run) -> list[dict]:

@@ -15,13 +15,13 @@ def test_metrics_become_columns(tmp_path):
         file.write('{"step": 3, "ti')  # incomplete: the run is running
     run = read_run(tmp_path, "a")
     assert run.metrics == {"rollout/count": [(1, 4), (2, 5)], "loss": [(2, None)]}
-    assert run.times == {1: 5.0, 2: 6.5} and run.damaged == {}
+    assert run.times == {1: 5.0, 2: 6.5}
     assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
     config = {"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}
     assert read_run(write_run(tmp_path / "grpo", [first], config), "a").kind == "PPO (grpo)"
 
 
-def test_damaged_lines_and_files_are_counted_and_the_rest_is_read(tmp_path):
+def test_damaged_lines_and_files_are_skipped_and_the_rest_is_read(tmp_path):
     write_run(tmp_path, [{"step": 1, "loss": 1.0}])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\n[1]\n{"step": 2, "loss": 2.0}\n')
@@ -31,7 +31,6 @@ def test_damaged_lines_and_files_are_counted_and_the_rest_is_read(tmp_path):
     (tmp_path / "result.json").write_text("{")
     run = read_run(tmp_path, "a")
     assert run.metrics["loss"] == [(1, 1.0), (2, 2.0)]
-    assert run.damaged == {"metrics.jsonl": 2, "config.yaml": 1, "result.json": 1}
     assert run.config == {}
     assert run.result is None
 
