@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 from dschat_ppo.common import stop_requests
 from dschat_ppo.common.exit_codes import INTERRUPTED, exit_code
@@ -74,6 +73,8 @@ def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:
     each machine of the launch has, if that has several, else all on one."""
     if run.dry_run_ranks is None:
         return nullcontext()
+    from unittest.mock import patch  # not at the top, so that --help does not wait for it
+
     whole, local = run.dry_run_ranks, local_world_size()
     several = local < world_size() and whole % local == 0
     return patch.dict(os.environ, WORLD_SIZE=str(whole), LOCAL_SIZE=str(local if several else whole))
