@@ -54,7 +54,7 @@ def train(step: str, config: StepConfig) -> None:
     with lasting_objects():
         run = pkgutil.resolve_name(TRAINERS[step])
         from dschat_ppo.html_report.page import reporting
-        from dschat_ppo.models.model_files import settings_only
+        from dschat_ppo.models.model_folders import settings_only
         from dschat_ppo.planner.plan_step import show_memory_plan
     with ExitStack() as stack:
         stack.enter_context(_ranks_of(config.run))

@@ -22,9 +22,8 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.errors import StopRequested
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_trace import NO_TRACE
 from dschat_ppo.monitor.writers import MetricsWriter

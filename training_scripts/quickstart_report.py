@@ -31,9 +31,8 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.errors import escaped
-from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.models.wrapped_models import ScalarModel, response_logprobs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.run.start_and_end import tool_command

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.models.forward import response_logprobs, response_values
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.run.process_group import init_process_group

@@ -1,4 +1,5 @@
-"""Advantage estimators: one function each, from `AdvantageInputs` to (advantages, returns).
+"""Reward shaping, from the score of an answer to the reward of its last token; and advantage estimators: one function
+each, from `AdvantageInputs` to (advantages, returns).
 
 Both results have the shape and dtype of the rewards, (B, R), and are 0 outside the mask. `returns` are the critic's
 targets for gae; for the other estimators they are the discounted return-to-go and are only logged. No estimator
@@ -12,6 +13,7 @@ score (`Groups.gaps`), in fp64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +22,171 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dschat_ppo.algorithms.aggregation import zero_outside
-from dschat_ppo.algorithms.group_statistics import Groups
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a batch, one for each prompt, and statistics over them.
+
+    Every statistic has shape (B,): each row gets the value of its group. Rows without a response token have no score
+    and take part in none. Values are fp64, so that the order in which a GPU adds rows does not show in fp32.
+    """
+
+    index: Tensor  # (B,) int64, number of the row's group, counted from 0
+    counted: Tensor  # (B,) bool, True for rows with a response token
+    sizes: Tensor  # (B,) fp64, counted rows in the row's group
+
+    @classmethod
+    def of(cls, prompts: Tensor, response_mask: Tensor) -> Groups:
+        """Group the rows by `prompts` (B,) int64, any number for each prompt, in any order."""
+        index = torch.unique(prompts, return_inverse=True)[1]
+        counted = response_mask.any(dim=1)  # (B, R) -> (B,)
+        return cls(index, counted, _sum_by_group(counted.double(), index))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of `values` (B,) fp64, which must be 0 on rows that are not counted."""
+        return _sum_by_group(values, self.index)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum of `values` (B,) fp64, which must be -inf on rows that are not counted."""
+        return _max_by_group(values, self.index)
+
+    def best(self, scores: Tensor) -> Tensor:
+        """Highest of `scores` (B,) fp64; 0 if no row of the group is counted."""
+        return torch.where(self.sizes > 0, self.max(scores.masked_fill(~self.counted, -torch.inf)), 0.0)
+
+    def gaps(self, scores: Tensor) -> Tensor:
+        """`score - best score of the group`: 0 or less, 0 on rows that are not counted.
+
+        A shift of a group's scores changes no estimator. Gaps keep small differences of large scores exact, and equal
+        scores have gaps of exactly 0.
+        """
+        return torch.where(self.counted, scores - self.best(scores), 0.0)
+
+    def mean(self, gaps: Tensor) -> Tensor:
+        """Mean of `gaps` (B,) over the counted rows."""
+        return self.sum(gaps) / self.sizes.clamp_min(1)
+
+    def std(self, gaps: Tensor) -> Tensor:
+        """Unbiased standard deviation (n - 1) of `gaps` (B,) over the counted rows; 0 for a group of one."""
+        squares = torch.where(self.counted, (gaps - self.mean(gaps)) ** 2, 0.0)
+        return torch.sqrt(self.sum(squares) / (self.sizes - 1).clamp_min(1))
+
+
+def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
+    """(B,) bool, True on the rows of a group whose scores are not all equal, or not all finite. `scores` (B,) fp32;
+    `groups` (B,) int64, any number for each group, in any order."""
+    index = torch.unique(groups, return_inverse=True)[1]
+    spread = _max_by_group(scores, index) + _max_by_group(-scores, index)  # max - min
+    return (spread > 0) | ~spread.isfinite()
+
+
+def _sum_by_group(values: Tensor, index: Tensor) -> Tensor:
+    return torch.zeros_like(values).index_add(0, index, values)[index]
+
+
+def _max_by_group(values: Tensor, index: Tensor) -> Tensor:
+    return torch.full_like(values, -torch.inf).scatter_reduce(0, index, values, "amax")[index]
+
+
+def pass_at_k(passed: Tensor, k: int) -> Tensor:
+    """Probability that at least one of k answers, drawn without replacement from the n answers to a prompt, passes.
+
+    `1 - C(n - c, k) / C(n, k)` with c passing answers, an unbiased estimate of the policy's pass@k (Chen et al. 2021,
+    eq. 1). `passed` (prompts, n) bool, k from 1 to n -> (prompts,) fp64.
+    """
+    n = passed.shape[1]
+    # (n + 1,) pass@k of a prompt with c = 0, ..., n passing answers
+    table = torch.tensor([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)], dtype=torch.float64)
+    return table[passed.sum(dim=1).cpu()]  # (prompts, n) -> (prompts,)
+
+
+def win_shares(scores: Tensor, baseline: Tensor) -> Tensor:
+    """Probability that an answer scores higher than one of the baseline to the same prompt; a tie counts half.
+
+    Compares all pairs of the finite scores (prompts, n) and (prompts, m) -> (prompts,) fp64. The mean over prompts is
+    the win rate (the Mann-Whitney statistic of each prompt, averaged).
+    """
+    difference = scores.double().unsqueeze(2) - baseline.double().unsqueeze(1)  # (prompts, n, m)
+    return (difference.sign() + 1).mean(dim=(1, 2)) / 2
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """95 % confidence interval (low, high) of the mean of `count` independent values from 0 to 1 (Wilson 1927).
+
+    For values that are 0 or 1 it is Wilson's score interval. For values between, such as `win_shares`, it is wide
+    enough too: their variance is at most `p (1 - p)`. It has no random numbers, and where all values agree it does not
+    shrink to a point, as a bootstrap does.
+    """
+    z = 1.959963984540054  # quantile of the normal distribution
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    reach = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+SMALLEST_SCALE = 1e-8
+
+
+def clip_scores(scores: Tensor, bound: float) -> Tensor:
+    """(B,) fp32, `scores` clipped to +-`bound`; unchanged if `bound` is 0."""
+    return scores.clamp(-bound, bound) if bound > 0 else scores
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """Soft overlong penalty, to be added to scores (DAPO, Yu et al. 2025, eq. 13).
+
+    `lengths` (B,) int64, response tokens -> (B,) fp32: 0 up to `max_length - buffer` tokens, then linear down to
+    `-factor` at `max_length`, and constant beyond. `buffer` is at least 1.
+    """
+    excess = (lengths - (max_length - buffer)).clamp(0, buffer)
+    return -factor * excess.float() / buffer
+
+
+def missing_eos(ended: Tensor, penalty: float) -> Tensor:
+    """(B,) fp32, to be added to scores: 0 where `ended` (B,) bool is True, else `-penalty`."""
+    return torch.where(ended, 0.0, -penalty)
+
+
+class RunningScale:
+    """Running mean and standard deviation of all scores seen, to divide scores by the deviation without shifting them.
+
+    Batches are merged by the parallel update of Chan et al. 1979, in Python floats, so that ranks that see the same
+    scores hold the same state. The deviation is the unbiased one (n - 1).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean = 0.0
+        self._squares = 0.0  # sum of squared distances from the mean
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two scores."""
+        return float((self._squares / (self.count - 1)) ** 0.5) if self.count > 1 else 0.0
+
+    def update(self, scores: Tensor) -> None:
+        """Add `scores`, (B,) fp32 of all ranks; B may be 0."""
+        if scores.numel() == 0:
+            return
+        scores = scores.detach().double()
+        count, mean = float(scores.numel()), float(scores.mean())
+        squares, distance, total = float(((scores - mean) ** 2).sum()), mean - self.mean, self.count + count
+        self._squares += squares + distance**2 * self.count * count / total
+        self.mean += distance * count / total
+        self.count = total
+
+    def scale(self, scores: Tensor) -> Tensor:
+        """(B,) fp32, `scores / std`; unchanged before two scores are seen, and while all are equal (std below 1e-8).
+        The division would make the first different scores huge."""
+        return scores / self.std if self.std >= SMALLEST_SCALE else scores
+
+    def state_dict(self) -> dict[str, float]:
+        """The state as plain numbers, for `load_state_dict`."""
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what `state_dict` returned."""
+        self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]
 
 
 @dataclass(frozen=True)

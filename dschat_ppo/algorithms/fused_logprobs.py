@@ -1,9 +1,9 @@
-"""Fused language-model head: log-probs and entropies from hidden states without materialising the (N, V) logits.
+"""Log-probabilities and entropy of tokens: of whole logits, and by a fused language-model head.
 
-Both passes process the vocabulary in blocks. The forward pass keeps a running maximum and running sums for each row
-(Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the backward pass recomputes the logits of
-each block. A block of the weight's gradient is one matrix product over all rows, so it is as exact as that of a plain
-linear layer in any number format.
+The head goes from hidden states to both without materialising the (N, V) logits. Its two passes process the vocabulary
+in blocks. The forward pass keeps a running maximum and running sums for each row (Milakov and Gimelshein 2018, "Online
+normalizer calculation for softmax"); the backward pass recomputes the logits of each block. A block of the weight's
+gradient is one matrix product over all rows, so it is as exact as that of a plain linear layer in any number format.
 
 With so many rows that a block of the fewest columns would be too large, both passes go through the rows in pieces as
 well. A block of the weight's gradient is then a sum in fp32 of one product for each piece.
@@ -235,3 +235,18 @@ def _in_block(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     """(N,) tokens -> (column in the block, whether the token is in the block), each (N, 1)."""
     column = (tokens - start).unsqueeze(1)
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """`log softmax(logits / temperature)[tokens]` in fp32: (..., V) of any floating dtype, (...) int64 -> (...)."""
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (..., V) -> (..., 1) -> (...)
+    return chosen - torch.logsumexp(scaled, dim=-1)
+
+
+def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy in nats of `softmax(logits / temperature)`: `logsumexp(z) - sum(softmax(z) z)`, (..., V) -> (...) fp32. A
+    token of logit -inf has probability 0 and adds 0 to value and gradient."""
+    scaled = logits.float() / temperature
+    factors = scaled.masked_fill(scaled == -torch.inf, 0.0)  # 0 x -inf is NaN
+    return torch.logsumexp(scaled, dim=-1) - (torch.softmax(scaled, dim=-1) * factors).sum(dim=-1)

@@ -1,6 +1,6 @@
 """Losses of step 2. On preference pairs: reward model (Bradley-Terry), direct preference optimisation, and without a
 reference ORPO, SimPO and CPO. On labelled answers: Kahneman-Tversky optimisation (KTO). On labelled steps: process
-reward models, and one score for an answer from those of its steps.
+reward models.
 
 `pair_mask` (B,) bool is False on filler pairs. `num_pairs` are the real pairs of the whole optimizer step, over all
 micro-batches and ranks. Losses divided by it are scalars with gradient.
@@ -9,15 +9,12 @@ micro-batches and ranks. Losses divided by it are scalars with gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat_ppo.algorithms.aggregation import masked_sum, zero_outside
-
-StepAggregation = Literal["min", "mean", "last", "product"]
+from dschat_ppo.algorithms.aggregation import masked_sum
 
 
 def bradley_terry_pair_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | None = None) -> Tensor:
@@ -186,22 +183,3 @@ def step_losses(scores: Tensor, labels: Tensor) -> Tensor:
     """`-y log sigmoid(s) - (1 - y) log sigmoid(-s)` of each step: binary cross-entropy (Wang et al. 2024, eq. 2).
     `scores` (N,), s; `labels` (N,) in [0, 1], y: a number between them is the probability that the step is right."""
     return F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
-
-
-def aggregate_steps(scores: Tensor, step_mask: Tensor, how: StepAggregation) -> Tensor:
-    """One score in [0, 1] for each answer, (B,) fp32, from the probabilities `sigmoid(s)` of its steps.
-
-    "min" and "product" are the two of Lightman et al. 2023 (appendix F) and Wang et al. 2024. `scores` (B, T), s;
-    `step_mask` (B, T) bool, True at the ends of steps, at least one in each row.
-    """
-    steps = zero_outside(scores.float(), step_mask)
-    if how == "product":
-        return zero_outside(F.logsigmoid(steps), step_mask).sum(dim=1).exp()
-    probabilities = torch.sigmoid(steps)
-    if how == "mean":
-        return zero_outside(probabilities, step_mask).sum(dim=1) / step_mask.sum(dim=1)
-    if how == "min":
-        return probabilities.masked_fill(~step_mask, 1.0).amin(dim=1)
-    columns = torch.arange(scores.shape[1], device=scores.device)
-    last = torch.where(step_mask, columns, -1).amax(dim=1, keepdim=True)  # (B, 1)
-    return probabilities.gather(1, last).squeeze(1)

@@ -145,7 +145,6 @@ def _owners(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _held(weight: Any) -> Tensor:
-    """This rank's part of a parameter between two steps."""
     return weight.ds_tensor.detach() if is_partitioned(weight) else weight.detach()
 
 

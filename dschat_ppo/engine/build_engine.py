@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from math import cos, pi
 from typing import Any
 
 import deepspeed
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from dschat_ppo.algorithms.learning_rate import rate_factor
 from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
@@ -67,7 +67,6 @@ def may_be_whole(model: nn.Module, config: Config) -> bool:
 
 
 def _memory_of_device() -> int:
-    """Bytes of this rank's GPU, or its share of the host's memory."""
     if on_gpu():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return host_memory() // local_world_size()
@@ -151,7 +150,7 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, 
     ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `WholeWeights`)."""
     whole = not layer_by_layer and may_be_whole(model, config)
     optimizer = build_optimizer(model, settings, config)
-    scheduler = build_scheduler(optimizer, settings)
+    scheduler = LambdaLR(optimizer, partial(rate_factor, settings))
     _import_muon()
     gather_at_once(model, config)
     with quiet_prints():
@@ -235,21 +234,32 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Confi
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> LambdaLR:
-    """The rate of each parameter group is its peak times a factor f. With `min_lr_ratio` m, f after the warm-up becomes
-    m + (1 - m) f. "polynomial" ends at m times the peak, or with m = 0 at `POLYNOMIAL_END`, as in transformers."""
-    peak, warmup, total, least = (
-        settings.learning_rate,
-        settings.warmup_steps,
-        settings.total_steps,
-        settings.min_lr_ratio,
-    )
-    if settings.schedule == "polynomial":
-        total = max(total, warmup + 1)  # it divides by the steps after the warm-up
-    last = least * peak if least > 0 else POLYNOMIAL_END
-    kind = settings.schedule
-    factor = partial(rate_factor, kind=kind, warmup=warmup, total=total, least=least, peak=peak, last=last)
-    return LambdaLR(optimizer, factor)
+def rate_factor(settings: OptimizerSettings, step: int) -> float:
+    """The learning rate of an optimizer step (counted from 0), as a factor f of its peak, by the formulas of
+    `transformers.get_scheduler`, whose import also loads peft.
+
+    f rises from 0 to 1 over the warm-up. From there the schedule brings it down to 0 at the last step: "linear",
+    "cosine", "cosine_with_restarts" (one cycle, which ends at the lowest factor), or "polynomial" (of power 1, down to
+    a rate of `POLYNOMIAL_END`). With `min_lr_ratio` m, f becomes m + (1 - m) f. It stays 1 with "constant_with_warmup",
+    and with "constant", which has no warm-up.
+    """
+    kind, warmup, total, least = settings.schedule, settings.warmup_steps, settings.total_steps, settings.min_lr_ratio
+    if kind == "constant":
+        return 1.0
+    if step < warmup:
+        return step / warmup
+    progress = (step - warmup) / max(1, total - warmup)  # above 1 after the run
+    if kind == "constant_with_warmup":
+        return 1.0
+    if kind == "polynomial":
+        peak = settings.learning_rate
+        last = least * peak if least > 0 else POLYNOMIAL_END
+        return ((peak - last) * max(0.0, 1 - progress) + last) / peak
+    if kind == "linear":
+        shape = max(0.0, (total - step) / max(1, total - warmup))
+    else:
+        shape = (1 + cos(pi * progress)) / 2 if kind == "cosine" or progress < 1 else 0.0
+    return least + (1 - least) * shape
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:

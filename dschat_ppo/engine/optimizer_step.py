@@ -167,7 +167,6 @@ def _infinite_norm(optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def _constant_loss_scale(engine: Engine) -> Iterator[None]:
-    """Keep the fp16 loss scale constant."""
     if not engine.fp16_enabled():
         yield
         return

@@ -1,9 +1,19 @@
-"""The four models of PPO, each in a DeepSpeed engine over all ranks."""
+"""The four models of PPO, each in a DeepSpeed engine over all ranks.
+
+Several of them may be over one frozen base: module trees with the same parameters, and with adapters and heads of their
+own. Hooks, training mode and checkpointing of one do not affect another; only the tensors of the base are shared.
+"""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from dschat_ppo.common.dist import device, world_size
 from dschat_ppo.common.logging import logger
@@ -12,16 +22,22 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, share_gathering, train_engine
 from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train_config
-from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
-from dschat_ppo.engine.tensor_parallel import reason_not_to_divide, tensor_parallel
-from dschat_ppo.models.adapters import AdapterSettings, adapter_settings, merged
-from dschat_ppo.models.kernel_selection import select_kernels
+from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge, reason_not_to_divide, tensor_parallel
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapters import (
+    AdapterSettings,
+    adapter_layers,
+    adapter_settings,
+    add_adapter,
+    is_adapter_parameter,
+    merged,
+    saved_config,
+)
+from dschat_ppo.models.architectures import backbone_of, classifier_class, config_for
+from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.long_sequences import apply_memory_flags
-from dschat_ppo.models.model_folders import is_adapter_folder
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.models.shared_base import classifier_over_base, model_over_base
+from dschat_ppo.models.model_folders import SCORE, is_adapter_folder
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.types import Engine
 
 
@@ -174,7 +190,6 @@ class RLHFEngine:
 
 
 def _training(config: PPOConfig, stage: int, quantised_frozen: bool = False) -> Config:
-    """The DeepSpeed config of actor or critic."""
     run, overlay = config.run, read_overlay(config.run.deepspeed_config)
     offload, clip = config.ppo.offload, config.ppo.max_grad_norm
     return train_config(
@@ -185,7 +200,6 @@ def _training(config: PPOConfig, stage: int, quantised_frozen: bool = False) -> 
 def _adamw(
     config: PPOConfig, peak: float, weight_decay: float, updates: int, lora_learning_rate: float
 ) -> OptimizerSettings:
-    """The optimizer of actor or critic; `peak`: its highest learning rate."""
     run, schedule, kind = config.run, config.schedule, config.ppo.lr_scheduler_type
     warmup = schedule.warmup_steps(kind, config.ppo.num_warmup_steps, updates)
     return OptimizerSettings(
@@ -204,3 +218,50 @@ def critic_adapter(config: PPOConfig) -> AdapterSettings | None:
     """The adapter that the flags ask for the critic."""
     lora, flag = config.lora, "--critic_lora_module_name"
     return adapter_settings(lora.critic_lora_dim, lora.critic_lora_module_name, config.adapters, flag)
+
+
+def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> PreTrainedModel:
+    """A second model whose base parameters and buffers are those of `model`, which has no hooks, thus no engine, yet.
+    `copies_adapter`: with copies of the adapters as they are now; else it has none."""
+    shared = {id(weight): weight for name, weight in model.named_parameters() if not is_adapter_parameter(name)}
+    tree = copy.deepcopy(model, {**shared, **{id(buffer): buffer for buffer in model.buffers()}})
+    if not copies_adapter:
+        for path, layer in adapter_layers(tree).items():
+            parent, _, name = path.rpartition(".")
+            setattr(tree.get_submodule(parent), name, layer.get_base_layer())
+        if hasattr(tree, "peft_config"):
+            del tree.peft_config
+    return tree
+
+
+def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None) -> PreTrainedModel:
+    """A one-label classifier whose backbone has the parameters of a causal language model without adapters and hooks.
+
+    `folder`: adapter folder over this base, whose adapter and head the classifier gets; or the base's own folder: then
+    both are new. `adapter`: of the classifier; None: as in `folder`. Where transformers' classifier has another
+    backbone than its language model, this is a `UserError`.
+    """
+    tree = model_over_base(base)
+    backbone = backbone_of(tree)
+    config = config_for(classifier_class(tree.config), tree.config)
+    kind: Any = classifier_class(config)
+    with torch.device("meta"):
+        classifier = kind(config)
+    name = classifier.base_model_prefix
+    if type(getattr(classifier, name)) is not type(backbone):
+        raise UserError(f"--share_base: {kind.__name__} has another backbone than {type(base).__name__}; omit the flag")
+    setattr(classifier, name, backbone)
+    text = config.get_text_config()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed())  # the same head on every rank, whatever was drawn before
+        head = nn.Linear(text.hidden_size, 1, bias=False, dtype=base.dtype)
+        nn.init.normal_(head.weight, std=getattr(text, "initializer_range", 0.02))
+    setattr(classifier, SCORE, head)
+    add_adapter(classifier, adapter or settings_of(folder), folder=folder if is_adapter_folder(folder) else None)
+    return classifier
+
+
+def settings_of(folder: str) -> AdapterSettings:
+    """The settings of the adapter in a folder, as it is."""
+    config = saved_config(folder)
+    return AdapterSettings(config.r, config.lora_alpha, 0.0, None, config.use_rslora, config.use_dora, freeze_base=True)

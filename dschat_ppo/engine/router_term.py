@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from dschat_ppo.algorithms.router_loss import load_balancing_loss
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.engine.optimizer_step import random_state, set_random_state
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.classifiers import lm_without_weights
-from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.models.architectures import lm_without_weights
+from dschat_ppo.models.router_recorder import RouterLoad, load_balancing_loss, recorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 
 # Models that balance their experts in another way.
@@ -57,55 +55,42 @@ def router_settings(coef: float, model: Any) -> RouterSettings | None:
     return RouterSettings(coef, router_top_k(model.config, "the model")) if coef > 0 else None
 
 
-@dataclass(frozen=True)
-class RouterTerm:
-    """The load-balancing loss over all real tokens of one optimizer step, of all ranks. The loss multiplies shares of
-    tokens by mean probabilities, so a mean over micro-batches would depend on how the step is divided. `chosen` and
-    `count` are those of the whole step (see `RouterLoad`)."""
-
-    settings: RouterSettings
-    chosen: Tensor  # (E,) fp32
-    count: Tensor  # scalar, fp32
-
-    def add_to(self, loss_of: Callable[[], Tensor], rows: Tensor, sums: MetricSums, metric: str) -> Tensor:
-        """The loss of a micro-batch plus its part of this term, whose value `sums` receives as `metric`. `loss_of` runs
-        the model once; `rows` (B,) bool is False on rows that only fill the micro-batch."""
-        with recorded_router(rows, self.settings.top_k) as recorder:
-            loss = loss_of()
-        [load] = recorder.loads
-        router = load_balancing_loss(load.probability, self.chosen, self.count)
-        sums.add_sum(metric, router, load.count / self.count)
-        return loss + self.settings.coef * router
-
-
-@torch.no_grad()
-def router_term(
-    settings: RouterSettings, batches: Sequence[Batch], loss_of: Callable[[Batch], object],
-    rows_of: Callable[[Batch], Tensor],
-) -> RouterTerm:  # fmt: skip
-    """Count the load of an optimizer step's micro-batches, by forward passes without gradients. Collective. The passes
-    draw the random numbers (dropout) that the training passes draw again. `rows_of`: (B,) bool, rows that count."""
-    state, loads = random_state(), []
-    for batch in batches:
-        with recorded_router(rows_of(batch), settings.top_k) as recorder:
-            loss_of(batch)
-        loads += recorder.loads
-        heartbeat()
-    set_random_state(state)
-    sums = torch.stack([torch.cat([load.chosen, load.count.view(1)]) for load in loads]).sum(dim=0)
-    sums = all_reduce(sums.double()).float()
-    return RouterTerm(settings, sums[:-1], sums[-1].clamp_min(1))
-
-
 def with_router_term(
     settings: RouterSettings, metric: str, batches: Sequence[Batch], loss_of: Loss[Batch],
     rows_of: Callable[[Batch], Tensor], sums: MetricSums,
 ) -> Callable[[Batch], Tensor]:  # fmt: skip
-    """`loss_of` for this rank's micro-batches of an optimizer step, with the term. Collective.
+    """`loss_of` for this rank's micro-batches of an optimizer step, with the load-balancing loss over all real tokens
+    of the step, of all ranks. Collective.
 
-    `loss_of`: (micro-batch, metrics to add to) -> its loss, by one forward pass. `rows_of`: rows that count, (B,) bool.
-    `sums` receives the metrics of the training passes, the load-balancing loss under the name `metric`.
+    That loss multiplies shares of tokens by mean probabilities, so a mean over micro-batches would depend on how the
+    step is divided. So the load of all micro-batches is counted first, by forward passes without gradients, which draw
+    the random numbers (dropout) that the training passes draw again.
+
+    `loss_of`: (micro-batch, metrics to add to) -> its loss, by one forward pass. `rows_of`: rows that count, (B,) bool,
+    and do not only fill the micro-batch. `sums` receives the metrics of the training passes, the load-balancing loss
+    under the name `metric`.
     """
-    unused = MetricSums(sums.sources)
-    term = router_term(settings, batches, lambda batch: loss_of(batch, unused), rows_of)
-    return lambda batch: term.add_to(partial(loss_of, batch, sums), rows_of(batch), sums, metric)
+
+    def recorded(batch: Batch, metrics: MetricSums) -> tuple[Tensor, RouterLoad]:
+        with recorded_router(rows_of(batch), settings.top_k) as recorder:
+            loss = loss_of(batch, metrics)
+        [load] = recorder.loads
+        return loss, load
+
+    state, counts = random_state(), []
+    with torch.no_grad():
+        for batch in batches:
+            load = recorded(batch, MetricSums(sums.sources))[1]
+            counts.append(torch.cat([load.chosen, load.count.view(1)]))
+            heartbeat()
+    set_random_state(state)
+    found = all_reduce(torch.stack(counts).sum(dim=0).double()).float()
+    chosen, count = found[:-1], found[-1].clamp_min(1)  # (E,) and scalar, of the whole step (see `RouterLoad`)
+
+    def with_term(batch: Batch) -> Tensor:
+        loss, load = recorded(batch, sums)
+        router = load_balancing_loss(load.probability, chosen, count)
+        sums.add_sum(metric, router, load.count / count)
+        return loss + settings.coef * router
+
+    return with_term

@@ -23,8 +23,7 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.config.lora_flags import AdapterFlags
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.architectures import SCORE
-from dschat_ppo.models.model_folders import adapter_weights, base_folder, base_name, lora_settings
+from dschat_ppo.models.model_folders import SCORE, adapter_weights, base_folder, base_name, lora_settings
 
 Bits = Literal[4, 8]
 
@@ -40,7 +39,6 @@ NOT_CALLED = {
 }  # fmt: skip
 MATRICES = ("lora_A", "lora_B", "lora_magnitude_vector")  # the parts of an adapter in peft's layer; the last for DoRA
 LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
-_MAX_NAMES = 8  # of layers, in a message
 _HOW_TO_MERGE = "docs/lora.md"
 
 
@@ -97,12 +95,11 @@ def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_
     if parts and not unknown:
         return [name for name in usable if any(part in name for part in parts)]
     last = sorted({name.rpartition(".")[2] for name in usable})
-    more = f" and {len(last) - _MAX_NAMES} more" if len(last) > _MAX_NAMES else ""
     blocks = next((match[1] for name in usable if (match := re.search(r"(\w+\.)\d+\.", name))), "")
     raise UserError(
         f"{flag} {names}: no layer of {type(model).__name__} that can get LoRA has '{', '.join(unknown)}' in its name; "
         f"give {blocks} for all layers of its blocks, or leave the flag out, or give names among "
-        f"{', '.join(last[:_MAX_NAMES])}{more}"
+        f"{', '.join(last)}"
     )
 
 
@@ -180,17 +177,6 @@ def add_adapter(model: PreTrainedModel, settings: AdapterSettings, folder: str |
         load_adapter_weights(model, folder)
 
 
-def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
-    """Flags of `settings` that differ from what the adapter in `folder` has and keeps."""
-    config = saved_config(folder)
-    differing = {
-        settings.flag: settings.targets is not None,
-        "--lora_alpha": settings.alpha not in (AdapterFlags().lora_alpha, config.lora_alpha),
-        "--use_rslora": settings.rslora and not config.use_rslora,
-    }
-    return [flag for flag, differs in differing.items() if differs]
-
-
 def saved_config(folder: str) -> Any:
     """peft's configuration of the adapter in `folder`."""
     from peft import LoraConfig
@@ -211,13 +197,14 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
-    """Add peft's layers of `config`, which is that of an adapter in `folder` or of a new one (None)."""
     from peft import inject_adapter_in_model
 
     seed = torch.initial_seed() ^ crc32(ADAPTER.encode())
     injected = replace(config, modules_to_save=None)  # peft would wrap the score head
     without = all(weight.is_meta for weight in model.parameters())  # then its matrices need no numbers
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _gathered_by_peft(model):
+    partitioned = any(hasattr(weight, "ds_id") for weight in model.parameters())  # peft gathers what DoRA reads
+    zero3 = zero3_announced({"zero_optimization": {"stage": 3}}) if partitioned else nullcontext()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), zero3:
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself
         torch.manual_seed(seed)
         problem = f"{folder or 'LoRA'}: the adapter does not fit {type(model).__name__}"
@@ -230,14 +217,11 @@ def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
 
 
 @contextmanager
-def _gathered_by_peft(model: nn.Module) -> Iterator[None]:
-    """Make peft gather the weights that it reads (DoRA) if ZeRO-3 partitions them; it asks transformers about that."""
-    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
-        yield
-        return
+def zero3_announced(ds_config: dict[str, Any]) -> Iterator[None]:
+    """Let transformers, and peft, which asks it, know in the block that ZeRO-3 partitions weights."""
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    keep_alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # transformers holds it weakly
+    keep_alive = HfDeepSpeedConfig(ds_config)  # transformers holds it weakly
     try:
         yield
     finally:
@@ -288,7 +272,6 @@ def _config_to_continue(model: PreTrainedModel, folder: str, settings: AdapterSe
 
 
 def _of_kind(model: PreTrainedModel) -> dict[str, Any]:
-    """The entries of peft's configuration that depend on whether the model has a score head."""
     has_score = hasattr(model, SCORE)
     return {"task_type": "SEQ_CLS" if has_score else "CAUSAL_LM", "modules_to_save": [SCORE] if has_score else None}
 
@@ -306,8 +289,7 @@ def load_merged(model: PreTrainedModel, folder: str) -> None:
         base = layer.get_base_layer()
         if not is_linear(base):
             raise UserError(f"{folder}: its adapter of {path} is not of a linear layer; merge it with peft")
-        partitioned = hasattr(base.weight, "ds_id")
-        with deepspeed.zero.GatheredParameters([base.weight], modifier_rank=0, enabled=partitioned), torch.no_grad():
+        with deepspeed.zero.GatheredParameters([base.weight], modifier_rank=0), torch.no_grad():
             a, b, magnitude = matrices_of(weights, path)
             base.weight.copy_(merged_weight(layer, base.weight, a, b, magnitude))
         parent, _, child = path.rpartition(".")
@@ -326,25 +308,19 @@ def load_adapter_weights(model: PreTrainedModel, folder: str) -> dict[str, Tenso
     parameters: dict[str, Any] = dict(model.named_parameters())
     wanted = {key for key in parameters if is_adapter_parameter(key)}
     weights = {key: weight for key, weight in weights.items() if not key.startswith(LM_HEADS) or key in parameters}
+    shapes = {key: getattr(weight, "ds_shape", weight.shape) for key, weight in parameters.items()}
     faults = {
         "missing": wanted - weights.keys(),
         "unexpected": weights.keys() - parameters.keys(),
-        "wrong shape": {key for key in weights if key in parameters and _shape(parameters[key]) != weights[key].shape},
+        "wrong shape": {key for key, weight in weights.items() if shapes.get(key, weight.shape) != weight.shape},
     }
     found = [f"{fault}: {', '.join(sorted(keys)[:3])}" for fault, keys in faults.items() if keys]
     if found:
         raise UserError(f"{folder}: the adapter does not fit {type(model).__name__}: {'; '.join(found)}")
     for key, weight in weights.items():
-        target = parameters[key]
-        partitioned = hasattr(target, "ds_id")
-        with deepspeed.zero.GatheredParameters([target], modifier_rank=0, enabled=partitioned), torch.no_grad():
-            target.copy_(weight)
+        with deepspeed.zero.GatheredParameters([parameters[key]], modifier_rank=0), torch.no_grad():
+            parameters[key].copy_(weight)
     return {key: weight.to(parameters[key].device) for key, weight in weights.items()}
-
-
-def _shape(parameter: Any) -> torch.Size:
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
 
 
 def matrices_of(weights: Mapping[str, Tensor], path: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,4 +1,5 @@
-"""How a model runs the rows that it gets: `Layout`, arguments of a forward pass, and that of the backbone."""
+"""How a model runs the rows that it gets: `Layout`, arguments of a forward pass, and that of the backbone. Errors of
+probes, which try a faster way: whatever the model raises there, it runs the slower way."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dschat_ppo.common.dist import all_reduce
+from dschat_ppo.common.exit_codes import ran_out_of_memory
+from dschat_ppo.errors import Attempt, NonFiniteError, RolloutCancelled, StopRequested, UserError, in_one_line
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.types import Model
@@ -19,18 +23,14 @@ from dschat_ppo.types import Model
 # By type of device: rows are padded to a multiple of so many columns. On a GPU, few shapes steady the memory allocator,
 # and kernels have less to choose and plan; on a CPU padding is computed for nothing.
 COLUMNS = {"cuda": 64}
+_signature = lru_cache(maxsize=64)(inspect.signature)
 # kinds of layers that carry a state from token to token; the last two have attention beside it
 WITH_STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 
 
-@lru_cache(maxsize=64)
-def _forward_arguments(forward: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
-
-
 def accepts(model: nn.Module, argument: str) -> bool:
     """Whether the model's forward takes an argument of this name."""
-    return argument in _forward_arguments(type(model).forward)
+    return argument in _signature(type(model).forward).parameters
 
 
 def unwrap(engine: Model) -> nn.Module:
@@ -74,11 +74,6 @@ def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
 def has_states(config: Any) -> bool:
     """Whether layers of the model carry a state from token to token."""
     return not set(getattr(config.get_text_config(), "layer_types", None) or ()).isdisjoint(WITH_STATES)
-
-
-def backbone_of(lm: Any) -> Any:
-    """A causal language model without its head. (transformers expects another name for the backbone of Llama 4.)"""
-    return lm.model if lm.base_model is lm else lm.base_model
 
 
 def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
@@ -133,3 +128,47 @@ class Layout:
     divided: bool = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
     attention: str = "auto"  # the value of `--attn_implementation`
     offload_activations: bool = False
+
+
+# Of the user, of the run, of other ranks and of the device, which stays broken.
+_OTHERS = (
+    UserError, NonFiniteError, StopRequested, RolloutCancelled, torch.distributed.DistError, torch.AcceleratorError,
+)  # fmt: skip
+
+# Arguments of transformers' attention functions that no attention of this project has, and what they are.
+_FOREIGN = {
+    "attention_mask": "a mask of its own", "position_bias": "a bias", "sinks": "sinks", "indices": "chosen keys",
+    "block_indices": "chosen keys",
+}  # fmt: skip
+
+
+class UnsupportedAttentionError(Exception):
+    """The model's attention needs something that an attention function of this project does not have."""
+
+
+def check_attention_call(module: Any, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Refuse a call of attention with what would be ignored: a mask, a bias, ... even if its numbers are 0."""
+    given = {**options, "attention_mask": attention_mask}
+    for name, what in _FOREIGN.items():
+        if given.get(name) is not None:
+            raise UnsupportedAttentionError(f"{type(module).__name__} needs {what}")
+
+
+def unfit(tried: Attempt) -> str:
+    """Why a model does not fit the way that was tried, in one line, or "". Models raise almost anything there. The
+    exception itself is raised if no other way would help: memory, the device or another rank failed."""
+    problem = tried.problem
+    if problem is None:
+        return ""
+    if isinstance(problem, _OTHERS) or ran_out_of_memory(problem):
+        raise problem
+    problem.__traceback__ = None  # its frames hold tensors
+    if isinstance(problem, UnsupportedAttentionError):
+        return str(problem)
+    return f"it ends with {type(problem).__name__} ({in_one_line(problem)})"
+
+
+def of_any_rank(reason: str, device: torch.device) -> str:
+    """`reason` of this rank; else that others have one; else "". Collective, so that all make the same passes."""
+    found = all_reduce(torch.tensor(float(bool(reason)), device=device), "max") > 0
+    return reason or ("another rank cannot run it" if found else "")

@@ -34,7 +34,7 @@ from dschat_ppo.algorithms.fused_logprobs import HALF
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.errors import attempt
-from dschat_ppo.models.probes import unfit
+from dschat_ppo.models.backbone import unfit
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +218,6 @@ def use_fast_layers(model: nn.Module) -> None:
 
 
 def _same_code(function: Any, known: Any) -> bool:
-    """Whether two functions are the same instructions, inside decorators."""
     codes = [getattr(inspect.unwrap(x), "__code__", None) for x in (function, known)]
     found, expected = ((c.co_code, c.co_consts, c.co_names, c.co_varnames) if c else None for c in codes)
     return found == expected

@@ -1,4 +1,5 @@
-"""Select the kernels of a model by a probe: run a few tokens both ways once the engine exists, and compare. A way that
+"""Which ways a model can run its rows. Its configuration says, before it is loaded, whether it suits the flags that ask
+for a way. A probe selects the kernels once the engine exists: it runs a few tokens both ways, and compares. A way that
 ends with an error counts as infinitely far from the model's own, on every rank."""
 
 from __future__ import annotations
@@ -8,20 +9,98 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from dschat_ppo.common.dist import all_reduce, sequence_ranks
+from dschat_ppo.common.dist import all_reduce, sequence_ranks, world_size
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.on_policy import router_adds_noise
-from dschat_ppo.errors import UserError, attempt
+from dschat_ppo.config.run_flags import MemoryFlags, possible_sizes
+from dschat_ppo.errors import UserError, attempt, reading
 from dschat_ppo.models.activation_memory import last_mlp
-from dschat_ppo.models.architectures import DROPOUTS
-from dschat_ppo.models.backbone import hidden_window, unwrap
+from dschat_ppo.models.architectures import (
+    DROPOUTS,
+    MASK_IS_READ,
+    backbone_of,
+    classifier_class,
+    config_for,
+    lm_without_weights,
+)
+from dschat_ppo.models.backbone import accepts, hidden_window, of_any_rank, unfit, unwrap
+from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.packing import reason_not_to_pack, recorded_attention
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.probes import of_any_rank, unfit
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.state_layers import can_go_on, state_layers
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.types import Model
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool) -> None:
+    """Check that the model at `folder`, which passed `check_causal_lm` or (`scalar`) `check_sequence_classifier`, suits
+    the flags of memory, without reading its weights."""
+    choice = flags.attn_implementation
+    if flags.sequence_parallel_size == 1 and choice == "auto":
+        return
+    with reading(f"{flag} {folder}: no model can be built from its config.json"):
+        config = load_config(folder, flag)
+        kind: Any = classifier_class(config) if scalar else None
+        with torch.device("meta"):
+            backbone = kind(config_for(kind, config)).base_model if scalar else backbone_of(lm_without_weights(config))
+    name, reason = type(backbone).__name__, reason_against(choice, backbone)
+    if reason is not None:
+        raise UserError(
+            f"--attn_implementation {choice}: {flag} {folder}: {name} cannot use it, because {reason}; use auto"
+        )
+    if flags.sequence_parallel_size > 1:
+        given = f"--sequence_parallel_size {flags.sequence_parallel_size}: {flag} {folder}: {name}"
+        reason = reason_not_to_divide(backbone)
+        if reason is not None:
+            raise UserError(f"{given} cannot be divided, because {reason}; use 1")
+        heads = backbone.config.get_text_config().num_attention_heads
+        if heads % flags.sequence_parallel_size:
+            raise UserError(
+                f"{given} has {heads} attention heads, which the size must divide; with {world_size()} ranks use "
+                f"{possible_sizes(world_size(), heads)}"
+            )
+
+
+def reason_against(choice: str, backbone: PreTrainedModel) -> str | None:
+    """Why the model cannot use the attention that `--attn_implementation` names; None if it can."""
+    own = backbone.config._attn_implementation
+    if choice in ("auto", own):
+        return None
+    if not backbone._supports_attention_backend:
+        return f"transformers does not let its attention, '{own}', be replaced"
+    return "it needs a soft cap or sinks, which SDPA does not have" if choice == "sdpa" else None
+
+
+def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
+    """Why ranks cannot divide the columns of rows among them; None if they can, as far as the configuration tells."""
+    config = backbone.config.get_text_config()
+    if layers := state_layers(backbone):
+        return f"its {type(layers[0]).__name__} carries a state from token to token"
+    if not backbone._supports_attention_backend:
+        return "transformers does not let its attention be replaced"
+    if backbone.config._attn_implementation not in ("sdpa", "eager"):
+        return f"its attention is '{backbone.config._attn_implementation}', and not 'sdpa' or 'eager'"
+    if config.model_type in MASK_IS_READ or getattr(config, "attention_chunk_size", None) is not None:
+        return "its attention needs a mask, which divided rows do not have"
+    if not accepts(backbone, "position_ids"):
+        return "it does not take the positions of tokens"
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
+    if others:
+        return f"it has layers of the type {', '.join(others)}"
+    if not isinstance(config.num_attention_heads, int):
+        return "its layers differ in their numbers of attention heads"
+    return None
+
+
+def apply_memory_flags(model: PolicyModel | ScalarModel, flags: MemoryFlags) -> None:
+    """Switch `--offload_activations` and `--attn_implementation` on in the model as the flags ask."""
+    model.layout = replace(
+        model.layout, attention=flags.attn_implementation, offload_activations=flags.offload_activations
+    )
+
 
 ROWS, TOKENS = 3, 16
 # mean difference of log-probs and entropies, in nats
@@ -74,7 +153,6 @@ def _set(module: PolicyModel | ScalarModel, **ways: Any) -> None:
 
 
 def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
-    """Keep the fused head if it gives the log-probs and entropies of whole logits; else use those, with a warning."""
     reason = ""
     if policy.layout.fused:
         _set(policy, fused=False)
@@ -132,12 +210,8 @@ def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
             f"{type(module.backbone).__name__}: its {unfit_layers[0]} takes no state, so prompts are not shared"
         )
         return
-    ids = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
-    separate = _outputs(engine, ids)
-    _set(module, shares=True)
-    found, error = _tried(engine, ids, separate)
-    _set(module, shares=_is_close(found, separate, module.backbone.dtype))
-    _log_error(module, "shared prompts", error)
+    alike = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
+    _keep_if_close(engine, module, alike, "shares", "shared prompts")
 
 
 def _select_read_tokens(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
@@ -145,11 +219,19 @@ def _select_read_tokens(engine: Model, module: PolicyModel | ScalarModel, ids: T
     draw other numbers for fewer tokens, so a model that trains with it runs all tokens."""
     if last_mlp(module.backbone) is None or (isinstance(module, PolicyModel) and not module.layout.fused):
         return
-    every = _outputs(engine, ids, first=TOKENS // 2)
-    _set(module, reads_few=True)
-    found, error = _tried(engine, ids, every, first=TOKENS // 2)
-    _set(module, reads_few=_is_close(found, every, module.backbone.dtype))
-    _log_error(module, "a last MLP for some tokens", error)
+    _keep_if_close(engine, module, ids, "reads_few", "a last MLP for some tokens", first=TOKENS // 2)
+
+
+def _keep_if_close(
+    engine: Model, module: PolicyModel | ScalarModel, ids: Tensor, way: str, described: str, first: int = 0
+) -> None:
+    """Switch a way of the layout on if it gives the numbers of the model without it."""
+    own = _outputs(engine, ids, first)
+    _set(module, **{way: True})
+    found, error = _tried(engine, ids, own, first)
+    _set(module, **{way: _is_close(found, own, module.backbone.dtype)})
+    if error:
+        logger().info(f"{type(module.backbone).__name__}: with {described} {error}, so it runs without")
 
 
 def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
@@ -162,7 +244,6 @@ def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
 
 
 def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
-    """Divide the columns of rows among the ranks that share them; checks that this gives the numbers of whole rows."""
     whole = _outputs(engine, ids)
     _set(module, divided=True)
     with recorded_attention() as recorded:
@@ -190,18 +271,12 @@ def _tried(engine: Model, ids: Tensor, own: Tensor, first: int = 0) -> tuple[Ten
 
 
 def _largest(values: Tensor) -> float:
-    """The largest of all ranks; infinity if one is no number."""
     return float(all_reduce(values.nan_to_num(torch.inf).max(), "max"))
 
 
 def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether log-probs, entropies or values (kinds, N), each kind by itself, are near on all ranks."""
     return _largest((found - expected).abs().mean(dim=-1) / expected.std(dim=-1)) < PACKED_TOLERANCE[dtype]
-
-
-def _log_error(module: PolicyModel | ScalarModel, way: str, error: str) -> None:
-    if error:
-        logger().info(f"{type(module.backbone).__name__}: with {way} {error}, so it runs without")
 
 
 def _outputs(engine: Model, ids: Tensor, first: int = 0) -> Tensor:

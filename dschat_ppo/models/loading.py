@@ -32,22 +32,33 @@ from dschat_ppo.models.adapters import (
     AdapterSettings,
     adapter_layers,
     add_adapter,
-    ignored_flags,
     load_merged,
     quantised_base,
+    zero3_announced,
 )
-from dschat_ppo.models.architectures import DROPOUTS, SCORE, SKIPPED_LAYERS, check_architecture, first_position
-from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, config_for, lm_head_names
-from dschat_ppo.models.model_files import (
+from dschat_ppo.models.architectures import (
+    DROPOUTS,
+    SKIPPED_LAYERS,
+    check_architecture,
+    check_classifier_config,
+    classifier_class,
+    config_for,
+    first_position,
+    lm_head_names,
+)
+from dschat_ppo.models.model_folders import (
+    SCORE,
+    base_folder,
     check_settings,
     checkpoint_shapes,
     files_of,
+    is_adapter_folder,
     is_old_buffer,
+    saves_head,
     wants_settings_only,
     weight_files,
     without_code,
 )
-from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, saves_head
 from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -119,7 +130,6 @@ def report_length(folders: Iterable[str], longest: int, flags: str) -> None:
 
 
 def _known_positions(folder: str) -> int | None:
-    """Tokens of the longest row for which a model has positions; None if its configuration names no limit."""
     config = load_config(folder, "model").get_text_config()
     known = getattr(config, "max_position_embeddings", None)
     return None if known is None else int(known) - first_position(config)
@@ -135,18 +145,11 @@ def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None =
         with watchdog_paused(), freed_memory_returned():
             yield
         return
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
     if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
         # DeepSpeed asserts that the ranks are not yet divided, which they are after the first model.
         deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    keep_alive = HfDeepSpeedConfig(ds_config)  # transformers holds it weakly
-    try:
-        with freed_memory_returned():
-            yield
-    finally:
-        del keep_alive
-        unset_hf_deepspeed_config()
+    with zero3_announced(ds_config), freed_memory_returned():
+        yield
 
 
 @cache
@@ -190,12 +193,8 @@ def load_causal_lm(
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)
-    base = base_folder(folder, "model")
     build = partial(AutoModelForCausalLM.from_config, config)
-    placed = {"device_map": device} if device else quantised_base(build, adapter, DTYPES[dtype], ds_config)
-    with _loading(base, ds_config, device):
-        model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=DTYPES[dtype], **placed)
-    return adapted(_resized(model, folder) if resize else model, folder, adapter)
+    return _loaded(AutoModelForCausalLM, build, folder, config, dtype, ds_config, resize, adapter, device)
 
 
 def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSettings | None = None) -> bool:
@@ -232,19 +231,23 @@ def load_sequence_classifier(
     config = _with_dropout(load_config(folder, "model"), dropout)
     kind = classifier_class(config)
     config = config_for(kind, config)
+    names = _deepspeed_chat_mapping(base_folder(folder, "model"), kind) or None
+    return _loaded(kind, partial(kind, config), folder, config, dtype, ds_config, resize, adapter, device, names)
+
+
+def _loaded(
+    kind: Any, build: Callable[[], PreTrainedModel], folder: str, config: PretrainedConfig, dtype: str,
+    ds_config: dict[str, Any] | None, resize: bool, adapter: AdapterSettings | None, device: str | None,
+    key_mapping: dict[str, str] | None = None,
+) -> PreTrainedModel:  # fmt: skip
     base = base_folder(folder, "model")
-    build, names = partial(kind, config), _deepspeed_chat_mapping(base, kind) or None
     placed = {"device_map": device} if device else quantised_base(build, adapter, DTYPES[dtype], ds_config)
     with _loading(base, ds_config, device):
-        model = kind.from_pretrained(base, config=config, dtype=DTYPES[dtype], key_mapping=names, **placed)
-    return adapted(_resized(model, folder) if resize else model, folder, adapter)
-
-
-def _resized(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    known, needed = model.config.get_text_config().vocab_size, len(load_tokenizer(folder, "model"))
-    if grow_vocabulary(model, needed):
+        model = kind.from_pretrained(base, config=config, dtype=DTYPES[dtype], key_mapping=key_mapping, **placed)
+    known = config.get_text_config().vocab_size
+    if resize and grow_vocabulary(model, needed := len(load_tokenizer(folder, "model"))):
         logger().info(f"model: {folder} has rows for {known} tokens; adding {needed - known} (--resize_vocabulary)")
-    return model
+    return adapted(model, folder, adapter)
 
 
 def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
@@ -258,7 +261,6 @@ def _with_dropout(config: PretrainedConfig, dropout: float | None) -> Pretrained
 
 
 def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[str, str]:
-    """Patterns that rename DeepSpeed-Chat's `rwtransformer.*` and `v_head.*` to the classifier's names."""
     if not any(name.startswith("v_head.") for name in checkpoint_shapes(folder)):
         return {}
     return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": f"{SCORE}."}
@@ -269,10 +271,8 @@ def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None
     that of an adapter folder further; None: merge that of the folder."""
     _adapt(model, folder, adapter)
     if is_adapter_folder(folder):
-        ignored = [] if adapter is None else ignored_flags(folder, adapter)
         done = "is merged into its base model" if adapter is None else "is trained further with its layers and scale"
-        note = f"; {', '.join(ignored)} without effect" if ignored else ""
-        logger().info(f"model: the adapter in {folder} {done}{note}")
+        logger().info(f"model: the adapter in {folder} {done}")
     if adapter is not None:
         sizes = [(weight.requires_grad, getattr(weight, "ds_numel", weight.numel())) for weight in model.parameters()]
         trained, total = sum(size for trains, size in sizes if trains), sum(size for _, size in sizes)
@@ -340,9 +340,7 @@ def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
 
 def _with_mean_rows(weight: nn.Parameter, size: int) -> Tensor:
     """A whole copy of `weight` (rows, ...), followed by rows of its mean: (size, ...)."""
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_id")), torch.no_grad():
+    with deepspeed.zero.GatheredParameters([weight]), torch.no_grad():
         mean = weight.float().mean(dim=0, keepdim=True).to(weight.dtype)
         return torch.cat([weight, mean.expand(size - weight.shape[0], *mean.shape[1:])])
 

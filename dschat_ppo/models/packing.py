@@ -22,11 +22,12 @@ from dschat_ppo.models.backbone import (
     Layout,
     attention_is_replaceable,
     backbone_states,
+    check_attention_call,
     forward_replaced,
     position_arguments,
     real_slots,
 )
-from dschat_ppo.models.probes import check_attention_call
+from dschat_ppo.models.micro_batches import are_uneven, lay_out
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.segment_attention import (
     Segments,
@@ -44,7 +45,6 @@ from dschat_ppo.models.sequence_parallel import (
     of_own_heads,
     rotary_of_whole_rows,
 )
-from dschat_ppo.models.shared_prompts import are_uneven, lay_out
 from dschat_ppo.models.state_layers import StateRows, state_layers
 
 NAME = "dschat_packed"

@@ -23,11 +23,9 @@ from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.adapters import ADAPTER, adapter_layers, is_adapter_parameter, matrices_of, merged_weight
-from dschat_ppo.models.architectures import SCORE, first_position
-from dschat_ppo.models.model_files import weight_files
-from dschat_ppo.models.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_name
-from dschat_ppo.models.policy_model import WrappedModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SCORE, saved_name, weight_files
+from dschat_ppo.models.wrapped_models import ScalarModel, WrappedModel
 from dschat_ppo.types import Engine
 
 # Files of the two forms in which a model is saved.
@@ -76,7 +74,7 @@ def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) 
         if wanted is not None and not wanted(name):
             continue
         heartbeat()
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        with deepspeed.zero.GatheredParameters([parameter]):
             if dist.is_main():
                 state[name] = parameter.detach().to("cpu", copy=True)
     if dist.is_main() and wanted is None:
@@ -185,7 +183,6 @@ def _write(
 
 
 def _config_around(model: PreTrainedModel, source: Path) -> Any:
-    """The configuration of the checkpoint of a text model that is a part of one of images and text, or None."""
     if not (source / "config.json").is_file():
         return None
     found = AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -1,6 +1,6 @@
 """Causal attention inside each segment of a packed row: by one kernel for all segments, or one after another.
 
-A segment may also see tokens of another one: the beginning that its row shares (`shared_prompts.py`).
+A segment may also see tokens of another one: the beginning that its row shares (`micro_batches.py`).
 
 PyTorch's variable-length FlashAttention needs the keys of a segment side by side, so the keys of a shared beginning are
 copied for each segment that sees them. For 16 prompts of 384 tokens with 8 answers of 64, a layer of a 7B model with 4
@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
-from dschat_ppo.models.shared_prompts import VarlenSegments
+from dschat_ppo.models.micro_batches import VarlenSegments
 
 MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
 
@@ -50,7 +50,6 @@ class Segments:
 
     @cached_property
     def _columns(self) -> list[tuple[int, int, int, int]]:
-        """Start and end of each segment, and of what it sees."""
         ends = list(accumulate(self.lengths))
         seen = self.seen or [(0, 0)] * len(ends)
         return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]

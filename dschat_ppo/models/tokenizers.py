@@ -10,8 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.model_files import check_settings, files_of
-from dschat_ppo.models.model_folders import base_folder, is_adapter_folder
+from dschat_ppo.models.model_folders import base_folder, check_settings, files_of, is_adapter_folder
 
 _READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its files -> tokenizer
 

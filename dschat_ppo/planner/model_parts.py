@@ -16,13 +16,12 @@ from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
-from dschat_ppo.models.architectures import MASK_IS_READ, first_position
-from dschat_ppo.models.backbone import attention_is_replaceable, backbone_of, position_arguments
-from dschat_ppo.models.classifiers import classifier_class, config_for
+from dschat_ppo.models.architectures import MASK_IS_READ, backbone_of, classifier_class, config_for, first_position
+from dschat_ppo.models.backbone import attention_is_replaceable, position_arguments
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, load_config
 from dschat_ppo.models.model_folders import model_folder
-from dschat_ppo.rollout.memory import cache_bytes
+from dschat_ppo.rollout.kv_cache import cache_bytes
 
 TOKENS = 256  # of the forward pass that counts; activations are in proportion to them
 ATTENTION = "dschat_planned"
@@ -61,7 +60,7 @@ class ModelParts:
     state_bytes: int = 0  # bytes of the states of one row, where layers carry one from token to token
 
     def cache_bytes(self, length: int) -> int:
-        """Bytes of the cache for a row of `length` tokens; states exist twice after a prefill (`rollout/memory.py`)."""
+        """Bytes of the cache for a row of `length` tokens; states exist twice after a prefill."""
         return self.kv_bytes * length + 2 * self.state_bytes
 
     @property

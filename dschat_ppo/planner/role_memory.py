@@ -16,11 +16,11 @@ from dschat_ppo.algorithms.fused_logprobs import BLOCK_BYTES, GPU_BLOCK_BYTES
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.steps import FitConfig, PPOConfig, PreferenceConfig, StepConfig
 from dschat_ppo.engine.ds_config import BUCKET_SIZE
-from dschat_ppo.engine.tensor_parallel import reason_not_to_divide
+from dschat_ppo.engine.hybrid_engine import reason_not_to_divide
 from dschat_ppo.models.activation_memory import SMALLEST_ON_HOST
 from dschat_ppo.models.micro_batches import COPIED, sharing_pays
 from dschat_ppo.planner.model_parts import ModelParts
-from dschat_ppo.rollout.memory import LOGITS_BYTES, LOGITS_SHARE, MAX_ROWS, MAX_ROWS_GPU, MEMORY_SHARE
+from dschat_ppo.rollout.kv_cache import LOGITS_BYTES, LOGITS_SHARE, MAX_ROWS, MAX_ROWS_GPU, MEMORY_SHARE
 
 FP32 = 4  # bytes
 MASTER, MOMENTS = FP32, 2 * FP32  # bytes of the fp32 weight and of the two moments of AdamW, for each parameter
@@ -225,7 +225,7 @@ def head_memory(role: Role, tokens: int, with_gradient: bool = True) -> Memory:
 
 
 def running_rows(role: Role, rows: int, length: int, wanted: int, free: int) -> int:
-    """Sequences that are decoded at a time, at least 1, as `rollout/memory.py` chooses them. `rows`: sequences of a
+    """Sequences that are decoded at a time, at least 1, as `rollout/kv_cache.py` chooses them. `rows`: sequences of a
     rollout on this rank, of `length` tokens at most; `wanted`: `--rollout_rows`, 0 for as many as memory allows;
     `free`: bytes of the device that everything else leaves."""
     per_row = max(1, role.parts.cache_bytes(length))

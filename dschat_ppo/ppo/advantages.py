@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, token_rewards
+from dschat_ppo.algorithms.advantage_estimators import (
+    ESTIMATORS,
+    AdvantageInputs,
+    RunningScale,
+    clip_scores,
+    missing_eos,
+    overlong_penalty,
+    token_rewards,
+)
 from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten
 from dschat_ppo.algorithms.controllers import AdaptiveKL, FixedCoefficient
 from dschat_ppo.algorithms.correction import (
@@ -18,7 +26,6 @@ from dschat_ppo.algorithms.correction import (
     token_covariances,
 )
 from dschat_ppo.algorithms.kl import kl_k1
-from dschat_ppo.algorithms.scores import RunningScale, clip_scores, missing_eos, overlong_penalty
 from dschat_ppo.checkpoint.manager import load_saved
 from dschat_ppo.common.own_functions import named
 from dschat_ppo.common.phases import block

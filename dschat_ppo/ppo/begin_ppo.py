@@ -20,10 +20,11 @@ from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, prepare, step_data, text_blocks
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
+from dschat_ppo.engine.hybrid_engine import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
 from dschat_ppo.engine.router_term import router_top_k
-from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.errors import UserError, counted
+from dschat_ppo.models.kernel_selection import check_long_sequences
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
@@ -32,7 +33,6 @@ from dschat_ppo.models.loading import (
     report_length,
     require_length,
 )
-from dschat_ppo.models.long_sequences import check_long_sequences
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
 from dschat_ppo.ppo.collect import check_stop_ids
@@ -220,7 +220,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
             )
 
     device, output = begin_run(config, models, validate_only, check_functions)
-    require_agreement(config, dist.world_size())
+    require_agreement(config.run)
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     folders = model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)
@@ -232,7 +232,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
-    check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train))
+    check_routes(config.rewards, rows.at_hand["row"])
     report_lengths(config, folders, tokenizer)
     plan = plan_ppo(
         ppo, len(rows.train), dist.world_size(), algorithm.critic_warmup_rollouts,

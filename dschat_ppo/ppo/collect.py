@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.group_statistics import groups_that_differ
+from dschat_ppo.algorithms.advantage_estimators import groups_that_differ
 from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger
@@ -34,7 +34,7 @@ from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceE
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import EngineName, GenerationConfig, choose_engine, engine_text, generate
-from dschat_ppo.rollout.memory import rows_for_memory
+from dschat_ppo.rollout.kv_cache import rows_for_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import Rollout, ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
 

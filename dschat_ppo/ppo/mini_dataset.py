@@ -15,8 +15,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.phases import block
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.batches import IndexStream, SFTBatch, collate_sft
-from dschat_ppo.models.micro_batches import deal, split_by_tokens
-from dschat_ppo.models.shared_prompts import RowPrompts
+from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 from dschat_ppo.types import (
     Experience,
     RewardedRollout,

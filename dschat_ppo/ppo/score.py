@@ -16,8 +16,8 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
-from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
+from dschat_ppo.models.wrapped_models import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest, Scores
 from dschat_ppo.types import (

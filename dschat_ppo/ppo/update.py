@@ -34,8 +34,8 @@ from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Gradients, StepResult, accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.engine.router_term import router_settings, with_router_term
-from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.models.router_recorder import unrecorded_router
+from dschat_ppo.models.wrapped_models import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches

@@ -51,7 +51,6 @@ PROMPT, RESPONSE, TOKEN_IDS = map(attrgetter, ("prompt", "response", "token_ids"
 
 
 def _messages(answer: Answer) -> Any:
-    """TRL passes the messages of a chat, and otherwise texts."""
     return answer.prompt if answer.row.get(MESSAGES) is None else answer.row[MESSAGES]
 
 
@@ -152,7 +151,6 @@ def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signatur
 
 
 def _converted(name: str, text: str, default: Any) -> Any:
-    """The text of a setting, converted to the type of the default that it replaces."""
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise ValueError(f"its setting {name} must be true or false, not '{text}'")

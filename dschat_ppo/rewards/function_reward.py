@@ -20,7 +20,6 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.ppo_flags import split_weight
 from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import HIDDEN, UserError, in_one_line
-from dschat_ppo.rewards import worker_process
 from dschat_ppo.rewards.call_forms import Answer, Returned, Signature, arguments_of, missing_columns
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest, is_routed_to
 from dschat_ppo.rewards.worker_pool import CallError, WorkerPool
@@ -124,7 +123,7 @@ class FunctionReward:
         self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
         self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
         try:
-            start = (worker_process.__name__, spec.path, spec.name, json.dumps(dict(spec.settings)))
+            start = spec.path, spec.name, json.dumps(dict(spec.settings))
             self.pool = WorkerPool(start, workers, timeout)
         except CallError as problem:
             raise UserError(f"{spec}: cannot be used: {in_one_line(problem)}") from None
@@ -169,7 +168,6 @@ class FunctionReward:
         return scores
 
     def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
-        """One of the responses, as the function may see it."""
         row, ids = request.rows[number], list[int]()
         if self.spec.rule is not None and TRUTH in row:  # other functions see the columns as they are
             row = row | {"answer": row[TRUTH]}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.supervised_losses import StepAggregation, aggregate_steps
+from dschat_ppo.algorithms.aggregation import StepAggregation, aggregate_steps
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
@@ -20,8 +20,7 @@ from dschat_ppo.data.encode import encode_example, step_ends
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_config
-from dschat_ppo.models.micro_batches import even_passes, share_prompts
-from dschat_ppo.models.shared_prompts import common_beginnings
+from dschat_ppo.models.micro_batches import common_beginnings, even_passes, share_prompts
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest, raise_on_any_rank
 from dschat_ppo.types import Model, Rollout, full_sequences

@@ -1,27 +1,42 @@
-"""Worker processes that keep state between calls, such as a loaded function, with a time limit for each call."""
+"""Worker processes that run a reward function, with a time limit for each call. They import no large library.
+
+Requests arrive on standard input of a worker: pickled keyword arguments, one call after another. Replies leave on its
+original standard output, a line of JSON each: the trainer unpickles nothing that a worker wrote. The function itself
+gets an empty standard input, and its prints go to standard error.
+
+The kernel kills the process when the trainer ends for any reason. It ignores SIGTERM and SIGINT: DeepSpeed's launcher
+sends SIGTERM to all its descendants when the run is to stop, and the trainer still needs the rewards of its last step.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pickle import PicklingError, dumps
+from dataclasses import asdict
 from typing import Any
 
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.own_functions import cause_of, load
+from dschat_ppo.common.processes import leave_dead_terminal, signal_when_parent_ends
+from dschat_ppo.errors import attempt
+from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, describe, returned_rows
 
 _HEARTBEAT_SECONDS = 1.0
 START_SECONDS = 120.0  # a module may import slow libraries
 _START_CODE = (
-    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "importlib.import_module(sys.argv[2]).main(*sys.argv[3:])"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from dschat_ppo.rewards.worker_pool import main; main(*sys.argv[2:])"
 )
 
 
@@ -37,11 +52,8 @@ class Worker:
     """One worker process. It starts at the first call; after a timeout or crash it is replaced at the next call, so
     that its state is lost."""
 
-    def __init__(self, main: Sequence[str], seconds: float):
-        # The module whose `main` the process runs, and its arguments. It reads pickled keyword arguments from standard
-        # input, and writes a line of JSON when it is ready and for each call: {"value": ...} or {"error": cause}. The
-        # trainer unpickles nothing that a worker wrote.
-        self.main = main
+    def __init__(self, function: Sequence[str], seconds: float):
+        self.function = function  # arguments of `main`
         self.seconds = seconds  # for each call
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -49,7 +61,7 @@ class Worker:
         """Start the process and wait until it is ready; what it says then (JSON)."""
         self.stop()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *self.main],
+            [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *self.function],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None
@@ -60,8 +72,8 @@ class Worker:
         """Call the function with keyword arguments; its reply, or `CallError`. A call whose process ends is repeated
         once in a new one, because the kernel may kill any process when memory runs out."""
         try:
-            request = dumps(arguments)
-        except (PicklingError, TypeError, AttributeError) as problem:
+            request = pickle.dumps(arguments)
+        except (pickle.PicklingError, TypeError, AttributeError) as problem:
             raise CallError(f"the row cannot be sent to its process: {problem}") from None
         try:
             return self._reply(request)
@@ -135,11 +147,11 @@ class Worker:
 
 
 class WorkerPool:
-    """`size` worker processes with the same `main`. Other arguments as for `Worker`. `ready`: what the first said when
-    it was ready."""
+    """`size` worker processes with the same `function` (arguments of `main`). `ready`: what the first said when it was
+    ready."""
 
-    def __init__(self, main: Sequence[str], size: int, seconds: float):
-        self.workers = [Worker(main, seconds) for _ in range(size)]
+    def __init__(self, function: Sequence[str], size: int, seconds: float):
+        self.workers = [Worker(function, seconds) for _ in range(size)]
         self.threads = ThreadPoolExecutor(size, thread_name_prefix="reward")
         self.closed = False
         try:
@@ -174,3 +186,64 @@ class WorkerPool:
         self.threads.shutdown(wait=True)
         for worker in self.workers:
             worker.stop()
+
+
+def main(where: str, name: str, settings: str) -> None:
+    """In a worker: serve the function `name` of a file or module. `settings`: as JSON. It writes a line of JSON when it
+    is ready and for each call: {"value": ...} or {"error": cause}."""
+    signal_when_parent_ends(signal.SIGKILL)
+    outlive_signals()
+    os.register_at_fork(after_in_child=restore_signals)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")  # descriptors are not inherited
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    process = os.getpid()
+
+    def reply(kind: str, value: Any) -> None:
+        if os.getpid() != process:  # a fork of the function returned: its reply would shift later ones
+            os._exit(1)
+        print(json.dumps({kind: value}), file=replies, flush=True)
+
+    file = os.path.abspath(where)  # messages name its line
+    with attempt(also_exits=True) as tried:
+        function = load(where, name)
+        signature = describe(function, json.loads(settings))
+    if tried.problem is not None:  # the trainer reports it
+        return reply("error", cause_of(tried.problem, file))
+    reply("value", asdict(signature))
+    loop = asyncio.new_event_loop()
+    while True:
+        try:
+            arguments = pickle.load(requests)
+        except EOFError:
+            return None
+        leave_dead_terminal()  # a print of the function would fail
+        with attempt(also_exits=True) as tried:
+            reply("value", _call(function, signature, arguments, loop))
+        if tried.problem is not None:  # a failed call costs its rows, not the run
+            reply("error", cause_of(tried.problem, file))
+
+
+def _call(
+    function: Callable[..., Any], signature: Signature, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop
+) -> list[Returned]:
+    logged: dict[str, Any] = {}
+    if signature.form == "trl":
+        arguments = dict.fromkeys(filter(signature.wants, LOGGERS), logged.__setitem__) | arguments
+    result = function(**arguments)
+    if inspect.isawaitable(result):
+        result = loop.run_until_complete(result)
+    return returned_rows(result, signature.call.per_row, logged)
+
+
+def outlive_signals() -> None:
+    """Handle SIGTERM and SIGINT by doing nothing. `SIG_IGN` would be inherited by programs started from here."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+
+def restore_signals() -> None:
+    """Default handlers in processes that the function forks: `multiprocessing` ends its pools by SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,25 +6,38 @@ function for that name, so models build no mask; the metadata of a step says whi
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
+from dschat_ppo.algorithms.fused_logprobs import HALF
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
-from dschat_ppo.models.backbone import has_states
-from dschat_ppo.models.probes import UnsupportedAttentionError, check_attention_call
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, PrefillMetadata, SharedPrefix
+from dschat_ppo.errors import attempt
+from dschat_ppo.models.backbone import UnsupportedAttentionError, check_attention_call, unfit
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, PrefillMetadata, SharedPrefix
+
+_log = logging.getLogger(__name__)
+
+NAME = "dschat_rollout"
+WIDEST_HEAD = 256  # that the flash attention kernel supports
+TOLERANCE = 0.05  # of its outputs of size 1 in half precision, compared with `decode_attention`
+
+StepMetadata = DecodeMetadata | PooledMetadata
+# (query, keys, values, numbers, starts, used, longest, scale) -> output, log-sum-exp; see `varlen_kernel`
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 
 
 def decode_attention(
-    batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None = None,
+    batch: StepMetadata, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """(count, heads, 1, head_dim) -> (count, heads, head_dim). The query heads of one key head are the rows of one
     matrix product, so keys are read once and never expanded. A product over contiguous keys runs at memory speed;
@@ -49,7 +62,9 @@ def decode_attention(
     folded = query.reshape(count * keys.shape[1], -1, width)  # (count * kv_heads, heads / kv_heads, d)
     scores = _products(folded, keys.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
-        scores = torch.cat([scores, prefix_scores(batch.prefix, layer, query)], dim=2)
+        scores = torch.cat(
+            [scores, by_prompt(batch.prefix, query.squeeze(2), batch.prefix.cache.keys[layer], _products)], dim=2
+        )
     scores = scores.float()
     if scale != 1:  # what is left of a scale that is no power of two
         scores = scores.mul_(scale)
@@ -64,7 +79,7 @@ def decode_attention(
     own = weights[:, :, : batch.length].reshape(count * keys.shape[1], -1, batch.length)
     mixed = torch.bmm(own, values.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
-        mixed += prefix_values(batch.prefix, layer, weights[:, :, batch.length :])
+        mixed += by_prompt(batch.prefix, weights[:, :, batch.length :], batch.prefix.cache.values[layer], torch.bmm)
     return mixed
 
 
@@ -75,62 +90,16 @@ def _products(query: Tensor, keys: Tensor) -> Tensor:
     return torch.bmm(query, keys.transpose(1, 2))
 
 
-def prefix_scores(prefix: SharedPrefix, layer: int, query: Tensor) -> Tensor:
-    """(n, heads, 1, d) -> (n, heads, P): one product for all rows of a prompt."""
-    keys = prefix.cache.keys[layer]
-    prompts, kv_heads, length, width = keys.shape
-    grid = query.squeeze(2).unflatten(1, (kv_heads, -1))[prefix.grid]  # prompts, row, kv_heads, group, d
-    folded = grid.transpose(1, 2).reshape(prompts * kv_heads, -1, width)
-    scores = _products(folded, keys.flatten(0, 1))
-    cells = scores.view(prompts, kv_heads, prefix.grid.shape[1], -1, length).transpose(1, 2)
-    return cells.reshape(-1, query.shape[1], length)[prefix.cells]
-
-
-def prefix_values(prefix: SharedPrefix, layer: int, weights: Tensor) -> Tensor:
-    """(n, heads, P) -> (n, heads, d)."""
-    values = prefix.cache.values[layer]
-    prompts, kv_heads, length, width = values.shape
-    grid = weights.unflatten(1, (kv_heads, -1))[prefix.grid]  # prompts, row, kv_heads, group, P
-    folded = grid.transpose(1, 2).reshape(prompts * kv_heads, -1, length)
-    mixed = torch.bmm(folded, values.flatten(0, 1))
-    cells = mixed.view(prompts, kv_heads, prefix.grid.shape[1], -1, width).transpose(1, 2)
-    return cells.reshape(-1, weights.shape[1], width)[prefix.cells]
-
-
-NAME = "dschat_rollout"
-
-
-class RolloutCache(Cache):
-    """Passes new keys and values through to the attention function, which writes them to the KV cache itself. Layers
-    that carry a state have transformers' own cache layer for it: empty, so the next forward pass is a prefill."""
-
-    def __init__(self, config: PreTrainedConfig | None = None) -> None:
-        super().__init__(layers=DynamicCache(config=config).layers if config and has_states(config) else [])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the same tensors."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are always given explicitly."""
-        return 0
-
-
-class DecodeKernel(Protocol):
-    """Attention of decode steps by one kernel: `FlashDecode` or `CPUDecode`. It gets the query (n, heads, 1, head_dim),
-    and the new key and value (n, kv_heads, 1, head_dim) of the rows of a decode batch, and returns (n, heads,
-    head_dim). Where it `writes_cache`, it also puts key and value there."""
-
-    writes_cache: bool
-
-    def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool: ...
-
-    def __call__(
-        self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,
-        scale: float, window: int | None,
-    ) -> Tensor: ...  # fmt: skip
+def by_prompt(
+    prefix: SharedPrefix, rows: Tensor, cached: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """(n, heads, a) -> (n, heads, b): one product with `cached` (prompts, kv_heads, P, d) for all rows of a prompt."""
+    prompts, kv_heads = cached.shape[:2]
+    grid = rows.unflatten(1, (kv_heads, -1))[prefix.grid]  # prompts, row, kv_heads, group, a
+    folded = grid.transpose(1, 2).reshape(prompts * kv_heads, -1, rows.shape[2])
+    found = product(folded, cached.flatten(0, 1))
+    cells = found.view(prompts, kv_heads, prefix.grid.shape[1], -1, found.shape[2]).transpose(1, 2)
+    return cells.reshape(-1, rows.shape[1], found.shape[2])[prefix.cells]
 
 
 class RolloutAttention:
@@ -138,8 +107,8 @@ class RolloutAttention:
     metadata of each decode batch. `windows` records the sliding window that each layer asks for. `kernel` is used for
     decode steps in the layers that it supports; None: products and a softmax."""
 
-    def __init__(self, kernel: DecodeKernel | None = None) -> None:
-        self.metadata: PrefillMetadata | Sequence[DecodeMetadata | PooledMetadata] = []
+    def __init__(self, kernel: CPUDecode | FlashDecode | None = None) -> None:
+        self.metadata: PrefillMetadata | Sequence[StepMetadata] = []
         self.windows: dict[int, int | None] = {}
         self._kernel = kernel
         self._kernel_layers: set[int] = set()
@@ -196,7 +165,7 @@ class RolloutAttention:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(1), None
 
 
-def _write(step: PrefillMetadata | DecodeMetadata | PooledMetadata, cached: Tensor, new: Tensor) -> None:
+def _write(step: PrefillMetadata | StepMetadata, cached: Tensor, new: Tensor) -> None:
     """Put the keys or values `new` (m, kv_heads, d) of m tokens to slots `step.slots` of rows `step.rows` of a layer,
     (rows, kv_heads, capacity, d). Indices of two dimensions that are not the first ones would make the deterministic
     kernel of a GPU copy the whole layer."""
@@ -297,7 +266,8 @@ def installed(model: PreTrainedModel, attention: AttentionFunction) -> Iterator[
 
 
 class CPUDecode:
-    """Attention of decode steps over a `KVCache`."""
+    """Attention of decode steps over a `KVCache` by one kernel, which also writes the new key and value there. Query
+    (n, heads, 1, head_dim), new key and value (n, kv_heads, 1, head_dim) -> (n, heads, head_dim)."""
 
     writes_cache = True
 
@@ -306,10 +276,9 @@ class CPUDecode:
         return not softcap and value.shape == key.shape and can_run(query, key, value)
 
     def __call__(
-        self, batch: DecodeMetadata | PooledMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,
-        scale: float, window: int | None,
+        self, batch: StepMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
+        window: int | None,
     ) -> Tensor:  # fmt: skip
-        """Write and attend; see `DecodeKernel`."""
         assert isinstance(batch, DecodeMetadata)
         keys, values = batch.cache.layer(layer, key, value)
         query, key, value = (_side_by_side(part) for part in (query, key, value))
@@ -321,3 +290,115 @@ def _side_by_side(part: Tensor) -> Tensor:
     _, heads, _, width = part.shape
     fits = part.stride(3) == 1 and (heads == 1 or part.stride(1) == width)
     return part if fits else part.contiguous()
+
+
+def varlen_kernel(
+    query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, starts: Tensor, used: Tensor, longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of N queries (N, heads, d), each over its own segment of the keys (S, 1, d) -> (N, heads, d), and the
+    logarithm of the sum of the exponentials of the scores, (heads, N) fp32.
+
+    The heads of a query become rows of one product, and a few queries divide their keys among more processors.
+    `torch.nn.attention.varlen` wraps the same operator, but adds a kernel to each call. Its pages (`block_table`) need
+    another flash attention than the one in PyTorch; with `used`, the operator reads of `starts` only where a segment
+    begins, so segments may be anywhere and may overlap.
+
+    Args:
+        numbers: (N + 1,) int32, 0, 1, ... N.
+        starts: (N + 1,) int32, where each segment begins in `keys`; the last number has no meaning.
+        used: (N,) int32, how many keys each query attends to, at least 1; `longest` is not below the largest.
+    """
+    output, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        query, keys, values, numbers, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used
+    )
+    return output, log_sums
+
+
+def flash_decode(device: torch.device) -> FlashDecode | None:
+    """Flash attention for decode steps on `device`, or None if it has no such kernel."""
+    if device.type != "cuda" or torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+        return None
+    return FlashDecode(varlen_kernel) if torch.cuda.get_device_capability(device) >= (8, 0) else None
+
+
+class FlashDecode:
+    """Attention of decode steps with the flash attention kernel in PyTorch, for heads of `dtypes` that it supports. It
+    takes the place of two products and the passes over their fp32 scores, and reads the slots that hold tokens, not the
+    whole bucket."""
+
+    writes_cache = False
+
+    def __init__(self, kernel: Kernel, dtypes: tuple[torch.dtype, ...] = HALF):
+        self._kernel = kernel
+        self._dtypes = dtypes
+
+    def supports(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
+        """Whether the kernel can be used for a layer: query (n, heads, L, d), key and value (n, kv_heads, L, d). The
+        first time, the kernel is compared with `decode_attention` on random rows of the same shape."""
+        width = query.shape[3]
+        if softcap or query.dtype not in self._dtypes or width % 8 or width > WIDEST_HEAD or value.shape != key.shape:
+            return False
+        return _agrees(self._kernel, query.dtype, query.device, query.shape[1], key.shape[1], width)
+
+    def __call__(
+        self, batch: StepMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
+        window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """As `decode_attention`: (count, heads, 1, head_dim) -> (count, heads, head_dim). Not for a `SharedPrefix`.
+
+        Rows of a pool may have two segments: own tokens and a prefix. Both are queries of one call, and the parts are
+        weighted by the sums of their softmax, which makes them the softmax over all keys. The rows of a prompt are next
+        to each other, so the GPU reads its keys from memory about once, and for the other rows from its L2 cache.
+        """
+        keys, values = batch.cache.keys[layer], batch.cache.values[layer]
+        kv_heads, width = keys.shape[-3], keys.shape[-1]
+        if ("segments", kv_heads, window) not in batch.kept:
+            starts, used = (part.to(torch.int32) for part in batch.segments(kv_heads, window))
+            numbers = torch.arange(len(used) + 1, dtype=torch.int32, device=query.device)
+            batch.kept["segments", kv_heads, window] = numbers, nn.functional.pad(starts, (0, 1)), used
+        numbers, starts, used = batch.kept["segments", kv_heads, window]
+        folded = query.reshape(batch.count * kv_heads, -1, width)  # (count * kv_heads, heads / kv_heads, d)
+        parts = len(used) // len(folded)
+        if parts > 1:
+            folded = folded.repeat(parts, 1, 1)
+        mixed, log_sums = self._kernel(
+            folded, keys.view(-1, 1, width), values.view(-1, 1, width), numbers, starts, used, batch.length, scale
+        )
+        if parts > 1:
+            weights = torch.softmax(log_sums.unflatten(1, (parts, -1)), dim=1)  # (group, parts, count * kv_heads)
+            mixed = (mixed.unflatten(0, (parts, -1)) * weights.permute(1, 2, 0).unsqueeze(3)).sum(dim=0).to(query.dtype)
+        return mixed.reshape(batch.count, -1, width)
+
+
+@cache
+def _agrees(
+    kernel: Kernel, dtype: torch.dtype, device: torch.device, heads: int, kv_heads: int, width: int
+) -> bool:  # fmt: skip
+    """Whether the kernel and `decode_attention` agree on random rows of a pool, most of them with a prefix."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    pool = KVCache(1, 900)
+    pool.keys[0], pool.values[0] = random(1, kv_heads, 900, width), random(1, kv_heads, 900, width)
+    query, scale = random(8, heads, 1, width), width**-0.5
+    own, starts, prefix_starts, prefix_lengths = torch.tensor(
+        [
+            [0, 200, 17, 99, 5, 1, 30, 4], [7, 300, 650, 501, 10, 12, 840, 700],
+            [0, 0, 20, 600, 20, 20, 600, 20], [0, 0, 250, 2, 250, 3, 40, 9],
+        ], device=device,
+    )  # fmt: skip
+    batch = PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, 300, True)
+    with attempt() as tried:
+        found = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)
+    if reason := unfit(tried):
+        _log.warning(f"rollout: with the flash attention kernel {reason}; decode steps are slower")
+        return False
+    expected = decode_attention(batch, 0, query, scale, None, None)
+    difference = float((found.float() - expected.float()).abs().max())
+    if not difference <= TOLERANCE:
+        _log.warning(f"rollout: the flash attention kernel is off by {difference:.2g}; decode steps are slower")
+        return False
+    return True

@@ -13,16 +13,21 @@ from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
-from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, RolloutCache, installed
+from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, flash_decode, installed
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory
-from dschat_ppo.rollout.flash_decode import flash_decode
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, Prefill, PrefillMetadata
-from dschat_ppo.rollout.memory import warn_of_memory
-from dschat_ppo.rollout.running_batches import RunningBatches
-from dschat_ppo.rollout.running_pool import RunningPool
-from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch, SamplingParameters, sample
+from dschat_ppo.rollout.kv_cache import (
+    DecodeMetadata,
+    KVCache,
+    PooledMetadata,
+    Prefill,
+    PrefillMetadata,
+    RolloutCache,
+    RowStates,
+    warn_of_memory,
+)
+from dschat_ppo.rollout.running_batches import RunningBatches, RunningPool
+from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
-from dschat_ppo.rollout.states import RowStates
 
 MaxOverRanks = Callable[[int], int]
 
@@ -48,14 +53,12 @@ class ContinuousBatching:
     """
 
     def __init__(
-        self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, sampling: SamplingParameters,
-        max_over_ranks: MaxOverRanks | None = None, cancelled: Callable[[], bool] = never,
-        memory: StaticMemory | None = None,
+        self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, max_over_ranks: MaxOverRanks | None = None,
+        cancelled: Callable[[], bool] = never, memory: StaticMemory | None = None,
     ):  # fmt: skip
         self.model = model
         self.buffers = buffers
         self.rows = rows
-        self.sampling = sampling
         self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda number: number)
         self.synchronised = max_over_ranks is not None
         self.device = buffers.token_ids.device
@@ -215,15 +218,7 @@ class ContinuousBatching:
         counts = positions + 1 - buffers.prompt_lengths[sequences]
         ids = buffers.token_ids.view(-1)[sequences * buffers.width + positions]
         logits = self._forward(ids.unsqueeze(1), positions.unsqueeze(1), self.cache)
-        tokens, logprobs = sample(
-            logits,
-            self.sampling,
-            buffers.uniforms.view(-1)[sequences * buffers.response_width + counts],
-            seen=None if buffers.seen is None else buffers.seen[sequences],
-            forbidden=buffers.forbidden(counts),
-            search=search,
-        )
-        return buffers.append(sequences, counts, tokens, logprobs)
+        return buffers.append(sequences, counts, *buffers.draw(logits, sequences, counts, search))
 
     def _forward(self, ids: Tensor, positions: Tensor, cache: RolloutCache, **mask: Tensor) -> Tensor:
         """(n, L) ids -> (n, V) logits of the last column."""

@@ -22,8 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dschat_ppo.algorithms.fused_logprobs import fp32_product
 from dschat_ppo.errors import attempt
+from dschat_ppo.models.backbone import check_attention_call, unfit
 from dschat_ppo.models.fast_layers import kernels_for
-from dschat_ppo.models.probes import check_attention_call, unfit
 from dschat_ppo.rollout.attention import causal_attention, installed
 
 # The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does not have that form.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_ppo.algorithms.logprobs import token_logprobs
+from dschat_ppo.algorithms.fused_logprobs import token_logprobs
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.errors import NonFiniteError, UserError, attempt
@@ -22,19 +22,18 @@ from dschat_ppo.models.backbone import (
     attention_is_replaceable,
     has_states,
     hidden_window,
+    of_any_rank,
     position_arguments,
     slot_arguments,
+    unfit,
 )
 from dschat_ppo.models.fast_layers import kernels_for
-from dschat_ppo.models.forward import vocabulary_size
-from dschat_ppo.models.probes import of_any_rank, unfit
-from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
+from dschat_ppo.models.wrapped_models import vocabulary_size
+from dschat_ppo.rollout.attention import RolloutAttention, flash_decode, installed
 from dschat_ppo.rollout.continuous_batching import POLL, ContinuousBatching, MaxOverRanks, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
-from dschat_ppo.rollout.flash_decode import flash_decode
 from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused
-from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PrefillMetadata
-from dschat_ppo.rollout.memory import pool_limits, rows_for_memory
+from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PrefillMetadata, RolloutCache, pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -105,9 +104,9 @@ def generate(
         rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
         if config.engine != "continuous":
             cached = config.engine == "padded"
-            PaddedBatches(model, buffers, config.sampling, rows, max_over_ranks, cancelled, cached).run()
+            PaddedBatches(model, buffers, rows, max_over_ranks, cancelled, cached).run()
         else:
-            ContinuousBatching(model, buffers, rows, config.sampling, max_over_ranks, cancelled).run()
+            ContinuousBatching(model, buffers, rows, max_over_ranks, cancelled).run()
     return buffers.rollout()
 
 
@@ -144,7 +143,7 @@ def _generate_static(
         recorder = graphs.recorder if graphs else None
         memory = StaticMemory(pool, min(rows, buffers.count), slots, prompts.prompt_ids.device, recorder)
     rows = memory.entries.shape[1]
-    engine = ContinuousBatching(model, buffers, rows, config.sampling, None, cancelled, memory)
+    engine = ContinuousBatching(model, buffers, rows, None, cancelled, memory)
     engine.run()
     if graphs and engine.rows == rows:  # else memory ran out, and the rows were halved
         graphs.keep(key, model, buffers, memory)

@@ -1,8 +1,14 @@
-"""Preallocated keys and values, and the metadata by which attention writes and finds them."""
+"""What a model keeps of the tokens before: preallocated keys and values with the metadata by which attention writes and
+finds them, and the states of layers that carry one from token to token (convolutions, linear attention, Mamba).
+
+A model computes a row's state after a prefill if padding is on the left and masked: the layers make it zero, and zeros
+leave a state of zero as it is. Steps of one token find the states of their rows where transformers' cache has them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from dschat_ppo.common.dist import is_main, local_world_size, on_gpu, rank
+from dschat_ppo.common.host_memory import available_memory
+from dschat_ppo.common.logging import print_line
+from dschat_ppo.models.backbone import has_states
+from dschat_ppo.models.wrapped_models import vocabulary_size
 
 SPARE = 0  # the slot of a pool that idle rows of a step read and write
 
@@ -244,3 +258,149 @@ def _last(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     if window is None:
         return torch.zeros_like(tokens), tokens
     return (tokens - window).clamp_min(0), tokens.clamp_max(window)
+
+
+class RolloutCache(Cache):
+    """Passes new keys and values through to the attention function, which writes them to the KV cache itself. Layers
+    that carry a state have transformers' own cache layer for it: empty, so the next forward pass is a prefill."""
+
+    def __init__(self, config: PreTrainedConfig | None = None) -> None:
+        super().__init__(layers=DynamicCache(config=config).layers if config and has_states(config) else [])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same tensors."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are always given explicitly."""
+        return 0
+
+
+State = tuple[int, str, int]  # layer, attribute of its cache layer, number
+
+
+def states_of(cache: Any) -> Iterator[tuple[State, Tensor]]:
+    """The states in a cache of transformers, with one row for each row of the forward pass."""
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for name in ("conv_states", "recurrent_states"):
+                for index, state in getattr(layer, name).items():
+                    if state is not None:
+                        yield (number, name, index), state
+
+
+class RowStates:
+    """The states of running sequences, one row for each: the first rows of a table for each state of the model."""
+
+    def __init__(self) -> None:
+        self._sequences = np.array([], dtype=np.int64)  # of the rows
+        self._tables: dict[State, Tensor] = {}
+        self._cache = RolloutCache()
+
+    def add(self, prefilled: RolloutCache, sequences: np.ndarray, source: np.ndarray) -> None:
+        """Add rows for those of `sequences` (m,) that have none, after the prefill of their prompts, which were rows
+        `source` (m,) int64 of it; -1: no token was fed, and the states are zero."""
+        if not self._tables:
+            self._cache = prefilled  # its layers know all but the states of a step
+        new = ~np.isin(sequences, self._sequences)
+        before, fed = len(self._sequences), np.flatnonzero(source[new] >= 0)
+        self._sequences = np.concatenate([self._sequences, sequences[new]])
+        for key, state in list(states_of(prefilled)):
+            old = self._tables.pop(key, state[:0])
+            if self._cache is not prefilled:  # whose view would keep the old table in memory
+                getattr(self._cache.layers[key[0]], key[1])[key[2]] = None
+            table = state.new_zeros(len(self._sequences), *state.shape[1:])
+            table[:before] = old[:before]
+            rows, sources = (torch.from_numpy(part).to(state.device) for part in (before + fed, source[new][fed]))
+            self._tables[key] = table.index_copy_(0, rows, state[sources])
+
+    def of(self, sequences: np.ndarray) -> RolloutCache:
+        """The cache for a step of `sequences` (n,), in this order; the others are forgotten."""
+        order = np.argsort(self._sequences)
+        source = order[np.searchsorted(self._sequences, sequences, sorter=order)]
+        moved = np.flatnonzero(source != np.arange(len(sequences)))
+        self._sequences = sequences
+        for (number, name, index), table in self._tables.items():
+            if len(moved):
+                rows, sources = (torch.from_numpy(part).to(table.device) for part in (moved, source[moved]))
+                table[rows] = table[sources]
+            getattr(self._cache.layers[number], name)[index] = table[: len(sequences)]
+        return self._cache
+
+
+_log = logging.getLogger(__name__)
+
+MAX_ROWS = 256  # on a CPU, more rows make a step longer and no token cheaper
+MAX_ROWS_GPU = 1024  # on a GPU, rows share the time of reading the weights
+MEMORY_SHARE = 0.5  # share of a CPU's free memory that the KV cache may take
+RESERVE_SHARE, RESERVE_BYTES = 0.1, 2 * 2**30  # of a GPU's free memory: the larger of both is left for everything else
+LOGITS_SHARE = 0.1  # share of a GPU's free memory that the logits of a step may take
+LOGITS_BYTES = 6 * 4  # per row and token of the vocabulary: sampling holds about six fp32 copies
+
+
+@torch.no_grad()
+def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """Bytes of the keys and values of one token, and of the states of one row, measured by caching one token."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    cached = [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+    return max(1, sum(t.nbytes for t in cached)), sum(state.nbytes for _, state in states_of(cache))
+
+
+def rows_for_memory(model: PreTrainedModel, length: int) -> int:
+    """How many sequences of `length` tokens fit into the free memory, at least 1. On a CPU they get `MEMORY_SHARE` of
+    it; on a GPU all but a reserve, because generation needs little else."""
+    device, (per_token, states) = next(model.parameters()).device, cache_bytes(model)
+    per_row = per_token * length + 2 * states  # those of a prefill are copied
+    if device.type != "cuda":
+        free = available_memory() // local_world_size()
+        return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / per_row)))
+    free = _free_on_gpu(device)
+    logits = vocabulary_size(model) * LOGITS_BYTES
+    fitting = min((free - reserve(free)) / (per_row + logits), LOGITS_SHARE * free / logits)
+    return max(1, min(MAX_ROWS_GPU, int(fitting)))
+
+
+def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, int]:
+    """The largest number of running rows, `rows` if it is not 0, and the most slots of their KV pool. On a GPU the rows
+    do not depend on `length`, the most tokens of a sequence, because a row takes slots as it grows; as many start as
+    have room."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        rows = rows or rows_for_memory(model, length)
+        return rows, rows * length
+    free, logits = _free_on_gpu(device), vocabulary_size(model) * LOGITS_BYTES
+    rows = rows or max(1, min(MAX_ROWS_GPU, int(LOGITS_SHARE * free / logits)))
+    fitting = (free - reserve(free) - rows * logits) // cache_bytes(model)[0]
+    return rows, max(0, min(rows * length, fitting))
+
+
+def _free_on_gpu(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def reserve(free: int) -> int:
+    """Bytes of `free` memory of a GPU that the KV cache leaves: prefill, CUDA graphs and libraries need some."""
+    return max(RESERVE_BYTES, int(RESERVE_SHARE * free))
+
+
+def release_if_short(device: torch.device, needed: int) -> None:
+    """Give cached memory back to the device if less than `needed` + `RESERVE_BYTES` is free there. A CUDA graph needs
+    its own memory, and the allocator gives nothing back for it when the device has too little. (pytorch issue
+    159674)"""
+    if torch.cuda.mem_get_info(device)[0] < RESERVE_BYTES + needed:
+        torch.cuda.empty_cache()
+
+
+def warn_of_memory(before: int, after: int) -> None:
+    """Warn, on every rank, that generation continues with fewer rows; empty the CUDA cache."""
+    line = f"rollout: rank {rank()} is out of memory with {before} rows; continuing with {after}"
+    _log.warning(line)
+    if not is_main():
+        print_line(f"warning: {line}")
+    if on_gpu():
+        torch.cuda.empty_cache()

@@ -6,7 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria, row_uniforms
+from dschat_ppo.rollout.sampling import (
+    ASK_DEVICE,
+    NucleusSearch,
+    SamplingParameters,
+    StoppingCriteria,
+    row_uniforms,
+    sample,
+)
 from dschat_ppo.types import FinishReason, PromptBatch, Rollout, repeat_rows
 
 UNFINISHED = -1
@@ -33,8 +40,7 @@ class SequenceBuffers:
         prompt_width: int | None = None,
     ):  # fmt: skip
         device = prompts.prompt_ids.device
-        self.samples = samples
-        self.stopping = stopping
+        self.samples, self.sampling, self.stopping = samples, sampling, stopping
         self.count = len(prompts.prompt_ids) * samples
         self.prompt_width = prompt_width or prompts.prompt_ids.shape[1]
         self.response_width = stopping.max_new_tokens + slack
@@ -84,6 +90,15 @@ class SequenceBuffers:
         if not self.stopping.min_new_tokens or not self.stopping.ids:
             return None
         return (counts < self.stopping.min_new_tokens).unsqueeze(1) & self.is_end
+
+    def draw(
+        self, logits: Tensor, sequences: Tensor, counts: Tensor, search: NucleusSearch = ASK_DEVICE
+    ) -> tuple[Tensor, Tensor]:
+        """A token for each of n sequences, and its log-prob (see `sample`), from logits (n, V). See also `append`."""
+        return sample(
+            logits, self.sampling, self.uniforms.view(-1)[sequences * self.response_width + counts],
+            seen=None if self.seen is None else self.seen[sequences], forbidden=self.forbidden(counts), search=search,
+        )  # fmt: skip
 
     def append(self, sequences: Tensor, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Append one token, `tokens` (n,) int64 with `logprobs` (n,) fp32, to each of n sequences; (n,) bool, True

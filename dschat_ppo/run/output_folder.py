@@ -37,8 +37,7 @@ from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, REPORT, RESULT, SAM
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.steps import StepConfig, flatten
 from dschat_ppo.errors import StopRequested, UserError
-from dschat_ppo.models.model_files import checkpoint_shapes
-from dschat_ppo.models.model_folders import is_adapter_folder, read_adapter_config
+from dschat_ppo.models.model_folders import checkpoint_shapes, is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import is_finished, write_config

@@ -28,7 +28,7 @@ from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags, check_sequence_parallel_size
 from dschat_ppo.config.steps import PPOConfig, StepConfig
-from dschat_ppo.cpu_kernels.library import kernels
+from dschat_ppo.cpu_kernels.operations import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking, check_trackers

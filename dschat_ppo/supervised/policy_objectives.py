@@ -50,10 +50,18 @@ from dschat_ppo.data.batches import (
     collate_pairs,
 )
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.objective import Objective, on_device, score_rows
 from dschat_ppo.types import Model
+
+
+def answer_logprobs(engine: Model, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
+    """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if gradients are on.
+    `input_ids` (B, T) right-padded; `answer_mask` (B, T) bool, False in the first column; a row without a True has the
+    sum 0. The sum is in fp64 because training uses small differences of such sums."""
+    logprobs, _ = engine(input_ids, answer_mask)
+    empty = torch.zeros(answer_mask.shape, dtype=torch.float64, device=input_ids.device)
+    return empty.masked_scatter(answer_mask, logprobs.double()).sum(dim=1)
 
 
 def dpo_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dschat_ppo.config.steps import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
+from dschat_ppo.models.kernel_selection import apply_memory_flags
 from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
-from dschat_ppo.models.long_sequences import apply_memory_flags
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective, on_device

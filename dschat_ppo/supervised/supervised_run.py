@@ -28,10 +28,9 @@ from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
+from dschat_ppo.models.kernel_selection import check_long_sequences
 from dschat_ppo.models.loading import check_vocabulary, load_config, report_length, require_length
-from dschat_ppo.models.long_sequences import check_long_sequences
-from dschat_ppo.models.model_files import checkpoint_shapes
-from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
+from dschat_ppo.models.model_folders import base_folder, checkpoint_shapes, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
@@ -99,7 +98,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
         router_top_k(model_config, f"{MODEL} {folder}")
     require_length(folder, fit.max_seq_len, "--max_seq_len")
     check_long_sequences(config.memory, MODEL, folder, step.scalar)
-    require_agreement(config, dist.world_size())
+    require_agreement(config.run)
     ds_config = fit_ds_config(config)
     announce("prepare data")
     rows = prepare(step_data(config), tokenizer)

@@ -15,16 +15,15 @@ from dschat_ppo.config.steps import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings
+from dschat_ppo.models.kernel_selection import apply_memory_flags
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
     load_causal_lm,
     load_sequence_classifier,
 )
-from dschat_ppo.models.long_sequences import apply_memory_flags
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.policy_objectives import dpo_objective, kto_objective, reference_free_objective

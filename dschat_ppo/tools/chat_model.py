@@ -30,9 +30,9 @@ from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import end_ids
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine
-from dschat_ppo.rollout.padded_batches import TextStream, stream_tokens
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.tools.sampling_settings import SamplingSettings
+from dschat_ppo.tools.token_stream import TextStream, stream_tokens
 
 _CONTEXT = 16  # tokens of a text prompt before which its answer is decoded
 

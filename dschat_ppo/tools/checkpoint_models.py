@@ -26,10 +26,9 @@ from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import is_in_adapter_folder, write_model
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.ppo.begin_ppo import ACTOR
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
 from dschat_ppo.supervised.supervised_run import MODEL

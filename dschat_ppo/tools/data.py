@@ -80,8 +80,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
 
     from dschat_ppo.data.prepare import prepare, step_data
     from dschat_ppo.data.templates import with_template_flags
-    from dschat_ppo.models.model_files import settings_only
-    from dschat_ppo.models.model_folders import model_folder
+    from dschat_ppo.models.model_folders import model_folder, settings_only
     from dschat_ppo.models.tokenizers import load_tokenizer
     from dschat_ppo.rewards.build_rewards import check_routes
     from dschat_ppo.run.start_and_end import log_samples
@@ -94,7 +93,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     rows = prepare(replace(step_data(config), most_rows=words.rows), tokenizer)
     log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
-        check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
+        check_routes(config.rewards, rows.train["row"])
     held_out = 0 if rows.eval is None else len(rows.eval)
     print(f"an epoch has {counted(len(rows.train), 'row')}; held out: {held_out}")
 

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.algorithms.evaluation_statistics import wilson_interval, win_shares
+from dschat_ppo.algorithms.advantage_estimators import wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
@@ -25,8 +25,8 @@ from dschat_ppo.data.prepare import StepData, prepare
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, report_length, require_length
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.collect import end_ids, greedily
 from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source

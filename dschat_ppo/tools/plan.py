@@ -91,7 +91,7 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for a device, and prints a warning
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_hugging_face
-    from dschat_ppo.models.model_files import settings_only
+    from dschat_ppo.models.model_folders import settings_only
     from dschat_ppo.planner.model_parts import read_model_configs
     from dschat_ppo.planner.plan_step import full_text, plan_step
 

@@ -21,8 +21,7 @@ from dschat_ppo.engine.optimizer_step import set_random_state
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import MODEL, bad_rows, read_bundle
 from dschat_ppo.ppo.mini_dataset import MiniBatch

@@ -10,8 +10,8 @@ from dschat_ppo.data.batches import right_padded
 from dschat_ppo.data.encode import encode_finished
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import check_vocabulary, load_config, load_sequence_classifier
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.rewards.learned_reward import SEPARATOR, most_tokens, scores_in_batches
 
 

@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from ragged import fillings, gapped_mask, normal, properties, ragged_mask, returns_by_loop, widened
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS, AdvantageInputs, returns_to_go, token_rewards
-from dschat_ppo.algorithms.group_statistics import Groups, groups_that_differ
+from dschat_ppo.algorithms.advantage_estimators import (
+    ESTIMATORS,
+    AdvantageInputs,
+    Groups,
+    groups_that_differ,
+    returns_to_go,
+    token_rewards,
+)
 from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
 
 LENGTHS = (5, 3, 0, 1, 2, 5, 4, 0)

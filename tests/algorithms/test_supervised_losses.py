@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dschat_ppo.algorithms.router_loss import load_balancing_loss, router_load
+from dschat_ppo.algorithms.aggregation import aggregate_steps
 from dschat_ppo.algorithms.supervised_losses import (
     PAIR_LOSSES,
-    aggregate_steps,
     balanced_weights,
     bradley_terry_loss,
     chosen_nll_loss,
@@ -24,6 +23,7 @@ from dschat_ppo.algorithms.supervised_losses import (
     simpo_pair_loss,
     step_losses,
 )
+from dschat_ppo.models.router_recorder import load_balancing_loss, router_load
 
 CHOSEN = torch.tensor([1.0, -0.5, 3.0, 0.2, math.nan])
 REJECTED = torch.tensor([0.0, 0.5, 3.0, -2.0, 9.0])

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dschat_ppo.algorithms import fused_logprobs
-from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores
-from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
+from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores, token_entropy, token_logprobs
 
 
 def numpy_log_softmax(logits: np.ndarray, temperature: float) -> np.ndarray:

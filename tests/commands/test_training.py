@@ -8,7 +8,7 @@ import pytest
 from dschat_ppo.commands import _ranks_of, run_training
 from dschat_ppo.common import ranks
 from dschat_ppo.config.cli import parse
-from dschat_ppo.models import loading, model_files
+from dschat_ppo.models import loading, model_folders
 from dschat_ppo.supervised import supervised_run
 
 SHORT = ["--max_seq_len", "64"]
@@ -35,7 +35,7 @@ def test_a_dry_run_prints_the_batches_and_writes_nothing(assets, tmp_path, capsy
     assert "expected peak: " in said
     assert "dry run for 8 ranks" in said
     assert not (tmp_path / "out").exists()
-    assert not model_files.wants_settings_only()
+    assert not model_folders.wants_settings_only()
 
 
 @pytest.mark.parametrize(("launch", "on_each"), [({}, 8), ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from dschat_ppo.cpu_kernels import library, operations
+from dschat_ppo.cpu_kernels import operations
 
 HALF_STEP = 2.0**-8  # largest relative error of rounding to bfloat16
 
@@ -72,7 +72,7 @@ def functions(tmp_path_factory):
     """Functions of `bf16.h`, compiled with the flags of the library, which let the compiler reorder sums."""
     folder = tmp_path_factory.mktemp("functions")
     (folder / "functions.cpp").write_text(f"""
-        #include "{library.HEADERS[0]}"
+        #include "{operations.HEADERS[0]}"
         extern "C" void exponential(const float *x, float *y, long n) {{
             for (long i = 0; i < n; i++) y[i] = fast_exp(x[i]);
         }}
@@ -81,7 +81,7 @@ def functions(tmp_path_factory):
         }}
     """)
     made = str(folder / "functions.so")
-    subprocess.run([*library._compiler(), *library.FLAGS, str(folder / "functions.cpp"), "-o", made], check=True)
+    subprocess.run([*operations._compiler(), *operations.FLAGS, str(folder / "functions.cpp"), "-o", made], check=True)
     compiled = ctypes.CDLL(made)
 
     def run(name, x, dtype):

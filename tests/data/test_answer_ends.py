@@ -12,9 +12,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 from dschat_ppo.data.encode import encode_example, encode_finished, encode_prompt
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import TurnEnd, answer_ends, turn_end
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.ppo.collect import end_ids
 
 # As those of DeepSeek R1 and Qwen 3: the opening begins the thinking, and earlier answers lose theirs.

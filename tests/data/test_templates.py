@@ -13,8 +13,8 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.data.templates import NAMED, template_of_file, turn_end, with_template_flags
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.wrapped_models import PolicyModel
 
 TALK = [
     {"role": "system", "content": "Be kind."},

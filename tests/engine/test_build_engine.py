@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from math import cos, pi
 
 import pytest
@@ -12,14 +13,15 @@ from launch import forked, succeed
 from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import (
     OptimizerSettings,
     _import_muon,
     build_optimizer,
-    build_scheduler,
     parameter_groups,
+    rate_factor,
     train_engine,
 )
 from dschat_ppo.engine.ds_config import train_config
@@ -58,7 +60,7 @@ def rates(settings: OptimizerSettings, peaks: tuple[float, ...], steps: int) -> 
     weights = [nn.Parameter(torch.zeros(1)) for _ in peaks]
     groups = [{"params": [weight], "lr": peak} for weight, peak in zip(weights, peaks, strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
-    scheduler, found = build_scheduler(optimizer, settings), []
+    scheduler, found = LambdaLR(optimizer, partial(rate_factor, settings)), []
     for _ in range(steps):
         found.append([group["lr"] for group in optimizer.param_groups])
         optimizer.step()

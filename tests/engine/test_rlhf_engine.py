@@ -16,8 +16,7 @@ from dschat_ppo.engine.optimizer_step import learning_rates
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -8,7 +8,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.router_term import RouterSettings, router_settings, with_router_term
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.sft import sft_loss
 

@@ -9,9 +9,9 @@ from tiny_models import new_model
 from torch import nn
 
 from dschat_ppo.common import dist
-from dschat_ppo.engine import tensor_parallel as module
-from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.engine.tensor_parallel import (
+from dschat_ppo.engine import hybrid_engine as module
+from dschat_ppo.engine.hybrid_engine import (
+    HybridEngine,
     TensorParallel,
     check_tensor_parallel,
     divided,

@@ -11,8 +11,8 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, fits_
 from dschat_ppo.engine.build_engine import whole_weights as whole_weights_of
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, skip_update
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state
+from dschat_ppo.models.wrapped_models import PolicyModel
 
 GIB = 2**30
 SETTINGS = OptimizerSettings(0.01, 0.1, "constant", 0, 6, (0.8, 0.9), 1e-6)

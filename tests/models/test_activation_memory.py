@@ -9,7 +9,7 @@ from tiny_models import VOCABULARY, new_model
 from dschat_ppo.models import activation_memory
 from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel
 
 ROWS, COLUMNS = 3, 40
 

@@ -23,10 +23,9 @@ from dschat_ppo.models.loading import (
     load_sequence_classifier,
 )
 from dschat_ppo.models.model_folders import base_folder, base_name, is_adapter_folder, lora_settings, model_folder
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
 
 def saved(module, assets, folder, merge: bool, described=None):
@@ -261,10 +260,5 @@ def test_an_adapter_that_continues_keeps_its_scale(once, said):
     model, folder = once[0], str(once[1])
     again = load_causal_lm(folder, "fp32", None, adapter=settings(4, 32.0, 0.5, "q_proj", True))
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
-    kept = f"model: the adapter in {folder} is trained further with its layers and scale"
-    assert said[-2] == f"{kept}; --lora_module_name, --use_rslora without effect", "32 is the default of --lora_alpha"
-    load_causal_lm(folder, "fp32", None, adapter=settings(4, 16.0, 0.5))
-    assert said[-2] == f"{kept}; --lora_alpha without effect"
-    load_causal_lm(folder, "fp32", None, adapter=settings(4, 8.0, 0.5))
-    assert said[-2] == kept
+    assert said[-2] == f"model: the adapter in {folder} is trained further with its layers and scale"
     assert {layer.lora_dropout["default"].p for layer in adapter_layers(again).values()} == {0.5}

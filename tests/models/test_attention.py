@@ -18,13 +18,12 @@ from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import packing, segment_attention
-from dschat_ppo.models.backbone import Layout, backbone_of
-from dschat_ppo.models.forward import response_logprobs
-from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.long_sequences import apply_memory_flags, check_long_sequences, reason_against
+from dschat_ppo.models.architectures import backbone_of
+from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.kernel_selection import apply_memory_flags, check_long_sequences, reason_against, select_kernels
 from dschat_ppo.models.packing import token_states
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.segment_attention import Segments, _eager_attention, blockwise_attention
+from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.types import full_sequences
 
 # PyTorch's variable-length FlashAttention

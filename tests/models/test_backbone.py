@@ -8,9 +8,13 @@ from tiny_models import POSITIONS, VOCABULARY, new_model
 
 from dschat_ppo.models import backbone
 from dschat_ppo.models.backbone import hidden_window
-from dschat_ppo.models.forward import answer_logprobs, response_logprobs, response_values
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import (
+    PolicyModel,
+    ScalarModel,
+    response_logprobs,
+    response_values,
+)
+from dschat_ppo.supervised.policy_objectives import answer_logprobs
 from dschat_ppo.types import Rollout
 
 

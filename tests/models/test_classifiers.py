@@ -6,7 +6,7 @@ import transformers as hf
 from conftest import tiny_config
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.classifiers import check_classifier_config, classifier_class, lm_head_names
+from dschat_ppo.models.architectures import check_classifier_config, classifier_class, lm_head_names
 from dschat_ppo.models.loading import check_sequence_classifier, load_config, load_sequence_classifier
 from dschat_ppo.run.session import naming
 

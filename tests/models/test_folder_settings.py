@@ -11,7 +11,7 @@ import pytest
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_causal_lm, load_config
-from dschat_ppo.models.model_files import OF_A_RUN
+from dschat_ppo.models.model_folders import OF_A_RUN
 
 KERNEL = "some-org/some-kernel"
 TRAP = """\

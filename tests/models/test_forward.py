@@ -20,9 +20,7 @@ from tiny_models import HYBRIDS as OF_GENERATION
 
 from dschat_ppo.algorithms.kl import kl_full
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.forward import response_logprobs, response_values
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
 from dschat_ppo.types import LateEnds, full_sequences
 
 LAYOUTS = {

@@ -11,14 +11,12 @@ from test_attention import flash_by_hand
 from tiny_models import HYBRIDS, new_model
 
 from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.models import packing, probes, segment_attention
+from dschat_ppo.models import backbone, packing, segment_attention
 from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
 from dschat_ppo.models.segment_attention import Segments
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs
 
 
 @pytest.mark.parametrize("change", ["scale", "cap", "before", "class"])
@@ -108,7 +106,7 @@ def test_a_way_that_does_not_fit_a_model_is_not_taken_and_the_log_says_why(name,
 
 
 def test_a_way_that_fails_on_another_rank_is_taken_on_none(monkeypatch, said):
-    monkeypatch.setattr(probes, "all_reduce", lambda value, op: torch.ones_like(value))
+    monkeypatch.setattr(backbone, "all_reduce", lambda value, op: torch.ones_like(value))
     policy = PolicyModel(new_model("llama"))
     assert "another rank" in select_kernels(policy)
     assert not (policy.layout.fused or policy.layout.packed or policy.layout.shares or policy.layout.reads_few)

@@ -29,9 +29,9 @@ from dschat_ppo.models.loading import (
     report_length,
     require_length,
 )
-from dschat_ppo.models.model_files import settings_only
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.model_folders import settings_only
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.wrapped_models import ScalarModel
 
 IDS = torch.tensor([[5, 9, 17, 4, 1, 0, 0], [8, 30, 2, 7, 60, 9, 1]])
 LENGTHS = torch.tensor([5, 7])

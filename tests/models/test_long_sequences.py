@@ -6,8 +6,8 @@ from tiny_models import KINDS, new_model
 
 from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.backbone import backbone_of
-from dschat_ppo.models.long_sequences import check_long_sequences, reason_not_to_divide
+from dschat_ppo.models.architectures import backbone_of
+from dschat_ppo.models.kernel_selection import check_long_sequences, reason_not_to_divide
 
 
 @pytest.fixture

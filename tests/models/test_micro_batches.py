@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from dschat_ppo.models.micro_batches import deal, split_by_tokens
-from dschat_ppo.models.shared_prompts import RowPrompts
+from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 
 
 def test_a_split_by_hand():

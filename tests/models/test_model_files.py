@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import check_causal_lm, check_sequence_classifier
-from dschat_ppo.models.model_files import checkpoint_shapes, is_old_buffer, weight_files
-from dschat_ppo.models.model_folders import adapter_weights
+from dschat_ppo.models.model_folders import adapter_weights, checkpoint_shapes, is_old_buffer, weight_files
 
 
 def test_names_and_shapes_come_from_all_files_of_one_format(tmp_path):

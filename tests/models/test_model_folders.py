@@ -12,8 +12,7 @@ from huggingface_hub import constants
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import model_folders
-from dschat_ppo.models.model_files import settings_only
-from dschat_ppo.models.model_folders import model_folder, wanted_files
+from dschat_ppo.models.model_folders import model_folder, settings_only, wanted_files
 
 
 def test_the_output_folder_of_step_3_names_the_models_inside(tmp_path):

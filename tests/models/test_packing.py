@@ -8,12 +8,10 @@ from rows_alone import model_of, rollout
 from tiny_models import new_model
 
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.forward import response_logprobs, response_values
+from dschat_ppo.models.micro_batches import common_beginnings, lay_out
 from dschat_ppo.models.packing import NAME, reason_not_to_pack
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
-from dschat_ppo.models.scalar_model import ScalarModel
-from dschat_ppo.models.shared_prompts import common_beginnings, lay_out
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
 
 
 @pytest.mark.parametrize(("kind", "layout", "tokens"), [

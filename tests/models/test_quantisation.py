@@ -26,8 +26,8 @@ from dschat_ppo.models.adapters import (
     quantised_base,
 )
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.wrapped_models import PolicyModel
 
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 FOUR = AdapterSettings(4, 8.0, 0.0, None, False, False, True, quantise=4)

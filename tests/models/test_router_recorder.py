@@ -5,13 +5,11 @@ import torch
 from every_architecture import ARCHITECTURES, config_of
 from tiny_models import new_model
 
-from dschat_ppo.algorithms.router_loss import router_load
 from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.router_recorder import recorded_router
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.router_recorder import recorded_router, router_load
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.tools import toy
 
 LENGTHS = torch.tensor([6, 4, 5])

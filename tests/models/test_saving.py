@@ -22,9 +22,8 @@ from transformers import (
 
 from dschat_ppo.errors import NonFiniteError
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import require_finite_weights, save_model
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
 NAN, INF = math.nan, math.inf
 

@@ -6,9 +6,9 @@ from adapter_folders import RANK, save_adapter
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from dschat_ppo.engine.rlhf_engine import classifier_over_base, model_over_base
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, is_adapter_parameter
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.shared_base import classifier_over_base, model_over_base
 
 IDS = torch.tensor([[5, 6, 7, 8, 40]])
 SETTINGS = AdapterSettings(RANK, 8.0, 0.0, None, rslora=False, dora=False, freeze_base=True)

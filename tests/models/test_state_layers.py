@@ -6,10 +6,10 @@ import torch
 from tiny_models import VOCABULARY, new_model
 
 from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.micro_batches import lay_out
 from dschat_ppo.models.packing import token_states
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.shared_prompts import lay_out
 from dschat_ppo.models.state_layers import StateRows, state_layers
+from dschat_ppo.models.wrapped_models import PolicyModel
 
 IDS = torch.arange(9 * 12).view(9, 12)
 IDS[1, :9] = IDS[3, :9] = IDS[4, :9] = IDS[0, :9]

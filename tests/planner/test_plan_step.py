@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.models.micro_batches import split_by_tokens
-from dschat_ppo.models.shared_prompts import LEAST_SAVING, RowPrompts
+from dschat_ppo.models.micro_batches import LEAST_SAVING, RowPrompts, split_by_tokens
 from dschat_ppo.planner import plan_step as plan_module
 from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, full_text, plan_step, show_memory_plan
 from dschat_ppo.tools.plan import flags_that_fit

@@ -12,9 +12,7 @@ from tiny_models import VOCABULARY, new_model
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.forward import response_logprobs, response_values
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import MiniDataset, TextBatches, gather_rows
 from dschat_ppo.ppo.update import RecordedTokens
 from dschat_ppo.types import Experience, concat_rows

@@ -10,9 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from dschat_ppo.common import dist
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.forward import response_values
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_values
 from dschat_ppo.ppo import score
 from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.rewards.reward_source import Scores

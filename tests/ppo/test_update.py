@@ -18,9 +18,8 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Fault, StepResult
-from dschat_ppo.models.forward import ResponseLogprobs, response_logprobs
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.models.wrapped_models import PolicyModel, ResponseLogprobs, response_logprobs
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo import update

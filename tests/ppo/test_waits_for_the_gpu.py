@@ -12,8 +12,7 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import texts_of

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 from dschat_ppo.data.batches import right_padded
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.rewards import reward_source
 from dschat_ppo.rewards.learned_reward import ModelReward, StepScoring, model_reward, saved_separator, scores_in_batches
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError

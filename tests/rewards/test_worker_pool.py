@@ -15,7 +15,6 @@ from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, par
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError, WorkerPool
 
-MAIN = "dschat_ppo.rewards.worker_process"
 FORK = multiprocessing.get_context("fork")
 
 
@@ -31,7 +30,7 @@ def test_a_module_that_raises_exits_or_hangs_on_import(tmp_path, monkeypatch):
             monkeypatch.setattr(worker_pool, "START_SECONDS", 0.5)
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(CallError, match=cause):
-            WorkerPool((MAIN, str(tmp_path / "bad.py"), "f", "{}"), 1, 1.0)
+            WorkerPool((str(tmp_path / "bad.py"), "f", "{}"), 1, 1.0)
 
 
 def alive(pid: int) -> bool:
@@ -105,7 +104,7 @@ def keeps(response):
 
 def test_a_call_whose_process_ends_is_repeated_once_in_a_new_one(tmp_path):
     (tmp_path / "mine.py").write_text(KEPT)
-    pool = WorkerPool((MAIN, str(tmp_path / "mine.py"), "keeps", "{}"), 1, 20.0)
+    pool = WorkerPool((str(tmp_path / "mine.py"), "keeps", "{}"), 1, 20.0)
     try:
         replies = [pool.map([{"response": text}])[0][0][0] for text in ("a", "a", "end", "a")]
         assert replies == [1, 2, 1, 2]

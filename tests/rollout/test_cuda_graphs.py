@@ -13,10 +13,10 @@ from test_flash_decode import LoopingKernel, flash_with
 from tiny_models import LENGTHS, new_model
 from torch import Tensor
 
-from dschat_ppo.rollout import continuous_batching, cuda_graphs, flash_decode, generator, running_pool
+from dschat_ppo.rollout import attention, continuous_batching, cuda_graphs, generator, running_batches
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, row_bucket
 from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.running_pool import PooledRows, RunningPool
+from dschat_ppo.rollout.running_batches import PooledRows, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
@@ -301,8 +301,8 @@ LITTLE = {"ample": 10**6, "little": 110, "one long row": 0}
 @pytest.fixture
 def small_segments(monkeypatch) -> None:
     """Segments that fill up in the middle of an answer, and shared prompts of 8 tokens."""
-    monkeypatch.setattr(running_pool, "FIRST_TOKENS", 5)
-    monkeypatch.setattr(running_pool, "SEGMENT_STEP", 4)
+    monkeypatch.setattr(running_batches, "FIRST_TOKENS", 5)
+    monkeypatch.setattr(running_batches, "GROWTH", 4)
     monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)
 
 
@@ -346,7 +346,7 @@ def test_graphs_stay_right_while_rows_move_and_the_pool_grows(samples, slots, ke
     expected = pooled(samples=samples, static=False)
     if kernel == "flash":
         monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(looping_kernel))
-        flash_decode._agrees.cache_clear()
+        attention._agrees.cache_clear()
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
     growths, moves, original = [], [], KVCache.move_slots
 

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from dschat_ppo.models import fast_layers
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.forward import vocabulary_size
-from dschat_ppo.rollout import flash_decode, fused_layers
-from dschat_ppo.rollout.attention import _products, installed
+from dschat_ppo.models.wrapped_models import vocabulary_size
+from dschat_ppo.rollout import attention, fused_layers
+from dschat_ppo.rollout.attention import FlashDecode, _products, installed, varlen_kernel
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import Bucket, StaticMemory
-from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -54,7 +53,7 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
     stopping = StoppingCriteria(9, (3,), min_new_tokens=2)
     buffers = SequenceBuffers(prompts, torch.arange(ROWS), 1, sampling, stopping, vocabulary, 8)
     memory = StaticMemory(KVCache(1, 64 * ROWS), ROWS, 1000, torch.device("cpu"))
-    engine = ContinuousBatching(model, buffers, ROWS, sampling, memory=memory)
+    engine = ContinuousBatching(model, buffers, ROWS, memory=memory)
     for holder in (buffers, memory):
         for name, value in vars(holder).items():
             if isinstance(value, torch.Tensor):
@@ -114,7 +113,7 @@ def kernels_run(monkeypatch) -> Counter[str]:
 @pytest.fixture(autouse=True)
 def without_numbers(monkeypatch) -> None:
     """Kernels and layers cannot be compared without numbers."""
-    monkeypatch.setattr(flash_decode, "_agrees", lambda *_: True)
+    monkeypatch.setattr(attention, "_agrees", lambda *_: True)
     monkeypatch.setattr(fused_layers, "_close", lambda *_: True)
 
 

@@ -8,9 +8,8 @@ from generation import assert_same, run
 from tiny_models import LENGTHS
 from torch import Tensor
 
-from dschat_ppo.rollout import continuous_batching, flash_decode
-from dschat_ppo.rollout.attention import decode_attention
-from dschat_ppo.rollout.flash_decode import FlashDecode, varlen_kernel
+from dschat_ppo.rollout import attention, continuous_batching
+from dschat_ppo.rollout.attention import FlashDecode, decode_attention, varlen_kernel
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
@@ -134,11 +133,11 @@ def test_a_kernel_that_fails_or_gives_other_numbers_is_not_used(kernel, words, c
 
 
 def test_a_cpu_and_an_old_gpu_have_no_kernel(monkeypatch):
-    assert flash_decode.flash_decode(torch.device("cpu")) is None
+    assert attention.flash_decode(torch.device("cpu")) is None
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     for capability, expected in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
-        assert (flash_decode.flash_decode(torch.device("cuda")) is not None) is expected
+        assert (attention.flash_decode(torch.device("cuda")) is not None) is expected
 
 
 def test_the_operator_of_this_torch_takes_the_arguments():
@@ -160,7 +159,7 @@ def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     settings = {"sampling": SamplingParameters(1.3), "stopping": StoppingCriteria(10, eos_ids=(3, 9)), **how}
     kernel, expected = LoopingKernel(), run(name, rows=5, **settings)
     monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(kernel))
-    flash_decode._agrees.cache_clear()
+    attention._agrees.cache_clear()
     assert_same(run(name, rows=5, **settings), expected)
     assert (len(kernel.calls) > 10) is flash
     if how["static"] and flash:  # lengths are no buckets: one graph for each number of rows

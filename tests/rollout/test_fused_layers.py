@@ -7,14 +7,14 @@ from tiny_models import CONTINUOUS, new_model, plain_logprobs
 from transformers.models.llama import modeling_llama
 
 from dschat_ppo.rollout import fused_layers as module
-from dschat_ppo.rollout.attention import RolloutAttention, RolloutCache, installed
+from dschat_ppo.rollout.attention import RolloutAttention, installed
 from dschat_ppo.rollout.fused_layers import (
     can_prepack,
     fp32_logits,
     fused_layers,
     joint_product,
 )
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata, RolloutCache
 
 OF_LLAMAS_FORM = ["llama", "mistral", "mistral-window", "qwen2", "qwen2-window", "gemma"]
 LENGTHS = torch.tensor([11, 3, 7])  # of prompts; windows of the models are shorter than the longest

@@ -9,7 +9,7 @@ from generation import ENGINES, assert_same, run
 from tiny_models import LENGTHS, model_of, prompts_of, tokens_of, transformers_greedy
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.models.forward import response_logprobs
+from dschat_ppo.models.wrapped_models import response_logprobs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows

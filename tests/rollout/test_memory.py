@@ -10,13 +10,9 @@ import torch
 from generation import assert_same, run, warnings_of
 from tiny_models import model_of
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from dschat_ppo.rollout import memory, running_batches, running_pool
-from dschat_ppo.rollout.kv_cache import KVCache
-from dschat_ppo.rollout.memory import cache_bytes, pool_limits, rows_for_memory
-from dschat_ppo.rollout.padded_batches import GROWTH_TOKENS, InPlaceLayer, new_cache
+from dschat_ppo.rollout import kv_cache, running_batches
+from dschat_ppo.rollout.kv_cache import KVCache, cache_bytes, pool_limits, rows_for_memory
 
 GIB = 2**30
 
@@ -31,13 +27,13 @@ def test_bytes_of_a_token_by_hand():
 
 def test_rows_on_a_cpu_follow_the_free_memory_of_each_rank(monkeypatch):
     def rows_with(free: int, ranks: int = 1) -> int:
-        monkeypatch.setattr(memory, "available_memory", lambda: free)
-        monkeypatch.setattr(memory, "local_world_size", lambda: ranks)
+        monkeypatch.setattr(kv_cache, "available_memory", lambda: free)
+        monkeypatch.setattr(kv_cache, "local_world_size", lambda: ranks)
         return rows_for_memory(model_of("llama"), 100)
 
     assert (rows_with(2 * 256 * 100 * 10), rows_with(2 * 256 * 100 * 10 - 1), rows_with(1000)) == (10, 9, 1)
     assert rows_with(2 * 256 * 100 * 10, ranks=5) == 2
-    assert rows_with(2**50) == memory.MAX_ROWS
+    assert rows_with(2**50) == kv_cache.MAX_ROWS
 
 
 @pytest.fixture
@@ -54,7 +50,7 @@ def gpu(monkeypatch):
             get_output_embeddings=lambda: SimpleNamespace(out_features=48),
         )
 
-    monkeypatch.setattr(memory, "cache_bytes", lambda model: (256, 0))
+    monkeypatch.setattr(kv_cache, "cache_bytes", lambda model: (256, 0))
     return pretend
 
 
@@ -64,20 +60,20 @@ def test_rows_on_a_gpu_take_all_memory_but_a_reserve_and_the_logits(unused, gpu)
     assert rows_for_memory(gpu(2 * GIB + 10 * row, unused), 100) == 10
     assert rows_for_memory(gpu(2 * GIB + 10 * row - 1, unused), 100) == 9
     assert rows_for_memory(gpu(100 * GIB, unused), 90 * GIB // 256 // 500) == 499  # and the logits
-    assert rows_for_memory(gpu(100 * GIB, unused), 100) == memory.MAX_ROWS_GPU
+    assert rows_for_memory(gpu(100 * GIB, unused), 100) == kv_cache.MAX_ROWS_GPU
     assert rows_for_memory(gpu(2 * GIB, unused), 100) == 1
 
 
 def test_the_rows_of_a_pool_do_not_depend_on_their_length_on_a_gpu(gpu, monkeypatch):
     """As many as a tenth of the memory has logits for; they share the slots that fit into the rest."""
-    most = memory.MAX_ROWS_GPU
+    most = kv_cache.MAX_ROWS_GPU
     assert pool_limits(gpu(20 * GIB), 0, 10**6) == (most, (18 * GIB - most * 1152) // 256)
     assert pool_limits(gpu(20 * GIB), 64, 100) == (64, 6400)
     assert pool_limits(gpu(3 * GIB), 64, 10**6) == (64, (GIB - 64 * 1152) // 256)
     assert pool_limits(gpu(2 * GIB), 64, 100) == (64, 0)  # the pool adds one sequence
-    monkeypatch.setattr(memory, "vocabulary_size", lambda model: 2**20)  # 24 MiB of logits a row
+    monkeypatch.setattr(kv_cache, "vocabulary_size", lambda model: 2**20)  # 24 MiB of logits a row
     assert pool_limits(gpu(4800 * 2**20), 0, 100)[0] == 20
-    monkeypatch.setattr(memory, "rows_for_memory", lambda model, length: 700 // length)
+    monkeypatch.setattr(kv_cache, "rows_for_memory", lambda model, length: 700 // length)
     assert pool_limits(model_of("llama"), 0, 70) == (10, 700), "on a CPU, rows reserve their longest answer"
     assert pool_limits(model_of("llama"), 3, 70) == (3, 210)
 
@@ -172,8 +168,7 @@ def test_only_one_layer_is_in_memory_twice(way, growing, caches, monkeypatch):
     """Growing, merging and removing rows leave no copies: where one is made, there are keys and values of two layers of
     each cache once, and about as many caches as batches."""
     monkeypatch.setattr(running_batches, "GROWTH", 4)
-    monkeypatch.setattr(running_pool, "FIRST_TOKENS", 2)
-    monkeypatch.setattr(running_pool, "SEGMENT_STEP", 2)
+    monkeypatch.setattr(running_batches, "FIRST_TOKENS", 2)
     original, made, callers = torch.Tensor.new_zeros, [], set()
 
     def allocating(like, *shape):
@@ -190,17 +185,3 @@ def test_only_one_layer_is_in_memory_twice(way, growing, caches, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_zeros", allocating)
     run(rows=5, **WAYS[way])
     assert growing in callers
-
-
-def test_the_layer_of_padded_batches_grows_in_place_and_returns_what_transformers_own_returns():
-    ours, theirs, places = InPlaceLayer(), DynamicLayer(), []
-    for length in (5, 1, GROWTH_TOKENS - 1, 1, 2 * GROWTH_TOKENS, 1):
-        keys, values = torch.randn(2, 3, length, 4), torch.randn(2, 3, length, 6)
-        for found, expected in zip(ours.update(keys, values), theirs.update(keys, values), strict=True):
-            assert torch.equal(found, expected)
-        assert ours.get_seq_length() == theirs.get_seq_length()
-        places.append(ours.buffers[0].data_ptr())
-    assert places[0] == places[1] == places[2] != places[3], "spare capacity is used up first"
-    assert new_cache(model_of("llama")).layer_class_to_replicate is InPlaceLayer
-    mamba = new_cache(model_of("mamba"))
-    assert isinstance(mamba, DynamicCache) and mamba.layer_class_to_replicate is not InPlaceLayer

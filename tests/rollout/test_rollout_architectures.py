@@ -38,13 +38,13 @@ TOLERANCE = dict.fromkeys(HYBRIDS, 1e-4)
 @pytest.fixture
 def prefix_uses(monkeypatch) -> list[int]:
     """Grows by the number of rows whenever a step reads keys of a shared prefix."""
-    uses, original = [], attention.prefix_scores
+    uses, original = [], attention.by_prompt
 
-    def counting(prefix, layer, query):
-        uses.append(len(query))
-        return original(prefix, layer, query)
+    def counting(prefix, rows, *product):
+        uses.append(len(rows))
+        return original(prefix, rows, *product)
 
-    monkeypatch.setattr(attention, "prefix_scores", counting)
+    monkeypatch.setattr(attention, "by_prompt", counting)
     return uses
 
 

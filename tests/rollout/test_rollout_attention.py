@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.models.probes import UnsupportedAttentionError
+from dschat_ppo.models.backbone import UnsupportedAttentionError
 from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, causal_attention
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata
 

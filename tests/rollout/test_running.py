@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from dschat_ppo.rollout import continuous_batching, running_pool
+from dschat_ppo.rollout import continuous_batching, running_batches
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import StaticMemory
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PooledMetadata, PrefillMetadata
-from dschat_ppo.rollout.running_batches import MAX_BATCHES, RunningBatches
-from dschat_ppo.rollout.running_pool import FreeSlots, RunningPool
+from dschat_ppo.rollout.running_batches import MAX_BATCHES, FreeSlots, RunningBatches, RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import PromptBatch
@@ -29,8 +28,8 @@ OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocat
 def small(monkeypatch) -> None:
     monkeypatch.setattr(continuous_batching, "installed", lambda *_: nullcontext())
     monkeypatch.setattr(continuous_batching, "POLL", STEP)
-    monkeypatch.setattr(running_pool, "FIRST_TOKENS", FIRST)
-    monkeypatch.setattr(running_pool, "SEGMENT_STEP", STEP)
+    monkeypatch.setattr(running_batches, "FIRST_TOKENS", FIRST)
+    monkeypatch.setattr(running_batches, "GROWTH", STEP)
 
 
 def tagged(tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +56,7 @@ class World:
         if slots is not None:
             memory = StaticMemory(pool or KVCache(1, SPARE + 1), rows, slots, torch.device("cpu"))
         model = SimpleNamespace(config=PretrainedConfig())
-        self.engine = ContinuousBatching(model, self.buffers, rows, sampling, memory=memory)
+        self.engine = ContinuousBatching(model, self.buffers, rows, memory=memory)
         self.engine._forward = self.forward
         self.samples = samples
         self.passes = self.shared = self.most_active = self.most_used = self.most_batches = 0
@@ -190,7 +189,7 @@ def test_prompts_of_very_different_lengths_get_separate_batches():
     running = RunningBatches(lengths, np.arange(40), 0)
     running.start(np.arange(40))
     assert [batch.sequences.tolist() for batch in running.batches] == [list(range(20)), list(range(20, 40))]
-    assert [batch.cache.capacity for batch in running.batches] == [128, 32]
+    assert [batch.cache.capacity for batch in running.batches] == [100, 12]
     for few in (lengths[12:28], lengths[:25], lengths[15:]):  # fewer than `SMALL_BATCH` on one side
         running = RunningBatches(few, np.arange(len(few)), 0)
         running.start(np.arange(len(few)))

@@ -19,9 +19,8 @@ from dschat_ppo.rollout.generator import (
     check_engine,
     choose_engine,
 )
-from dschat_ppo.rollout.kv_cache import DecodeMetadata
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, RowStates
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.rollout.states import RowStates
 
 HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
 
@@ -133,7 +132,7 @@ MISTAKES = [  # name of a model, what is wrong, and how it replaces an attribute
     ("mistral-window", "no window", STEP, lambda right: lambda *args: right(*args[:4], None, args[5])),
     ("gemma3", "no window", STEP, lambda right: lambda *args: right(*args[:4], None, args[5])),
     ("gemma2", "no cap", STEP, lambda right: lambda *args: right(*args[:5], None)),
-    ("llama", "prompts that samples share", (attention, "prefix_scores"), lambda right: lambda *args: right(*args) * 0),
+    ("llama", "prompts that samples share", (attention, "by_prompt"), lambda right: lambda *args: right(*args) * 0),
     ("llama", "keys of another row", (DecodeMetadata, "rows"),
      lambda right: property(lambda self: right.func(self).roll(1))),
     ("llama", "later slots", (DecodeMetadata, "newest"),

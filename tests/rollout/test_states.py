@@ -6,9 +6,8 @@ import torch
 from generation import assert_same, run
 from tiny_models import HYBRIDS, model_of
 
-from dschat_ppo.rollout.attention import RolloutCache
+from dschat_ppo.rollout.kv_cache import RolloutCache, RowStates
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.rollout.states import RowStates
 
 
 def test_each_sequence_finds_its_own_states_in_any_order():

@@ -9,8 +9,8 @@ from generation import run
 from tiny_models import NEW_TOKENS, VOCABULARY, cut_at, eos_of, model_of, prompts_of, shared_greedy, tokens_of
 from tiny_tokenizers import KINDS, tokenizer_of
 
-from dschat_ppo.rollout.padded_batches import INCOMPLETE, TextStream, stream_tokens
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.tools.token_stream import INCOMPLETE, TextStream, stream_tokens
 
 PROMPTS = prompts_of()
 ROWS = [ids[mask].tolist() for ids, mask in zip(PROMPTS.prompt_ids, PROMPTS.prompt_mask, strict=True)]

@@ -15,7 +15,7 @@ from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import StepData, prepare
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.run.output_folder import keep_old_metrics, restore_metrics
 from dschat_ppo.tools import toy
 

@@ -17,11 +17,10 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.adapters import adapter_layers, adapter_settings, is_adapter_parameter
-from dschat_ppo.models.forward import answer_logprobs
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.supervised.policy_objectives import dpo_objective
+from dschat_ppo.supervised.policy_objectives import answer_logprobs, dpo_objective
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 

@@ -8,7 +8,7 @@ from pairs_of_answers import CPU, config_of, language_model, logprob_alone
 from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.policy_objectives import kto_objective, log_balance, with_baseline
 

@@ -21,8 +21,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.supervised.policy_objectives import dpo_objective

@@ -16,7 +16,7 @@ from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.supervised.reward_objectives import process_objective

@@ -17,7 +17,7 @@ from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.saving import save_model
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.supervised_run import write_answers

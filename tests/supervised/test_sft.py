@@ -7,7 +7,7 @@ import torch
 from pairs_of_answers import CPU, ROWS, language_model
 
 from dschat_ppo.data.batches import PADDING_ROW
-from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.sft import sft_objective, with_perplexity
 

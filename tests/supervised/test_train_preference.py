@@ -2,8 +2,7 @@
 
 from pairs_of_answers import config_of, language_model
 
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.supervised.train_preference import load_trained_model
 
 

@@ -20,7 +20,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
-from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles, read_bundle
 from dschat_ppo.run.output_folder import KeptModels

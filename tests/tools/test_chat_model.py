@@ -8,10 +8,10 @@ from tiny_models import cut_at
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.rollout.padded_batches import stream_tokens
 from dschat_ppo.tools import chat_model
 from dschat_ppo.tools.chat_model import ChatModel, check_models, conversation, load_models
 from dschat_ppo.tools.sampling_settings import SamplingSettings
+from dschat_ppo.tools.token_stream import stream_tokens
 
 PLAIN, CHAT = DataFlags(["unused"]), DataFlags(["unused"], chat_template="chatml")
 GREEDY = SamplingSettings(top_k=1, max_tokens=12)

@@ -17,7 +17,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.policy_model import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.run.session import open_session
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.supervised_run import MODEL

@@ -19,8 +19,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import Fault, random_state
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import ReproBundles
 from dschat_ppo.ppo.mini_dataset import MiniBatch

@@ -28,8 +28,8 @@ from dschat_ppo.engine.optimizer_step import accumulate, apply
 from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.saving import gather_state, save_model
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.run.launch import leave

@@ -10,8 +10,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.policy_model import PolicyModel
-from dschat_ppo.models.scalar_model import ScalarModel
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
 SHORT_ROPE = {"phi3-longrope": {"original_max_position_embeddings": 32}}  # so that 41 tokens are a long row
 FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3", "gpt-oss", "opt", "gpt2", "gpt-neox", "phi3-longrope")

@@ -22,11 +22,10 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.prepare import StepData, prepare
 from dschat_ppo.engine import hybrid_engine
-from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
+from dschat_ppo.engine.hybrid_engine import HybridEngine, check_tensor_parallel, tensor_parallel
 from dschat_ppo.models.adapters import adapter_layers
-from dschat_ppo.models.forward import response_logprobs
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.wrapped_models import response_logprobs
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from workers.ppo_setup import experience_of, ppo_of, score_answers, train_on

@@ -17,10 +17,10 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import epoch_order, optimizer_steps
 from dschat_ppo.data.prepare import StepData, TokenRows, prepare
 from dschat_ppo.models.adapters import adapter_settings
+from dschat_ppo.models.kernel_selection import apply_memory_flags
 from dschat_ppo.models.loading import load_causal_lm
-from dschat_ppo.models.long_sequences import apply_memory_flags
-from dschat_ppo.models.policy_model import PolicyModel
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import advantages
 from dschat_ppo.rewards.reward_source import RewardMixture

@@ -89,8 +89,8 @@ def note_everything() -> None:
     note(collect, "generate", "generate", "rollout/generator.py")
     note(ModelReward, "__call__", "ModelReward", "rewards/learned_reward.py")
     for module in (score, update):
-        note(module, "response_logprobs", "response_logprobs", "models/forward.py", with_role=True)
-        note(module, "response_values", "response_values", "models/forward.py", with_role=True)
+        note(module, "response_logprobs", "response_logprobs", "models/wrapped_models.py", with_role=True)
+        note(module, "response_values", "response_values", "models/wrapped_models.py", with_role=True)
     note(loop, "gather_rows", "gather_rows", "ppo/mini_dataset.py")
     note(advantages.AdvantageComputation, "with_rewards", "with_rewards", "ppo/advantages.py")
     note(advantages, "token_rewards", "token_rewards", "algorithms/advantage_estimators.py")

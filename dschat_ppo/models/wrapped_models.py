@@ -1,28 +1,38 @@
-"""Actor, reference and SFT model: log-probs and entropies of the wanted tokens only."""
+"""The models in engines: `PolicyModel` (actor, reference, SFT) gives log-probs and entropies of the wanted tokens only,
+`ScalarModel` (reward model, critic) one scalar for every position. Their passes over responses are those of rollout,
+scoring and training alike, so that the numbers agree."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.algorithms.fused_logprobs import Forbidden, Head, forbid_, fused_token_scores
-from dschat_ppo.algorithms.logprobs import token_entropy, token_logprobs
+from dschat_ppo.algorithms.fused_logprobs import (
+    Forbidden,
+    Head,
+    forbid_,
+    fused_token_scores,
+    token_entropy,
+    token_logprobs,
+)
 from dschat_ppo.models.activation_memory import activations_on_host
+from dschat_ppo.models.architectures import backbone_of
 from dschat_ppo.models.backbone import (
     Layout,
-    backbone_of,
     forward_replaced,
     last_logits_argument,
     real_slots,
     slot_arguments,
+    unwrap,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_attention, token_states
 from dschat_ppo.models.router_recorder import record_router, router_arguments
+from dschat_ppo.types import LateEnds, Model, Rollout, full_sequences
 
 
 class WrappedModel(nn.Module):
@@ -119,19 +129,15 @@ class PolicyModel(WrappedModel):
                 **last_logits_argument(self.lm, count), **router_arguments(),
             )  # fmt: skip
         record_router(output, real_slots(input_ids, lengths))
-        logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
-        if forbidden is not None:
-            logits = logits.float()
-            forbid_(logits, (forbidden[0][:, 1:][places], forbidden[1]))
-        entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
-        extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []
-        return token_logprobs(logits, tokens, temperature), entropy, *extras
+        logits = output.logits[:, -count:-1][places[:, first:]].float()  # (N, V)
+        forbid_(logits, None if forbidden is None else (forbidden[0][:, 1:][places], forbidden[1]))
+        extras = [torch.log_softmax(logits / temperature, dim=-1)] if distributions else []
+        return *_scores(logits, tokens, temperature, entropy_grad), *extras
 
     def _divided_scores(
         self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,
         forbidden: Forbidden | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The scores of all wanted tokens, from those of this rank's columns."""
         predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
         rows = DividedRows.of(input_ids, lengths, self.layout.packed)
         own = rows.own(predicts)  # (b, n)
@@ -144,8 +150,7 @@ class PolicyModel(WrappedModel):
         else:
             logits = rows.run(self.lm, input_ids, self.layout.attention).logits[own].float()
             forbid_(logits, forbidden)
-            entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
-            scores = token_logprobs(logits, tokens, temperature), entropy
+            scores = _scores(logits, tokens, temperature, entropy_grad)
         both = torch.stack(scores, dim=-1)  # (own tokens, 2)
         spread = both.new_zeros((*own.shape, 2)).masked_scatter(own.unsqueeze(-1), both)
         logprobs, entropy = rows.columns.gather(spread)[rows.laid_out(predicts)].unbind(dim=-1)
@@ -165,3 +170,100 @@ class PolicyModel(WrappedModel):
         # Call the head as a module, so that ZeRO-3 gathers its weight, with another function inside.
         with forward_replaced(head, scores):
             return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
+
+
+def _scores(logits: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
+    return token_logprobs(logits, tokens, temperature), entropy
+
+
+class ScalarModel(WrappedModel):
+    """A one-label sequence classifier whose head, named `score`, is applied at every position. The score of a reward
+    model is the value at the last real token; a critic uses all values."""
+
+    def __init__(self, classifier: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
+        super().__init__()
+        self.classifier: Any = classifier
+        self.layout = layout
+        use_fast_layers(classifier)
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The model without its head."""
+        return self.classifier.base_model
+
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor, last_only: bool = False, wanted: Tensor | None = None
+    ) -> Tensor:
+        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end are meaningless. With
+        `last_only` (B,), the values of the last tokens; with `wanted` (B, T) bool (N,), those of the real tokens where
+        it is True, row after row. Packed rows then need no memory for padding."""
+        with activations_on_host(self.layout.offload_activations):
+            if self.layout.divided:
+                rows = DividedRows.of(input_ids, lengths, self.layout.packed)
+                states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state
+                values = rows.values(self._head(states))  # (B, T)
+                if wanted is not None:
+                    return values[wanted]
+                return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
+            places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+            if wanted is not None:
+                places = places[wanted]
+            elif last_only:
+                places = places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+            few = self.layout.reads_few and (wanted is not None or last_only)
+            states, places = token_states(self.backbone, self.layout, input_ids, lengths, places, few)
+            return self._head(states[places]) if places.dim() == 1 else self._head(states)[places]
+
+    def _head(self, states: Tensor) -> Tensor:
+        """(..., H) -> (...) fp32."""
+        head = self.classifier.score
+        return head(states.to(head.weight.dtype)).squeeze(-1).float()  # Mamba's states are in fp32
+
+
+def vocabulary_size(model: Any) -> int:
+    """Width of the logits, V, which may be more than the number of the tokenizer's tokens."""
+    return int(model.get_output_embeddings().out_features)
+
+
+@dataclass(frozen=True)
+class ResponseLogprobs:
+    """Of the response tokens: `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested,
+    `distributions` (N, V) fp32 are the log-probs of all tokens at the N response tokens, row after row."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    distributions: Tensor | None = None
+
+
+def response_logprobs(
+    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
+    late_ends: LateEnds | None = None,
+) -> ResponseLogprobs:  # fmt: skip
+    """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
+    `engine` is a DeepSpeed engine around a `PolicyModel`, a `PolicyModel`, or a causal language model (not fused).
+    `late_ends`: tokens that could not be drawn at the beginning of an answer."""
+    policy = engine
+    if not isinstance(unwrap(engine), PolicyModel):
+        policy = PolicyModel(cast(PreTrainedModel, engine), Layout(fused=False))
+    input_ids, lengths = full_sequences(rows)
+    slots = torch.arange(input_ids.shape[1], device=input_ids.device)
+    starts = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
+    wanted = (slots >= starts) & (slots < lengths.unsqueeze(1))
+    forbidden = None if late_ends is None else (wanted & (slots < starts + late_ends.minimum), late_ends.ids)
+    empty = torch.zeros(rows.response_mask.shape, device=input_ids.device)
+    logprobs, entropy, *extras = policy(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
+    return ResponseLogprobs(
+        empty.masked_scatter(rows.response_mask, logprobs),
+        empty.masked_scatter(rows.response_mask, entropy),
+        extras.pop(0) if distributions else None,
+    )
+
+
+def response_values(engine: Model, rows: Rollout) -> Tensor:
+    """The critic's value before each response token, (B, R) fp32, 0 outside `response_mask`."""
+    input_ids, lengths = full_sequences(rows)
+    slots = torch.arange(input_ids.shape[1], device=input_ids.device)
+    before = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True) - 1) & (slots < lengths.unsqueeze(1) - 1)
+    values = engine(input_ids, lengths, wanted=before)  # (N,)
+    return torch.zeros(rows.response_mask.shape, device=input_ids.device).masked_scatter(rows.response_mask, values)

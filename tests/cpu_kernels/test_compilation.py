@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from dschat_ppo.common import stop_requests
-from dschat_ppo.cpu_kernels import library
+from dschat_ppo.cpu_kernels import operations
 
 
 @pytest.fixture
@@ -20,9 +20,9 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def fresh():
     """Nothing is loaded in this process, before and after the test."""
-    library.kernels.cache_clear()
+    operations.kernels.cache_clear()
     yield
-    library.kernels.cache_clear()
+    operations.kernels.cache_clear()
 
 
 def a_compiler(path, body):
@@ -32,21 +32,21 @@ def a_compiler(path, body):
 
 
 def test_it_is_compiled_once(folder, monkeypatch):
-    made = library.build(library.cache_folder())
+    made = operations.build(operations.cache_folder())
     assert made.parent == folder and list(folder.iterdir()) == [made], "no temporary folder stays"
-    assert library.load(made).swiglu.restype is None
-    monkeypatch.setattr(library, "_compile", lambda command: pytest.fail("compiled again"))
-    assert library.build(folder) == made
+    assert operations.load(made).swiglu.restype is None
+    monkeypatch.setattr(operations, "_compile", lambda command: pytest.fail("compiled again"))
+    assert operations.build(folder) == made
 
 
 def test_another_processor_source_header_or_flag_gets_a_file_of_its_own(monkeypatch, tmp_path):
     other = tmp_path / "other"
     other.write_text("// changed")
-    names = [library._fingerprint(command) for command in (["/bin/sh"], ["/bin/sh", "-g"], ["/bin/cat"])]
+    names = [operations._fingerprint(command) for command in (["/bin/sh"], ["/bin/sh", "-g"], ["/bin/cat"])]
     for attribute, value in (("_processor", lambda: ["flags: none"]), ("HEADERS", [other]), ("SOURCES", [other])):
         with monkeypatch.context() as patch:
-            patch.setattr(library, attribute, value)
-            names.append(library._fingerprint(["/bin/sh"]))
+            patch.setattr(operations, attribute, value)
+            names.append(operations._fingerprint(["/bin/sh"]))
     assert len(set(names)) == 6
 
 
@@ -72,7 +72,7 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
         made = a_compiler(tmp_path / "cxx", compiler)
         monkeypatch.setenv("CXX", "no-such-compiler" if compiler == "missing" else made)
     with caplog.at_level(logging.WARNING):
-        assert library.kernels() is None and library.kernels() is None
+        assert operations.kernels() is None and operations.kernels() is None
     [record] = [r for r in caplog.records if "kernels" in r.message]
     assert reason in record.message and "slower" in record.message
 
@@ -80,14 +80,14 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
 @pytest.mark.parametrize("home", [True, False])
 def test_without_a_folder_each_process_compiles_for_itself(fresh, home, monkeypatch, tmp_path, caplog):
     """A file is in the place of the folder, or the home is unknown."""
-    monkeypatch.setattr(library.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(operations.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file") if home else "")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert library.kernels() is not None and not caplog.text
+    assert operations.kernels() is not None and not caplog.text
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -95,4 +95,4 @@ def test_a_stop_ends_the_compilation_and_the_run(folder, fresh, monkeypatch, tmp
     monkeypatch.setenv("CXX", a_compiler(tmp_path / "cxx", "exit 1"))
     monkeypatch.setattr(stop_requests, "requested", lambda: True)
     with pytest.raises(stop_requests.StopRequested):
-        library.kernels()
+        operations.kernels()

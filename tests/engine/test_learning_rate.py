@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from dschat_ppo.algorithms.learning_rate import rate_factor
+from dschat_ppo.engine.build_engine import OptimizerSettings, rate_factor
 
 KINDS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 
@@ -15,22 +15,23 @@ def of_transformers(kind: str, warmup: int, total: int, peak: float, **settings)
     return [float(scheduler.lr_lambdas[0](step)) for step in range(total + 4)]
 
 
+def factors(kind: str, warmup: int, total: int, steps: int, peak: float = 1.0, least: float = 0.0) -> list[float]:
+    settings = OptimizerSettings(peak, 0.0, kind, warmup, total, (0.9, 0.95), 1e-8, min_lr_ratio=least)
+    return [rate_factor(settings, step) for step in range(steps)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("warmup", "total"), [(0, 7), (3, 11), (7, 100), (0, 1), (5, 6)])
 def test_factors_are_those_of_transformers(kind, warmup, total):
-    expected = of_transformers(kind, warmup, total, 3e-5)
-    found = [rate_factor(step, kind, warmup, total, peak=3e-5, last=1e-7) for step in range(total + 4)]
-    assert found == expected
+    assert factors(kind, warmup, total, total + 4, 3e-5) == of_transformers(kind, warmup, total, 3e-5)
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(0, 9), (3, 11)])
 def test_a_lowest_factor_is_that_of_transformers_where_it_has_one(warmup, total):
     expected = of_transformers("cosine_with_min_lr", warmup, total, 0.5, min_lr_rate=0.3)
-    assert [rate_factor(step, "cosine", warmup, total, least=0.3) for step in range(total + 4)] == expected
+    assert factors("cosine", warmup, total, total + 4, least=0.3) == expected
 
 
 def test_a_lowest_factor_by_hand():
-    found = [rate_factor(step, "linear", 1, 5, least=0.2) for step in range(7)]
-    assert found == pytest.approx([0, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    found = [rate_factor(step, "cosine_with_restarts", 0, 2, least=0.2) for step in range(4)]
-    assert found == pytest.approx([1, 0.6, 0.2, 0.2])
+    assert factors("linear", 1, 5, 7, least=0.2) == pytest.approx([0, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert factors("cosine_with_restarts", 0, 2, 4, least=0.2) == pytest.approx([1, 0.6, 0.2, 0.2])

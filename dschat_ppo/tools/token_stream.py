@@ -1,0 +1,68 @@
+"""One answer token by token, as it is drawn, and its text as it arrives, for a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dschat_ppo.models.wrapped_models import vocabulary_size
+from dschat_ppo.rollout.padded_batches import PaddedBatches
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.types import PromptBatch
+
+INCOMPLETE = "\ufffd"  # what decoders write for a part of a character
+
+
+@torch.no_grad()
+def stream_tokens(
+    model: PreTrainedModel, prompt: Sequence[int], seed: int, sampling: SamplingParameters, ends: Collection[int],
+    max_new_tokens: int,
+) -> Iterator[int]:  # fmt: skip
+    """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the one that ends it. The
+    forward passes are those of the padded engine, so `choose_engine` with `engine="padded"` tells whether the
+    architecture is supported. To stop early, abandon the iterator. `ends` may hold ids that the model cannot draw, as
+    the generation configs of some models do."""
+    ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    vocabulary = vocabulary_size(model)
+    stopping = StoppingCriteria(max_new_tokens, tuple(end for end in ends if end < vocabulary))
+    prompts = PromptBatch(ids, torch.ones_like(ids).bool())
+    buffers = SequenceBuffers(prompts, torch.tensor([seed]), 1, sampling, stopping, vocabulary, 1)
+    for token in PaddedBatches(model, buffers, 1).tokens(torch.zeros_like(ids[0, :1])):
+        yield int(token)
+
+
+class TextStream:
+    """Decodes an answer token by token. The pieces together are the text of all tokens.
+
+    A token's text can depend on the tokens before it (spaces of SentencePiece), and a character can span tokens. So
+    each piece is the difference of two decodings that begin at the same earlier token, and it waits until its last
+    character is complete. `before`: tokens before the answer, if it continues their text: tokenizers such as Llama's
+    drop the space with which a text begins.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
+        self.tokenizer = tokenizer
+        self.ids = list(before)
+        self.start = 0  # where both decodings begin
+        self.shown = len(self.ids)  # tokens whose text is out
+
+    def add(self, token: int) -> str:
+        """The text that is complete with this token, "" if there is none."""
+        self.ids.append(token)
+        before, after = self._text(self.shown), self._text(len(self.ids))
+        if len(after) <= len(before) or after.endswith(INCOMPLETE):
+            return ""
+        self.start, self.shown = self.shown, len(self.ids)
+        return after[len(before) :]
+
+    def rest(self) -> str:
+        """The text of tokens at the end that complete no character."""
+        rest = self._text(len(self.ids))[len(self._text(self.shown)) :]
+        self.start = self.shown = len(self.ids)
+        return rest
+
+    def _text(self, end: int) -> str:
+        return str(self.tokenizer.decode(self.ids[self.start : end], skip_special_tokens=True))
