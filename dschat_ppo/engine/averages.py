@@ -152,13 +152,9 @@ PIECE = 2**24  # elements that are in fp32 at a time
 
 
 class ReferenceSync:
-    """`reference = mixup * actor + (1 - mixup) * reference`, in fp32, then rounded to the dtype of the weights.
-
-    As in TR-DPO (Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656). `actor` and `reference` are engines around
-    a `PolicyModel`, with parameters of the same names and shapes. Each rank computes the elements of the reference that
-    it holds: its partition under ZeRO-3, else whole tensors; the actor may differ in that. The reference then is part
-    of the state of the run.
-    """
+    """`reference = mixup * actor + (1 - mixup) * reference`, in fp32, then rounded to the dtype of the weights: TR-DPO
+    (Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656). `actor` and `reference` are engines around a
+    `PolicyModel` with the same parameters. Each rank computes the elements of the reference that it holds."""
 
     def __init__(self, actor: Engine, reference: Engine, mixup: float):
         self._actor = actor

@@ -92,12 +92,9 @@ class WholeWeights:
 
 
 def keep_whole(engine: Engine) -> None:
-    """Replace the hooks of ZeRO-3 in an engine by `WholeWeights`, before the first forward pass.
-
-    Its linear layers without a bias call PyTorch's own product again. That of DeepSpeed does not keep the gathered
-    weight for the backward pass, and costs a Python function each way; the numbers are the same. With a bias they are
-    not: PyTorch rounds the product and the sum together.
-    """
+    """Replace the hooks of ZeRO-3 in an engine by `WholeWeights`, before the first forward pass. Its linear layers
+    without a bias call PyTorch's own product again, with the same numbers: DeepSpeed's does not keep the gathered
+    weight for the backward pass, and costs a Python function each way. With a bias PyTorch rounds otherwise."""
     optimizer = engine.optimizer
     offload = getattr(optimizer, "parameter_offload", optimizer)  # an engine that only evaluates has nothing else
     offload._remove_module_hooks()

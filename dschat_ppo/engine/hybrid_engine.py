@@ -402,13 +402,9 @@ def asleep(
     host: HostMemory | None = None,
 ) -> Iterator[int]:  # fmt: skip
     """Move the memory of `tensors`, which the block does not use, to the host; yields the bytes that leave the device.
-
-    The memory behind the tensors is emptied and filled again, and no tensor is replaced: DeepSpeed holds views of its
-    flat buffers (such as `_hp_mapping`), which would keep the memory in use, and would be stale afterwards. Memory that
-    tensors share with those `awake` is not moved; that of `scratch` tensors, whose contents mean nothing, is freed
-    without a copy, and zero afterwards. `host` is for the same tensors in the same order each time; None: memory for
-    this block.
-    """
+    The memory is emptied and filled again, and no tensor is replaced, because DeepSpeed holds views of its flat buffers
+    (such as `_hp_mapping`). What tensors share with those `awake` is not moved; that of `scratch` tensors is freed
+    without a copy, and zero afterwards. `host` is for the same tensors in the same order each time."""
     host = host or HostMemory()
     used = {tensor.untyped_storage().data_ptr() for tensor in awake}
     memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if on_device(tensor)}

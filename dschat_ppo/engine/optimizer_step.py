@@ -118,12 +118,10 @@ def has_overflow(engine: Engine) -> bool:
 
 
 def skip_update(engine: Engine) -> None:
-    """End an optimizer step without its update. Collective, after the last backward pass.
-
-    Gradients are dropped; weights, optimizer state, schedule and loss scale do not change. What has to be cleared
-    depends on the ZeRO stage, so DeepSpeed's own `step` does it: it skips the update because the gradient norm is made
-    to look infinite. The loss scaler is replaced meanwhile, so that its scale does not fall.
-    """
+    """End an optimizer step without its update: weights, optimizer state, schedule and loss scale do not change.
+    Collective, after the last backward pass. What has to be cleared depends on the ZeRO stage, so DeepSpeed's own
+    `step` does it: the gradient norm is made to look infinite, and the loss scaler is replaced, so that its scale does
+    not fall."""
     if has_plain_optimizer(engine):
         engine.zero_grad()
         engine.skipped_steps += 1
@@ -197,12 +195,9 @@ class Gradients(Generic[MicroBatch]):
 def accumulate(
     engine: Engine, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
 ) -> Gradients[MicroBatch]:
-    """The first half of an optimizer step: forward and backward over all micro-batches, equally many on every rank.
-    `apply` must follow. Collective.
-
-    `loss_of` is a micro-batch's part of the loss, already divided by the count of the *whole* step over all ranks, so
-    that the parts add up. DeepSpeed averages gradients over ranks, hence the factor `world_size`.
-    """
+    """The first half of an optimizer step: forward and backward over all micro-batches, equally many on every rank;
+    `apply` must follow. Collective. `loss_of` is a micro-batch's part of the loss, divided by the count of the *whole*
+    step over all ranks. DeepSpeed averages gradients over ranks, hence the factor `world_size`."""
     state = random_state()
     losses = []
     for number, micro_batch in enumerate(micro_batches, start=1):
@@ -215,13 +210,9 @@ def accumulate(
 
 
 def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult:
-    """The second half: the update. Collective. `refused` (the same on every rank) skips it: weights, schedule and loss
-    scale do not change.
-
-    If a loss or a gradient is not finite on any rank, every rank skips the update, at every ZeRO stage, and the result
-    has a `fault`. An fp16 gradient that overflows although all losses are finite is no fault: the loss scaler lowers
-    its scale, and the result has `overflow` set.
-    """
+    """The second half: the update. Collective. `refused` (the same on every rank) skips it, and so does a loss or
+    gradient that is not finite on any rank; the result then has a `fault`. An fp16 gradient that overflows although all
+    losses are finite is none: the loss scaler lowers its scale, and the result has `overflow` set."""
     engine, fault = gradients.engine, gradients.fault
     if refused or fault is not None:
         skip_update(engine)

@@ -235,12 +235,9 @@ def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> Pre
 
 
 def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None) -> PreTrainedModel:
-    """A one-label classifier whose backbone has the parameters of a causal language model without adapters and hooks.
-
-    `folder`: adapter folder over this base, whose adapter and head the classifier gets; or the base's own folder: then
-    both are new. `adapter`: of the classifier; None: as in `folder`. Where transformers' classifier has another
-    backbone than its language model, this is a `UserError`.
-    """
+    """A one-label classifier whose backbone has the parameters of a causal language model without adapters and hooks,
+    with the adapter and head of `folder`, or new ones if that is the base's own. `adapter` None: as in `folder`.
+    `UserError` where transformers' classifier has another backbone than its language model."""
     tree = model_over_base(base)
     backbone = backbone_of(tree)
     config = config_for(classifier_class(tree.config), tree.config)

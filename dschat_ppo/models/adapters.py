@@ -131,13 +131,9 @@ def quantised_base(
     build: Callable[[], PreTrainedModel], adapter: AdapterSettings | None, dtype: torch.dtype,
     ds_config: dict[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Arguments of `from_pretrained` that quantise the linear layers of the blocks on this rank's GPU; {} if the
-    adapter does not ask. `build` makes the model.
-
-    Quantised weights are integers, so DeepSpeed's cast to bf16 or fp16 leaves them alone; their products are computed
-    in `dtype`. 4 bits: NF4 with double quantisation. 8 bits: LLM.int8(). Not under ZeRO-3, which `--deepspeed_config`
-    may ask for.
-    """
+    """Arguments of `from_pretrained` that quantise the linear layers of the blocks, 4 bits as NF4 with double
+    quantisation, 8 bits as LLM.int8(); {} if the adapter does not ask. `build` makes the model. DeepSpeed's cast leaves
+    the integers alone; products are in `dtype`. Not under ZeRO-3, which `--deepspeed_config` may ask for."""
     if adapter is None or adapter.quantise is None:
         return {}
     if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3:
@@ -158,13 +154,9 @@ def quantised_base(
 
 
 def add_adapter(model: PreTrainedModel, settings: AdapterSettings, folder: str | None = None) -> None:
-    """Add a LoRA adapter to `model`, in place, before it gets an engine. The class of the model stays. The adapter of a
-    `folder` keeps its own layers and scale.
-
-    Matrix B is zero, so that the model computes the same as before. Matrix A is drawn from the seed that torch was
-    given last, equally on every rank and at every ZeRO stage. Under ZeRO-3 the new parameters are whole on every rank;
-    `deepspeed.initialize` partitions them.
-    """
+    """Add a LoRA adapter to `model`, in place, before it gets an engine, or that of a `folder` with its own layers and
+    scale. Matrix B is zero; A is drawn from the seed that torch was given last, equally on every rank and at every ZeRO
+    stage. Under ZeRO-3 the new parameters are whole until `deepspeed.initialize` partitions them."""
     config = _new_config(model, settings) if folder is None else _config_to_continue(model, folder, settings)
     trained = {weight: weight.requires_grad for weight in model.parameters()}
     _inject(model, config, folder)
@@ -349,16 +341,11 @@ def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor, magnitude: T
 def merged(
     model: PreTrainedModel, disposable: Collection[nn.Parameter] = (), originals_on_host: bool = False
 ) -> Iterator[None]:
-    """Replace each layer that has adapters by its base layer with the merged weight.
-
-    Inside the context the model consists of the modules of its base, so code that looks for `nn.Linear` finds it. The
-    exit restores the layers, and the original weights bit for bit: they are kept, not computed by subtraction. Layers
-    with a quantised base keep their adapter unmerged. The model has whole weights and no hooks; its weights and
-    adapters must not change inside the context.
-
-    `disposable` weights are dropped after the context (copies gathered by ZeRO-3), so they are merged in place. The
-    device holds the other adapted weights twice, or with `originals_on_host` host memory the originals.
-    """
+    """Replace each layer that has adapters by its base layer with the merged weight, so that code that looks for
+    `nn.Linear` finds it. The exit restores layers and original weights bit for bit: they are kept, on the device or
+    with `originals_on_host` in host memory; only `disposable` weights (copies gathered by ZeRO-3), which are dropped
+    afterwards, are merged in place. Layers with a quantised base keep their adapter unmerged. The model has whole
+    weights and no hooks; its weights and adapters must not change inside the context."""
     dropped = set(disposable)
     layers = {layer for layer in adapter_layers(model).values() if layer.get_base_layer().weight.is_floating_point()}
     places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]

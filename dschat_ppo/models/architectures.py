@@ -115,12 +115,9 @@ def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
 
 
 def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class with one scalar head, named `score`, over the states of a causal model.
-
-    If transformers has such a class it is used, so that plain transformers loads the saved model. Else it is
-    `<Architecture>WithScalarHead`, which only this project loads: the base class and backbone of the language model,
-    and a linear head without bias. A setting of `config` may keep transformers from building: almost any exception.
-    """
+    """The class with one scalar head, named `score`, over the states of a causal model: that of transformers, which
+    then loads the saved model, or else `<Architecture>WithScalarHead`, which only this project loads: the base class
+    and backbone of the language model, and a linear head without bias. Building may raise almost any exception."""
     known = _transformers_classifier(config)
     if known is not None and _has_score(known, config):
         return known

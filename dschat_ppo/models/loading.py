@@ -299,14 +299,10 @@ def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None)
 
 def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
     """Add rows to the embedding of `model`, and to its head if it has one, up to `size` tokens; returns whether it did.
-
-    A new row is the mean of the old ones: a new token is about as likely as an average one (Hewitt 2021), and all
-    ranks, and actor and reference, compute the same rows. Tied weights stay tied; other weights with a row for each
-    token are refused. Under ZeRO-3 the new parameters are whole on every rank; `deepspeed.initialize` partitions them.
-
-    Call it before `model` gets an engine, and outside transformers' ZeRO-3 mode, in which the model without weights
-    that this function compares with cannot be built.
-    """
+    A new row is the mean of the old ones: a new token is about as likely as an average one (Hewitt 2021), and all ranks
+    compute the same. Tied weights stay tied; other weights with a row for each token are refused. Call it before
+    `model` gets an engine, and outside transformers' ZeRO-3 mode; new parameters are whole until
+    `deepspeed.initialize`."""
     config = model.config.get_text_config()
     if size <= config.vocab_size:
         return False
@@ -349,12 +345,10 @@ def check_weights(
     kind: Any, folder: str, config: PretrainedConfig, key_mapping: Mapping[str, str] | None = None,
     allowed_missing: Set[str] = frozenset(), allowed_unexpected: Set[str] = frozenset(),
 ) -> Set[str]:  # fmt: skip
-    """Compare the checkpoint with the model on the meta device; returns the allowed names that are missing.
-
-    A step checks all its models first and each again when it is loaded, and some roles share a folder. The result is
-    kept for files that have not changed. With `settings_only`, a folder without weights is not compared. `kind` is the
-    class of the model, or an auto class; `key_mapping` has patterns that rename weights of the checkpoint.
-    """
+    """Compare the checkpoint with the model on the meta device; returns the allowed names that are missing. The result
+    is kept for files that have not changed, as steps check all models first and again when they load them. With
+    `settings_only`, a folder without weights is not compared. `kind`: a class of models, or an auto class;
+    `key_mapping`: patterns that rename weights of the checkpoint."""
     if wants_settings_only() and not weight_files(folder):
         _note_lack_of_weights(folder)
         return frozenset()

@@ -171,12 +171,9 @@ def share_prompts(*engines: Model | None) -> bool:
 
 
 def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> list[Tensor]:
-    """Row numbers of micro-batches, longest rows first, each micro-batch with `rows x longest <= budget`.
-
-    `lengths` (n,) int64 are the tokens of each row. A row longer than the budget is a micro-batch by itself. Rows that
-    share their prompt come first, in micro-batches without padding, which hold at most `budget` tokens and copies of
-    prompts. The parts together contain each of 0 .. n-1 once.
-    """
+    """Row numbers of micro-batches with `rows x longest <= budget`, longest rows first; a longer row is one by itself.
+    `lengths` (n,) int64, tokens of each row. Rows that share their prompt come first, in micro-batches without padding,
+    which hold at most `budget` tokens and copies of prompts. Each of 0 .. n-1 is in one part."""
     groups, rows = ([], torch.arange(len(lengths))) if prompts is None else _sharing(lengths, prompts)
     parts = []
     if groups and prompts is not None:

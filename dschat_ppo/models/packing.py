@@ -155,12 +155,9 @@ def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | No
 def token_states(
     backbone: Any, layout: Layout, input_ids: Tensor, lengths: Tensor, places: Tensor, reads_few: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Last hidden states (N, H) of right-padded rows, packed if `layout` and the rows allow it, and where in them those
-    of the tokens at `places` are, in the shape of `places`.
-
-    `input_ids` (B, T) int64; `lengths` (B,) int64, above 0; `places`, int64 of any shape, in the rows flattened to
-    (B x T). `reads_few`: only the states at `places` (n,) are read, so the last MLP runs for these tokens alone.
-    """
+    """Last hidden states (N, H) of right-padded `input_ids` (B, T) with `lengths` (B,) above 0, packed if `layout` and
+    the rows allow it, and where in them those of the tokens at `places` are: int64 of any shape, in the rows flattened
+    to (B x T). `reads_few`: only the states at `places` (n,) are read, so the last MLP runs for these tokens alone."""
     rows, width = lay_out(input_ids, lengths, layout.packed, layout.shares), input_ids.shape[1]
     if rows is None:
         with (

@@ -37,12 +37,9 @@ TRAINED, UNTRAINED = "model-trained.safetensors", "model-untrained.safetensors"
 
 
 def require_finite_weights(role: str, engine: Engine) -> None:
-    """Check the weights that each rank holds for NaN and infinity, between updates. Collective: all raise the error.
-
-    Updates from gradients that are not finite are skipped, but an update from finite gradients can overflow. The check
-    reads the weights in the number format of training: if an fp32 master weight is not finite, or is beyond the range
-    of fp16, so is its copy.
-    """
+    """Check the weights that each rank holds for NaN and infinity, between updates: one from finite gradients can
+    overflow. Collective: all raise the error. The check reads the weights in the number format of training; an fp32
+    master weight that is not finite, or beyond the range of fp16, shows there."""
     bad = []
     for name, weight in engine.module.named_parameters():
         part = weight.detach()

@@ -63,12 +63,9 @@ class WrappedModel(nn.Module):
 
 
 class PolicyModel(WrappedModel):
-    """A causal language model whose outputs are log-probs of tokens instead of logits.
-
-    Fused, it runs the backbone, selects the hidden states that predict wanted tokens, and goes through the vocabulary
-    in blocks. Otherwise, for heads that are more than a matrix product with a known scale and soft cap, it computes the
-    logits from the first wanted position on.
-    """
+    """A causal language model whose outputs are log-probs of tokens instead of logits. Fused, it selects the hidden
+    states that predict wanted tokens, and goes through the vocabulary in blocks. Otherwise, for heads that are more
+    than a matrix product with a known scale and soft cap, it computes the logits from the first wanted position on."""
 
     def __init__(self, lm: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()

@@ -165,10 +165,8 @@ def _converted(name: str, text: str, default: Any) -> Any:
 
 def arguments_of(signature: Signature, answers: Sequence[Answer], columns: Iterable[str], step: int) -> dict[str, Any]:
     """Keyword arguments of a call for some answers: lists for a batch function, single values for a per-row function.
-
-    Settings take precedence over texts, and texts over columns. A column that a row lacks is None for that row; an
-    argument without a default and without a column is None. `columns`: of all answers that the function scores.
-    """
+    Settings precede texts, and texts columns. What a row, or an argument without a default, lacks is None. `columns`:
+    of all answers that the function scores."""
     form, count = signature.call, len(answers)
     wanted = [name for name in columns if (name in signature.needs if form.only_needed else signature.wants(name))]
     sources = {name: name for name in wanted} | {n: column for n, column in form.columns.items() if signature.wants(n)}

@@ -55,12 +55,9 @@ class FunctionSpec:
 
 
 def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
-    """Read `path.py:name`, `module.path:name` or `rule`, each with optional `?key=value&key=value` and `:weight`.
-
-    `source=` or `source,source=` in front routes: the function then scores only rows of these data sources. Settings
-    are percent-decoded (`+` stays a plus); a `:` before a number at the end of a setting must be `%3A`. Messages name
-    `flag`.
-    """
+    """Read `path.py:name`, `module.path:name` or `rule`, each with optional `?key=value&key=value`, percent-decoded
+    (`+` stays a plus), and `:weight`; `source=` or `source,source=` in front routes: only rows of these data sources
+    are scored. A `:` before a number at the end of a setting must be `%3A`. Messages name `flag`."""
     given = f"{flag} {spec}"
     sources, unrouted = _split_route(spec, given)
     head, mark, tail = unrouted.partition("?")
@@ -135,13 +132,10 @@ class FunctionReward:
         return self.spec.name
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32 on the CPU; NaN where the function returned None or its route names other data sources.
-
-        A response gets the default score if its call raises, times out, crashes its process, or returns no finite fp32
-        number. If a call for the whole batch fails or returns a list of another length, it is repeated row by row on
-        all workers. With `n` workers that takes at most `(1 + ceil(B / n)) * timeout`, plus one start of a worker (at
-        most `worker_pool.START_SECONDS`) for each call that has to be killed.
-        """
+        """(B,) fp32 on the CPU; NaN where the function returned None or its route names other data sources. A response
+        gets the default score if its call raises, times out, crashes its process, or returns no finite fp32 number. A
+        failed call for the whole batch is repeated row by row: at most `(1 + ceil(B / workers)) * timeout`, plus one
+        start of a worker for each call that has to be killed."""
         rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)]
         answers = [self._answer(request, rollout, row) for row in rows]
         columns = list(dict.fromkeys(name for answer in answers for name in answer.row))

@@ -66,9 +66,8 @@ class ModelReward:
     name = "model"
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32, in several passes. Collective: all ranks run equally many passes. If
-        the tokenizer or the template of the reward model rejects a row of some rank, every rank raises
-        `RewardServiceError`."""
+        """(B,) fp32. Collective: all ranks run equally many passes, and raise `RewardServiceError` if the tokenizer or
+        the template of the reward model rejects a row of one."""
         if self.own is None:
             (input_ids, lengths), answers = full_sequences(rollout), list[list[int]]()
             if self.steps is not None:
@@ -85,13 +84,9 @@ class ModelReward:
     def _encoded_again(
         self, own: PreTrainedTokenizerBase, request: RewardRequest, rollout: Rollout
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """The token ids of each prompt with its response, and of the response alone.
-
-        A response that the length limit cut has no final token, as in the rollout. If the row holds chat messages
-        (`_messages`, which data preparation adds to rows of every chat form) and the reward model's tokenizer has a
-        chat template, the template renders them with the response as the assistant's answer; otherwise the prompt's
-        text is used.
-        """
+        """The token ids of each prompt with its response, and of the response alone, without a final token if the
+        length limit cut it. Chat messages of the row (`_messages`, which data preparation adds) are rendered by the
+        template of the reward model's tokenizer, if it has one; otherwise the prompt's text is used."""
         rows = zip(request.prompts, request.responses, request.rows, strict=True)
         sequences, answers, too_long, problem = list[list[int]](), list[list[int]](), 0, None
         for (prompt, response, row), ended in zip(rows, rollout.ended.tolist(), strict=True):
@@ -143,11 +138,8 @@ def scores_in_batches(
     answers: Sequence[list[int]] = (),
 ) -> Tensor:  # fmt: skip
     """Scores at the last tokens, or those of `steps`, (B,) fp32, in passes over right-padded rows of similar length.
-
-    Collective: all ranks run equally many passes, because under ZeRO-3 a pass gathers weights from all ranks.
-    `input_ids` (B, T), B above 0; `batch_tokens` counts padding, and a longer sequence gets its own pass; `steps` needs
-    the B answers.
-    """
+    Collective: all ranks run equally many passes. `input_ids` (B, T), B above 0; `batch_tokens` counts padding, and a
+    longer sequence gets its own pass; `steps` needs the B answers."""
     step_mask = None if steps is None else steps.mask(answers, input_ids, lengths)  # (B, T)
     if dist.sequence_ranks() > 1:  # these ranks score their rows together
         longest = int(dist.all_reduce(lengths.max(), "max"))

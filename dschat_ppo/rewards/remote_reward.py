@@ -68,11 +68,8 @@ def usable_urls(urls: list[str]) -> list[str]:
 
 class RemoteReward:
     """Scores text with one or several services that return the same scores. Batches go to them in turn, with one
-    request at a time to each. Rows of other data sources than `sources` are not sent, unless that is ().
-
-    `timeout`: seconds from the start of each request to the end of its reply. A failed request is repeated `retries`
-    times, each time at the next address.
-    """
+    request at a time to each, of at most `timeout` seconds; a failed one is repeated `retries` times, each time at the
+    next address. Rows of other data sources than `sources` are not sent, unless that is ()."""
 
     name = "remote"
 

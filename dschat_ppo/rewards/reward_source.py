@@ -25,12 +25,9 @@ TAKEN_ALONE, TAKEN = ("equal_groups", "clipped"), ("equal_groups", "clipped", "s
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """B responses to score.
-
-    `rows`: for each the row of the data set that its prompt comes from, with all columns. `decode` gives their texts,
-    once a source reads them: the prompts, and the responses without special tokens. `step`: number of finished PPO
-    steps.
-    """
+    """B responses to score. `rows`: for each the row of the data set that its prompt comes from, with all columns.
+    `decode` gives texts once a source reads them: prompts, and responses without special tokens. `step`: finished PPO
+    steps."""
 
     rows: list[dict[str, Any]]
     decode: Callable[[], tuple[list[str], list[str]]]

@@ -188,7 +188,6 @@ def check_engine(
     graphs: RolloutGraphs | None = None,
 ) -> tuple[float, str]:  # fmt: skip
     """Generate greedy tokens from a few random prompts; compare with one forward pass without a cache. Collective.
-
     Returns the largest difference of a log-prob from that of the pass, or of this one from that of the likeliest token;
     and why the engine does not support the model, or ""."""
     device, vocabulary = next(model.parameters()).device, vocabulary_size(model)

@@ -30,11 +30,9 @@ SPARE = 0  # the slot of a pool that idle rows of a step read and write
 
 class KVCache:
     """Keys and values per layer, `(rows, kv_heads, capacity, head_dim)`, written in place: token t of sequence r is in
-    slot t of row r. A pool for decode steps at fixed addresses has one row, of whose slots each sequence has a segment.
-
-    The first write to a layer allocates it, with the heads, dtype and device of the keys and values written. Memory is
-    zeroed: a masked slot still gets a weight of 0, and 0 x NaN would be NaN.
-    """
+    slot t of row r. A pool has one row, of whose slots each sequence has a segment. The first write to a layer
+    allocates it, like the keys and values written. Memory is zeroed: a masked slot has a weight of 0, and 0 x NaN would
+    be NaN."""
 
     def __init__(self, rows: int, capacity: int):
         self.rows = rows

@@ -20,11 +20,9 @@ from dschat_ppo.types import position_ids_of
 
 class PaddedBatches:
     """Generates all sequences of `buffers` in batches of at most `rows`, each until its last sequence is finished.
-
-    Arguments as in `ContinuousBatching`. Without `cached`, the model's cache is not used, and each token is a forward
-    pass of whole right-padded rows, as in training: some models have no cache under transformers' usual name, or
-    padding on the left changes their numbers.
-    """
+    Arguments as in `ContinuousBatching`. Without `cached`, each token is a forward pass of whole right-padded rows, as
+    in training: some models have no cache under transformers' usual name, or padding on the left changes their
+    numbers."""
 
     def __init__(
         self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, max_over_ranks: MaxOverRanks | None = None,
