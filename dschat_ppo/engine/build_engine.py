@@ -44,8 +44,7 @@ OF_GATHERING = ("stage3_max_", "stage3_prefetch_", "stage3_model_", "mics_", "ze
 
 
 def fits_whole(size: int, ranks: int, memory: int) -> bool:
-    """Whether each of `ranks` keeps the `size` bytes of whole weights in the `memory` bytes of its device. One rank
-    always does: its whole weights are views of its partition."""
+    """Whether ranks keep `size` bytes of whole weights in `memory`; one rank's are views of its partition."""
     return ranks == 1 or FITS * size <= memory
 
 

@@ -91,8 +91,7 @@ def train_config(
 
 
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
-    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank. hpZ would
-    save no gather: only a backward pass gathers again."""
+    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank."""
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if offload else "none"}
@@ -138,14 +137,12 @@ def merge(base: Config, overlay: Config) -> Config:
 
 
 def read_overlay(path: str | None) -> Config:
-    """The settings of `--deepspeed_config`; {} without a file. Without those that the trainer derives (see
-    `require_agreement`) and "auto", which means what the flags or DeepSpeed set."""
+    """The settings of `--deepspeed_config`, {} without a file, but for "auto" and those that the trainer derives."""
     return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
 
 
 def require_agreement(run: RunFlags) -> None:
-    """Require the number format of `--deepspeed_config` to be that of `--dtype`, and AdamW. A warning names the other
-    settings that flags set instead."""
+    """Require the format of `--dtype`, and AdamW, in `--deepspeed_config`; warn of settings that flags set instead."""
     path, settings = run.deepspeed_config, _settings_of(run.deepspeed_config)
     for section in ("bf16", "fp16"):
         theirs = _value_at(settings, f"{section}.enabled")

@@ -42,8 +42,7 @@ WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank's number `rank` in the `group` of `size` ranks that generate together. `layers`: decoder layers whose
-    weights are gathered at a time, to divide them."""
+    """Rank `rank` of `size` in a `group` that generates together; `layers`: those gathered at a time, to divide."""
 
     group: dist.Group
     rank: int
@@ -342,8 +341,7 @@ def training_states(engine: Engine) -> Iterator[Tensor]:
 
 
 def gradient_buffers(engine: Engine) -> Iterator[Tensor]:
-    """The buffers of gradients: those of a backward pass (ZeRO-3), and those of its sum. Between an update and the next
-    backward pass their contents mean nothing, or are zeros."""
+    """The buffers of gradients, whose contents mean nothing between an update and the next backward pass."""
     for bucket in getattr(engine.optimizer, "ipg_buckets", {}).values():
         if isinstance(bucket.buffer, Tensor):  # ZeRO 1 and 2 have a list, which is empty between backward passes
             yield bucket.buffer

@@ -65,8 +65,7 @@ def set_random_state(state: Sequence[Tensor]) -> None:
 
 
 def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
-    """The first of all ranks' losses that is not finite, or None. Collective. `losses` (M,) fp32, one per micro-batch,
-    M the same on every rank; `state` as in `Fault.random_state`."""
+    """The first loss (M,) of any rank, M the same on each, that is not finite, or None. Collective."""
     everywhere = gather_cat(losses.unsqueeze(0))  # (ranks, M)
     if bool(everywhere.isfinite().all()):
         return None
@@ -239,8 +238,7 @@ def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult
 
 
 def apply_together(parts: Sequence[Gradients[Any]]) -> list[StepResult]:
-    """Update several fp16 engines, or none of them if the gradients of one overflow. Collective. Only the engines whose
-    gradients overflowed lower their loss scale."""
+    """Update several fp16 engines, or none if gradients overflow; only engines with such lower their loss scale."""
     bad = [has_overflow(part.engine) for part in parts]
     return [apply(part, refused=any(bad) and not own) for part, own in zip(parts, bad, strict=True)]
 
@@ -261,8 +259,7 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault:
 
 
 def learning_rates(engine: Engine) -> dict[str, float]:
-    """`lr` of the next optimizer step, of weights that are not LoRA, if there are any; and `lora_lr` if weights with
-    LoRA's own rate are trained as well as others."""
+    """`lr` of the next step, of weights that are not LoRA, if any; and `lora_lr` if both train, at two rates."""
     peaks = [group["initial_lr"] for group in engine.optimizer.param_groups]
     own = {"lora_lr": float(engine.get_lr()[-1])} if peaks[0] != peaks[-1] else {}
     return {"lr": float(engine.get_lr()[0])} | own

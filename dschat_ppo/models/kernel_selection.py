@@ -36,8 +36,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool) -> None:
-    """Check that the model at `folder`, which passed `check_causal_lm` or (`scalar`) `check_sequence_classifier`, suits
-    the flags of memory, without reading its weights."""
+    """Check that the model at `folder`, which passed the other checks, suits the flags, without its weights."""
     choice = flags.attn_implementation
     if flags.sequence_parallel_size == 1 and choice == "auto":
         return
@@ -198,8 +197,7 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 
 
 def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
-    """Run the beginning that rows share once, if that gives the numbers of packed rows. Only the attention and layers
-    with a state differ from those of packed rows."""
+    """Run the beginning that rows share once, if that gives the numbers of packed rows."""
     if isinstance(module, PolicyModel) and not module.layout.fused:
         return
     if unfit_layers := [type(layer).__name__ for layer in state_layers(module.backbone) if not can_go_on(layer)]:
@@ -259,8 +257,7 @@ def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> No
 
 
 def _tried(engine: Model, ids: Tensor, own: Tensor, first: int = 0) -> tuple[Tensor, str]:
-    """`_outputs` of a way that the model may not fit, and "". If a rank raises: infinity in the shape of `own`, and
-    why. So all ranks make the same passes afterwards."""
+    """`_outputs` of a way that the model may not fit, and ""; on all ranks infinity, and why, if one raises."""
     with attempt() as tried:
         found = _outputs(engine, ids, first)
     error = of_any_rank(unfit(tried), own.device)
@@ -277,8 +274,7 @@ def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _outputs(engine: Model, ids: Tensor, first: int = 0) -> Tensor:
-    """Outputs for uneven rows, without padding, from column `first` on: log-probs and entropies (2, N), or values
-    (N)."""
+    """For uneven rows, from column `first` on: log-probs and entropies (2, N), or values (N), without padding."""
     lengths = torch.arange(TOKENS, 0, -TOKENS // (2 * ROWS), device=ids.device)[:ROWS]
     slots = torch.arange(TOKENS, device=ids.device)
     real = (slots < lengths.unsqueeze(1)) & (slots >= first)

@@ -118,8 +118,7 @@ def require_length(folder: str, longest: int, flags: str) -> None:
 
 
 def report_length(folders: Iterable[str], longest: int, flags: str) -> None:
-    """Warn, by one line that names the one of `folders` that knows the fewest positions, if rows of `longest` tokens go
-    beyond the rotary positions that a model was trained on."""
+    """Warn once if rows of `longest` tokens go beyond the rotary positions that a model was trained on."""
     found = [(known, folder) for folder in folders if (known := _known_positions(folder)) is not None]
     known, folder = min(found, default=(longest, ""))
     if longest > known:
@@ -154,8 +153,7 @@ def _loading(folder: str, ds_config: dict[str, Any] | None, device: str | None =
 
 @cache
 def _read_through(folder: str) -> None:
-    """Read the weights once, into the page cache. Later they are copied from a mapped file between collectives, where a
-    slow disk looks like a rank that hangs."""
+    """Read the weights once, into the page cache: later, a slow disk looks like a rank that hangs."""
     for file in weight_files(folder):
         for _ in read_blocks(file):
             pass
@@ -267,8 +265,7 @@ def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[st
 
 
 def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> PreTrainedModel:
-    """`model`, loaded from the base of `folder`, with its adapter, in place. `adapter`: add such an adapter, or train
-    that of an adapter folder further; None: merge that of the folder."""
+    """`model`, loaded from the base of `folder`, with an `adapter`, or that of the folder further; None: merged."""
     _adapt(model, folder, adapter)
     if is_adapter_folder(folder):
         done = "is merged into its base model" if adapter is None else "is trained further with its layers and scale"

@@ -39,8 +39,7 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class RowPrompts:
-    """The prompts, or other beginnings, of n rows, for models that share them: `groups` (n,) int64, equal for rows with
-    one prompt; `tokens` (n,)."""
+    """Beginnings of n rows, for models that share them: `groups` (n,) int64, equal for one prompt; `tokens` (n,)."""
 
     groups: Tensor
     tokens: Tensor
@@ -189,8 +188,7 @@ def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = N
 
 
 def even_passes(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> tuple[list[Tensor], int]:
-    """`split_by_tokens`, with the last part repeated so that every rank has the same number of parts. Collective.
-    Returns (parts, number of them without the repetitions)."""
+    """`split_by_tokens`, with the last part repeated so that all ranks have as many, and how many are not repeated."""
     parts = split_by_tokens(lengths, budget, prompts)
     passes = int(dist.all_reduce(torch.tensor(len(parts), device=lengths.device), "max"))
     return parts + (passes - len(parts)) * parts[-1:], len(parts)

@@ -50,8 +50,7 @@ OF_A_RUN = {
 
 
 def check_settings(folder: str, refused: str) -> None:
-    """Refuse settings of a folder's `config.json` whose weights this project cannot read, and note those that it
-    ignores. `refused` begins the error message."""
+    """Refuse what this project cannot read in a folder's `config.json`, and note what it ignores."""
     with reading(refused):
         settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
@@ -242,8 +241,7 @@ def is_adapter_folder(folder: str) -> bool:
 
 
 def base_folder(folder: str, flag: str) -> str:
-    """The local folder of the model that an adapter folder was trained on; `folder` itself if it is no adapter folder.
-    A base that is an adapter too is refused."""
+    """The folder of the model, no adapter, that an adapter folder was trained on; `folder` itself if it is none."""
     if not is_adapter_folder(folder):
         return folder
     config = read_adapter_config(folder, flag)

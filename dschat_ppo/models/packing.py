@@ -77,8 +77,7 @@ class ReplacedAttention:
 
 @dataclass
 class Recorded:
-    """What the attention of this module was called for: the sliding window that each layer passes, and whether every
-    layer computed all segments in one call."""
+    """Of the calls of this module's attention: each layer's sliding window, and whether one call did all segments."""
 
     windows: dict[int, int | None] = field(default_factory=dict)
     in_one_call: bool = True
@@ -140,8 +139,7 @@ AttentionInterface.register(NAME, _segment_attention)
 
 
 def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | None:
-    """Why the model's attention cannot be replaced by that of packed rows; None if it can. Whether its other layers
-    keep segments apart must be tried (`select_kernels`)."""
+    """Why packed rows' attention cannot replace the model's; other layers are tried (`select_kernels`)."""
     if not attention_is_replaceable(model):
         return "transformers does not let its attention be replaced"
     own = model.config._attn_implementation  # packed rows have soft caps and sinks too, which are eager

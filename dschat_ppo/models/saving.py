@@ -221,8 +221,7 @@ def _names_in(file: Path) -> list[str]:
 def _write_adapter(
     model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> str | None:
-    """Write an adapter folder; returns why that is impossible, or None. A scalar model's `config.json` is added: it has
-    the number of labels, PAD and statistics of the scores."""
+    """Write an adapter folder, with the `config.json` of a scalar model; returns why that is impossible, or None."""
 
     def write(unfinished: Path) -> None:
         named = {saved_name(name, ADAPTER): weight.contiguous() for name, weight in state.items()}

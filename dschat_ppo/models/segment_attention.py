@@ -66,8 +66,7 @@ class Segments:
 
     @cached_property
     def groups(self) -> Tensor:
-        """(groups + 1,) int64: the first segment of each group, and the number of segments. No segment sees another
-        group."""
+        """(groups + 1,) int64: the first segment of each group, and their number. No segment sees another group."""
         firsts, needed = [len(self.lengths)], sum(self.lengths)  # needed: the first column that later ones see
         for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
             needed = min(needed, first) if first < end else needed

@@ -25,8 +25,7 @@ CACHES = ("cache_params", "past_key_values")  # names of the argument
 
 
 def state_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The modules that mix tokens through a state, by the causal convolution that they begin with. Others (RWKV, xLSTM)
-    make rows depend on each other, which `select_kernels` finds."""
+    """The modules that mix tokens through a state, by the causal convolution that they begin with."""
     return [part for part in backbone.modules() if any(isinstance(child, nn.Conv1d) for child in part.children())]
 
 

@@ -16,8 +16,7 @@ _READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its fil
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, with an EOS token: its own, or the one that the model's settings name. An
-    adapter folder without a tokenizer has that of its base."""
+    """The tokenizer of a model folder, or of an adapter's base, with an EOS token: its own, or the settings'."""
     if is_adapter_folder(folder) and not any(Path(folder).glob("tokenizer*")):
         folder = base_folder(folder, flag)
     if (Path(folder) / "config.json").exists():  # transformers reads it here too

@@ -175,8 +175,7 @@ def _scores(logits: Tensor, tokens: Tensor, temperature: float, entropy_grad: bo
 
 
 class ScalarModel(WrappedModel):
-    """A one-label sequence classifier whose head, named `score`, is applied at every position. The score of a reward
-    model is the value at the last real token; a critic uses all values."""
+    """A one-label classifier whose head, `score`, is applied at every position: the last is a reward model's score."""
 
     def __init__(self, classifier: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()

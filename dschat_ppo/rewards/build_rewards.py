@@ -58,8 +58,7 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
 
 
 def check_routes(flags: RewardSourceFlags, rows: Sequence[str]) -> None:
-    """Warn of routes of reward sources that lead to no prompt. `rows`: the data row of each training prompt, as JSON;
-    about `MOST_ROWS`, evenly spaced, are read."""
+    """Warn of routes that lead to no prompt. `rows`: of training prompts, as JSON; about `MOST_ROWS` are read."""
     routes = {str(spec): spec.sources for spec in map(parse_function, flags.reward_function)}
     routes["--reward_model_sources"] = tuple(flags.reward_model_sources) if flags.use_reward_model else ()
     routes["--remote_reward_sources"] = tuple(flags.remote_reward_sources)

@@ -24,8 +24,7 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class Answer:
-    """One response to score. `row`: the columns of its data row. `token_ids`: of the response, up to and including the
-    token that ended it; empty unless the function takes them."""
+    """One response to score; `row`: columns of its data row; `token_ids`: to its end, if the function takes them."""
 
     prompt: str
     response: str
@@ -196,8 +195,7 @@ class Returned(NamedTuple):
 
 
 def returned_rows(result: Any, per_row: bool, logged: dict[str, Any] | None = None) -> list[Returned]:
-    """The results in what a function returned, one for each response; `TypeError` for another form. `logged`: what a
-    function of TRL's form logged beside them."""
+    """What a function returned and (TRL) `logged`, for each response; `TypeError` for another form."""
     if per_row:
         return [_returned(result)]
     if logged:
@@ -211,8 +209,7 @@ def returned_rows(result: Any, per_row: bool, logged: dict[str, Any] | None = No
 
 
 def _rows_of_openrlhf(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """OpenRLHF's `{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or a number}}` as a dict for each row. A
-    log with another number of values is of no row."""
+    """`{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or number}}` as a dict for each row."""
     scores = {"scores": result["scores"]} if "scores" in result else {}
     columns = {**(result.get("extra_logs") or {}), **scores, "score": result["rewards"]}
     has_rows = {name: isinstance(column, list | tuple) or getattr(column, "ndim", 0) > 0

@@ -32,8 +32,7 @@ SEPARATOR = "step_separator"  # key of the config of a process reward model, wri
 
 @dataclass(frozen=True)
 class StepScoring:
-    """How the scores of an answer's steps, which `separator` divides, become its score, for a process reward model.
-    `how`: see `aggregate_steps`."""
+    """How scores of an answer's steps, which `separator` divides, become one, by `aggregate_steps`."""
 
     tokenizer: PreTrainedTokenizerBase
     separator: str

@@ -41,8 +41,7 @@ class _RetryableError(Exception):
 
 
 def usable_urls(urls: list[str]) -> list[str]:
-    """The addresses, each `http://host...` or `https://host...`. Those whose credentials are hidden by `***` must be in
-    the environment and are taken from it."""
+    """The addresses; those with `***` in place of credentials must be in the environment and are taken from it."""
     known = {without_credentials(url): url for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))}
     for url in urls:
         if HIDDEN in url and url == without_credentials(url) and url not in known:

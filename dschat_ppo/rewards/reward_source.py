@@ -98,8 +98,7 @@ class CallCounts:
 
 
 def raise_on_any_rank(problem: str | None) -> None:
-    """Raise `RewardServiceError` on every rank, with the text of the first rank that has a problem, if any. Collective.
-    The texts are the same because only rank 0 prints it."""
+    """Raise `RewardServiceError` on every rank, for the first problem of any. Collective. Rank 0 prints it."""
     first = dist.first_problem(problem)
     if first is not None:
         raise RewardServiceError(first)
@@ -227,8 +226,7 @@ class RewardMixture:
 
 
 def number_means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """ "SOURCE/NAME" -> mean over the responses of all ranks that have the number. `parts`: `Scores.numbers` of this
-    rank; ranks may have different names. Collective."""
+    """ "SOURCE/NAME" -> mean over all responses, of all ranks, that have it. `parts`: of this rank. Collective."""
     values: dict[str, list[float]] = {}
     for name, column in ((name, column) for part in parts for name, column in part.items()):
         values.setdefault(name, []).extend(column[~column.isnan()].tolist())

@@ -87,8 +87,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def format_match(response: str, pattern: Any = None) -> bool:
-    """1 if the whole response, without outer whitespace, matches the regular expression `pattern`. `pattern` is a
-    setting or a column; `.` also matches line breaks."""
+    """1 if the whole stripped response matches the setting or column `pattern`; `.` matches line breaks."""
     if pattern is None:
         raise ValueError("needs a column or a setting 'pattern'")
     return re.fullmatch(str(pattern), response.strip(), re.DOTALL) is not None

@@ -44,8 +44,7 @@ _WEAK = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program with all its tests. `processes` includes threads. `file_mb` applies to each file and, with
-    bwrap, to all files together."""
+    """Of one program with all tests. `processes` includes threads; `file_mb` is for a file, and with bwrap for all."""
 
     cpu_seconds: int = 4
     wall_seconds: float = 6.0

@@ -43,8 +43,7 @@ def memory_of(process: str) -> int:
 
 
 def is_within_limits(job: dict) -> bool:
-    """Whether all processes of the namespace together are few and hold little memory. Without a /proc of its own,
-    only the limits of each process hold."""
+    """Whether all processes of the namespace are few and hold little memory; True without a /proc of its own."""
     if not job["has_proc"]:
         return True
     inside = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]

@@ -49,8 +49,7 @@ class WorkerDiedError(CallError):
 
 
 class Worker:
-    """One worker process. It starts at the first call; after a timeout or crash it is replaced at the next call, so
-    that its state is lost."""
+    """One process. It starts at the first call, and again, without its state, after a timeout or crash."""
 
     def __init__(self, function: Sequence[str], seconds: float):
         self.function = function  # arguments of `main`
@@ -99,8 +98,7 @@ class Worker:
         self.process = None
 
     def _exchange(self, request: bytes, seconds: float, late: str, ends: bool = False) -> Any:
-        """Send a request; the value that the worker replies. An error that it reports leaves it alive unless `ends`,
-        any other ends it."""
+        """Send a request; the reply. A reported error leaves the worker alive unless `ends`, others end it."""
         try:
             [(kind, value)] = json.loads(self._transfer(request, seconds)).items()
         except BrokenPipeError:
@@ -147,8 +145,7 @@ class Worker:
 
 
 class WorkerPool:
-    """`size` worker processes with the same `function` (arguments of `main`). `ready`: what the first said when it was
-    ready."""
+    """`size` workers with the same `function` (arguments of `main`). `ready`: what the first said when it was."""
 
     def __init__(self, function: Sequence[str], size: int, seconds: float):
         self.workers = [Worker(function, seconds) for _ in range(size)]

@@ -192,8 +192,7 @@ class GraphedDecoder:
         self._overflows = 0
 
     def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
-        """Generate `poll` tokens for every running row; (n,) bool, True for rows that are finished then or were before.
-        No step has more than `most_rows` entries."""
+        """Generate `poll` tokens for every running row, of at most `most_rows`; (n,) bool, True for finished ones."""
         whole = self._overflows >= OVERFLOWS
         finished, overflow = self._generate(rows, most_rows, whole)
         if overflow.any() and not whole:

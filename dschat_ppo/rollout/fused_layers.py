@@ -242,8 +242,7 @@ def fused(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Make a plain head give fp32 logits, on a GPU without rounding them to half precision before, as training computes
-    them: bf16 would round a logit of 16 by 0.06."""
+    """Make a plain head give fp32 logits, as training computes them: bf16 would round a logit of 16 by 0.06."""
     head: Any = model.get_output_embeddings()
     plain = type(head) is nn.Linear and "forward" not in vars(head)
 

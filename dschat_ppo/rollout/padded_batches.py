@@ -38,8 +38,7 @@ class PaddedBatches:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Generate until every sequence is finished, or generation is cancelled. When memory runs out, the batch starts
-        again from its prompts, with half the rows."""
+        """Generate until all are finished or it is cancelled; without memory again, with half the rows."""
         waiting = torch.argsort(self.buffers.prompt_lengths[:-1], descending=True, stable=True)
         while self.max_over_ranks(0 if self.cancelled() else len(waiting)):
             batch = waiting[: self.rows]

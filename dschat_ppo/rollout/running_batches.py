@@ -92,8 +92,7 @@ class DecodeBatch:
 
 
 def merged(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
-    """One batch with the rows of two batches that have no shared prefix. Their caches are emptied layer by layer, so
-    that only one layer is in memory twice."""
+    """One batch with the rows of two without a shared prefix, whose caches are emptied layer by layer."""
     capacity = max(rounded_up(int(batch.slots.max()) + 1) for batch in (first, second))
     cache = KVCache(len(first) + len(second), capacity)
     for name in ("keys", "values"):
@@ -140,8 +139,7 @@ class RunningBatches:
         return len(waiting)
 
     def start(self, wave: np.ndarray) -> list[Prefill]:
-        """Start the sequences of `wave`, longest prompts first, in batches of similar lengths, none of them small.
-        Returns what their caches get."""
+        """Start `wave`, longest prompts first, in batches of similar lengths, none small; what their caches get."""
         ends, begin = list[int](), 0
         for end in range(SMALL_BATCH, len(wave) - SMALL_BATCH + 1):
             shortest = MIN_LENGTH_RATIO * self.prompt_lengths[wave[begin]]
@@ -188,8 +186,7 @@ class RunningBatches:
         return sequences, positions, metadata
 
     def advance(self, finished: np.ndarray, tokens: int) -> None:
-        """Record `tokens` new tokens of every running sequence, and drop those where `finished` (n,) is True. The last
-        unfinished rows of a batch move into the holes."""
+        """Record `tokens` new tokens of each; the last unfinished rows move into the holes of those `finished` (n,)."""
         first = 0
         for batch in self.batches:
             done = finished[first : first + len(batch)]
