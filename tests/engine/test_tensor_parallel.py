@@ -67,7 +67,7 @@ def test_layers_are_gathered_as_many_at_a_time_as_the_flag_says(layers, monkeypa
     model, gathered = new_model("llama"), []
     monkeypatch.setattr(module, "is_missing", lambda weight: True)
 
-    def gathering(weights, enabled):
+    def gathering(weights):
         gathered.append(len(weights))
         return nullcontext()
 
