@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
@@ -16,6 +17,13 @@ from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
 from dschat_ppo.rollout.kv_cache import warn_of_memory
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import position_ids_of
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache, of all tokens also where a layer sees a window of them."""
+    own = DynamicCache(config=model.config)
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in own.layers)
+    return DynamicCache() if plain else own
 
 
 class PaddedBatches:
@@ -66,7 +74,7 @@ class PaddedBatches:
         longest = int(lengths.max())
         columns = torch.arange(longest, device=device) - (longest - lengths)  # negative in the left padding
         ids, mask = buffers.token_ids[rows].gather(1, columns.clamp_min(0)), (columns >= 0).long()
-        cache = DynamicCache(config=self.model.config)
+        cache = new_cache(self.model)
         running = torch.full_like(rows, len(sequences) > 0, dtype=torch.bool)
         counts = torch.zeros_like(rows)
         while self.max_over_ranks(int(running.any() and not self.cancelled())):
