@@ -1,13 +1,11 @@
-"""The exit codes of a run, which exception ends it with which code, and what to change where memory runs out."""
+"""The exit codes of a run, which exception ends it with which code, and whether memory ran out."""
 
 from __future__ import annotations
 
 import errno
 import os
-import sys
-from collections.abc import Callable
 
-from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun, UserError
+from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, UserError
 
 DONE = 0  # finished, or stopped on request with everything saved
 UNEXPECTED = 1  # any other exception; also a second Ctrl-C
@@ -27,19 +25,6 @@ _DISCONNECTED = (
     "recvValue failed", "failed to recv", "Connection was likely closed", "remote process exited", "ncclRemoteError",
     "ncclSystemError", "NCCL communicator was aborted",
 )  # fmt: skip
-
-
-def exit_code_of(work: Callable[[], int | None]) -> int:
-    """Do the work of a tool; its exit code. What the user has to correct is one line."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        return work() or DONE
-    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
-    except (UserError, NonFiniteError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return exit_code(problem)
 
 
 def exit_code(problem: BaseException) -> int:
@@ -62,18 +47,6 @@ def peer_disconnected(problem: BaseException) -> bool:
 
 
 _MESSAGES = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_CHECKPOINTING = "gradient checkpointing (--gradient_checkpointing; step 3: --actor_gradient_checkpointing)"
-_SMALLER = "smaller micro-batches (--per_device_train_batch_size; step 3: --micro_batch_tokens)"
-_DIVIDED = "ZeRO stage 3 (--zero_stage 3; step 3: --actor_zero_stage 3 --critic_zero_stage 3), --offload_optimizer"
-_ADVICE = {  # by phase; the cheapest flag first
-    "train": f"{_SMALLER}, {_CHECKPOINTING}, {_DIVIDED}",
-    "score": "a smaller --micro_batch_tokens, --actor_zero_stage 3 --critic_zero_stage 3, --offload_reference_model",
-    "rollout": "--sleep_in_rollout, --inference_tp_size with several GPUs, --unpin_actor_parameters at ZeRO stage 3, "
-    "or shorter rows (--max_answer_seq_len)",
-    "load models": f"{_DIVIDED}; for the actor's whole weights, which step 3 generates with, --sleep_in_rollout or "
-    "--unpin_actor_parameters",
-}
-_OTHERWISE = f"{_DIVIDED}, smaller batches"
 
 
 def ran_out_of_memory(problem: BaseException) -> bool:
@@ -85,8 +58,3 @@ def ran_out_of_memory(problem: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def memory_advice(phase: str) -> str:
-    """One line that names the flags that help if memory runs out in this phase."""
-    return f"out of memory in phase '{phase}'; what helps, the cheapest first: {_ADVICE.get(phase, _OTHERWISE)}"

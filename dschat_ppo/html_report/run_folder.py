@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAMPLES, STARTS, short_names
+from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAMPLES, STARTS
 from dschat_ppo.errors import UserError, without_credentials
 
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
@@ -64,6 +64,20 @@ class Run:
             return "PPO" if estimator == "gae" else f"PPO ({estimator})"
         objective = str(self.config.get("objective", "SFT"))
         return {"reward": "reward model", "process": "process reward model"}.get(objective, objective.upper())
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """For each folder the shortest end of its path that no other folder has, without the end that all have in common:
+    "ppo" for one folder, "a" and "b" for a/ppo and b/ppo."""
+    parts = [folder.resolve().parts for folder in folders]
+    while len(parts) > 1 and len({own[-1] for own in parts}) == 1 and min(map(len, parts)) > 2:
+        parts = [own[:-1] for own in parts]
+    longest = max(map(len, parts))
+    for length in range(1, longest):
+        names = ["/".join(own[-length:]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

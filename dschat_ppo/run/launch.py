@@ -18,7 +18,6 @@ from dschat_ppo.common.exit_codes import (
     HOW_TO_RESUME,
     RANK_LOST,
     exit_code,
-    memory_advice,
     peer_disconnected,
     ran_out_of_memory,
 )
@@ -35,6 +34,18 @@ _LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # of deepspeed, of torchrun
 _SLURM = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 _FIRST_PORT, _PORTS = 15_000, 10_000  # below the ports that systems use for outgoing connections
 _RANK_0_HEAD_START_SECONDS = 20
+_CHECKPOINTING = "gradient checkpointing (--gradient_checkpointing; step 3: --actor_gradient_checkpointing)"
+_SMALLER = "smaller micro-batches (--per_device_train_batch_size; step 3: --micro_batch_tokens)"
+_DIVIDED = "ZeRO stage 3 (--zero_stage 3; step 3: --actor_zero_stage 3 --critic_zero_stage 3), --offload_optimizer"
+_ADVICE = {  # by phase; the cheapest flag first
+    "train": f"{_SMALLER}, {_CHECKPOINTING}, {_DIVIDED}",
+    "score": "a smaller --micro_batch_tokens, --actor_zero_stage 3 --critic_zero_stage 3, --offload_reference_model",
+    "rollout": "--sleep_in_rollout, --inference_tp_size with several GPUs, --unpin_actor_parameters at ZeRO stage 3, "
+    "or shorter rows (--max_answer_seq_len)",
+    "load models": f"{_DIVIDED}; for the actor's whole weights, which step 3 generates with, --sleep_in_rollout or "
+    "--unpin_actor_parameters",
+}
+_OTHERWISE = f"{_DIVIDED}, smaller batches"
 
 
 def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
@@ -190,3 +201,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not text.isdigit():
         raise UserError(f"{name}={text}: the launcher must set a number")
     return int(text)
+
+
+def memory_advice(phase: str) -> str:
+    """One line that names the flags that help if memory runs out in this phase."""
+    return f"out of memory in phase '{phase}'; what helps, the cheapest first: {_ADVICE.get(phase, _OTHERWISE)}"

@@ -14,10 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dschat_ppo.common.exit_codes import DONE, exit_code_of
+from dschat_ppo.common.exit_codes import DONE
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.errors import UserError
+from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
 
 LEFT = dict.fromkeys(

@@ -12,12 +12,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.paths import short_names, shown_path
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.data.templates import Messages, with_template_flags
 from dschat_ppo.errors import UserError
+from dschat_ppo.html_report.run_folder import short_names
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import (
     check_causal_lm,

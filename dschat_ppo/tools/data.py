@@ -19,13 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dschat_ppo.common.exit_codes import exit_code_of
 from dschat_ppo.common.logging import quiet_hugging_face
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, counted
+from dschat_ppo.tools import exit_code_of
 
 STEPS = {"1": "sft", "2": "reward", "3": "ppo", "sft": "sft", "reward": "reward", "dpo": "dpo", "ppo": "ppo"}
 _UNNAMED = ""  # stands for a model that the command does not name

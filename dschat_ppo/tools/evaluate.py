@@ -20,13 +20,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from dschat_ppo.common.exit_codes import exit_code_of
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import add_groups, flag_parser
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.config.schema import flag, not_negative, positive, refuse
 from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import StorageError, UserError
+from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import Wanted, add_sampling_flags, settings_of
 
 PROMPT_TOKENS = 256  # at most, by default

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dschat_ppo.common.exit_codes import exit_code_of
+from dschat_ppo.tools import exit_code_of
 
 
 def main(argv: Sequence[str]) -> int:

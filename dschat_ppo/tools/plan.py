@@ -19,12 +19,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dschat_ppo.common.exit_codes import exit_code_of
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError
+from dschat_ppo.tools import exit_code_of
 
 if TYPE_CHECKING:  # it needs torch
     from dschat_ppo.planner.plan_step import Plan

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dschat_ppo.common.exit_codes import DONE, exit_code_of
+from dschat_ppo.common.exit_codes import DONE
 from dschat_ppo.common.paths import REPORT
 from dschat_ppo.html_report.page import write_report
+from dschat_ppo.tools import exit_code_of
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,10 +22,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dschat_ppo.common.exit_codes import exit_code_of
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
+from dschat_ppo.tools import exit_code_of
 
 _OWN_NAMES = ("127.0.0.1", "localhost", "::1")  # of this machine, also through an SSH tunnel from another port
 

@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
-from dschat_ppo.common.exit_codes import exit_code, memory_advice, ran_out_of_memory
+from dschat_ppo.common.exit_codes import exit_code, ran_out_of_memory
 from dschat_ppo.common.phases import PhaseClock, reset_phases
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun, UserError
-from dschat_ppo.run.launch import run_step
+from dschat_ppo.run.launch import memory_advice, run_step
 
 
 @pytest.mark.parametrize(("problem", "code"), [

@@ -5,8 +5,9 @@ import shutil
 import subprocess
 import time
 
-from dschat_ppo.common.paths import short_names, shown_path
+from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.processes import command_line, find_process
+from dschat_ppo.html_report.run_folder import short_names
 
 
 def test_names_are_the_shortest_ends_that_differ(tmp_path):
