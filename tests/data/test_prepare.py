@@ -1,5 +1,7 @@
 """From data sets to token rows: splits, mixtures, evaluation rows, labels, the cache, and messages about bad input."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -181,6 +183,13 @@ def test_pairs_become_single_token_rows_with_labels(tmp_path):
     assert sorted((*text, label) for text, label in zip(texts, made["label"], strict=True)) == [
         (f"prompt {i}", f"{word} {i}{EOS}", label) for i in range(2) for word, label in (("bad", 0.0), ("good", 1.0))
     ]
+
+
+@pytest.mark.parametrize("rows", [None, 2], ids=["table", "stream"])
+def test_rewards_get_null_for_a_column_that_only_other_rows_have(tmp_path, rows):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "note": 5}, {"prompt": "b"}])
+    found = listed(rows_for("prompt", flags_for(tmp_path, path, use="prompt", rows=rows)).train)
+    assert [json.loads(row["row"])["note"] for row in found] == [5, None]
 
 
 STEPS = [
