@@ -80,6 +80,39 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
     return app
 
 
+def text_scorer(folder: str, dtype: str, max_batch_tokens: int) -> Callable[[Sequence[str]], list[float]]:
+    """A function that scores whole texts, each at the final token of `encode_finished`; a text of more tokens than the
+    model reads loses its start. `folder` holds a decoder with a one-label head named `score`, which is no process
+    reward model, and its tokenizer. A forward pass has at most `max_batch_tokens`."""
+    # after the flags are checked: these imports take seconds
+    from dschat_ppo.common import dist
+    from dschat_ppo.data.batches import right_padded
+    from dschat_ppo.data.encode import encode_finished
+    from dschat_ppo.models.loading import check_vocabulary, load_config, load_sequence_classifier
+    from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+    from dschat_ppo.models.wrapped_models import ScalarModel
+    from dschat_ppo.rewards.learned_reward import SEPARATOR, most_tokens, scores_in_batches
+
+    config = load_config(folder, "--model")
+    if SEPARATOR in config.to_dict():
+        raise UserError(
+            f"--model {folder}: is a process reward model (its config.json has {SEPARATOR}), but this server "
+            "scores whole texts; give it to --reward_model_name_or_path of step 3, with --process_reward"
+        )
+    tokenizer, most, device = load_tokenizer(folder, "--model"), most_tokens(config), dist.device()
+    check_vocabulary(tokenizer, config, "--model", folder)
+    model = ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(device).eval()
+
+    def score(texts: Sequence[str]) -> list[float]:
+        rows = [encode_finished(tokenizer, text) for text in texts]
+        if too_long := sum(len(row) > most for row in rows):
+            print_line(f"warning: {too_long} texts of more than {most} tokens; their start was cut off")
+        input_ids, lengths = right_padded([row[-most:] for row in rows], filler_id(tokenizer))
+        return scores_in_batches(model, input_ids.to(device), lengths.to(device), max_batch_tokens).tolist()
+
+    return score
+
+
 def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Serve a reward model over HTTP, for --remote_reward_url. Needs the extra serve."
@@ -105,10 +138,9 @@ def serve(argv: Sequence[str]) -> None:
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.models.model_folders import model_folder
-    from dschat_ppo.tools.text_scorer import TextScorer
 
     quiet_libraries()
-    scorer = TextScorer(model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens)
+    scorer = text_scorer(model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens)
     print_line(f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward")
     serve_until_stopped(reward_app(scorer, host), listening)
     print_line("all requests answered; stopped")

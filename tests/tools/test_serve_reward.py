@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,8 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward
-from dschat_ppo.tools.serve_reward import reward_app
-from dschat_ppo.tools.text_scorer import TextScorer
+from dschat_ppo.tools.serve_reward import reward_app, text_scorer
 
 TEXTS = ["a lamp in the hall", "", "red", "no thanks " * 12, "blue\n\x00é"]
 
@@ -35,7 +35,7 @@ def direct(folder: Path, texts: list[str], most: int = 128) -> list[float]:
 
 @pytest.fixture(scope="module")
 def scorer(assets):
-    return TextScorer(str(assets / "reward"), "fp32", 60)
+    return text_scorer(str(assets / "reward"), "fp32", 60)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,15 @@ def address(scorer):
 
 
 @torch.no_grad()
-def test_a_rendered_chat_is_scored_at_its_end_of_turn(assets):
-    scorer = TextScorer(str(assets / "reward"), "fp32", 60)
-    scorer.tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|system|>{% endfor %}"
-    rows = [[*scorer.tokenizer.encode(text), end] for text, end in (("a<|system|>b", 4), ("a b", 1))]
-    hidden = [scorer.model.classifier.base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
-    expected = [float(scorer.model.classifier.score(state)) for state in hidden]
-    assert scorer(["a<|system|>b", "a b"]) == pytest.approx(expected, abs=1e-5)
+def test_a_rendered_chat_is_scored_at_its_end_of_turn(assets, tmp_path):
+    folder = shutil.copytree(assets / "reward", tmp_path / "reward")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|system|>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = [[*tokenizer.encode(text), end] for text, end in (("a<|system|>b", 4), ("a b", 1))]
+    expected = [float(model.score(model.base_model(torch.tensor([row])).last_hidden_state[0, -1])) for row in rows]
+    assert text_scorer(str(folder), "fp32", 60)(["a<|system|>b", "a b"]) == pytest.approx(expected, abs=1e-5)
 
 
 def ask(address: str, texts, **others) -> tuple[int, dict]:
