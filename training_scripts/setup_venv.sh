@@ -30,6 +30,7 @@ if [ ! -x .venv/bin/python ]; then
         make_venv
     fi
 fi
+.venv/bin/python -m pip install -q --upgrade pip # that of Python 3.11 takes a minute longer to choose versions
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     .venv/bin/python -m pip install --no-compile ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi

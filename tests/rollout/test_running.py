@@ -288,3 +288,12 @@ def test_a_wave_starts_only_if_all_rows_can_double_once():
     running.advance(np.arange(9) < 1, 1)
     assert running.room_for(np.array([9]), 1) == 1
     assert running.room_for(np.array([9]), 2) == 0, "too few to be worth a pass"
+
+
+def test_the_sequences_with_the_shortest_answers_stop_when_slots_run_out():
+    """Prompts of 2, 12 and 22 tokens in rows of 31: the next poll needs 36 slots a row."""
+    running = RunningPool(np.array([2, 12, 22]), np.arange(3), np.full(3, 99), KVCache(1, 1), 999, STEP, 0)
+    running.start(np.arange(3))
+    running.rows.positions[:] = running.rows.sizes[:] = 31
+    running.most_slots = SPARE + 1 + 2 * 36
+    assert running.stop_for_slots() == [2] and running.sequences.tolist() == [0, 1]
