@@ -127,15 +127,15 @@ def test_forbidden_tokens_have_no_probability_where_they_are_forbidden(narrow, h
         logits = head.softcap * torch.tanh(logits / head.softcap)
     logits = logits.masked_fill(mask, -torch.inf)
     expected = token_logprobs(logits, tokens, 0.7), token_entropy(logits, 0.7)
-    found = fused_token_scores(hidden, weight, None, tokens, 0.7, head, True, 4 * 17 * rows, (places, ids))
+    found = fused_token_scores(hidden, weight, None, tokens, 0.7, head, True, 4 * 101 * rows, (places, ids))
     require_equal(found, expected, [hidden, weight])
-    free = fused_token_scores(hidden, weight, None, tokens, 0.7, head, True, 4 * 17 * rows)
+    free = fused_token_scores(hidden, weight, None, tokens, 0.7, head, True, 4 * 101 * rows)
     assert (found[0] - free[0])[places].max() > 1e-3 and torch.equal(found[0][~places], free[0][~places])
 
 
 WAYS = [  # columns of a block, rows of a piece, whether sums are made by softmax, as on a GPU, with a bias
     (300, N, False, True), (300, N, False, False), (300, 1, False, True), (300, N - 1, False, True),
-    (3, N, True, False), (300, N, True, False), (V, N, True, False),
+    (37, N, True, False), (300, N, True, False), (V, N, True, False),
 ]  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def test_large_logits_stay_finite():
     assert entropy.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("columns", [3, 7, V], ids="columns{}".format)
+@pytest.mark.parametrize("columns", [7, V], ids="columns{}".format)
 @pytest.mark.parametrize("head", [HEADS["plain"], HEADS["scale"]], ids=["plain", "scale"])
 def test_tokens_that_cannot_be_drawn_add_nothing(monkeypatch, head, columns):
     """A bias of -inf, as padded vocabularies have it, also on whole blocks, the first among them."""

@@ -59,6 +59,7 @@ def test_right_and_fast_code_misses_nothing(monkeypatch):
     assert [line["path"] for line in parts.missed(found, False)] == ["rollout_small.ours_64.captures_again"]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(("card", "gib"), [("h100", 79.6), ("h200", 140.0)])
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_the_models_of_a_step_fit_the_card(card, gib, algorithm):

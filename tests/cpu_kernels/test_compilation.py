@@ -18,6 +18,12 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def quick(monkeypatch, tmp_path_factory):
+    """A compiler that does not optimise: seconds less."""
+    monkeypatch.setenv("CXX", a_compiler(tmp_path_factory.mktemp("quick") / "cxx", 'exec c++ "$@" -O0'))
+
+
+@pytest.fixture
 def fresh():
     """Nothing is loaded in this process, before and after the test."""
     operations.kernels.cache_clear()
@@ -31,7 +37,7 @@ def a_compiler(path, body):
     return str(path)
 
 
-def test_it_is_compiled_once(folder, monkeypatch):
+def test_it_is_compiled_once(folder, quick, monkeypatch):
     made = operations.build(operations.cache_folder())
     assert made.parent == folder and list(folder.iterdir()) == [made], "no temporary folder stays"
     assert operations.load(made).swiglu.restype is None
@@ -78,7 +84,7 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
 
 
 @pytest.mark.parametrize("home", [True, False])
-def test_without_a_folder_each_process_compiles_for_itself(fresh, home, monkeypatch, tmp_path, caplog):
+def test_without_a_folder_each_process_compiles_for_itself(fresh, quick, home, monkeypatch, tmp_path, caplog):
     """A file is in the place of the folder, or the home is unknown."""
     monkeypatch.setattr(operations.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")

@@ -26,6 +26,7 @@ from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch
 
 GREEDY = SamplingParameters(top_k=1)
+RELEASE = pytest.mark.release
 # From 3 rows to more rows than sequences; static steps run without CUDA graphs here.
 REFILL, STATIC, ALL_AT_ONCE = {"rows": 3}, {"rows": 3, "static": True}, {"rows": 128}
 TRUNCATED = SamplingParameters(temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
@@ -48,19 +49,23 @@ def prefix_uses(monkeypatch) -> list[int]:
     return uses
 
 
-@pytest.mark.parametrize("way", [REFILL, STATIC], ids=["refill", "static"])
+@pytest.mark.parametrize("way", [pytest.param(REFILL, id="refill"), pytest.param(STATIC, id="static", marks=RELEASE)])
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_greedy_tokens_equal_those_of_transformers(name, way):
     check_greedy(name, way)
 
 
-@pytest.mark.parametrize("way", [REFILL, ALL_AT_ONCE], ids=["refill", "all at once"])
+@pytest.mark.parametrize(
+    "way", [pytest.param(REFILL, id="refill"), pytest.param(ALL_AT_ONCE, id="all at once", marks=RELEASE)]
+)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_greedy_tokens_of_hybrids_equal_those_of_transformers(name, way):
     check_greedy(name, way)
 
 
-@pytest.mark.parametrize("way", [REFILL, ALL_AT_ONCE], ids=["refill", "all at once"])
+@pytest.mark.parametrize(
+    "way", [pytest.param(REFILL, id="refill"), pytest.param(ALL_AT_ONCE, id="all at once", marks=RELEASE)]
+)
 @pytest.mark.parametrize("name", [*PADDED_ONLY, "opt", "gemma2", "mistral-window", "lfm2", "granite-hybrid"])
 def test_greedy_tokens_of_padded_batches_equal_those_of_transformers(name, way):
     check_greedy(name, {**way, "engine": "padded"})

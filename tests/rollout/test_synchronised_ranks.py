@@ -54,9 +54,16 @@ def both_ranks(how: dict, ranks):
     raise AssertionError(f"the ranks do not converge: {given}")
 
 
-@pytest.mark.parametrize(("rows", "samples"), [(2, 1), (8, 4)])
 @pytest.mark.parametrize("ranks", list(RANKS))
-@pytest.mark.parametrize(("engine", "model"), [("continuous", "llama"), ("padded", "llama"), ("continuous", "lfm2")])
+@pytest.mark.parametrize(
+    ("engine", "model", "rows", "samples"),
+    [
+        ("continuous", "llama", 2, 1),
+        ("continuous", "llama", 8, 4),
+        ("padded", "llama", 2, 1),
+        ("continuous", "lfm2", 8, 4),
+    ],
+)
 def test_ranks_make_equal_numbers_of_passes_and_their_own_responses(engine, model, ranks, rows, samples):
     how = {**HOW, "samples": samples, "rows": rows, "engine": engine, "model": model}
     results = both_ranks(how, RANKS[ranks])
