@@ -16,6 +16,8 @@ python -c 'from dschat_ppo.run import op_builds as ops; ops.guard_builds(); ops.
 mypy || { kill $!; exit 1; }
 PYTHONPATH=".venv/triton${PYTHONPATH:+:$PYTHONPATH}" pytest tests/models/test_gpu_kernels.py
 both=(-n 2 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
-pytest "${both[@]}" -m "not slow and not ranks"
-pytest "${both[@]}" -m "(slow or ranks) and not release" --ignore tests/tools/test_quickstart_report.py
-exec pytest -m "not release" tests/tools/test_quickstart_report.py
+pytest "${both[@]}" -m "not slow and not ranks and not release"
+trial=tests/tools/test_quickstart_report.py
+mapfile -t longer < <(grep -rlE "mark\.(ranks|slow)" tests --include "test_*.py" --exclude "${trial##*/}" | sort)
+pytest "${both[@]}" -m "(slow or ranks) and not release" "${longer[@]}"
+exec pytest -m "not release" "$trial"
