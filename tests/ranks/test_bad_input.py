@@ -41,7 +41,6 @@ CASES = {
         ["--lora_module_name decoder.layers.", "give layers."],
     ),
     "output that cannot be made": ("sft", "--output_dir {b}/notes.txt/out", ["--output_dir", "cannot be written"]),
-    "deepspeed settings of ours": ("sft", "--deepspeed_config {b}/ds.json", ["ds.json", "train_batch_size"]),
     "critic without a trained head": (
         "ppo",
         "--critic_model_name_or_path {a}/lm",
@@ -107,7 +106,6 @@ def bad(assets, tmp_path_factory):
     (folder / "notes.pdf").write_text("hello")
     (folder / "broken.jsonl").write_text(f"{good}\n{{prompt\n")
     (folder / "short.jsonl").write_text('{"prompt": "a"}\n' * 64)
-    (folder / "ds.json").write_text('{"train_batch_size": 4}')
     (folder / "nulls.jsonl").write_text("null\n" * 50)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     system = [{"role": "system", "content": "s"}, *turns]
