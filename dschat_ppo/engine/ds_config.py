@@ -8,9 +8,9 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from dschat_ppo.common.logging import logger
-from dschat_ppo.config.run_flags import MemoryFlags, RunFlags
+from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.config.schema import read_settings, require
+from dschat_ppo.config.steps import PPOConfig, StepConfig
 from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
@@ -32,6 +32,7 @@ KNOWN = tuple(
     zero_force_ds_cpu_optimizer zero_optimization
     """.split()
 )
+SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 # Numbers of a bucket of gradients or gathered weights on a GPU: 0.2 GB in bf16. DeepSpeed's default is five times that,
 # for each engine that trains, whatever its size; on a CPU the pages of a bucket that nothing writes take no memory.
 BUCKET_SIZE = 100_000_000
@@ -141,23 +142,50 @@ def read_overlay(path: str | None) -> Config:
     return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
 
 
-def require_agreement(run: RunFlags) -> None:
-    """Require the format of `--dtype`, and AdamW, in `--deepspeed_config`; warn of settings that flags set instead."""
-    path, settings = run.deepspeed_config, _settings_of(run.deepspeed_config)
-    for section in ("bf16", "fp16"):
-        theirs = _value_at(settings, f"{section}.enabled")
+def require_agreement(config: StepConfig, ranks: int) -> None:
+    """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of the flags."""
+    path, run = config.run.deepspeed_config, config.run
+    settings = _settings_of(path)
+    if isinstance(config, PPOConfig):
+        flags, micro = vars(config.ppo), "per_device_training_batch_size"
+        models = ["actor_", *["critic_"] * config.algorithm.has_critic]
+    else:
+        flags, micro, models = vars(config.fit), "per_device_train_batch_size", [""]
+    accumulation = flags["gradient_accumulation_steps"]
+    ours = [  # (setting, flag, value)
+        ("train_micro_batch_size_per_gpu", micro, flags[micro]),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation),
+        (
+            "train_batch_size", f"{micro} x --gradient_accumulation_steps x ranks",
+            flags[micro] * accumulation * ranks // config.memory.sequence_parallel_size,
+        ),
+        ("optimizer.params.betas", "adam_beta1 and --adam_beta2", [run.adam_beta1, run.adam_beta2]),
+        ("optimizer.params.eps", "adam_epsilon", run.adam_epsilon),
+        ("bf16.enabled", "dtype", run.dtype == "bf16"),
+        ("fp16.enabled", "dtype", run.dtype == "fp16"),
+    ]  # fmt: skip
+    for model in models:
+        peak, decay = f"{model}learning_rate", f"{model}weight_decay"
+        ours += [
+            ("optimizer.params.lr", peak, flags[peak]),
+            ("optimizer.params.weight_decay", decay, flags[decay]),
+            ("scheduler.params.warmup_max_lr", peak, flags[peak]),
+            ("scheduler.params.warmup_num_steps", "num_warmup_steps", flags["num_warmup_steps"]),
+            ("scheduler.type", "lr_scheduler_type", flags["lr_scheduler_type"]),
+        ]
+    for setting, flag, value in ours:
+        theirs = _value_at(settings, setting)
+        meant = SCHEDULES.get(str(theirs).lower(), theirs) if setting == "scheduler.type" else theirs
         require(
-            theirs is None or theirs == (run.dtype == section),
-            f"--deepspeed_config {path}: {section}.enabled is {json.dumps(theirs)}, but --dtype is {run.dtype}: change "
-            "one of the two, or take it out of the file",
+            theirs is None or meant == value,
+            f"--deepspeed_config {path}: {setting} is {json.dumps(theirs)}, but --{flag} is "
+            f"{run.dtype if flag == 'dtype' else value}: change one of the two, or take it out of the file",
         )
     kind = _value_at(settings, "optimizer.type")
     require(
         kind is None or str(kind).lower() in ("adam", "adamw"),
         f"--deepspeed_config {path}: optimizer.type is {kind}, but training uses AdamW; take it out",
     )
-    if ignored := [key for key in DERIVED if settings.get(key)]:
-        logger().warning(f"--deepspeed_config {path}: {', '.join(ignored)} without effect, because flags set these")
 
 
 def _value_at(settings: Config, place: str) -> Any:

@@ -220,7 +220,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
             )
 
     device, output = begin_run(config, models, validate_only, check_functions)
-    require_agreement(config.run)
+    require_agreement(config, dist.world_size())
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     folders = model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)

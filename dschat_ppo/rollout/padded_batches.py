@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from dschat_ppo.common.exit_codes import ran_out_of_memory
@@ -18,12 +18,44 @@ from dschat_ppo.rollout.kv_cache import warn_of_memory
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import position_ids_of
 
+GROWTH_TOKENS = 64  # by which a cache grows
 
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache, of all tokens also where a layer sees a window of them."""
+
+class InPlaceLayer(DynamicLayer):
+    """A cache layer that appends in place, into spare capacity. transformers' own layer copies all tokens each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.buffers: list[Tensor] = []  # keys and values, (n, kv_heads, capacity, head_dim)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append (n, kv_heads, L, head_dim) keys and values; return views of all tokens so far."""
+        new = (key_states, value_states)
+        if not self.buffers:
+            self.lazy_initialization(key_states, value_states)
+            self.buffers = [part[:, :, :0] for part in new]
+        first, self.length = self.length, self.length + key_states.shape[2]
+        if self.length > self.buffers[0].shape[2]:
+            spare = self.length + GROWTH_TOKENS - self.buffers[0].shape[2]
+            self.buffers = [torch.nn.functional.pad(part, (0, 0, 0, spare)) for part in self.buffers]
+        for part, states in zip(self.buffers, new, strict=True):
+            part[:, :, first : self.length] = states
+        keys, values = (part[:, :, : self.length] for part in self.buffers)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Number of cached tokens."""
+        return self.length
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache that grows in place, or transformers' own for models with layers other than plain attention."""
     own = DynamicCache(config=model.config)
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in own.layers)
-    return DynamicCache() if plain else own
+    return Cache(layer_class_to_replicate=InPlaceLayer) if plain else own
 
 
 class PaddedBatches:

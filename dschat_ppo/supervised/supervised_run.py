@@ -98,7 +98,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
         router_top_k(model_config, f"{MODEL} {folder}")
     require_length(folder, fit.max_seq_len, "--max_seq_len")
     check_long_sequences(config.memory, MODEL, folder, step.scalar)
-    require_agreement(config.run)
+    require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(config)
     announce("prepare data")
     rows = prepare(step_data(config), tokenizer)

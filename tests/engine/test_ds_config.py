@@ -103,17 +103,18 @@ FILES = {  # as users of these projects have them
 }  # fmt: skip
 
 
-def config_with(tmp_path, settings, step="sft"):
+def config_with(tmp_path, settings, step="sft", *words):
     """The configuration of a step whose --deepspeed_config holds the settings."""
     (tmp_path / "mine.json").write_text(json.dumps(settings))
-    return parse(step, [*NEEDED[step], "--deepspeed_config", str(tmp_path / "mine.json")])
+    return parse(step, [*NEEDED[step], "--deepspeed_config", str(tmp_path / "mine.json"), *words])
 
 
 @pytest.mark.parametrize("step", ["sft", "ppo"])
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_other_projects_are_used_as_they_are(tmp_path, name, step):
-    config = config_with(tmp_path, FILES[name], step)
-    require_agreement(config.run)
+    schedule = ["--lr_scheduler_type", "constant_with_warmup"] if "scheduler" in FILES[name] else []
+    config = config_with(tmp_path, FILES[name], step, *schedule)
+    require_agreement(config, ranks=2)
     overlay = read_overlay(config.run.deepspeed_config)
     assert '"auto"' not in json.dumps(overlay) and not set(overlay) & set(DERIVED)
     made, zero = train_config(0, "bf16", False, 2, 1.0, overlay), FILES[name]["zero_optimization"]
@@ -122,16 +123,49 @@ def test_files_of_other_projects_are_used_as_they_are(tmp_path, name, step):
     DeepSpeedConfig(made | {"train_batch_size": 1})  # DeepSpeed's own check, here with one rank
 
 
-@pytest.mark.parametrize(("section", "enabled"), [("bf16", False), ("fp16", True)])
-def test_another_number_format_than_that_of_the_flag_is_refused(tmp_path, section, enabled):
-    with pytest.raises(UserError, match=f"mine.json: {section}.enabled is {json.dumps(enabled)}, but --dtype is bf16"):
-        require_agreement(config_with(tmp_path, {section: {"enabled": enabled}}).run)
+AGREE = {
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "train_batch_size": 24,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 7}},
+    "bf16": {"enabled": True},
+}  # fmt: skip
+FIT = ("--per_device_train_batch_size 4 --gradient_accumulation_steps 3 --learning_rate 2e-5 --weight_decay 0.1 "
+       "--lr_scheduler_type linear --num_warmup_steps 7").split()  # fmt: skip
 
 
-def test_settings_that_flags_set_are_named(tmp_path, caplog):
-    settings = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "train_batch_size": AUTO, "scheduler": WARMUP}
-    require_agreement(config_with(tmp_path, settings).run)
-    assert "mine.json: optimizer, scheduler without effect" in caplog.text
+@pytest.mark.parametrize(("place", "value", "flag", "ours"), [
+    ("train_micro_batch_size_per_gpu", 8, "per_device_train_batch_size", "4"),
+    ("gradient_accumulation_steps", 1, "gradient_accumulation_steps", "3"),
+    ("train_batch_size", 64, "per_device_train_batch_size x --gradient_accumulation_steps x ranks", "24"),
+    ("optimizer.params.lr", 1e-4, "learning_rate", "2e-05"), ("optimizer.params.eps", 1e-6, "adam_epsilon", "1e-08"),
+    ("optimizer.params.betas", [0.9, 0.999], "adam_beta1", "0.95"),
+    ("optimizer.params.weight_decay", 0.0, "weight_decay", "0.1"),
+    ("scheduler.type", "WarmupCosineLR", "lr_scheduler_type", "linear"),
+    ("scheduler.params.warmup_num_steps", 100, "num_warmup_steps", "7"),
+    ("scheduler.params.warmup_max_lr", 1e-4, "learning_rate", "2e-05"),
+    ("bf16.enabled", False, "dtype", "bf16"), ("fp16.enabled", True, "dtype", "bf16"),
+])  # fmt: skip
+def test_settings_that_differ_from_the_flags_are_named_with_both_values(tmp_path, place, value, flag, ours):
+    settings = json.loads(json.dumps(AGREE))
+    *sections, key = place.split(".")
+    inner = settings
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[key] = value
+    with pytest.raises(UserError) as problem:
+        require_agreement(config_with(tmp_path, settings, "sft", *FIT), ranks=2)
+    said = str(problem.value)
+    assert f"mine.json: {place} is {json.dumps(value)}, but --{flag}" in said and ours in said.split(", but ")[1]
+
+
+def test_the_rate_of_a_file_is_that_of_actor_and_critic(tmp_path):
+    settings = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-6}}}
+    one = ["--actor_learning_rate", "1e-6"]
+    with pytest.raises(UserError, match="lr is 1e-06, but --critic_learning_rate is 5e-06"):
+        require_agreement(config_with(tmp_path, settings, "ppo", *one), ranks=1)
+    require_agreement(config_with(tmp_path, settings, "ppo", *one, "--critic_learning_rate", "1e-6"), ranks=1)
+    without = ["--advantage_estimator", "grpo", "--n_samples_per_prompt", "2"]
+    require_agreement(config_with(tmp_path, settings, "ppo", *one, *without), ranks=1)
 
 
 def test_deepspeed_reads_every_known_setting():
@@ -160,10 +194,10 @@ def test_settings_that_cannot_be_used_are_refused_with_the_nearest(tmp_path, set
     (tmp_path / "mine.json").write_text(settings if isinstance(settings, str) else json.dumps(settings))
     config = parse("sft", [*NEEDED["sft"], "--deepspeed_config", str(tmp_path / "mine.json")])
     if said is None:
-        require_agreement(config.run)
+        require_agreement(config, ranks=1)
         return
     with pytest.raises(UserError, match=f"mine.json: .*{re.escape(said).replace(re.escape('.*'), '.*')}"):
-        require_agreement(config.run)
+        require_agreement(config, ranks=1)
 
 
 @pytest.mark.parametrize(

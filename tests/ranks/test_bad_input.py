@@ -40,6 +40,7 @@ CASES = {
         "--lora_dim 4 --lora_module_name decoder.layers.",
         ["--lora_module_name decoder.layers.", "give layers."],
     ),
+    "deepspeed settings of ours": ("sft", "--deepspeed_config {b}/ds.json", ["ds.json", "train_batch_size"]),
     "output that cannot be made": ("sft", "--output_dir {b}/notes.txt/out", ["--output_dir", "cannot be written"]),
     "critic without a trained head": (
         "ppo",
@@ -106,6 +107,7 @@ def bad(assets, tmp_path_factory):
     (folder / "notes.pdf").write_text("hello")
     (folder / "broken.jsonl").write_text(f"{good}\n{{prompt\n")
     (folder / "short.jsonl").write_text('{"prompt": "a"}\n' * 64)
+    (folder / "ds.json").write_text('{"train_batch_size": 4}')
     (folder / "nulls.jsonl").write_text("null\n" * 50)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     system = [{"role": "system", "content": "s"}, *turns]

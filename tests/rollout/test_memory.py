@@ -11,9 +11,12 @@ import torch
 from generation import assert_same, run, warnings_of
 from tiny_models import model_of
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from dschat_ppo.rollout import kv_cache, running_batches
 from dschat_ppo.rollout.kv_cache import KVCache, cache_bytes, pool_limits, rows_for_memory
+from dschat_ppo.rollout.padded_batches import GROWTH_TOKENS, InPlaceLayer, new_cache
 
 GIB = 2**30
 
@@ -191,3 +194,17 @@ def test_only_one_layer_is_in_memory_twice(way, growing, caches, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_zeros", allocating)
     run(rows=5, **WAYS[way])
     assert growing in callers
+
+
+def test_the_layer_of_padded_batches_grows_in_place_and_returns_what_transformers_own_returns():
+    ours, theirs, places = InPlaceLayer(), DynamicLayer(), []
+    for length in (5, 1, GROWTH_TOKENS - 1, 1, 2 * GROWTH_TOKENS, 1):
+        keys, values = torch.randn(2, 3, length, 4), torch.randn(2, 3, length, 6)
+        for found, expected in zip(ours.update(keys, values), theirs.update(keys, values), strict=True):
+            assert torch.equal(found, expected)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        places.append(ours.buffers[0].data_ptr())
+    assert places[0] == places[1] == places[2] != places[3], "spare capacity is used up first"
+    assert new_cache(model_of("llama")).layer_class_to_replicate is InPlaceLayer
+    mamba = new_cache(model_of("mamba"))
+    assert isinstance(mamba, DynamicCache) and mamba.layer_class_to_replicate is not InPlaceLayer
