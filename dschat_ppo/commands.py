@@ -31,6 +31,7 @@ from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.run.launch import leave, run_step
+from dschat_ppo.run.rank_log import keep_early_lines
 
 TRAINERS = {  # imported after the flags are parsed, so that `--help` and wrong flags do not wait for torch
     "sft": "dschat_ppo.supervised.sft:train_sft",
@@ -56,14 +57,18 @@ def train(step: str, config: StepConfig) -> None:
         from dschat_ppo.html_report.page import reporting
         from dschat_ppo.models.model_folders import settings_only
         from dschat_ppo.planner.plan_step import show_memory_plan
+        from dschat_ppo.run.process_group import let_segments_grow
     with ExitStack() as stack:
         stack.enter_context(_ranks_of(config.run))
         if config.run.dry_run:
             stack.enter_context(settings_only())
         if is_main():
+            keep_early_lines()
             for line in notes(step, config):
                 logger().info(f"note: {line}")
-            show_memory_plan(config)
+            let_segments_grow()  # the plan asks for the size of the GPU
+            with settings_only():  # the ranks fetch the weights when all have joined
+                show_memory_plan(config)
             stack.enter_context(reporting(Path(config.run.folder)))
         run(config)
 

@@ -1,9 +1,9 @@
-"""Reward shaping, from the score of an answer to the reward of its last token; and advantage estimators: one function
-each, from `AdvantageInputs` to (advantages, returns).
+"""Reward shaping, from the score of an answer to the reward of its last token; advantage estimators, one function
+each, from `AdvantageInputs` to (advantages, returns); and the statistics of groups that they and evaluations use.
 
-Both results have the shape and dtype of the rewards, (B, R), and are 0 outside the mask. `returns` are the critic's
-targets for gae; for the other estimators they are the discounted return-to-go and are only logged. No estimator
-whitens: the caller does so over the tokens of all ranks (`WHITENED` in `config/algorithm_flags.py`).
+Both results of an estimator have the shape and dtype of the rewards, (B, R), and are 0 outside the mask. `returns` are
+the critic's targets for gae; for the other estimators they are the discounted return-to-go and are only logged. No
+estimator whitens: the caller does so over the tokens of all ranks (`WHITENED` in `config/algorithm_flags.py`).
 
 In the formulas S is the score of a row: the sum of its token rewards, so a KL penalty is subtracted before any
 baseline. Estimators that compare the answers to one prompt give 0 to a row that has no other answer to be compared

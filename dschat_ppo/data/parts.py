@@ -284,6 +284,7 @@ def _json_rows(path: Path) -> Numbered:
         text = content.decode("utf-8-sig")
         del content  # perhaps gigabytes
         value = _DECODER.decode(text)
+        text = ""
     except (RecursionError, ValueError) as problem:
         wrong = _refusal(problem, text)
         raise UserError(f"{wrong}; a .json file is one array, one object, or one object on each line") from None

@@ -234,10 +234,11 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
     """The learning rate of an optimizer step (counted from 0), as a factor f of its peak, by the formulas of
     `transformers.get_scheduler`, whose import also loads peft.
 
-    f rises from 0 to 1 over the warm-up. From there the schedule brings it down to 0 at the last step: "linear",
-    "cosine", "cosine_with_restarts" (one cycle, which ends at the lowest factor), or "polynomial" (of power 1, down to
-    a rate of `POLYNOMIAL_END`). With `min_lr_ratio` m, f becomes m + (1 - m) f. It stays 1 with "constant_with_warmup",
-    and with "constant", which has no warm-up.
+    f rises from 0 to 1 over the warm-up. From there the schedule brings it down to 0 at step `total_steps`, the one
+    after the last: "linear", "cosine" or "cosine_with_restarts" (one cycle, which ends at the lowest factor); with
+    `min_lr_ratio` m, f after the warm-up becomes m + (1 - m) f. "polynomial" (of power 1) ends at m times the peak, or
+    with m = 0 at a rate of `POLYNOMIAL_END`. f stays 1 with "constant_with_warmup", and with "constant", which has no
+    warm-up.
     """
     kind, warmup, total, least = settings.schedule, settings.warmup_steps, settings.total_steps, settings.min_lr_ratio
     if kind == "constant":

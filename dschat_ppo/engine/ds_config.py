@@ -92,7 +92,8 @@ def train_config(
 
 
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
-    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank."""
+    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank. hpZ would
+    save no gather: only a backward pass gathers again."""
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if offload else "none"}
@@ -138,7 +139,8 @@ def merge(base: Config, overlay: Config) -> Config:
 
 
 def read_overlay(path: str | None) -> Config:
-    """The settings of `--deepspeed_config`, {} without a file, but for "auto" and those that the trainer derives."""
+    """The settings of `--deepspeed_config`; {} without a file. Without those that the trainer derives (see
+    `require_agreement`) and "auto", which means what the flags or DeepSpeed set."""
     return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
 
 
@@ -251,10 +253,12 @@ def _check_sections(path: str, settings: Config) -> None:
         try:
             kind(**given)
         except ValueError as problem:  # pydantic's; "value_error": several settings do not fit, perhaps those of flags
-            for error in problem.errors():  # type: ignore[attr-defined]
-                if error["type"] != "value_error":
-                    name = ".".join(map(str, error["loc"]))
-                    known = [word for key, field in kind.model_fields.items() for word in (key, field.alias) if word]
-                    raise UserError(
-                        f"--deepspeed_config {path}: {section}.{name}: {error['msg']}{_nearest(name, known)}"
-                    ) from None
+            own = [error for error in problem.errors() if error["type"] != "value_error"]  # type: ignore[attr-defined]
+            if not own:
+                continue
+            first = own[0]
+            name = ".".join(str(part) for part in first["loc"])
+            known = [word for key, field in kind.model_fields.items() for word in (key, field.alias) if word]
+            unknown = first["type"] == "extra_forbidden"
+            said = f"DeepSpeed has no such setting{_nearest(name, known)}" if unknown else first["msg"]
+            raise UserError(f"--deepspeed_config {path}: {section}.{name}: {said}") from None

@@ -65,7 +65,8 @@ def set_random_state(state: Sequence[Tensor]) -> None:
 
 
 def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
-    """The first loss (M,) of any rank, M the same on each, that is not finite, or None. Collective."""
+    """The first of all ranks' losses that is not finite, or None. Collective. `losses` (M,) fp32, one per micro-batch,
+    M the same on every rank; `state` as in `Fault.random_state`."""
     everywhere = gather_cat(losses.unsqueeze(0))  # (ranks, M)
     if bool(everywhere.isfinite().all()):
         return None
@@ -117,10 +118,10 @@ def has_overflow(engine: Engine) -> bool:
 
 
 def skip_update(engine: Engine) -> None:
-    """End an optimizer step without its update: weights, optimizer state, schedule and loss scale do not change.
-    Collective, after the last backward pass. What has to be cleared depends on the ZeRO stage, so DeepSpeed's own
-    `step` does it: the gradient norm is made to look infinite, and the loss scaler is replaced, so that its scale does
-    not fall."""
+    """End an optimizer step without its update, and drop its gradients: weights, optimizer state, schedule and loss
+    scale do not change. Collective, after the last backward pass. What has to be cleared depends on the ZeRO stage, so
+    DeepSpeed's own `step` does it: the gradient norm is made to look infinite, and the loss scaler is replaced, so that
+    its scale does not fall."""
     if has_plain_optimizer(engine):
         engine.zero_grad()
         engine.skipped_steps += 1

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
@@ -186,21 +186,28 @@ def reporting(output: Path) -> Iterator[None]:
     of its steps is written; on rank 0."""
     files = [output / METRICS, output / VALIDATION / METRICS]
     before = [_last_written(file) for file in files]
-    ended: Exception | None = None
+
+    def report() -> None:
+        for file, old in zip(files, before, strict=True):
+            if _last_written(file) not in (0, old):
+                report_run(file.parent)
+
     try:
         yield
     except (StopRequested, UnhealthyRun, NonFiniteError) as problem:
-        ended = problem
-    for file, old in zip(files, before, strict=True):
-        if _last_written(file) not in (0, old):
-            report_run(file.parent)
-    if ended is not None:
-        raise ended
+        try:
+            report()
+        finally:  # a second Ctrl-C does not change how the run ended
+            raise problem
+    report()
 
 
 def _last_written(file: Path) -> int:
-    """When a file was written last; 0 without it, or while it is empty."""
-    return file.stat().st_mtime_ns if file.exists() and file.stat().st_size > 0 else 0
+    """When a file was written last; 0 without it, while it is empty, or if it cannot be reached."""
+    with suppress(OSError):
+        found = file.stat()
+        return found.st_mtime_ns if found.st_size else 0
+    return 0
 
 
 def report_run(folder: Path) -> None:

@@ -169,6 +169,17 @@ def add_adapter(model: PreTrainedModel, settings: AdapterSettings, folder: str |
         load_adapter_weights(model, folder)
 
 
+def ignored_flags(folder: str, settings: AdapterSettings) -> list[str]:
+    """Flags of `settings` that differ from what the adapter in `folder` has and keeps."""
+    config = saved_config(folder)
+    differing = {
+        settings.flag: settings.targets is not None,
+        "--lora_alpha": settings.alpha not in (AdapterFlags().lora_alpha, config.lora_alpha),
+        "--use_rslora": settings.rslora and not config.use_rslora,
+    }
+    return [flag for flag, differs in differing.items() if differs]
+
+
 def saved_config(folder: str) -> Any:
     """peft's configuration of the adapter in `folder`."""
     from peft import LoraConfig

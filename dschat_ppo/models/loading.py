@@ -32,6 +32,7 @@ from dschat_ppo.models.adapters import (
     AdapterSettings,
     adapter_layers,
     add_adapter,
+    ignored_flags,
     load_merged,
     quantised_base,
     zero3_announced,
@@ -268,8 +269,10 @@ def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None
     """`model`, loaded from the base of `folder`, with an `adapter`, or that of the folder further; None: merged."""
     _adapt(model, folder, adapter)
     if is_adapter_folder(folder):
+        ignored = [] if adapter is None else ignored_flags(folder, adapter)
         done = "is merged into its base model" if adapter is None else "is trained further with its layers and scale"
-        logger().info(f"model: the adapter in {folder} {done}")
+        note = f"; {', '.join(ignored)} without effect" if ignored else ""
+        logger().info(f"model: the adapter in {folder} {done}{note}")
     if adapter is not None:
         sizes = [(weight.requires_grad, getattr(weight, "ds_numel", weight.numel())) for weight in model.parameters()]
         trained, total = sum(size for trains, size in sizes if trains), sum(size for _, size in sizes)

@@ -126,10 +126,13 @@ class PolicyModel(WrappedModel):
                 **last_logits_argument(self.lm, count), **router_arguments(),
             )  # fmt: skip
         record_router(output, real_slots(input_ids, lengths))
-        logits = output.logits[:, -count:-1][places[:, first:]].float()  # (N, V)
-        forbid_(logits, None if forbidden is None else (forbidden[0][:, 1:][places], forbidden[1]))
-        extras = [torch.log_softmax(logits / temperature, dim=-1)] if distributions else []
-        return *_scores(logits, tokens, temperature, entropy_grad), *extras
+        logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
+        if forbidden is not None:
+            logits = logits.float()
+            forbid_(logits, (forbidden[0][:, 1:][places], forbidden[1]))
+        scores = _scores(logits, tokens, temperature, entropy_grad)
+        extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []
+        return *scores, *extras
 
     def _divided_scores(
         self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,

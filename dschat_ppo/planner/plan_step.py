@@ -17,7 +17,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
 from dschat_ppo.engine.build_engine import OF_GATHERING, fits_whole
 from dschat_ppo.engine.ds_config import read_overlay, train_config
-from dschat_ppo.errors import UserError, counted
+from dschat_ppo.errors import UserError, attempt, counted, in_one_line
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.planner.model_parts import ModelParts, parts_of, read_model_configs
 from dschat_ppo.planner.role_memory import (
@@ -203,7 +203,7 @@ def roles_of(
 
 def show_memory_plan(config: StepConfig) -> None:
     """Log the expected peak of a run that is about to train, and warn if it does not fit. If a model cannot be counted,
-    there is no plan; if there is no such model, the run itself says so."""
+    there is no plan; if there is no such model, or flags do not fit together, the run itself says so."""
     if (config.validation if isinstance(config, PPOConfig) else config.fit).validate_only:
         return
     quiet_libraries()
@@ -212,10 +212,10 @@ def show_memory_plan(config: StepConfig) -> None:
     except UserError:
         return
     device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if dist.on_gpu() else 0
-    try:
+    with attempt() as tried:  # the flags are not checked against the models and the ranks yet
         plan = plan_step(config, models, dist.world_size(), device, host_memory(), dist.local_world_size())
-    except UserError as problem:
-        logger().warning(f"no memory plan: {problem}")
+    if tried.problem is not None:
+        logger().warning(f"no memory plan: {in_one_line(tried.problem)}")
         return
     where = f"phase '{plan.peaks[0][0].name}'; python -m dschat_ppo.tools.plan shows the parts"
     logger().info(f"expected peak: {plan.peak_text()} ({where})")

@@ -232,7 +232,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
-    check_routes(config.rewards, rows.at_hand["row"])
+    check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train))
     report_lengths(config, folders, tokenizer)
     plan = plan_ppo(
         ppo, len(rows.train), dist.world_size(), algorithm.critic_warmup_rollouts,

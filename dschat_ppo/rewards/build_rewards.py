@@ -57,19 +57,29 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
             )
 
 
-def check_routes(flags: RewardSourceFlags, rows: Sequence[str]) -> None:
-    """Warn of routes that lead to no prompt. `rows`: of training prompts, as JSON; about `MOST_ROWS` are read."""
-    routes = {str(spec): spec.sources for spec in map(parse_function, flags.reward_function)}
-    routes["--reward_model_sources"] = tuple(flags.reward_model_sources) if flags.use_reward_model else ()
-    routes["--remote_reward_sources"] = tuple(flags.remote_reward_sources)
-    if not any(routes.values()):
+def check_routes(
+    flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str], are_all_rows: bool = True
+) -> None:
+    """Check that each route of a reward source leads to prompts.
+
+    `names`: of the data sets. `rows`: the data row of each training prompt, as JSON; at most `MOST_ROWS`, evenly
+    spaced, are read. A route without prompts is an error only if all rows were read and `are_all_rows` (not with
+    `--streaming`), else a warning.
+    """
+    specs = map(parse_function, flags.reward_function)
+    routes: list[tuple[str, Sequence[str]]] = [(str(spec), spec.sources) for spec in specs]
+    routes += [("--reward_model_sources", flags.reward_model_sources)] * flags.use_reward_model
+    routes += [("--remote_reward_sources", flags.remote_reward_sources)] * bool(flags.remote_urls)
+    if not any(sources for _, sources in routes):
         return
-    read = range(0, len(rows), max(1, len(rows) // MOST_ROWS))
-    found = {str(json.loads(rows[number]).get(DATA_SOURCE)) for number in read}
-    shown = ", ".join(sorted(found)[:MOST_SHOWN])
-    for flag, source in ((flag, source) for flag, sources in routes.items() for source in sources):
-        if source not in found:
-            logger().warning(f"{flag}: none of {len(read)} prompts has the data source '{source}', but: {shown}")
+    count = min(len(rows), MOST_ROWS)
+    found = {str(json.loads(rows[number * len(rows) // count]).get(DATA_SOURCE)) for number in range(count)}
+    shown = ", ".join(sorted(found)[:MOST_SHOWN]) + (", ..." if len(found) > MOST_SHOWN else "")
+    for flag, source in [(flag, source) for flag, sources in routes for source in sources if source not in found]:
+        if are_all_rows and len(rows) <= MOST_ROWS:
+            raise UserError(f"{flag}: no training prompt has the data source '{source}'; there are: {shown}")
+        if source not in names:
+            logger().warning(f"{flag}: none of {count} training prompts has the data source '{source}', but: {shown}")
 
 
 def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:

@@ -31,6 +31,7 @@ FLAG = "--remote_reward_url"
 VARIABLE = "DSCHAT_PPO_REMOTE_REWARD_URL"  # addresses with their credentials
 LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
+_MOST_BYTES = 2**24  # of a reply
 _SHOWN = 200  # characters of what a service sends
 _HEARTBEAT_SECONDS = 1.0
 logging.getLogger(httpx.__name__).setLevel(logging.WARNING)  # it logs addresses with their credentials
@@ -137,20 +138,21 @@ def label_of(row: dict[str, Any]) -> Any:
 
 async def post(client: httpx.AsyncClient, url: str, body: bytes, timeout: float) -> bytes:
     """Send JSON and return the body of a reply with status 200. `_RetryableError`: no connection, no complete reply in
-    time, status 429 or 5xx. `RewardServiceError`: another status, as of a redirection."""
-    sent = client.post(url, content=body, headers={"Content-Type": "application/json"})
+    time, status 429 or 5xx. `RewardServiceError`: another status, as of a redirection, or more than 16 MiB."""
     try:  # the library's own limits apply to each read: a service that sends a byte now and then would not exceed them
-        reply = await asyncio.wait_for(sent, timeout)
+        status, content = await asyncio.wait_for(_exchange(client, url, body), timeout)
     except asyncio.TimeoutError:
         raise _RetryableError(f"no complete reply in {timeout:g} s (--remote_reward_timeout)") from None
-    except httpx.RequestError as problem:
+    except httpx.TransportError as problem:
         raise _RetryableError(_root_of(problem)) from None
-    status, start = reply.status_code, printable_line(reply.content[:_SHOWN].decode(errors="replace"))
+    start = printable_line(content[:_SHOWN].decode(errors="replace"))
     if status == 429 or status >= 500:
         raise _RetryableError(f"status {status}: {start}")
     if status != 200:
         raise RewardServiceError(f"{FLAG} {url}: refused the request with status {status}: {start}")
-    return bytes(reply.content)
+    if len(content) > _MOST_BYTES:
+        raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
+    return content
 
 
 def _root_of(problem: BaseException) -> str:
@@ -158,6 +160,17 @@ def _root_of(problem: BaseException) -> str:
     while below := getattr(problem, "exceptions", [problem.__cause__ or problem.__context__])[0]:
         problem = below
     return f"{type(problem).__name__}: {printable_line(str(problem)[:_SHOWN])}"
+
+
+async def _exchange(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of the reply, of which the rest is not read when it exceeds the limit."""
+    headers, content = {"Content-Type": "application/json", "Accept-Encoding": "identity"}, bytearray()
+    async with client.stream("POST", url, content=body, headers=headers) as reply:
+        async for part in reply.aiter_raw():
+            content += part
+            if len(content) > _MOST_BYTES:
+                break
+    return reply.status_code, bytes(content)
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:

@@ -324,8 +324,8 @@ def flash_decode(device: torch.device) -> FlashDecode | None:
 
 class FlashDecode:
     """Attention of decode steps with the flash attention kernel in PyTorch, for heads of `dtypes` that it supports. It
-    takes the place of two products and the passes over their fp32 scores, and reads the slots that hold tokens, not the
-    whole bucket."""
+    takes the place of two products and the passes over their scores, which it keeps in fp32 too, and reads the slots
+    that hold tokens, not the whole bucket."""
 
     writes_cache = False
 

@@ -33,6 +33,14 @@ _POLL_SECONDS = 0.1
 _LOG_SECONDS = 20.0
 
 
+def let_segments_grow() -> None:
+    """Rows and micro-batches differ in shape, which breaks fixed segments of a GPU's memory to pieces. torch reads the
+    variables once, when anything first asks for a GPU; before version 2.9 the second one, and with it no warning."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if dist.on_gpu() and not set(names) & set(os.environ):
+        os.environ.update(dict.fromkeys(names, ALLOCATOR))
+
+
 def init_process_group(folder: str = "") -> torch.device:
     """Join the process group that the launcher's environment describes (plain `python`: a group of one rank on a free
     port), and return this rank's device. Collective. The output `folder` helps to distinguish launches on one port."""
@@ -48,10 +56,7 @@ def init_process_group(folder: str = "") -> torch.device:
     if accelerator.device_name() == "cpu":
         require_usable_gpu()
     else:
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-            # Rows and micro-batches differ in shape, which breaks fixed segments to pieces. torch reads the second name
-            # before version 2.9, and with the first one no warning; it does when it first allocates on a GPU.
-            os.environ.update(dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), ALLOCATOR))
+        let_segments_grow()
         if dist.local_rank() >= accelerator.device_count():
             raise UserError(
                 f"rank {dist.rank()} is number {dist.local_rank()} on its machine, from 0 on, and sees "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import logging.handlers
 import os
 import sys
 import time
@@ -47,6 +48,20 @@ class _RankLog(logging.Handler):
             self.handleError(record)
 
 
+def keep_early_lines() -> None:
+    """Keep this project's lines from here on until `open_log` writes them: a run logs some before it has a folder."""
+    _take_early_lines()
+    logger().addHandler(logging.handlers.MemoryHandler(10_000, flushLevel=sys.maxsize))
+
+
+def _take_early_lines(target: logging.Handler | None = None) -> None:
+    for early in [each for each in logger().handlers if isinstance(each, logging.handlers.MemoryHandler)]:
+        logger().removeHandler(early)
+        if target is not None:
+            early.setTarget(target)
+        early.close()
+
+
 def open_log(folder: Path) -> None:
     """Append to `folder/logs/rank_R.log` from here on: this project's log lines from INFO on, those of libraries by
     their level, Python's warnings, the text of `write_to_log`, and the stacks of all threads after a crash."""
@@ -59,6 +74,7 @@ def open_log(folder: Path) -> None:
         raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
     started, host = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.uname().nodename
     handler.write(f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {host}")
+    _take_early_lines(handler)
     root = logging.getLogger()
     if not root.handlers and logging.lastResort is not None:
         root.addHandler(logging.lastResort)  # which Python does not use by itself once the root has a handler

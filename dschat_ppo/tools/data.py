@@ -93,7 +93,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     rows = prepare(replace(step_data(config), most_rows=words.rows), tokenizer)
     log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
-        check_routes(config.rewards, rows.train["row"])
+        check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
     held_out = 0 if rows.eval is None else len(rows.eval)
     print(f"an epoch has {counted(len(rows.train), 'row')}; held out: {held_out}")
 

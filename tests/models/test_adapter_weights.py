@@ -260,5 +260,10 @@ def test_an_adapter_that_continues_keeps_its_scale(once, said):
     model, folder = once[0], str(once[1])
     again = load_causal_lm(folder, "fp32", None, adapter=settings(4, 32.0, 0.5, "q_proj", True))
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
-    assert said[-2] == f"model: the adapter in {folder} is trained further with its layers and scale"
+    kept = f"model: the adapter in {folder} is trained further with its layers and scale"
+    assert said[-2] == f"{kept}; --lora_module_name, --use_rslora without effect", "32 is the default of --lora_alpha"
+    load_causal_lm(folder, "fp32", None, adapter=settings(4, 16.0, 0.5))
+    assert said[-2] == f"{kept}; --lora_alpha without effect"
+    load_causal_lm(folder, "fp32", None, adapter=settings(4, 8.0, 0.5))
+    assert said[-2] == kept
     assert {layer.lora_dropout["default"].p for layer in adapter_layers(again).values()} == {0.5}

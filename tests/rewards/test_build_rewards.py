@@ -103,13 +103,22 @@ def rows_of(*sources) -> list[str]:
     return [json.dumps({"data_source": source}) for source in sources]
 
 
-def test_a_route_without_a_prompt_is_a_warning(monkeypatch, capsys):
+def test_a_route_without_a_prompt_is_an_error():
+    wanted = flags(reward_function=["math,code=exact_match", "length"])
+    check_routes(wanted, ["x"], Dataset.from_dict({"row": rows_of("code", "math")})["row"])  # as step 3 does
+    with pytest.raises(UserError) as refused:
+        check_routes(wanted, ["math", "code"], rows_of("maths", "math", "chat"))
+    assert str(refused.value) == ("--reward_function math,code=exact_match: no training prompt has the data source "
+                                  "'code'; there are: chat, math, maths")  # fmt: skip
+
+
+def test_a_route_that_a_sample_does_not_show_is_a_warning(monkeypatch, capsys):
     monkeypatch.setattr(build_rewards, "MOST_ROWS", 4)
-    rows, wanted = rows_of(*["a"] * 6, *["b"] * 2), flags(reward_function=["a,b,c=length", "length"])
-    check_routes(wanted, Dataset.from_dict({"row": rows})["row"])  # as step 3 does
-    said = capsys.readouterr().out
-    assert "a,b,c=length: none of 4 prompts has the data source 'c', but: a, b" in said
-    assert said.count("none of") == 1, "the last of the four is a 'b'"
+    rows, wanted = rows_of(*["a"] * 6, *["b"] * 2), flags(reward_function=["a,b,c=length"])
+    check_routes(wanted, ["c"], rows)
+    assert capsys.readouterr().out == "", "the last of the four is a 'b'; 'c' is a data set's name"
+    check_routes(wanted, ["d"], rows)
+    assert "none of 4 training prompts has the data source 'c', but: a, b" in capsys.readouterr().out
 
 
 class Fourfold(Model):
@@ -118,7 +127,7 @@ class Fourfold(Model):
         return torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
-def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch, capsys):
+def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     asked = []
 
     async def post(client, url, body, timeout):
@@ -140,5 +149,5 @@ def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch, capsys
     assert asked == [["pb", "pc"]] and mixture.names == ["model", "remote"]
     assert mixture.count_failed_rows(refuse_all=True) == 1
     for names, flag in ((["chat", "code"], "--reward_model_sources"), (["chat", "math"], "--remote_reward_sources")):
-        check_routes(wanted, rows_of(*names))
-        assert f"{flag}: none of 2 prompts has the data source" in capsys.readouterr().out
+        with pytest.raises(UserError, match=f"^{flag}: no training prompt has the data source"):
+            check_routes(wanted, [], rows_of(*names))

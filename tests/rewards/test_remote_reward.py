@@ -187,11 +187,13 @@ REFUSALS = [
     ((200, b"hello"), "not JSON"), ((200, b"[1, 2, 3]"), "list 'rewards'"), ((200, b"[" * 100_000), "not JSON"),
     ((200, b'{"rewards": 3}'), "list 'rewards'"), (ok(1, 2), "has 2 rewards, of which 2 .* for 3 responses"),
     *((ok(1, value, 3), "has 3 rewards, of which 2 are finite") for value in (math.nan, 1e39, "2", True, None)),
+    ((200, ok(1, 2, 3)[1] + b" " * 2000), "longer than 2000 bytes"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("reply", "problem"), REFUSALS, ids=range(len(REFUSALS)))
-def test_what_no_other_attempt_would_change_is_not_retried(serve, reply, problem):
+def test_what_no_other_attempt_would_change_is_not_retried(serve, monkeypatch, reply, problem):
+    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 2000 if b" " * 9 in reply[1] else 2**24)
     service = serve(reply)
     with pytest.raises(RewardServiceError, match=problem):
         ask(service.url)
@@ -232,13 +234,18 @@ def endless(first: bytes, part: bytes):
     return send
 
 
-@pytest.mark.parametrize(("first", "again"), [
-    (b"HTTP/1.1 2", b"0"), (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n", b" "),
-], ids=["status line", "body"])  # fmt: skip
-def test_a_reply_that_never_ends_is_given_up(serve, first, again):
-    """Each byte comes well within the timeout."""
+OK_HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(("first", "again", "problem"), [
+    (b"HTTP/1.1 2", b"0", "no complete reply in 0.5 s"),  # each byte well within the timeout
+    (OK_HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", b" ", "no complete reply in 0.5 s"),
+    (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"3E8\r\n" + b" " * 1000 + b"\r\n", "longer than 2000 bytes"),
+], ids=["status line", "body", "chunks"])  # fmt: skip
+def test_a_reply_that_never_ends_is_given_up(serve, monkeypatch, first, again, problem):
+    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 2000)
     started = time.monotonic()
-    with pytest.raises(RewardServiceError, match="no complete reply in 0.5 s"):
+    with pytest.raises(RewardServiceError, match=problem):
         ask(serve(endless(first, again)).url, timeout=0.5, retries=0)
     assert time.monotonic() - started < 10
 
