@@ -2,14 +2,16 @@
 
 import os
 import shutil
+from unittest.mock import patch
 
 import pytest
 
 from dschat_ppo.commands import _ranks_of, run_training
-from dschat_ppo.common import ranks
+from dschat_ppo.common import dist, ranks
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models import loading, model_folders
-from dschat_ppo.supervised import supervised_run
+from dschat_ppo.planner import plan_step
+from dschat_ppo.supervised import sft, supervised_run
 
 SHORT = ["--max_seq_len", "64"]
 LENGTHS = ["--max_prompt_seq_len", "32", "--max_answer_seq_len", "32"]
@@ -36,6 +38,23 @@ def test_a_dry_run_prints_the_batches_and_writes_nothing(assets, tmp_path, capsy
     assert "dry run for 8 ranks" in said
     assert not (tmp_path / "out").exists()
     assert not model_folders.wants_settings_only()
+
+
+def test_before_a_run_the_plan_fetches_no_weights_and_gpu_memory_is_set_up_for_training(monkeypatch):
+    seen, names = [], ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+    def planned(config) -> None:
+        seen.append((model_folders.wants_settings_only(), *map(os.environ.get, names)))
+
+    monkeypatch.setattr(plan_step, "show_memory_plan", planned)
+    monkeypatch.setattr(sft, "train_sft", lambda config: seen.append(model_folders.wants_settings_only()))
+    monkeypatch.setattr(dist, "on_gpu", lambda: True)
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
+    for given in ({}, {names[1]: "max_split_size_mb:99"}):
+        with patch.dict(os.environ, given):
+            assert run_training("sft", words) == 0
+    grows = "expandable_segments:True"
+    assert seen == [(True, grows, grows), False, (True, None, "max_split_size_mb:99"), False]
 
 
 @pytest.mark.parametrize(("launch", "on_each"), [({}, 8), ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),

@@ -12,7 +12,7 @@ import pytest
 from dschat_ppo.common import phases
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import UserError
-from dschat_ppo.run.rank_log import close_log, log_path, open_log, write_to_log
+from dschat_ppo.run.rank_log import close_log, keep_early_lines, log_path, open_log, write_to_log
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,17 @@ def test_a_resumed_run_appends_to_the_same_file(tmp_path):
     logger().info("second run")
     kinds = [re.sub(r"^-------- .*", "heading", line).rpartition("] ")[2] for line in lines_of(tmp_path)]
     assert kinds == ["heading", "first run", "heading", "second run"]
+
+
+def test_lines_from_before_the_folder_is_known_reach_the_log_once(tmp_path):
+    for line in ("of a run that found no folder", "early"):
+        keep_early_lines()
+        logger().warning(line)
+    open_log(tmp_path)
+    logger().info("late")
+    open_log(tmp_path / "other")
+    assert [line.rpartition("] ")[2] for line in lines_of(tmp_path)[1:]] == ["early", "late"]
+    assert len(lines_of(tmp_path / "other")) == 1
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
