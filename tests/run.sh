@@ -11,9 +11,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 [ $# -eq 0 ] || { mypy && exec pytest "$@"; }
-# meanwhile DeepSpeed's optimizer is compiled, once, for the tests that need it
-python -c 'from dschat_ppo.run import op_builds as ops; ops.guard_builds(); ops.load_operator("CPUAdamBuilder")' &
-mypy || { kill $!; exit 1; }
+mypy
 PYTHONPATH=".venv/triton${PYTHONPATH:+:$PYTHONPATH}" pytest tests/models/test_gpu_kernels.py
 both=(-n 2 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
 pytest "${both[@]}" -m "not slow and not ranks and not release"

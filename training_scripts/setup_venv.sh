@@ -11,8 +11,6 @@ python="${PYTHON:-python3}"
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     { echo "error: Python 3.10 or newer is required; set PYTHON to such an interpreter" >&2; exit 2; }
-command -v c++ >/dev/null || command -v g++ >/dev/null ||
-    { echo "error: a C++ compiler is required (DeepSpeed compiles its operators); install g++" >&2; exit 2; }
 
 stamp=".venv/.installed-$(cat setup.py constraints.txt | cksum | cut -d' ' -f1)"
 [ -e "$stamp-${extra:-plain}" ] && exit 0

@@ -23,7 +23,6 @@ from deepspeed.checkpoint.constants import (
     OPTIMIZER_STATE_DICT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
@@ -135,7 +134,6 @@ def load_engine(engine: Engine, folder: Path) -> None:
     resume_schedule(engine, common["schedule"])
     for name, value in common["counters"].items():
         setattr(engine, name, value)
-    _replay_bias_correction(engine)
 
 
 def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -158,21 +156,6 @@ def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: An
             f"{folder}: other parameters train here than in the checkpoint (differing: {len(differing)}; the first is "
             f"{differing[0]}); use the flags and the model of the saved run"
         )
-
-
-def _replay_bias_correction(engine: Engine) -> None:
-    """Restore the powers of beta inside DeepSpeedCPUAdam for the step count in its states. Its C++ code multiplies
-    float32 powers from step to step, and no file contains them. A new optimizer would start with `pow(beta, step)`,
-    which rounds differently. So the steps are repeated here, on a single number."""
-    adam = engine.basic_optimizer
-    if not isinstance(adam, DeepSpeedCPUAdam):
-        return
-    steps = max((int(state["step"]) for state in adam.state.values() if "step" in state), default=0)
-    group = adam.param_groups[0]
-    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
-    numbers = [torch.zeros(1) for _ in ("weight", "gradient", "exp_avg", "exp_avg_sq")]
-    for step in range(1, steps + 1):
-        adam.ds_opt_adam.adam_update(adam.opt_id, step, *settings, *numbers)
 
 
 def read_shards(folder: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]:

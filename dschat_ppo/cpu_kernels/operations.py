@@ -1,8 +1,8 @@
 """The kernels as functions of tensors: bfloat16 on a CPU, without gradients, contiguous unless a docstring says more.
 
 The C++ files here are compiled once for each version of them, compiler and processor. They have a plain C interface and
-need no header files of torch, so that this takes some seconds. The library lies beside the operators that DeepSpeed
-compiles, and appears there whole, by a rename, so ranks may compile at once.
+need no header files of torch, so that this takes some seconds. The library lies beside torch's own extensions, and
+appears there whole, by a rename, so ranks may compile at once.
 
 Results are rounded where separate operations of PyTorch are: after each product and sum that a layer of transformers
 writes as an operation of its own. Sums inside an operation are fp32.

@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
-from dschat_ppo.common.stop_requests import subprocesses_may_stop
 from dschat_ppo.config.steps import POLYNOMIAL_END
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config
 from dschat_ppo.models.adapters import is_adapter_parameter
@@ -145,7 +144,7 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, 
     """A DeepSpeed engine that trains the parameters of `model` that require gradients with AdamW. `layer_by_layer`:
     ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `WholeWeights`)."""
     whole = not layer_by_layer and may_be_whole(model, config)
-    optimizer = build_optimizer(model, settings, config)
+    optimizer = build_optimizer(model, settings)
     scheduler = LambdaLR(optimizer, partial(rate_factor, settings))
     _import_muon()
     gather_at_once(model, config)
@@ -218,15 +217,9 @@ def share_gathering(model: nn.Module, engine: Engine) -> None:
         model.ds_inflight_param_registry = record
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSettings, config: Config) -> torch.optim.Optimizer:
-    """AdamW: fused, or DeepSpeed's on the CPU if the config offloads the optimizer."""
+def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """PyTorch's fused AdamW, which also updates what DeepSpeed keeps on the host, as with `--offload`."""
     groups = parameter_groups(model, settings)
-    offloaded = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
-    if offloaded:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        with subprocesses_may_stop("compiled an operator"):
-            return DeepSpeedCPUAdam(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
 
 

@@ -19,7 +19,6 @@ from dschat_ppo.common.logging import print_line, quiet_prints
 from dschat_ppo.common.processes import ancestor
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.errors import UserError
-from dschat_ppo.run.op_builds import guard_builds
 from dschat_ppo.run.unused_gpu import require_usable_gpu
 
 SHARED_MEMORY = Path("/dev/shm")  # Docker gives a container 64 MiB of it
@@ -66,7 +65,8 @@ def init_process_group(folder: str = "") -> torch.device:
         accelerator.set_device(dist.local_rank())
         # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes are new
         torch.backends.cuda.enable_cudnn_sdp(False)
-    guard_builds()
+    # Else DeepSpeed would compile its all-reduce in shared memory, for the layers of its own tensor parallelism.
+    deepspeed.ops.__compatible_ops__ = {}
     try:
         with subprocesses_may_stop("joined the ranks"), quiet_prints():
             backend, rank, size = accelerator.communication_backend_name(), dist.rank(), dist.world_size()

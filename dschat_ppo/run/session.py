@@ -24,17 +24,15 @@ from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_n
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.common.paths import VALIDATION, shown_path
-from dschat_ppo.common.phases import announce
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags, check_sequence_parallel_size
-from dschat_ppo.config.steps import PPOConfig, StepConfig
+from dschat_ppo.config.steps import StepConfig
 from dschat_ppo.cpu_kernels.operations import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.step_trace import StepTrace
 from dschat_ppo.monitor.trackers import Tracking, check_trackers
 from dschat_ppo.monitor.writers import MetricsWriter, record_start
 from dschat_ppo.run import watchdog
-from dschat_ppo.run.op_builds import load_operator
 from dschat_ppo.run.output_folder import (
     check_earlier_outputs,
     check_shared_folder,
@@ -80,10 +78,6 @@ def begin_run(
             dist.on_main(lambda: check_trackers(run.trackers))
         seed_everything(run.seed)
         _check_dtype(run.dtype)
-        offloads = config.ppo.offload if isinstance(config, PPOConfig) else config.fit.offload
-        if config.memory.offload_optimizer or offloads:
-            announce("load operators")
-            load_operator("CPUAdamBuilder")  # fails here where it cannot be compiled, before models are loaded
     return dist.device(), folder
 
 

@@ -49,7 +49,7 @@ def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
     ]  # fmt: skip
     assert ["lora" in names[id(group["params"][0])] for group in groups] == [False, False, True, True]
     assert sum(len(group["params"]) for group in groups) == sum(weight.requires_grad for weight in model.parameters())
-    optimizer = build_optimizer(model, settings, train_config(2, "fp32", False, 1, 1.0))
+    optimizer = build_optimizer(model, settings)
     scheduler = transformers.get_scheduler("linear", optimizer, 0, 4)
     scheduler.step()
     assert scheduler.get_last_lr() == [0.375, 0.375, 1.5, 1.5]

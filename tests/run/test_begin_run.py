@@ -49,17 +49,6 @@ def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_p
     assert "init_process_group" not in events
 
 
-@pytest.mark.parametrize(("words", "loads"), [
-    ([], False), (["--zero_stage", "2", "--offload"], True), (["--zero_stage", "1", "--offload_optimizer"], True),
-])  # fmt: skip
-def test_the_operator_of_an_offloaded_optimizer_is_compiled_before_data_and_models_are_read(
-    events, tmp_path, monkeypatch, words, loads
-):
-    monkeypatch.setattr(session, "load_operator", lambda name: events.append(name))
-    session.begin_run(config_of(tmp_path, *words), [])
-    assert (events[-1] == "CPUAdamBuilder") is loads
-
-
 @pytest.mark.parametrize(("dtype", "supported", "usable"), [
     ("fp16", {"bf16"}, "bf16, fp32"), ("bf16", set(), "fp32"),
 ])  # fmt: skip
