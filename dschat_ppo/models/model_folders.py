@@ -110,11 +110,11 @@ _SETTINGS_ONLY = [False]
 def settings_only() -> Iterator[None]:
     """In the block, models without their weights are judged by their settings (`--dry_run`). `download` fetches
     settings and tokenizers, and the weights of a folder without any are not compared with its `config.json`."""
-    _SETTINGS_ONLY[0] = True
+    before, _SETTINGS_ONLY[0] = _SETTINGS_ONLY[0], True
     try:
         yield
     finally:
-        _SETTINGS_ONLY[0] = False
+        _SETTINGS_ONLY[0] = before
 
 
 def wants_settings_only() -> bool:

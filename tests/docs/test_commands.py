@@ -130,7 +130,7 @@ def check_flags(words: list[str]) -> None:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         patch.setattr(sys, "argv", words[2:] if words[1] == "-m" else words[1:])
         if words[1] == "-m":
-            runpy.run_module(words[2], run_name="__main__")
+            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(str(ROOT / words[1]), run_name="__main__")
 

@@ -10,7 +10,7 @@ import transformers
 from generation import ENGINES, run
 from tiny_models import new_model
 
-from dschat_ppo.rollout import attention, continuous_batching, fused_layers, kv_cache, padded_batches
+from dschat_ppo.rollout import attention, fused_layers, kv_cache, sequence_buffers
 
 
 class State:
@@ -59,7 +59,7 @@ def test_the_model_is_left_as_it_was_also_after_an_error_inside(engine, fails, d
     state = State(model)
     assert state.facts[0] == implementation
     if fails:
-        monkeypatch.setattr(padded_batches if engine == "padded" else continuous_batching, "sample", fail)
+        monkeypatch.setattr(sequence_buffers, "sample", fail)
     with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
         run(model, **ENGINES[engine])
     state.assert_unchanged()
