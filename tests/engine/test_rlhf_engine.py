@@ -245,6 +245,7 @@ def test_one_base_holds_four_models(adapters):
     assert not engines.saves_merged
 
 
+@pytest.mark.release
 def test_the_stage_that_the_deepspeed_config_sets_is_that_of_all_models_over_the_base(adapters, tmp_path):
     """Layers that are gathered one by one generate with their adapters beside."""
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))

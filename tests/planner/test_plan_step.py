@@ -196,6 +196,7 @@ def test_a_plan_that_fits_leaves_a_tenth_of_the_memory(on_gpu):
     assert planned(int(size / 0.9) + 2).fits and not planned(int(size / 0.9) - 2).fits
 
 
+@pytest.mark.release
 def test_layers_that_cannot_be_divided_are_gathered_one_at_a_time():
     def gathered(words, model=LLAMA_8B):
         return held(plan_ppo(f"{STAGE_3} {words}", model), "rollout", "actor", "buffers").device
@@ -255,6 +256,7 @@ def test_host_memory_is_proposed_where_the_device_is_not_enough():
     ]  # fmt: skip
 
 
+@pytest.mark.release
 def test_lora_is_proposed_where_nothing_else_fits():
     words, config = proposed(sft(), {"model": LLAMA_8B}, 1, 24 * GIB, 64 * GIB)
     assert config.lora.lora_dim == 16 and config.adapters.only_optimize_lora and "--offload" not in words

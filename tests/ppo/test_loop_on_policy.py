@@ -23,7 +23,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("everything", "gae", "grpo")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.release) for case in CASES]
+)
 def test_metrics_and_weights_are_those_of_recomputed_log_probs(assets, tmp_path, case):
     run = PlainRun(assets, tmp_path / "update", CASES[case])
     other = PlainRun(assets, tmp_path / "recompute", f"{CASES[case]} --old_logprobs recompute")
@@ -46,7 +51,10 @@ def test_metrics_and_weights_are_those_of_recomputed_log_probs(assets, tmp_path,
     assert max(float((weight - start[name]).abs().max()) for name, weight in other.weights.items()) > 1e-3, "trained"
 
 
-@pytest.mark.parametrize("words", ["recompute", "rollout", "auto --kl_loss_coef 0.1 --kl_loss_estimator full"])
+@pytest.mark.parametrize("words", [
+    *(pytest.param(how, marks=pytest.mark.release) for how in ("recompute", "rollout")),
+    "auto --kl_loss_coef 0.1 --kl_loss_estimator full",
+])  # fmt: skip
 def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_an_answer(assets, tmp_path, words):
     """Scoring and training compute what sampling recorded: the ratio starts at 1, and the KL at 0."""
     run = PlainRun(assets, tmp_path / "run", f"--min_answer_seq_len 3 --old_logprobs {words}")

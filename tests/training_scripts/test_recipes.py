@@ -104,9 +104,8 @@ def test_a_dry_run_of_e2e_checks_every_step(folder, tmp_path, capsys):
     assert result.stdout.count("e2e: ") == 3
 
 
-@pytest.mark.parametrize(
-    "names", [LARGEST.values(), pytest.param(PUBLISHED, marks=[pytest.mark.slow, pytest.mark.release])]
-)
+@pytest.mark.release
+@pytest.mark.parametrize("names", [LARGEST.values(), pytest.param(PUBLISHED, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", HARDWARE_OF)
 def test_every_model_fits_with_the_peak_that_the_script_states(folder, place, names):
     ranks, per_machine, host = HARDWARE_OF[place]
