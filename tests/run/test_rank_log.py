@@ -18,6 +18,7 @@ from dschat_ppo.run.rank_log import close_log, keep_early_lines, log_path, open_
 @pytest.fixture(autouse=True)
 def fresh():
     phases.reset_phases()
+    keep_early_lines()  # drops what the runs of other tests kept and never wrote
     yield
     close_log()
     phases.reset_phases()
