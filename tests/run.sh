@@ -6,6 +6,7 @@
 #   tests/run.sh -m release             the tests that only a release runs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE # with it, each of some hundred processes compiles the libraries again: ten seconds
 bash training_scripts/setup_venv.sh test
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .

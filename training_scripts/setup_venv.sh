@@ -28,16 +28,18 @@ if [ ! -x .venv/bin/python ]; then
         make_venv
     fi
 fi
+compile=--no-compile # each module is compiled when it is first imported,
+[ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile # unless the results may not be kept
 .venv/bin/python -m pip install -q --upgrade pip # that of Python 3.11 takes a minute longer to choose versions
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-    .venv/bin/python -m pip install --no-compile ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
+    .venv/bin/python -m pip install "$compile" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch==2.13.0
 fi
 .venv/bin/python -m dschat_ppo.run.unused_gpu # a torch that cannot use this machine's GPU ends the script here
 echo "installing dschat_ppo and its dependencies; this may take minutes"
-.venv/bin/python -m pip install -q --no-compile -c constraints.txt -e ".${extra:+[$extra]}"
+.venv/bin/python -m pip install -q "$compile" -c constraints.txt -e ".${extra:+[$extra]}"
 if [ "$extra" = test ] && ! .venv/bin/python -c 'import triton' 2>/dev/null; then
     # Kernels for GPUs are tested without one. Triton lies by itself: each process would import it otherwise.
-    .venv/bin/python -m pip install -q --no-compile --target .venv/triton triton==3.6.0
+    .venv/bin/python -m pip install -q "$compile" --target .venv/triton triton==3.6.0
 fi
 sync # before the stamp that marks the installation as complete
 touch "$stamp-${extra:-plain}"
