@@ -111,9 +111,9 @@ def rank(number: int, ranks: int, port: int, work: Path, path: Path, cache: Path
     from dschat_ppo.checkpoint.identity import rows_fingerprint
     from dschat_ppo.common.dist import barrier, is_main
     from dschat_ppo.common.logging import quiet_libraries
-    from dschat_ppo.config.data_flags import DataFlags
+    from dschat_ppo.config.data_flags import DataFlags, StepData
     from dschat_ppo.data.batches import collate_pairs
-    from dschat_ppo.data.prepare import StepData, prepare
+    from dschat_ppo.data.prepare import prepare
     from dschat_ppo.data.rows import read_splits
     from dschat_ppo.data.sources import open_set, parse_sources
     from dschat_ppo.supervised import supervised_run  # noqa: F401  (a rank has imported all of it)

@@ -103,14 +103,15 @@ def _random_word(rng: random.Random, how: dict[str, Any]) -> str:
 
 def flags(rng: random.Random, material: Path, own: Path) -> int:
     """Random values of a step's flags, misspelt names, repeated flags."""
+    from dschat_ppo.config.cli import STEPS
     from dschat_ppo.config.flag_parser import values_of
-    from dschat_ppo.config.steps import STEPS
+    from dschat_ppo.config.step_config import groups_of
 
     step = rng.choice(list(SCRIPTS))
     words = step_words(material, step, own / "trained")
     known = [
         (field.name, values_of(get_type_hints(kind)[field.name]))
-        for kind in get_type_hints(STEPS[step].config).values()
+        for kind in groups_of(STEPS[step]).values()
         for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT
     ]  # fmt: skip
     for _ in range(rng.choice((1, 1, 2, 3, 6))):

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer

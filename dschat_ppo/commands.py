@@ -28,7 +28,7 @@ from dschat_ppo.common.logging import logger, set_verbose
 from dschat_ppo.common.ranks import is_main, local_world_size, world_size
 from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.config.run_flags import RunFlags
-from dschat_ppo.config.steps import StepConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.run.launch import leave, run_step
 from dschat_ppo.run.rank_log import keep_early_lines

@@ -25,7 +25,7 @@ from dschat_ppo.common.atomic_files import remove_folder, storage_errors
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import CONFIG
 from dschat_ppo.config.run_flags import SafetyFlags
-from dschat_ppo.config.steps import StepConfig, flatten
+from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import Fault, StepResult, loss_scale
 from dschat_ppo.errors import NonFiniteError, StorageError, UserError

@@ -6,7 +6,7 @@ from typing import Any
 from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name, describe_file
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.steps import flatten
+from dschat_ppo.config.step_config import flatten
 
 CONTENT = {"rank_0.pt": b"of rank 0", "rank_1.pt": b"of rank 1, longer", "actor/weights.pt": b"\x00" * 4096}
 

@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow
@@ -27,7 +27,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
 from dschat_ppo.config.run_flags import AUTO, NEVER, SafetyFlags
 from dschat_ppo.config.schema import WITHOUT_EFFECT
-from dschat_ppo.config.steps import STEPS, StepConfig, flatten
+from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import is_finished
@@ -71,17 +71,11 @@ PRODUCTS = {
     "per_device_generation_batch_size": "rows_per_step",
     "generation_batches": "rows_per_step",
 }
+DERIVED = frozenset({*PRODUCTS.values(), "ranks"})  # settings of an identity that are no flags
 
 # How long a run is. With rates that do not depend on it, the steps so far are those of the longer run.
 LENGTH = frozenset({"num_train_epochs", "max_steps", "enable_test_mode", "test_stop_step"})
 _CONSTANT = ("constant", "constant_with_warmup")
-
-DEFAULTS: dict[str, list[Any]] = {}  # flag -> its defaults in the steps that have it
-for _step in STEPS.values():
-    for _flag in (_flag for group in get_type_hints(_step.config).values() for _flag in fields(group)):
-        _own = _flag.default if _flag.default_factory is MISSING else _flag.default_factory()
-        DEFAULTS.setdefault(_flag.name, []).append(_step.defaults.get(_flag.name, _own))
-FLAGS = frozenset(DEFAULTS)
 
 MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
 CONTENTS = "contents of "  # before the flag that names a model or a file, in the names of fingerprints
@@ -102,11 +96,12 @@ _READ_WHOLE = (
 class RunIdentity:
     """What a run computes. `config`: flags, `input_fingerprints`, and the derived batch sizes `rows_per_update` (rows
     of an optimizer step over all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where it
-    affects more than rounding, `ranks`. `data`: the fingerprint of the training rows."""
+    affects more than rounding, `ranks`. `data`: the fingerprint of the training rows. `defaults`: of the flags."""
 
     kind: Literal["sft", "reward", "ppo"]
     config: dict[str, Any]
     data: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,10 +120,10 @@ def identify_run(
 ) -> RunIdentity:
     """The identity of a run. `derived`: derived batch sizes, see `PRODUCTS`. Only rank 0 reads the inputs: other ranks
     have no fingerprints."""
-    settings = flatten(config) | dict(derived)
+    settings, defaults = flatten(config) | dict(derived), defaults_of(type(config))
     if not dist.is_main():
-        return RunIdentity(kind, settings, "")
-    return RunIdentity(kind, settings | input_fingerprints(inputs), rows_fingerprint(inputs.train))
+        return RunIdentity(kind, settings, "", defaults)
+    return RunIdentity(kind, settings | input_fingerprints(inputs), rows_fingerprint(inputs.train), defaults)
 
 
 def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
@@ -195,9 +190,9 @@ def model_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+def differences(saved: dict[str, Any], now: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
     """The settings by which this run would compute something else than the run that saved, or in another order; each
-    with its values, "before -> after". Both are a `RunIdentity.config`."""
+    with its values, "before -> after". `saved`, `now`: each a `RunIdentity.config`; `defaults`: those of the flags."""
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
     saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
     found = {}
@@ -208,7 +203,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
         product = PRODUCTS.get(name)
         if product in saved and saved[product] == now.get(product):
             continue
-        if before is _ABSENT and after in DEFAULTS.get(name, []):  # the checkpoint is older than the flag
+        if before is _ABSENT and after == defaults.get(name, _ABSENT):  # the checkpoint is older than the flag
             continue
         left = ", always: this version has no such flag" if name in RETIRED else ""
         found[name] = f"{_as_text(before)} -> {_as_text(after)}{left}"
@@ -235,7 +230,7 @@ def _resolved(value: Any) -> Any:
 
 def format_diff(changes: Mapping[str, str]) -> str:
     """The differences, one per line: `  --flag: before -> after`; of many the first `MOST_LINES`."""
-    lines = [f"  {'--' if name in FLAGS or name in RETIRED else ''}{name}: {text}" for name, text in changes.items()]
+    lines = [f"  {'' if ' ' in name or name in DERIVED else '--'}{name}: {text}" for name, text in changes.items()]
     more = [f"  and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
     return "\n".join([*lines[:MOST_LINES], *more])
 
@@ -299,7 +294,7 @@ def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentit
     manifest = Manifest.read(checkpoint)
     if manifest.kind != identity.kind:
         raise UserError(f"{checkpoint} is a checkpoint of the step '{manifest.kind}', not of '{identity.kind}'")
-    changes = differences(manifest.config, identity.config)
+    changes = differences(manifest.config, identity.config, identity.defaults)
     configs = (manifest.config, identity.config)
     if all(config.get("lr_scheduler_type") in _CONSTANT and not config.get("warmup_ratio") for config in configs):
         changes = {name: text for name, text in changes.items() if name not in LENGTH}

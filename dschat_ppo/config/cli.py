@@ -18,10 +18,14 @@ import yaml
 
 from dschat_ppo.config.flag_parser import FlagParser, first_words, flag_parser, shown_default
 from dschat_ppo.config.lora_flags import learning_rates
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
-from dschat_ppo.config.steps import STEPS, StepConfig, defaults_of, flatten, groups_of
+from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten, groups_of
+from dschat_ppo.config.supervised_config import DPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.errors import UserError, reading
+
+STEPS: dict[str, type[StepConfig]] = {"sft": SFTConfig, "reward": PreferenceConfig, "dpo": DPOConfig, "ppo": PPOConfig}
 
 _FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"
 _ADVICE = {  # flags of other trainers
@@ -75,7 +79,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     groups = list(groups_of(step).items())
     parser = flag_parser([kind for _, kind in groups], add_help=False)
     parser.helps_by_name, parser.advice = True, partial(_advice, known=defaults_of(step))
-    parser.set_defaults(**{**step.defaults, **(given or {})})
+    parser.set_defaults(**step.own_defaults | (given or {}))
     if (topic := asked_for_help(argv)) is not None:
         _print_help(help_text(step_name, parser, topic))
         raise SystemExit(0)
@@ -100,7 +104,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
     }
     _check_integers(values)
-    return step.config(**parts)
+    return step(**parts)
 
 
 def _named_file(words: Sequence[str]) -> list[str]:
@@ -162,7 +166,7 @@ def notes(step_name: str, config: StepConfig) -> list[str]:
     defaults = defaults_of(step)
     values = flatten(config)
     reasons = {name: why for name, why in WITHOUT_EFFECT.items() if name in values}
-    reasons |= step.notes | config.run.idle() | config.idle()
+    reasons |= step.own_notes | config.run.idle() | config.idle()
     if values["validate_only"]:
         reasons |= dict.fromkeys([name for name in _OF_TRAINING if name in values], "--validate_only trains nothing")
     left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ DATA_FORMATS = Literal[
     "Cohere/miracl-ja-queries-22-12", "Hello-SimpleAI/HC3-Chinese", "mkqa-Chinese", "mkqa-Japanese", "lmqg/qg_jaquad",
     "lmqg/qag_jaquad", "local/jsonfile",
 ]  # fmt: skip
+# What a step reads: an answer, [chosen, rejected], a labelled answer (KTO), an answer with labelled steps, no answer
+Use = Literal["sft", "preference", "unpaired", "steps", "prompt"]
 COLUMN_FLAGS = (
     "prompt_column", "response_column", "chosen_column", "rejected_column", "messages_column", "system_column",
     "answer_column", "better_column",
@@ -154,3 +157,21 @@ class DataFlags:
         if not isinstance(found, dict):
             raise UserError("--chat_template_kwargs must be a JSON object such as '{\"name\": true}'")
         return found
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What one step wants of its data."""
+
+    use: Use
+    flags: DataFlags
+    limit: int  # most tokens of a row
+    whole_paths: Sequence[str] = ()  # further data sets of which the step uses every row (`--sft_only_data_path`)
+    eval_paths: Sequence[str] = ()
+    # of the training rows, held out for evaluation if a data set has no evaluation split and there are no `eval_paths`;
+    # None leaves evaluation to `eval_paths` alone
+    eval_fraction: float | None = None
+    all_turns: bool = False  # whether every answer of a conversation trains
+    step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
+    most_rows: int | None = None  # use only the first rows of each data set, as if there were no others
+    whole_flag: str = ""  # if given, all rows of `flags.data_path`, which this flag names, are for evaluation

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from dschat_ppo.config.batch_plan import PPOPlan
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.ppo_config import PPOConfig
 
 # A forward pass of scoring; recorded while sampling; the forward pass of the update, which also gives the values.
 OldLogprobs = Literal["recompute", "rollout", "update"]

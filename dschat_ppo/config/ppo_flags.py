@@ -142,6 +142,25 @@ class PPOFlags:
 
 
 @dataclass(frozen=True)
+class PPOMemoryFlags:
+    """Memory of step 3."""
+
+    # fmt: off
+    sleep_in_rollout: bool = flag(False,
+        "while generating, move to host memory what generation does not need: optimizer states, fp32 weights and "
+        "gradient buffers of actor and critic, and the weights of critic, reference and reward model")
+    inference_tp_size: int = positive(1,
+        "number of ranks that generate together, each with a part of every decoder layer (tensor parallelism), for an "
+        "actor that does not fit on one device; 1 = off")
+    tp_gather_partition_size: int = positive(8,
+        "decoder layers that --inference_tp_size gathers at a time to divide them")
+    enable_mixed_precision_lora: bool = flag(False,
+        "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
+        "--dtype fp16 and a GPU)")
+    # fmt: on
+
+
+@dataclass(frozen=True)
 class EvaluationFlags:
     """Evaluation on held-out prompts before, during and after training."""
 

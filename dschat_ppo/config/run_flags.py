@@ -4,7 +4,6 @@ memory, sequences and attention."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,8 +20,6 @@ from dschat_ppo.config.schema import (
 )
 
 AUTO, NEVER = "auto", "never"
-EVAL = "eval_"
-_LOWER, _HIGHER = ("loss", "perplexity", "nll"), ("accuracy", "margin")
 
 
 @dataclass(frozen=True)
@@ -158,63 +155,6 @@ class ConsoleFlags:
         return step in (1, total) or step % self.logging_steps == 0
 
 
-EVERY_TENTH_STEP = ConsoleFlags()
-
-
-@dataclass(frozen=True)
-class BestMetric:
-    """The metric that decides which model of a run is the best."""
-
-    name: str  # as in `metrics.jsonl`, such as "eval_loss"
-    higher: bool  # whether a higher value is better
-
-    def is_better(self, value: float, best: float) -> bool:
-        return value > best if self.higher else value < best
-
-
-LOWEST_LOSS = BestMetric("eval_loss", higher=False)
-
-
-@dataclass(frozen=True)
-class BestFlags:
-    """Best model."""
-
-    # fmt: off
-    metric_for_best: str | None = flag(None,
-        "keep the model with the best value of this metric, such as eval_loss or eval_accuracy, in best/ in "
-        "--output_dir. Loss and perplexity are better lower, accuracy and margin higher; for others write NAME:min or "
-        "NAME:max. Not given: no model is kept, and the best checkpoint is that of the lowest eval_loss")
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        _ = self.best_metric  # checked before anything is loaded
-
-    @property
-    def best_metric(self) -> BestMetric:
-        """The metric of `--metric_for_best`, or the loss."""
-        if self.metric_for_best is None:
-            return LOWEST_LOSS
-        text, _, direction = self.metric_for_best.rpartition(":")
-        if direction not in ("min", "max"):
-            text, direction = self.metric_for_best, ""
-        name = f"{EVAL}{text.removeprefix(EVAL)}"
-        kind = name.split("/")[0].rpartition("_")[2]  # what is measured, without the name of a data set
-        require(
-            bool(direction) or kind in (*_LOWER, *_HIGHER),
-            f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write {name}:max or "
-            f"{name}:min",
-        )
-        return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
-
-    def require_metric(self, metrics: Sequence[str]) -> None:
-        """Check that the metric is one of `metrics` (without "eval_"), or one of them for a data set: "loss/NAME"."""
-        require(
-            self.metric_for_best is None or self.best_metric.name.removeprefix(EVAL).split("/")[0] in metrics,
-            f"--metric_for_best {self.metric_for_best}: the evaluation has no {self.best_metric.name}; it has "
-            f"{', '.join(f'{EVAL}{name}' for name in metrics)}",
-        )
-
-
 @dataclass(frozen=True)
 class MemoryFlags:
     """Memory, division of sequences, and attention."""
@@ -253,33 +193,3 @@ def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:
         ranks % size == 0,
         f"--sequence_parallel_size {size} does not divide the {ranks} ranks of this run; use {possible_sizes(ranks)}",
     )
-
-
-@dataclass(frozen=True)
-class PPOMemoryFlags:
-    """Memory of step 3."""
-
-    # fmt: off
-    sleep_in_rollout: bool = flag(False,
-        "while generating, move to host memory what generation does not need: optimizer states, fp32 weights and "
-        "gradient buffers of actor and critic, and the weights of critic, reference and reward model")
-    inference_tp_size: int = positive(1,
-        "number of ranks that generate together, each with a part of every decoder layer (tensor parallelism), for an "
-        "actor that does not fit on one device; 1 = off")
-    tp_gather_partition_size: int = positive(8,
-        "decoder layers that --inference_tp_size gathers at a time to divide them")
-    enable_mixed_precision_lora: bool = flag(False,
-        "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
-        "--dtype fp16 and a GPU)")
-    # fmt: on
-
-
-def check_memory(flags: MemoryFlags, stages: Mapping[str, int]) -> None:
-    """Check that an engine of a step can use its memory flags; `stages`: flag of a model that trains -> ZeRO stage."""
-    names, some = " and ".join(stages), " or ".join(stages)
-    refuse({
-        f"--offload_optimizer needs {names} 1, 2 or 3: stage 0 keeps everything on the device":
-            flags.offload_optimizer and min(stages.values()) == 0,
-        f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not partition weights":
-            flags.zero_hpz_partition_size > 1 and 3 not in stages.values(),
-    })  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dschat_ppo.config.data_flags import Use
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
     REQUIRED,
@@ -17,6 +19,7 @@ from dschat_ppo.config.schema import (
     old_flag,
     positive,
     refuse,
+    require,
     require_used,
     share,
 )
@@ -42,7 +45,9 @@ ONLY_FOR = {
 }
 DEFAULT_BETA, BETAS = 0.1, {"simpo": 2.0}
 NLL_COEFS = {"dpo_nll": 0.2, "cpo": 1.0, "simpo": 0.0}  # by objective
-_DATA_USES: dict[str, Literal["unpaired", "steps"]] = {"kto": "unpaired", "process": "steps"}
+_USES: dict[str, Use] = {"kto": "unpaired", "process": "steps"}
+EVAL = "eval_"
+_LOWER, _HIGHER = ("loss", "perplexity", "nll"), ("accuracy", "margin")
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,60 @@ class SupervisedFlags:
             "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device":
                 self.offload and self.zero_stage == 0,
         })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """The metric that decides which model of a run is the best."""
+
+    name: str  # as in `metrics.jsonl`, such as "eval_loss"
+    higher: bool  # whether a higher value is better
+
+    def is_better(self, value: float, best: float) -> bool:
+        return value > best if self.higher else value < best
+
+
+LOWEST_LOSS = BestMetric("eval_loss", higher=False)
+
+
+@dataclass(frozen=True)
+class BestFlags:
+    """Best model."""
+
+    # fmt: off
+    metric_for_best: str | None = flag(None,
+        "keep the model with the best value of this metric, such as eval_loss or eval_accuracy, in best/ in "
+        "--output_dir. Loss and perplexity are better lower, accuracy and margin higher; for others write NAME:min or "
+        "NAME:max. Not given: no model is kept, and the best checkpoint is that of the lowest eval_loss")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        _ = self.best_metric  # checked before anything is loaded
+
+    @property
+    def best_metric(self) -> BestMetric:
+        """The metric of `--metric_for_best`, or the loss."""
+        if self.metric_for_best is None:
+            return LOWEST_LOSS
+        text, _, direction = self.metric_for_best.rpartition(":")
+        if direction not in ("min", "max"):
+            text, direction = self.metric_for_best, ""
+        name = f"{EVAL}{text.removeprefix(EVAL)}"
+        kind = name.split("/")[0].rpartition("_")[2]  # what is measured, without the name of a data set
+        require(
+            bool(direction) or kind in (*_LOWER, *_HIGHER),
+            f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write {name}:max or "
+            f"{name}:min",
+        )
+        return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
+
+    def require_metric(self, metrics: Sequence[str]) -> None:
+        """Check that the metric is one of `metrics` (without "eval_"), or one of them for a data set: "loss/NAME"."""
+        require(
+            self.metric_for_best is None or self.best_metric.name.removeprefix(EVAL).split("/")[0] in metrics,
+            f"--metric_for_best {self.metric_for_best}: the evaluation has no {self.best_metric.name}; it has "
+            f"{', '.join(f'{EVAL}{name}' for name in metrics)}",
+        )
 
 
 @dataclass(frozen=True)
@@ -197,6 +256,6 @@ class PreferenceFlags:
         return self.objective in PAIRS_WITH_REFERENCE or self.objective == "kto"
 
     @property
-    def data_use(self) -> Literal["preference", "unpaired", "steps"]:
+    def data_use(self) -> Use:
         """What the step reads from the data: pairs, single labelled answers, or answers with labelled steps."""
-        return _DATA_USES.get(self.objective, "preference")
+        return _USES.get(self.objective, "preference")

@@ -12,15 +12,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from dschat_ppo.errors import UserError
 
 Message = dict[str, Any]
 Messages = list[Message]
 Row = dict[str, Any]
-# What a step reads: an answer, [chosen, rejected], a labelled answer (KTO), an answer with labelled steps, no answer
-Use = Literal["sft", "preference", "unpaired", "steps", "prompt"]
 PARTS = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}  # the share of --data_split
 SPLIT_SEED = 1234  # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the prompt, their tools, and

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from dschat_ppo.common.own_functions import file_named, own_function
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.data.examples import THOUGHTS, Example, Row, Use, has_value, value_at
+from dschat_ppo.data.examples import THOUGHTS, Example, Row, has_value, value_at
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
 from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, NAME_THEM, SYSTEM_COLUMNS, Form, rows_made
 from dschat_ppo.errors import UserError

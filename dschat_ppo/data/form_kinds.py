@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
 
+from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data import form_readers as readers
-from dschat_ppo.data.examples import Row, Use, number_of, text_at, value_at
+from dschat_ppo.data.examples import Row, number_of, text_at, value_at
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data.examples import (
     CONTEXT,
     Messages,
     Row,
-    Use,
     as_text,
     checked,
     from_json,

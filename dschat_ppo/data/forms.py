@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dschat_ppo.common.own_functions import own_function, running_own
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.data.examples import (
     CONTEXT,
     THOUGHTS,
     WEIGHTS,
     Example,
     Row,
-    Use,
     checked,
     from_json,
     has_value,

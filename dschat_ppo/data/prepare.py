@@ -30,17 +30,16 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
-from dschat_ppo.config.data_flags import DataFlags, parse_data_split
-from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, SFTConfig, StepConfig
+from dschat_ppo.config.data_flags import DataFlags, StepData, parse_data_split
 from dschat_ppo.data.cache import new_entry, rows_of_entry, token_key
 from dschat_ppo.data.encode import encode_example
-from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example, Use
+from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows, read_splits
 from dschat_ppo.data.sources import DataSource, is_hub_name, open_set, parse_sources
 from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, first_rows, rows_at_hand, start, tokens_of
-from dschat_ppo.data.tokenise import DOING, NOTES, Fitted, StepData, TokeniseSettings, refuse_bad, tokenise_batch
+from dschat_ppo.data.tokenise import DOING, NOTES, Fitted, TokeniseSettings, features_of, refuse_bad, tokenise_batch
 from dschat_ppo.errors import UserError, counted
 
 BATCH_ROWS = 512  # enough for the tokenizer; rows of 10k tokens then take some 100 MB in a worker
@@ -73,21 +72,6 @@ class Part:
     source: DataSource
     rows: Dataset
     order: np.ndarray
-
-
-def step_data(config: StepConfig) -> StepData:
-    """What a step wants of its data by its flags."""
-    if isinstance(config, PPOConfig):
-        held_out = config.validation.eval_data_path
-        return StepData("prompt", config.data, config.ppo.max_prompt_seq_len, eval_paths=held_out)
-    fit, own = config.fit, dict[str, Any]()
-    use: Use = "sft"
-    if isinstance(config, SFTConfig):
-        own = {"whole_paths": config.sft.sft_only_data_path, "all_turns": config.sft.train_on == "all"}
-    elif isinstance(config, PreferenceConfig):
-        use, own = config.reward.data_use, {"step_separator": config.reward.separator}
-    own |= {"eval_paths": fit.eval_data_path, "eval_fraction": fit.eval_fraction}
-    return StepData(use, config.data, fit.max_seq_len, **own)
 
 
 def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
@@ -178,7 +162,7 @@ def tokenised(
     # in the order of the file, because every read in the order of the step would be a random access
     numbers = np.sort(np.concatenate([train, held_out]))
     taken, workers = raw.table.select(numbers), worker_count(step.flags.preprocessing_num_workers, len(numbers))
-    schema = Features({**step.features, **NOTES}).arrow_schema
+    schema = Features({**features_of(step), **NOTES}).arrow_schema
 
     def write(folder: Path, worker: int) -> int:
         """Write the token rows of the share of one worker; returns their number."""
@@ -238,7 +222,7 @@ def tokenised(
             raise UserError(f"{name}: no row is within {limit}; raise it, or use --truncation left")
         if not is_eval and (fitted[usable] == Fitted.ANSWER_CUT).all():
             raise UserError(f"{name}: every answer is cut by {limit}; raise it")
-        kept.append(Part(source, rows.select_columns(list(step.features)), order))
+        kept.append(Part(source, rows.select_columns(list(features_of(step))), order))
     return parts
 
 

@@ -29,11 +29,12 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, reset
+from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.parts import Batch, Part, Row, read_part
 from dschat_ppo.data.sources import Group, OpenSet
-from dschat_ppo.data.tokenise import DOING, Fitted, StepData, TokeniseSettings, refuse_bad, tokenise_batch
+from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, features_of, refuse_bad, tokenise_batch
 from dschat_ppo.errors import UserError, in_one_line
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
@@ -335,7 +336,7 @@ def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
         weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
         logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
     content = "\0".join(part.content for source in sources for part in source.parts)
-    features = Features({**step.features, "source": Value("int32")})
+    features = Features({**features_of(step), "source": Value("int32")})
     identity = hashlib.sha256(content.encode()).hexdigest()
     rows = StreamedRows(sources, step.flags.streaming_rows or 0, features, identity)
     if {code.words for code in Fitted}.intersection(rows.counts) == {Fitted.ANSWER_CUT.words}:
@@ -345,7 +346,7 @@ def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
 
 def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
-    found, names = tokenise_batch(batch.rows, batch.origins, settings), list(settings.step.features)
+    found, names = tokenise_batch(batch.rows, batch.origins, settings), list(features_of(settings.step))
     problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)

@@ -15,9 +15,9 @@ from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
-from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, Use
+from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.parts import Raw
 from dschat_ppo.data.templates import added_tokens
@@ -53,36 +53,18 @@ NOTES = {  # further columns, for `prepare`
 }
 
 
-@dataclass(frozen=True)
-class StepData:
-    """What one step wants of its data."""
-
-    use: Use
-    flags: DataFlags
-    limit: int  # most tokens of a row
-    whole_paths: Sequence[str] = ()  # further data sets of which the step uses every row (`--sft_only_data_path`)
-    eval_paths: Sequence[str] = ()
-    # of the training rows, held out for evaluation if a data set has no evaluation split and there are no `eval_paths`;
-    # None leaves evaluation to `eval_paths` alone
-    eval_fraction: float | None = None
-    all_turns: bool = False  # see `encode_example`
-    step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
-    most_rows: int | None = None  # use only the first rows of each data set, as if there were no others
-    whole_flag: str = ""  # if given, all rows of `flags.data_path`, which this flag names, are for evaluation
-
-    @property
-    def features(self) -> Features:
-        """Columns of its token rows; `digest` is a hash of the others."""
-        columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
-        if self.use == "sft":
-            columns["prompt_spans"] = List(_IDS)
-        if self.use == "unpaired":
-            columns["label"] = Value("float32")
-        if self.use == "steps":
-            columns |= {"step_ends": _IDS, "step_labels": List(Value("float32"))}
-        if self.use == "prompt":
-            columns["row"] = Value("string")
-        return Features(columns | {"digest": Value("int64")})
+def features_of(step: StepData) -> Features:
+    """Columns of the token rows of a step; `digest` is a hash of the others."""
+    columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
+    if step.use == "sft":
+        columns["prompt_spans"] = List(_IDS)
+    if step.use == "unpaired":
+        columns["label"] = Value("float32")
+    if step.use == "steps":
+        columns |= {"step_ends": _IDS, "step_labels": List(Value("float32"))}
+    if step.use == "prompt":
+        columns["row"] = Value("string")
+    return Features(columns | {"digest": Value("int64")})
 
 
 @dataclass(frozen=True)
@@ -115,7 +97,7 @@ def refuse_bad(name: str, bad: int, rows: int, policy: str, first: Sequence[str]
 
 
 def tokenise_batch(raw_rows: Sequence[Raw], origins: Sequence[str], settings: TokeniseSettings) -> list[dict[str, Any]]:
-    """Token rows of some raw rows of one data set, in their order, with the columns of `StepData.features` and `NOTES`;
+    """Token rows of some raw rows of one data set, in their order, with the columns of `features_of` and `NOTES`;
     `origins` is "FILE, row N" of each, and `number` counts the raw rows given here. A raw row gives none, one or
     several. A bad one gives a single row without tokens, which is UNUSABLE: its `problem` names the row and quotes it.
     Rows that the limit drops are included as DROPPED."""

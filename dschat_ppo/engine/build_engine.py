@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
-from dschat_ppo.config.steps import POLYNOMIAL_END
+from dschat_ppo.config.step_config import POLYNOMIAL_END
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config
 from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.models.state_layers import state_layers

@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_ppo.config.run_flags import MemoryFlags
 from dschat_ppo.config.schema import read_settings, require
-from dschat_ppo.config.steps import PPOConfig, StepConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
@@ -149,11 +149,7 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
     """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of the flags."""
     path, run = config.run.deepspeed_config, config.run
     settings = _settings_of(path)
-    if isinstance(config, PPOConfig):
-        flags, micro = vars(config.ppo), "per_device_training_batch_size"
-        models = ["actor_", *["critic_"] * config.algorithm.has_critic]
-    else:
-        flags, micro, models = vars(config.fit), "per_device_train_batch_size", [""]
+    flags, micro = vars(config.training), config.micro_batch
     accumulation = flags["gradient_accumulation_steps"]
     ours = [  # (setting, flag, value)
         ("train_micro_batch_size_per_gpu", micro, flags[micro]),
@@ -167,7 +163,7 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         ("bf16.enabled", "dtype", run.dtype == "bf16"),
         ("fp16.enabled", "dtype", run.dtype == "fp16"),
     ]  # fmt: skip
-    for model in models:
+    for model in config.stages:
         peak, decay = f"{model}learning_rate", f"{model}weight_decay"
         ours += [
             ("optimizer.params.lr", peak, flags[peak]),

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.dist import device, world_size
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import PPOPlan
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, share_gathering, train_engine
 from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train_config

@@ -22,8 +22,9 @@ from dschat_ppo.common.atomic_files import write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import METRICS, REPORT, VALIDATION, shown_path
 from dschat_ppo.common.progress import duration
+from dschat_ppo.config.cli import STEPS
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
-from dschat_ppo.config.steps import STEPS, defaults_of
+from dschat_ppo.config.step_config import defaults_of
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
 from dschat_ppo.html_report.run_folder import NOT_PLOTTED, Answer, Points, Run, number_or_none, read_runs
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.config.steps import PPOConfig, StepConfig
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
@@ -73,7 +74,7 @@ def read_model_configs(config: StepConfig) -> dict[str, PretrainedConfig]:
     has them; of the other steps "model"."""
     named: dict[str, tuple[str, str | None]]
     if not isinstance(config, PPOConfig):
-        named = {"model": ("--model_name_or_path", config.fit.model_name_or_path)}
+        named = {"model": ("--model_name_or_path", config.training.model_name_or_path)}
     else:
         named = {
             "actor": ("--actor_model_name_or_path", config.ppo.actor_model_name_or_path),

@@ -14,7 +14,9 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.config.batch_plan import plan_ppo
-from dschat_ppo.config.steps import PPOConfig, PreferenceConfig, StepConfig
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig, flatten
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.engine.build_engine import OF_GATHERING, fits_whole
 from dschat_ppo.engine.ds_config import read_overlay, train_config
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
@@ -131,7 +133,7 @@ def roles_of(
     """The models that a step holds; the actor is the first of step 3. `device_memory`: bytes of a rank's device, or on
     a CPU its share of the host's."""
     dtype, adapters = config.run.dtype, config.adapters
-    fit: Any = config.ppo if isinstance(config, PPOConfig) else config.fit
+    fit = config.training
 
     def parts(role: str, scalar: bool, dim: int = 0, layers: str | None = None) -> ModelParts:
         adapter = None
@@ -175,10 +177,10 @@ def roles_of(
             kept_whole=is_divided and not offloads and fits(size), shared=shared, on_gpu=on_gpu,
         )  # fmt: skip
 
-    if not isinstance(config, PPOConfig):
-        scalar = isinstance(config, PreferenceConfig) and config.reward.trains_classifier
-        size = parts("model", scalar, config.lora.lora_dim, config.lora.lora_module_name)
+    if isinstance(config, FitConfig):
+        size = parts("model", config.has_head, config.lora.lora_dim, config.lora.lora_module_name)
         return [trained("model", size, fit.zero_stage, fit.gradient_checkpointing)]
+    assert isinstance(config, PPOConfig)
     ppo, lora = config.ppo, config.lora
     size = parts("actor", False, lora.actor_lora_dim, lora.actor_lora_module_name)
     actor = trained("actor", size, ppo.actor_zero_stage, ppo.actor_gradient_checkpointing,
@@ -204,7 +206,7 @@ def roles_of(
 def show_memory_plan(config: StepConfig) -> None:
     """Log the expected peak of a run that is about to train, and warn if it does not fit. If a model cannot be counted,
     there is no plan; if there is no such model, or flags do not fit together, the run itself says so."""
-    if (config.validation if isinstance(config, PPOConfig) else config.fit).validate_only:
+    if flatten(config)["validate_only"]:
         return
     quiet_libraries()
     try:

@@ -14,7 +14,8 @@ from typing import Any
 
 from dschat_ppo.algorithms.fused_logprobs import BLOCK_BYTES, GPU_BLOCK_BYTES
 from dschat_ppo.config.batch_plan import PPOPlan
-from dschat_ppo.config.steps import FitConfig, PPOConfig, PreferenceConfig, StepConfig
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.engine.ds_config import BUCKET_SIZE
 from dschat_ppo.engine.hybrid_engine import reason_not_to_divide
 from dschat_ppo.models.activation_memory import SMALLEST_ON_HOST
@@ -303,11 +304,10 @@ def checkpoint_phase(roles: Sequence[Role], ema: bool) -> Phase:
     return phase
 
 
-def supervised_phases(config: FitConfig, role: Role) -> list[Phase]:
+def supervised_phases(config: StepConfig, role: Role) -> list[Phase]:
     """The phases of steps 1 and 2. Pairs of answers make two rows of each row of a batch."""
-    fit, roles = config.fit, [role]
-    is_pair = isinstance(config, PreferenceConfig) and config.reward.data_use == "preference"
-    rows = fit.per_device_train_batch_size * (2 if is_pair else 1)
+    fit, roles = config.training, [role]
+    rows = fit.per_device_train_batch_size * (2 if config.step_data.use == "preference" else 1)
     tokens = -(-rows * fit.max_seq_len // config.memory.sequence_parallel_size)
     update = update_phase("update", role, roles, tokens, tokens, fit.gradient_accumulation_steps, config)
     return [update, checkpoint_phase(roles, False)]

@@ -16,8 +16,8 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
-from dschat_ppo.config.steps import PPOConfig
-from dschat_ppo.data.prepare import TokenRows, prepare, step_data, text_blocks
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.hybrid_engine import check_tensor_parallel, reason_not_to_divide
@@ -228,7 +228,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     check_stop_ids(ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    rows = prepare(step_data(config), tokenizer)
+    rows = prepare(config.step_data, tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)

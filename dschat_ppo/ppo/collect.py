@@ -21,8 +21,8 @@ from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.batch_plan import PPOPlan
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.data.batches import IndexStream, collate_prompts
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.hybrid_engine import HybridEngine

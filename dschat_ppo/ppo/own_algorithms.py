@@ -13,8 +13,8 @@ from torch import Tensor
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, TokenLosses
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs
 from dschat_ppo.common.own_functions import own_function, running_own
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.config.steps import PPOConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.types import Experience, FinishReason
 

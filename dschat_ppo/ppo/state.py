@@ -20,7 +20,7 @@ from dschat_ppo.common.progress import report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.on_policy import describe, old_logprobs_source
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine

@@ -17,7 +17,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import SAMPLES
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.on_policy import OldLogprobs
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.errors import counted

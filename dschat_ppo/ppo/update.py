@@ -29,7 +29,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.own_functions import named
 from dschat_ppo.common.phases import PhaseClock, block
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.steps import PPOConfig
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Gradients, StepResult, accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine

@@ -35,7 +35,7 @@ from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, REPORT, RESULT, SAMPLES, STARTS, shown_path
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
-from dschat_ppo.config.steps import StepConfig, flatten
+from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.model_folders import checkpoint_shapes, is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
@@ -161,7 +161,7 @@ def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> No
             f"kept as {kept.name})"
         )
         return
-    changes = differences(saved, flatten(config))
+    changes = differences(saved, flatten(config), defaults_of(type(config)))
     if not changes:
         raise StopRequested(_done(folder, config, saved))
     if not checkpoints:

@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 
 from dschat_ppo.checkpoint.identity import (
-    FLAGS,
     RunIdentity,
     RunInputs,
     find_checkpoint,
@@ -26,7 +25,7 @@ from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.common.paths import VALIDATION, shown_path
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags, check_sequence_parallel_size
-from dschat_ppo.config.steps import StepConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.cpu_kernels.operations import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.step_trace import StepTrace
@@ -180,10 +179,10 @@ class Session:
 
     def _tracking(self) -> Tracking | None:
         """What the trackers receive; None without any."""
-        run, given = self.run, self.identity.config.items()
+        run, flags = self.run, self.identity.config
         if not run.trackers:
             return None
-        flags = {name: value for name, value in given if name in FLAGS}
+        flags = {name: value for name, value in flags.items() if name in self.identity.defaults}
         return Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
 
 

@@ -39,7 +39,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.batches import (
     OTHER_ROW,

@@ -15,7 +15,7 @@ from dschat_ppo.algorithms.supervised_losses import (
     reward_centering_loss,
     step_losses,
 )
-from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
 from dschat_ppo.data.batches import PairBatch, StepBatch, collate_pairs, collate_steps
 from dschat_ppo.data.prepare import TokenRows

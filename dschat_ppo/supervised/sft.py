@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.config.steps import SFTConfig
+from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.models.kernel_selection import apply_memory_flags
 from dschat_ppo.models.loading import check_causal_lm, load_causal_lm

@@ -19,10 +19,10 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
-from dschat_ppo.config.steps import FitConfig
+from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import plan_packing
-from dschat_ppo.data.prepare import TokenRows, prepare, step_data
+from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k
@@ -101,7 +101,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(config)
     announce("prepare data")
-    rows = prepare(step_data(config), tokenizer)
+    rows = prepare(config.step_data, tokenizer)
     if rows.eval is None and (fit.validate_only or named is not None):
         flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
         raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
@@ -155,7 +155,7 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
         trainer.health.begin(output)
         if trainer.steps == 0 and trainer.objective.score is not None:
             write_answers(trainer, run.tokenizer, output)
-        trainer.run(writer, checkpointer, run.name, kept, config.console, session.trace)
+        trainer.run(writer, checkpointer, run.name, kept, session.trace)
         write_answers(trainer, run.tokenizer, output)
     announce("save models")
     result = trainer.save(output, run.tokenizer)

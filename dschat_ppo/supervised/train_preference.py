@@ -11,7 +11,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags, parse_data_split
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.steps import PreferenceConfig
+from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PAIRS_WITH_REFERENCE, REFERENCE_FREE
 from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings

@@ -24,9 +24,9 @@ from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import batch_text, times
-from dschat_ppo.config.run_flags import EVERY_TENTH_STEP, LOWEST_LOSS, BestMetric, ConsoleFlags
-from dschat_ppo.config.steps import FitConfig, ScheduleFlags
-from dschat_ppo.config.supervised_flags import SupervisedFlags
+from dschat_ppo.config.step_config import ScheduleFlags
+from dschat_ppo.config.supervised_config import FitConfig
+from dschat_ppo.config.supervised_flags import LOWEST_LOSS, BestMetric, SupervisedFlags
 from dschat_ppo.data.batches import (
     PackingPlan,
     chunked_order,
@@ -184,7 +184,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
         self.plan = plan_batches(fit, rows.train, self.packing, self.schedule.max_steps, dist.sequence_ranks())
         self.objective = objective
-        self.fit, self.seed = fit, run.seed
+        self.fit, self.console, self.seed = fit, config.console, run.seed
         # else an adapter folder is saved
         self.saves_whole_model = config.adapters.lora_merge or not config.adapters.only_optimize_lora
         self.clock = PhaseClock()
@@ -216,7 +216,7 @@ class SupervisedTrainer(Generic[Batch]):
 
     def run(
         self, writer: MetricsWriter, checkpointer: CheckpointManager, title: str, kept: KeptModels | None = None,
-        console: ConsoleFlags = EVERY_TENTH_STEP, trace: StepTrace = NO_TRACE,
+        trace: StepTrace = NO_TRACE,
     ) -> None:  # fmt: skip
         """Train from the current state to the end; evaluate at the end of each epoch and of the run, and every
         `--eval_interval` steps. `kept` also saves the models of some steps, and the best one; `trace` records one step.
@@ -237,7 +237,7 @@ class SupervisedTrainer(Generic[Batch]):
                     metrics = self.train_step(micro_batches, take())
                 self.steps = step
                 progress.advance(metrics["tokens"], f"loss {metrics['loss']:.4f}")
-                show_step(supervised_columns(self.objective.headline), metrics | rates, progress, console)
+                show_step(supervised_columns(self.objective.headline), metrics | rates, progress, self.console)
                 interval, ends = self.fit.eval_interval, step == self.plan.total_steps
                 if ends or step % self.plan.steps_per_epoch == 0 or (interval and step % interval == 0):
                     self.after = self.evaluate()

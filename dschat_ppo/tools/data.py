@@ -23,7 +23,8 @@ from dschat_ppo.common.logging import quiet_hugging_face
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import flag_parser
-from dschat_ppo.config.steps import PPOConfig, StepConfig
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.tools import exit_code_of
 
@@ -78,7 +79,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     # after the flags are checked: these imports take seconds
     from datasets import Dataset
 
-    from dschat_ppo.data.prepare import prepare, step_data
+    from dschat_ppo.data.prepare import prepare
     from dschat_ppo.data.templates import with_template_flags
     from dschat_ppo.models.model_folders import model_folder, settings_only
     from dschat_ppo.models.tokenizers import load_tokenizer
@@ -90,7 +91,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
         with settings_only():
             folder = model_folder(folder, "--tokenizer")
     tokenizer = with_template_flags(load_tokenizer(folder, "--tokenizer"), config.data)
-    rows = prepare(replace(step_data(config), most_rows=words.rows), tokenizer)
+    rows = prepare(replace(config.step_data, most_rows=words.rows), tokenizer)
     log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
         check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)

@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.config.flag_parser import add_groups, flag_parser
+from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.config.schema import flag, not_negative, positive, refuse
-from dschat_ppo.config.steps import STEPS
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import Wanted, add_sampling_flags, settings_of
@@ -78,7 +78,7 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
     rewards = None
     if learned or words.reward_function or words.remote_reward_url:
         rewards = RewardSourceFlags(**_of(RewardSourceFlags, words), use_reward_model=learned is not None)
-    truncation = words.truncation or STEPS["ppo"].defaults["truncation"]  # rows that are too long: as in step 3
+    truncation = words.truncation or PPOConfig.own_defaults["truncation"]  # rows that are too long: as in step 3
     prompts = DataFlags(**_of(DataFlags, words) | {"truncation": truncation})
     return Wanted(words, prompts, rewards, settings_of(words))
 

@@ -19,9 +19,10 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.cache import token_key
-from dschat_ppo.data.prepare import StepData, prepare
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, report_length, require_length

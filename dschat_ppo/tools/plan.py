@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
-from dschat_ppo.config.steps import PPOConfig, StepConfig
+from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
 

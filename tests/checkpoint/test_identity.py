@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from dschat_ppo.checkpoint import identity
 from dschat_ppo.checkpoint.identity import (
     DIGEST,
-    FLAGS,
     HARMLESS,
     LENGTH,
     PRODUCTS,
@@ -21,15 +20,14 @@ from dschat_ppo.checkpoint.identity import (
     SAMPLES,
     RunIdentity,
     RunInputs,
-    differences,
     identify_run,
     input_fingerprints,
     model_fingerprint,
     rows_fingerprint,
 )
 from dschat_ppo.config.batch_plan import plan_ppo
-from dschat_ppo.config.cli import parse
-from dschat_ppo.config.steps import flatten
+from dschat_ppo.config.cli import STEPS, parse
+from dschat_ppo.config.step_config import defaults_of, flatten
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.models.model_folders import with_bases
@@ -40,6 +38,10 @@ from dschat_ppo.rewards.function_reward import function_files
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--data_path", "d", "--output_dir", "o"]
 PLANS = {"ppo": {"rows_per_update": 16, "rows_per_step": 32}}
+
+
+def differences(saved, now):
+    return identity.differences(saved, now, defaults_of(STEPS["sft"]))
 
 
 @cache
@@ -65,9 +67,8 @@ def test_credentials_are_neither_saved_nor_compared():
 
 
 def test_the_tables_hold_the_flags_of_the_command_lines():
-    lines = ("sft", "reward", "ppo")
-    assert set().union(*(flatten(parse(step, PPO if step == "ppo" else SFT)) for step in lines)) == FLAGS
-    assert HARMLESS | set(PRODUCTS) | LENGTH <= FLAGS and not HARMLESS & set(PRODUCTS)
+    flags = set().union(*(flatten(parse(step, PPO if step == "ppo" else SFT)) for step in ("sft", "reward", "ppo")))
+    assert HARMLESS | set(PRODUCTS) | LENGTH <= flags and not HARMLESS & set(PRODUCTS)
 
 
 HARMLESS_WORDS = [
@@ -210,7 +211,7 @@ def test_rank_0_alone_adds_a_short_fingerprint_of_each_input_to_the_identity(ran
     settings = flatten(config) | {"rows_per_update": 8}
     found = identify_run("sft", config, inputs(folder), {"rows_per_update": 8})
     if rank == 1:
-        assert found == RunIdentity("sft", settings, "")
+        assert found == RunIdentity("sft", settings, "", defaults_of(STEPS["sft"]))
         return
     reward, actor = f"contents of --reward_function {folder}/reward.py", "contents of --actor_model_name_or_path"
     assert found.data == rows_fingerprint(TRAIN) and found.config.keys() == {*settings, "texts", actor, reward}

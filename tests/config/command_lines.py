@@ -1,7 +1,7 @@
 """Command lines for tests of the configuration."""
 
 from dschat_ppo.config.cli import notes, parse
-from dschat_ppo.config.steps import flatten
+from dschat_ppo.config.step_config import flatten
 
 # step -> the required flags
 NEEDED = {

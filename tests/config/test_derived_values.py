@@ -19,8 +19,9 @@ from dschat_ppo.config.algorithm_flags import (
 )
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags, thresholds
-from dschat_ppo.config.run_flags import BestFlags, BestMetric, ConsoleFlags, possible_sizes
-from dschat_ppo.config.steps import ScheduleFlags
+from dschat_ppo.config.run_flags import ConsoleFlags, possible_sizes
+from dschat_ppo.config.step_config import ScheduleFlags
+from dschat_ppo.config.supervised_flags import BestFlags, BestMetric
 
 
 def test_the_choices_are_the_implemented_estimators_losses_and_kl_forms():

@@ -2,13 +2,12 @@
 
 import dataclasses
 import re
-from typing import get_type_hints
 
 import pytest
 
-from dschat_ppo.config.cli import TITLES, help_text
+from dschat_ppo.config.cli import STEPS, TITLES, help_text
 from dschat_ppo.config.flag_parser import FlagParser, flag_parser
-from dschat_ppo.config.steps import STEPS
+from dschat_ppo.config.step_config import groups_of
 from dschat_ppo.errors import UserError
 
 
@@ -18,15 +17,15 @@ def columns(monkeypatch):
 
 
 def all_flags(step: str) -> FlagParser:
-    parser = flag_parser(list(get_type_hints(STEPS[step].config).values()), add_help=False)
-    parser.set_defaults(**STEPS[step].defaults)
+    parser = flag_parser(list(groups_of(STEPS[step]).values()), add_help=False)
+    parser.set_defaults(**STEPS[step].own_defaults)
     return parser
 
 
 def test_each_flag_is_in_the_whole_help_exactly_once():
     for step in STEPS:
         printed = help_text(step, all_flags(step), "all")
-        groups = get_type_hints(STEPS[step].config).values()
+        groups = groups_of(STEPS[step]).values()
         names = [field.name for group in groups for field in dataclasses.fields(group)]
         assert re.findall(r"^  --(\w+)", printed, re.MULTILINE) == names
         assert printed.startswith(f"All {len(names)} flags of training/step")
@@ -56,12 +55,12 @@ def test_the_short_help_fits_a_screen_and_has_twenty_flags_with_the_defaults_of_
     lines = [line for line in printed if line.startswith("  --")]
     names = [line.split()[0].removeprefix("--") for line in lines]
     assert len(lines) == len(set(names)) == 20
-    fields = {field.name: field for group in get_type_hints(STEPS[step].config).values()
+    fields = {field.name: field for group in groups_of(STEPS[step]).values()
               for field in dataclasses.fields(group)}  # fmt: skip
     for line, name in zip(lines, names, strict=True):
         field = fields[name]
         own = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        default = STEPS[step].defaults.get(name, own)
+        default = STEPS[step].own_defaults.get(name, own)
         needed = default is dataclasses.MISSING or "(required)" in field.metadata["help"]
         [shown] = re.findall(r" \[([^]]*)\]$", line) or [""]
         assert (shown == "required") is needed, line

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 from dschat_ppo.config.cli import OUR_NAMES, flags_for, parse
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.schema import REQUIRED, flag
-from dschat_ppo.config.steps import flatten
+from dschat_ppo.config.step_config import flatten
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import write_config
 

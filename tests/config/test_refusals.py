@@ -208,7 +208,7 @@ def test_the_size_of_sequence_parallelism_divides_the_ranks():
 
 
 @pytest.mark.parametrize(("step", "words", "missing"), [
-    ("sft", "", "--data_path, --model_name_or_path, --output_dir"),
+    ("sft", "", "--model_name_or_path, --data_path, --output_dir"),
     ("reward", "--model_name_or_path m", "--data_path, --output_dir"),
     ("ppo", "--use_reward_model False", "--actor_model_name_or_path, --data_path, --output_dir"),
     ("ppo", "--data_path d", "--actor_model_name_or_path, --output_dir, --critic_model_name_or_path (or "

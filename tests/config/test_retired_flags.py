@@ -12,11 +12,11 @@ import pytest
 import yaml
 from command_lines import NEEDED, read
 
-from dschat_ppo.checkpoint.identity import FLAGS, HARMLESS, differences
-from dschat_ppo.config.cli import OUR_NAMES, notes, parse
+from dschat_ppo.checkpoint.identity import HARMLESS, differences
+from dschat_ppo.config.cli import OUR_NAMES, STEPS, notes, parse
 from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
-from dschat_ppo.config.steps import flatten
+from dschat_ppo.config.step_config import defaults_of, flatten
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import write_config
 
@@ -32,11 +32,12 @@ def gone(monkeypatch):
 
 
 def test_a_retired_flag_is_no_flag_of_today_and_no_answer_to_another():
-    assert not FLAGS & set(RETIRED)
+    flags = set().union(*map(defaults_of, STEPS.values()))
+    assert not flags & set(RETIRED)
     assert not HARMLESS & set(RETIRED) and set(NOW_FIXED) <= set(RETIRED)
     assert not set(RETIRED) & {ours for names in OUR_NAMES.values() for ours in names.split()}
     for answer in RETIRED.values():
-        assert "\n" not in answer and set(re.findall(r"--(\w+)", answer)) <= FLAGS, answer
+        assert "\n" not in answer and set(re.findall(r"--(\w+)", answer)) <= flags, answer
 
 
 def test_no_page_and_no_message_names_a_retired_flag():
@@ -80,9 +81,9 @@ def test_a_configuration_that_an_earlier_version_saved_loads_with_one_note(gone,
 def test_a_checkpoint_of_an_earlier_version_is_compared_without_flags_that_left(gone, monkeypatch):
     now = flatten(parse("sft", NEEDED["sft"]))
     saved = json.loads(json.dumps({"gone": 3, **now}))
-    assert differences(saved, now) == {}
+    assert differences(saved, now, {}) == {}
     monkeypatch.setitem(NOW_FIXED, "gone", 3)  # every run computes now what it did with 3
-    assert differences(saved, now) == {}
-    assert differences({**saved, "gone": 4}, now) == {"gone": "4 -> 3, always: this version has no such flag"}
+    assert differences(saved, now, {}) == {}
+    assert differences({**saved, "gone": 4}, now, {}) == {"gone": "4 -> 3, always: this version has no such flag"}
     assert note_on_retired({"seed": 1, "gone": 3}) == IGNORED and note_on_retired({"seed": 1}) is None
     assert note_on_retired({"gone": 4}) == f"{IGNORED}; --gone 4 is now 3"

@@ -9,9 +9,9 @@ from form_fixtures import ASK, assistant, form_of, read, user
 from test_docs_examples import SECTIONS
 from transformers import AutoTokenizer
 
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data.batches import collate_sft
-from dschat_ppo.data.prepare import StepData, prepare
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError
 from dschat_ppo.run.start_and_end import row_sample
 

@@ -11,13 +11,12 @@ from prepared import PAIRS, ROWS, TOKENIZER, flags_for, listed, prompts_of, writ
 from dschat_ppo.checkpoint.identity import rows_fingerprint
 from dschat_ppo.common import stop_requests
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data import encode, forms
 from dschat_ppo.data import prepare as data_prepare
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.prepare import (
     Part,
-    StepData,
     TokenRows,
     epoch_rows,
     hold_out,

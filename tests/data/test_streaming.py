@@ -20,10 +20,11 @@ from prepared import PAIRS, TOKENIZER, flags_for, listed, write_jsonl
 from streams import FEATURES, NumberFile, expected, source_of, tokens_of
 
 from dschat_ppo.common import stop_requests
+from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data import parts, streaming
 from dschat_ppo.data.batches import chunked_order
 from dschat_ppo.data.parts import Batch, FilePart
-from dschat_ppo.data.prepare import StepData, TokenRows, prepare
+from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.data.streaming import (
     ALL,
     READ,

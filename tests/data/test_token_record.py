@@ -29,12 +29,12 @@ from test_deepspeed_chat_sets import EXPECTED
 from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.forms import check_flags_used
 from dschat_ppo.data.templates import NAMED, named_template
-from dschat_ppo.data.tokenise import Fitted, StepData, TokeniseSettings, tokenise_batch
+from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, features_of, tokenise_batch
 from dschat_ppo.errors import UserError
 
 RECORD = Path(__file__).with_name("token_record.json")
@@ -152,7 +152,7 @@ def tokens_of(case: str, template: str) -> str:
         kept = [row for number in order for row in made if row["number"] == number and row["fitted"] != Fitted.DROPPED]
         is_bad = any(row["problem"] for row in made)
         if kept and not is_bad and any(row["fitted"] != Fitted.ANSWER_CUT for row in made):
-            schema = step.features.arrow_schema  # numbers as they are stored
+            schema = features_of(step).arrow_schema  # numbers as they are stored
             found.append(f"{name}:{hash_of(pyarrow.Table.from_pylist(kept, schema).to_pylist())}")
     return " ".join(found)
 

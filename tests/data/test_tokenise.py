@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 from prepared import TOKENIZER
 
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data import prepare
 from dschat_ppo.data.encode import EncodedExample
 from dschat_ppo.data.examples import Example
@@ -18,7 +18,7 @@ from dschat_ppo.data.forms import Form
 from dschat_ppo.data.prepare import Part, tokenised
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows
 from dschat_ppo.data.sources import parse_sources
-from dschat_ppo.data.tokenise import Fitted, StepData, TokeniseSettings, fit, row_text, tokenise_batch
+from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, fit, row_text, tokenise_batch
 from dschat_ppo.errors import UserError
 
 

@@ -14,7 +14,7 @@ from tables import Row, flags_in, names_in, rows_of
 
 from dschat_ppo.commands import run_training
 from dschat_ppo.config.cli import flags_for, notes, parse
-from dschat_ppo.config.steps import flatten
+from dschat_ppo.config.step_config import flatten
 
 CHAT = ROOT / "docs" / "from-deepspeed-chat.md"
 FROM_TRL = ROOT / "docs" / "from-trl.md"

@@ -4,15 +4,15 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 from health_steps import FIT_STEP, PPO_STEP, WINDOW, events_of, fit_watch, ppo_watch
 
 import dschat_ppo
 from dschat_ppo.checkpoint.state_files import load_state, save_state
+from dschat_ppo.config.cli import STEPS
 from dschat_ppo.config.health_flags import FIT_RULES, PPO_RULES
-from dschat_ppo.config.steps import STEPS
+from dschat_ppo.config.step_config import groups_of
 
 HEALTHY: list[dict[str, float]] = [{}] * WINDOW
 
@@ -141,7 +141,7 @@ def test_ratios_of_rollout_log_probs_are_reported_once():
 def test_every_rule_has_a_case_and_names_only_flags_that_exist():
     assert {rule.name for rule in PPO_RULES} == {*CASES, "reward_exploited"}
     assert {rule.name for rule in FIT_RULES} == set(FIT_CASES)
-    known = {step: {field.name for group in get_type_hints(STEPS[step].config).values() for field in fields(group)}
+    known = {step: {field.name for group in groups_of(STEPS[step]).values() for field in fields(group)}
              for step in ("ppo", "sft", "reward")}  # fmt: skip
     for rules, steps in ((PPO_RULES, ["ppo"]), (FIT_RULES, ["sft", "reward"])):
         for rule in rules:

@@ -10,7 +10,8 @@ from launch import forked, metrics_of, succeed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.prepare import StepData, prepare
+from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.data.prepare import prepare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -10,7 +10,8 @@ from launch import metrics_of, numbers_of, run_steps
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.prepare import StepData, prepare
+from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.data.prepare import prepare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

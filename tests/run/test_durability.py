@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.prepare import StepData, prepare
+from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.run.output_folder import keep_old_metrics, restore_metrics

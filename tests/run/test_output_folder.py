@@ -16,7 +16,7 @@ import pytest
 from checkpoints import config_of, save_checkpoint
 
 from dschat_ppo.common import dist
-from dschat_ppo.config.steps import flatten
+from dschat_ppo.config.step_config import flatten
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.run import output_folder

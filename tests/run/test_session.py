@@ -6,9 +6,10 @@ from itertools import count
 import pytest
 from stub_runs import Trainer, open_run, run, steps_of, train
 
-from dschat_ppo.checkpoint.identity import FLAGS
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
 from dschat_ppo.common import stop_requests
+from dschat_ppo.config.step_config import defaults_of
+from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Start
@@ -91,7 +92,11 @@ def test_trackers_receive_the_flags_and_resume_at_the_next_step(tmp_path, monkey
     (first, begin), (second, resume) = opened
     assert (first.libraries, first.tensorboard) == (("trackio", "tensorboard"), tmp_path / "board")
     assert (first.project, first.run_name, second.project) == (None, "mine", "ours")
-    assert first.flags["seed"] == 1234 and set(first.flags) <= FLAGS and "rows_per_update" not in first.flags
+    assert (
+        first.flags["seed"] == 1234
+        and first.flags.keys() == defaults_of(SFTConfig).keys()
+        and "rows_per_update" not in first.flags
+    )
     assert (begin, resume) == (Start(None, -1), Start(3, 4))
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
 

@@ -2,7 +2,7 @@
 
 import math
 
-from dschat_ppo.config.run_flags import BestMetric
+from dschat_ppo.config.supervised_flags import BestMetric
 from dschat_ppo.run.output_folder import best_is_lost
 from dschat_ppo.supervised.trainer import BestEvaluation
 

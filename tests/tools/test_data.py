@@ -6,10 +6,10 @@ import pytest
 from real_shapes import hh, sharegpt, ultrafeedback, verl, write_lines, write_parquet
 from transformers import AutoTokenizer
 
-from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data.batches import collate_sft
 from dschat_ppo.data.examples import ADDED
-from dschat_ppo.data.prepare import StepData, prepare
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.tools import data
 
 OPEN, CLOSE = "⟦", "⟧"

@@ -13,7 +13,7 @@ from launch import ROOT, environment, forked, metrics_of, succeed
 
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
-from dschat_ppo.config.steps import flatten
+from dschat_ppo.config.step_config import flatten
 from dschat_ppo.supervised.trainer import SupervisedPlan
 from dschat_ppo.tools.evaluate import read_arguments
 

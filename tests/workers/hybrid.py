@@ -19,8 +19,9 @@ from tiny_models import VOCABULARY, new_model
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import row_seeds, seed_everything
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import collate_prompts
-from dschat_ppo.data.prepare import StepData, prepare
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.hybrid_engine import HybridEngine, check_tensor_parallel, tensor_parallel
 from dschat_ppo.models.adapters import adapter_layers

@@ -14,8 +14,9 @@ from datasets import Dataset
 from dschat_ppo.common import dist
 from dschat_ppo.common.seeding import seed_everything
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import epoch_order, optimizer_steps
-from dschat_ppo.data.prepare import StepData, TokenRows, prepare
+from dschat_ppo.data.prepare import TokenRows, prepare
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import apply_memory_flags
 from dschat_ppo.models.loading import load_causal_lm

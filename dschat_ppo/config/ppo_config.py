@@ -1,54 +1,16 @@
-"""The configuration of each step: its flag groups, its defaults, and combinations that are refused or idle."""
+"""The configuration of step 3: its groups of flags, and combinations that are refused or have no effect."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeAlias, get_type_hints
+from dataclasses import dataclass
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.config.batch_plan import times
-from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
-from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags, idle_lora_flags, require_usable_lora
-from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags, RewardSourceFlags
-from dschat_ppo.config.run_flags import (
-    BestFlags,
-    ConsoleFlags,
-    MemoryFlags,
-    PPOMemoryFlags,
-    RunFlags,
-    SafetyFlags,
-    check_memory,
-)
-from dschat_ppo.config.schema import default_of, flag, fraction, not_negative, refuse, require_used, share
-from dschat_ppo.config.supervised_flags import PreferenceFlags, SFTFlags, SupervisedFlags
-from dschat_ppo.errors import without_credentials
-
-DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
-WITHOUT_WARMUP = "constant"
-POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
-
-
-@dataclass(frozen=True)
-class ScheduleFlags:
-    """Schedule and length of a run."""
-
-    # fmt: off
-    warmup_ratio: float = fraction(0.0,
-        "warm-up steps as a share of all optimizer steps, rounded up; replaces the default of --num_warmup_steps")
-    min_lr_ratio: float = fraction(0.0,
-        "lowest learning rate after the warm-up, as a share of the peak; for the schedules linear, cosine, "
-        "cosine_with_restarts and polynomial")
-    max_steps: int = not_negative(0,
-        "length of the run in optimizer steps (step 3: PPO steps); replaces --num_train_epochs. The learning rate "
-        "schedule covers it, and the data repeat if needed; 0 = --num_train_epochs sets the length")
-    # fmt: on
-
-    def warmup_steps(self, kind: str, number: int, total: int) -> int:
-        """Warm-up steps of a schedule of `total` optimizer steps; `number` is --num_warmup_steps."""
-        if kind == WITHOUT_WARMUP:
-            return 0
-        return times(total, self.warmup_ratio) if self.warmup_ratio > 0 else number
+from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.health_flags import PPOHealthFlags
+from dschat_ppo.config.lora_flags import PPOLoraFlags
+from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags, PPOMemoryFlags, RewardSourceFlags
+from dschat_ppo.config.schema import flag, not_negative, refuse, require_used, share
+from dschat_ppo.config.step_config import StepConfig
 
 
 @dataclass(frozen=True)
@@ -67,118 +29,21 @@ class ReferenceFlags:
         require_used(self, [(self.ref_sync_interval > 0, "--ref_sync_interval", "ref_sync_mixup")])
 
 
-def require_schedule(flags: ScheduleFlags, group: SupervisedFlags | PPOFlags) -> None:
-    """Check the schedule of a run; `group` holds --lr_scheduler_type and --num_warmup_steps."""
-    ratio, kind, warmup = flags.warmup_ratio, f"--lr_scheduler_type {group.lr_scheduler_type}", group.num_warmup_steps
-    refuse({
-        f"--warmup_ratio {ratio} and --num_warmup_steps {warmup} both set the warm-up; use one of the two":
-            ratio > 0 and warmup != type(group).num_warmup_steps,
-        f"--warmup_ratio {ratio}: {kind} has no warm-up; use constant_with_warmup, or omit it":
-            ratio > 0 and group.lr_scheduler_type == WITHOUT_WARMUP,
-        f"--min_lr_ratio {flags.min_lr_ratio}: {kind} does not decay; use one of {', '.join(DECAYING)}, or omit it":
-            flags.min_lr_ratio > 0 and group.lr_scheduler_type not in DECAYING,
-    })  # fmt: skip
-
-
-def idle_flags(flags: ScheduleFlags, group: SupervisedFlags | PPOFlags) -> dict[str, str]:
-    """Given flags that have no effect with the others -> the reason. The arguments are those of `require_schedule`."""
-    found = {}
-    if flags.max_steps > 0 and group.num_train_epochs != 1:
-        found["num_train_epochs"] = "--max_steps sets the length of the run"
-    if group.num_warmup_steps not in (0, type(group).num_warmup_steps) and group.lr_scheduler_type == WITHOUT_WARMUP:
-        found["num_warmup_steps"] = "--lr_scheduler_type constant has no warm-up (constant_with_warmup has one)"
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
-class FitConfig:
-    """What steps 1 and 2 share."""
-
-    data: DataFlags
-    fit: SupervisedFlags
-    safety: SafetyFlags
-    run: RunFlags
-    lora: LoraFlags
-    adapters: AdapterFlags
-    memory: MemoryFlags
-    schedule: ScheduleFlags
-    best: BestFlags
-    console: ConsoleFlags
-    health: FitHealthFlags
-
-    def __post_init__(self) -> None:
-        fit = self.fit
-        check_memory(self.memory, {"--zero_stage": fit.zero_stage})
-        refuse({
-            "--packing needs the length of every training row before the first step, which --streaming does not know; "
-            "use one of the two": fit.packing and self.data.streaming,
-        })  # fmt: skip
-        require_usable_lora({"": fit.zero_stage}, self.lora, self.adapters, self.run)
-        require_schedule(self.schedule, fit)
-
-    @property
-    def has_head(self) -> bool:
-        """Whether the model that trains has a scalar head."""
-        return False
-
-    def idle(self) -> dict[str, str]:
-        """Flags that have no effect with the other flags -> the reason."""
-        found = idle_lora_flags({"": self.fit.zero_stage}, self.lora, self.adapters)
-        alone = self.lora.lora_dim > 0 and self.adapters.only_optimize_lora and not self.has_head
-        if alone and self.fit.learning_rate != self.lora.lora_learning_rate:
-            found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
-        return found | idle_flags(self.schedule, self.fit)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig(FitConfig):
-    """The configuration of step 1."""
-
-    sft: SFTFlags
-
-    def __post_init__(self) -> None:
-        self.best.require_metric(("loss", "perplexity"))
-        super().__post_init__()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(FitConfig):
-    """The configuration of step 2."""
-
-    reward: PreferenceFlags
-
-    def __post_init__(self) -> None:
-        refuse({
-            f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
-            "it does not go with --streaming": self.reward.has_reference and self.data.streaming,
-        })  # fmt: skip
-        self.best.require_metric(self.reward.eval_metrics)
-        super().__post_init__()
-
-    @property
-    def has_head(self) -> bool:
-        return self.reward.trains_classifier
-
-
-@dataclass(frozen=True)
-class PPOConfig:
+class PPOConfig(StepConfig):
     """The configuration of step 3."""
 
     ppo: PPOFlags
     algorithm: AlgorithmFlags
     rewards: RewardSourceFlags
     validation: EvaluationFlags
-    data: DataFlags
-    safety: SafetyFlags
-    run: RunFlags
     lora: PPOLoraFlags
-    adapters: AdapterFlags
-    memory: MemoryFlags
     ppo_memory: PPOMemoryFlags
-    schedule: ScheduleFlags
     reference: ReferenceFlags
-    console: ConsoleFlags
     health: PPOHealthFlags
+
+    own_defaults = {"tensorboard_path": "step3_tensorboard", "truncation": "drop", "logging_steps": 1}
+    micro_batch = "per_device_training_batch_size"
 
     def __post_init__(self) -> None:
         ppo, algorithm, memory, reference = self.ppo, self.algorithm, self.ppo_memory, self.reference
@@ -213,8 +78,8 @@ class PPOConfig:
             "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16: "
             "DeepSpeed quantises only frozen fp16 weights of ZeRO-3": memory.enable_mixed_precision_lora and not (
                 ppo.actor_zero_stage == 3 and self.lora.actor_lora_dim > 0 and self.run.dtype == "fp16"),
-            f"--offload needs {' and '.join(self._stages)} 1, 2 or 3: stage 0 keeps everything on the device":
-                ppo.offload and min(self._stages.values()) == 0,
+            f"--offload needs {' and '.join(f'--{prefix}zero_stage' for prefix in self.stages)} 1, 2 or 3: stage 0 "
+            "keeps everything on the device": ppo.offload and min(self.stages.values()) == 0,
         } | {
             f"--sequence_parallel_size {self.memory.sequence_parallel_size}: --{name} full would gather the "
             "distributions of all tokens on every rank; use k3":
@@ -227,11 +92,9 @@ class PPOConfig:
             (has_reference, of_reference, "offload_reference_model"),
             (learned, "--use_reward_model", "offload_reward_model"),
         ])  # fmt: skip
-        check_memory(self.memory, self._stages)
-        require_usable_lora(self._adapted, self.lora, self.adapters, self.run)
+        super().__post_init__()
         if self.lora.share_base:
             self._require_shareable_base()
-        require_schedule(self.schedule, ppo)
 
     def _require_shareable_base(self) -> None:
         ppo, has_critic = self.ppo, self.algorithm.has_critic
@@ -250,14 +113,17 @@ class PPOConfig:
         })  # fmt: skip
 
     @property
-    def _adapted(self) -> dict[str, int]:
-        """Prefix of the flags of each model that trains -> its ZeRO stage."""
+    def training(self) -> PPOFlags:
+        return self.ppo
+
+    @property
+    def stages(self) -> dict[str, int]:
         stages: dict[str, int] = {"actor_": self.ppo.actor_zero_stage, "critic_": self.ppo.critic_zero_stage}
         return stages if self.algorithm.has_critic else {"actor_": self.ppo.actor_zero_stage}
 
     @property
-    def _stages(self) -> dict[str, int]:
-        return {f"--{prefix}zero_stage": stage for prefix, stage in self._adapted.items()}
+    def step_data(self) -> StepData:
+        return StepData("prompt", self.data, self.ppo.max_prompt_seq_len, eval_paths=self.validation.eval_data_path)
 
     @property
     def reference_folder(self) -> str | None:
@@ -316,9 +182,7 @@ class PPOConfig:
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
-        """Flags that have no effect with the other flags -> the reason."""
-        ppo, algorithm = self.ppo, self.algorithm
-        reasons = idle_lora_flags(self._adapted, self.lora, self.adapters) | idle_flags(self.schedule, ppo)
+        ppo, algorithm, reasons = self.ppo, self.algorithm, super().idle()
         if not algorithm.has_critic:
             names = ("critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate")
             reasons |= dict.fromkeys(names, f"--advantage_estimator {algorithm.advantage_estimator} has no critic")
@@ -340,46 +204,3 @@ class PPOConfig:
         if self.ppo.old_logprobs == "auto":
             return self.run.dtype != "fp32" or self.algorithm.needs_training_logprobs
         return self.ppo.old_logprobs == "recompute"
-
-
-StepConfig: TypeAlias = FitConfig | PPOConfig
-
-
-@dataclass(frozen=True)
-class Step:
-    """How the command line of one step is parsed."""
-
-    config: type  # the dataclass of flag groups that `parse` returns
-    defaults: dict[str, Any] = field(default_factory=dict)  # flag -> default that replaces that of a shared group
-    notes: dict[str, str] = field(default_factory=dict)  # flag without effect in this step alone -> the reason
-
-
-def flatten(config: StepConfig) -> dict[str, Any]:
-    """The configuration of a step as flag name -> value, to be saved and compared, without credentials."""
-    groups = asdict(config).values()
-    return {name: without_credentials(value) for group in groups for name, value in group.items()}
-
-
-def groups_of(step: Step) -> dict[str, Any]:
-    """Name of a group of flags -> its dataclass."""
-    return get_type_hints(step.config)
-
-
-def defaults_of(step: Step) -> dict[str, Any]:
-    """Flag -> its default in this step; `MISSING` for a flag that must be given."""
-    every = [own for group in groups_of(step).values() for own in fields(group)]
-    return {own.name: default_of(own) for own in every} | step.defaults
-
-
-_PAIRS = Step(
-    config=PreferenceConfig,
-    defaults={"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5},
-    notes={"offload_reference_model": "no reference model is kept: its log-probs are computed once, before training"},
-)
-
-STEPS = {
-    "sft": Step(SFTConfig, {"tensorboard_path": "step1_tensorboard"}),
-    "reward": _PAIRS,
-    "dpo": replace(_PAIRS, defaults={**_PAIRS.defaults, "objective": "dpo"}),
-    "ppo": Step(PPOConfig, {"tensorboard_path": "step3_tensorboard", "truncation": "drop", "logging_steps": 1}),
-}

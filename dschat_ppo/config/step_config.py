@@ -1,0 +1,123 @@
+"""What the configurations of all steps share: their groups of flags, the checks of these, and flags without effect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+from dschat_ppo.config.batch_plan import times
+from dschat_ppo.config.data_flags import DataFlags, StepData
+from dschat_ppo.config.health_flags import HealthFlags
+from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags, idle_lora_flags, require_usable_lora
+from dschat_ppo.config.run_flags import ConsoleFlags, MemoryFlags, RunFlags, SafetyFlags
+from dschat_ppo.config.schema import default_of, fraction, not_negative, refuse
+from dschat_ppo.errors import without_credentials
+
+DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
+WITHOUT_WARMUP = "constant"
+POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
+
+
+@dataclass(frozen=True)
+class ScheduleFlags:
+    """Schedule and length of a run."""
+
+    # fmt: off
+    warmup_ratio: float = fraction(0.0,
+        "warm-up steps as a share of all optimizer steps, rounded up; replaces the default of --num_warmup_steps")
+    min_lr_ratio: float = fraction(0.0,
+        "lowest learning rate after the warm-up, as a share of the peak; for the schedules linear, cosine, "
+        "cosine_with_restarts and polynomial")
+    max_steps: int = not_negative(0,
+        "length of the run in optimizer steps (step 3: PPO steps); replaces --num_train_epochs. The learning rate "
+        "schedule covers it, and the data repeat if needed; 0 = --num_train_epochs sets the length")
+    # fmt: on
+
+    def warmup_steps(self, kind: str, number: int, total: int) -> int:
+        """Warm-up steps of a schedule of `total` optimizer steps; `number` is --num_warmup_steps."""
+        if kind == WITHOUT_WARMUP:
+            return 0
+        return times(total, self.warmup_ratio) if self.warmup_ratio > 0 else number
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """The configuration of a step: groups of flags, of which these are in every step."""
+
+    data: DataFlags
+    safety: SafetyFlags
+    run: RunFlags
+    lora: LoraFlags | PPOLoraFlags
+    adapters: AdapterFlags
+    memory: MemoryFlags
+    schedule: ScheduleFlags
+    console: ConsoleFlags
+    health: HealthFlags
+
+    own_defaults = dict[str, Any]()  # flag -> default that replaces that of a shared group
+    own_notes = dict[str, str]()  # flag without effect in this step alone -> the reason
+    micro_batch = "per_device_train_batch_size"  # the flag of the rows of a micro-batch
+
+    @property
+    def training(self) -> Any:
+        """The group of flags of optimization, with --lr_scheduler_type, --num_warmup_steps and --num_train_epochs."""
+        raise NotImplementedError
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """Prefix of the flags of each model that trains, "", "actor_" or "critic_" -> its ZeRO stage."""
+        raise NotImplementedError
+
+    @property
+    def step_data(self) -> StepData:
+        """What the step wants of its data."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        flags, schedule, group = self.memory, self.schedule, self.training
+        stages = {f"--{prefix}zero_stage": stage for prefix, stage in self.stages.items()}
+        names, some = " and ".join(stages), " or ".join(stages)
+        refuse({
+            f"--offload_optimizer needs {names} 1, 2 or 3: stage 0 keeps everything on the device":
+                flags.offload_optimizer and min(stages.values()) == 0,
+            f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not partition weights":
+                flags.zero_hpz_partition_size > 1 and 3 not in stages.values(),
+        })  # fmt: skip
+        require_usable_lora(self.stages, self.lora, self.adapters, self.run)
+        ratio, kind, warmup = schedule.warmup_ratio, group.lr_scheduler_type, group.num_warmup_steps
+        refuse({
+            f"--warmup_ratio {ratio} and --num_warmup_steps {warmup} both set the warm-up; use one of the two":
+                ratio > 0 and warmup != type(group).num_warmup_steps,
+            f"--warmup_ratio {ratio}: --lr_scheduler_type {kind} has no warm-up; use constant_with_warmup, or omit it":
+                ratio > 0 and kind == WITHOUT_WARMUP,
+            f"--min_lr_ratio {schedule.min_lr_ratio}: --lr_scheduler_type {kind} does not decay; use one of "
+            f"{', '.join(DECAYING)}, or omit it": schedule.min_lr_ratio > 0 and kind not in DECAYING,
+        })  # fmt: skip
+
+    def idle(self) -> dict[str, str]:
+        """Flags that have no effect with the other flags -> the reason."""
+        found, group = idle_lora_flags(self.stages, self.lora, self.adapters), self.training
+        if self.schedule.max_steps > 0 and group.num_train_epochs != 1:
+            found["num_train_epochs"] = "--max_steps sets the length of the run"
+        default = type(group).num_warmup_steps
+        if group.num_warmup_steps not in (0, default) and group.lr_scheduler_type == WITHOUT_WARMUP:
+            found["num_warmup_steps"] = "--lr_scheduler_type constant has no warm-up (constant_with_warmup has one)"
+        return found
+
+
+def groups_of(kind: type[StepConfig]) -> dict[str, Any]:
+    """Name of a group of flags -> its dataclass; those of the step alone come first."""
+    hints, shared = get_type_hints(kind), {group.name for group in fields(StepConfig)}
+    return {name: hints[name] for name in sorted((group.name for group in fields(kind)), key=shared.__contains__)}
+
+
+def flatten(config: StepConfig) -> dict[str, Any]:
+    """The configuration of a step as flag name -> value, to be saved and compared, without credentials."""
+    groups = [vars(getattr(config, name)) for name in groups_of(type(config))]
+    return {name: without_credentials(value) for group in groups for name, value in group.items()}
+
+
+def defaults_of(kind: type[StepConfig]) -> dict[str, Any]:
+    """Flag -> its default in a step; `MISSING` for a flag that must be given."""
+    every = [own for group in groups_of(kind).values() for own in fields(group)]
+    return {own.name: default_of(own) for own in every} | kind.own_defaults

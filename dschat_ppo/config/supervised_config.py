@@ -1,0 +1,108 @@
+"""The configurations of steps 1 and 2: their groups of flags, and combinations that are refused or have no effect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.health_flags import FitHealthFlags
+from dschat_ppo.config.lora_flags import LoraFlags
+from dschat_ppo.config.schema import refuse
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.supervised_flags import BestFlags, PreferenceFlags, SFTFlags, SupervisedFlags
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig(StepConfig):
+    """What steps 1 and 2 share."""
+
+    fit: SupervisedFlags
+    lora: LoraFlags
+    best: BestFlags
+    health: FitHealthFlags
+
+    def __post_init__(self) -> None:
+        refuse({
+            "--packing needs the length of every training row before the first step, which --streaming does not know; "
+            "use one of the two": self.fit.packing and self.data.streaming,
+        })  # fmt: skip
+        super().__post_init__()
+
+    @property
+    def training(self) -> SupervisedFlags:
+        return self.fit
+
+    @property
+    def stages(self) -> dict[str, int]:
+        return {"": self.fit.zero_stage}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model that trains has a scalar head."""
+        return False
+
+    def idle(self) -> dict[str, str]:
+        found = super().idle()
+        alone = self.lora.lora_dim > 0 and self.adapters.only_optimize_lora and not self.has_head
+        if alone and self.fit.learning_rate != self.lora.lora_learning_rate:
+            found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
+        return found
+
+    @property
+    def step_data(self) -> StepData:
+        fit = self.fit
+        return StepData(
+            "sft", self.data, fit.max_seq_len, eval_paths=fit.eval_data_path, eval_fraction=fit.eval_fraction
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(FitConfig):
+    """The configuration of step 1."""
+
+    sft: SFTFlags
+
+    own_defaults = {"tensorboard_path": "step1_tensorboard"}
+
+    def __post_init__(self) -> None:
+        self.best.require_metric(("loss", "perplexity"))
+        super().__post_init__()
+
+    @property
+    def step_data(self) -> StepData:
+        whole, all_turns = self.sft.sft_only_data_path, self.sft.train_on == "all"
+        return replace(super().step_data, whole_paths=whole, all_turns=all_turns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(FitConfig):
+    """The configuration of step 2."""
+
+    reward: PreferenceFlags
+
+    own_defaults = {"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5}
+    own_notes = {
+        "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training"
+    }
+
+    def __post_init__(self) -> None:
+        refuse({
+            f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
+            "it does not go with --streaming": self.reward.has_reference and self.data.streaming,
+        })  # fmt: skip
+        self.best.require_metric(self.reward.eval_metrics)
+        super().__post_init__()
+
+    @property
+    def has_head(self) -> bool:
+        return self.reward.trains_classifier
+
+    @property
+    def step_data(self) -> StepData:
+        return replace(super().step_data, use=self.reward.data_use, step_separator=self.reward.separator)
+
+
+class DPOConfig(PreferenceConfig):
+    """The configuration of step 2 without a reward model."""
+
+    own_defaults = PreferenceConfig.own_defaults | {"objective": "dpo"}
