@@ -210,17 +210,10 @@ class Model(Protocol):
     """A `PolicyModel` or a `ScalarModel`, or the DeepSpeed engine around one: what scoring and evaluation need."""
 
     @property
-    def device(self) -> torch.device:
-        """Device of the weights and of the inputs."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward pass."""
-
-    def train(self, mode: bool = True) -> Any:
-        """Training mode."""
-
-    def eval(self) -> Any:
-        """Evaluation mode: no dropout."""
+    def device(self) -> torch.device: ...  # of the weights and of the inputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def eval(self) -> Any: ...
 
 
 class Engine(Model, Protocol):
@@ -234,35 +227,16 @@ class Engine(Model, Protocol):
     skipped_steps: int  # optimizer steps without an update
     allreduce_and_copy: Any  # averages a list of gradients over ranks, in place, below ZeRO-2
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Whether the next backward pass is the last one of the optimizer step."""
-
-    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Any:
-        """Backward pass; averages gradients over ranks. `scale_wrt_gas` divides by DeepSpeed's accumulation steps."""
-
-    def step(self) -> None:
-        """Clip the gradients, update the weights and advance the schedule."""
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the weights."""
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-
-    def fp16_enabled(self) -> bool:
-        """Whether the engine trains in fp16 with a loss scale."""
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
-
-    def get_global_grad_norm(self) -> Any:
-        """Norm of the last step's gradients over all ranks, before clipping."""
-
-    def zero_optimization(self) -> bool:
-        """Whether the ZeRO stage is 1 or above."""
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether the ZeRO stage is 3."""
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Dtype of the weights, and of the accumulated gradients."""
+    # whether the next backward pass is the last one of the optimizer step
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None: ...
+    # averages gradients over ranks; `scale_wrt_gas` divides by DeepSpeed's accumulation steps
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Any: ...
+    def step(self) -> None: ...  # clips the gradients, updates the weights and advances the schedule
+    def was_step_applied(self) -> bool: ...  # whether the last `step` changed the weights
+    def zero_grad(self) -> None: ...
+    def fp16_enabled(self) -> bool: ...  # whether it trains in fp16 with a loss scale
+    def get_lr(self) -> list[float]: ...  # of each parameter group
+    def get_global_grad_norm(self) -> Any: ...  # of the last step's gradients over all ranks, before clipping
+    def zero_optimization(self) -> bool: ...  # whether the ZeRO stage is 1 or above
+    def zero_optimization_partition_weights(self) -> bool: ...  # whether it is 3
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]: ...  # of the weights, and of accumulated gradients

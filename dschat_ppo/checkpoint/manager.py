@@ -67,25 +67,16 @@ class Resumable(Protocol):
     """A trainer whose state is saved between two optimizer steps."""
 
     @property
-    def engines_to_save(self) -> Mapping[str, Engine]:
-        """Role -> DeepSpeed engine that trains."""
-
+    def engines_to_save(self) -> Mapping[str, Engine]: ...  # role -> DeepSpeed engine that trains
     @property
-    def position(self) -> tuple[int, int]:
-        """(steps done, updates done of the step in progress: 0 between two steps)."""
-
+    def position(self) -> tuple[int, int]: ...  # steps done, updates done of the step in progress (0 between two steps)
     @property
-    def is_best(self) -> bool:
-        """Whether the last evaluation, at this position, is the best so far."""
-
-    def shared_state(self) -> dict[str, Any]:
-        """The state that is equal on all ranks, as nested dicts and lists of tensors, texts and numbers."""
-
-    def rank_state(self) -> dict[str, Any]:
-        """The state of this rank, in the same form."""
-
-    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None:
-        """Restore the state: `shared_state` of rank 0 of the saved run, and `rank_state` of its ranks."""
+    def is_best(self) -> bool: ...  # whether the last evaluation, at this position, is the best so far
+    # the state that is equal on all ranks, as nested dicts and lists of tensors, texts and numbers
+    def shared_state(self) -> dict[str, Any]: ...
+    def rank_state(self) -> dict[str, Any]: ...  # of this rank, in the same form
+    # `shared_state` of rank 0 of the saved run, and `rank_state` of its ranks
+    def load_state(self, shared: dict[str, Any], ranks: RankStates) -> None: ...
 
 
 def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:

@@ -67,7 +67,7 @@ class PPOConfig(StepConfig):
             # the learned reward
             "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
             "--use_reward_model False and give --reward_function or --remote_reward_url)":
-                learned and self.reward_folder is None,
+                learned and "reward" not in self.models,
             "--normalize_rewards model needs a learned reward, but --use_reward_model is False":
                 by_model and not learned,
             "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
@@ -126,24 +126,24 @@ class PPOConfig(StepConfig):
         return StepData("prompt", self.data, self.ppo.max_prompt_seq_len, eval_paths=self.validation.eval_data_path)
 
     @property
-    def reference_folder(self) -> str | None:
-        """Folder of the reference before training; None without a reference."""
-        own = self.reference.ref_model_name_or_path
-        return (own or self.ppo.actor_model_name_or_path) if self.algorithm.has_reference else None
+    def models(self) -> dict[str, tuple[str, str]]:
+        given = {
+            "actor": self.ppo.actor_model_name_or_path, "critic": self.ppo.critic_model_name_or_path,
+            "reward": self.rewards.reward_model_name_or_path, "ref": self.reference.ref_model_name_or_path,
+        }  # fmt: skip
+        named = {role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name is not None}
+        found = {"actor": named["actor"]}
+        if self.algorithm.has_reference:
+            found["reference"] = named.get("ref", named["actor"])
+        if self.rewards.use_reward_model and (reward := named.get("reward", named.get("critic"))):
+            found["reward"] = reward
+        if self.algorithm.has_critic:  # which gets a new head, if its model is the actor's
+            found["critic"] = named.get("critic", found.get("reward", named["actor"]))
+        return found
 
     @property
-    def reward_folder(self) -> str | None:
-        """Folder of the reward model; None without a learned reward."""
-        if not self.rewards.use_reward_model:
-            return None
-        return self.rewards.reward_model_name_or_path or self.ppo.critic_model_name_or_path
-
-    @property
-    def critic_folder(self) -> str | None:
-        """Folder of the model that initialises the critic (with a new head, if it is the actor's); None without one."""
-        if not self.algorithm.has_critic:
-            return None
-        return self.ppo.critic_model_name_or_path or self.reward_folder or self.ppo.actor_model_name_or_path
+    def validate_only(self) -> bool:
+        return self.validation.validate_only
 
     @property
     def score_clip(self) -> float:
@@ -152,19 +152,6 @@ class PPOConfig(StepConfig):
         if self.algorithm.reward_clip is not None:
             return self.algorithm.reward_clip
         return 5.0 if self.algorithm.has_critic and self.rewards.learned_alone else 0.0  # 5 as in DeepSpeed-Chat
-
-    @property
-    def reward_flag(self) -> str:
-        """The flag that names `reward_folder`."""
-        named = self.rewards.reward_model_name_or_path is not None
-        return "--reward_model_name_or_path" if named else "--critic_model_name_or_path"
-
-    @property
-    def critic_flag(self) -> str:
-        """The flag that names `critic_folder`."""
-        if self.ppo.critic_model_name_or_path is not None:
-            return "--critic_model_name_or_path"
-        return self.reward_flag if self.reward_folder is not None else "--actor_model_name_or_path"
 
     @property
     def critic_may_have_new_head(self) -> bool:

@@ -69,6 +69,17 @@ class StepConfig:
         raise NotImplementedError
 
     @property
+    def models(self) -> dict[str, tuple[str, str]]:
+        """Role -> the flag that names its model, and the folder or hub name. Roles: "model"; of step 3 "actor", and
+        those that the run has of "reference", "critic" and "reward"."""
+        raise NotImplementedError
+
+    @property
+    def validate_only(self) -> bool:
+        """Whether the run trains nothing."""
+        raise NotImplementedError
+
+    @property
     def step_data(self) -> StepData:
         """What the step wants of its data."""
         raise NotImplementedError

@@ -37,6 +37,14 @@ class FitConfig(StepConfig):
         return {"": self.fit.zero_stage}
 
     @property
+    def models(self) -> dict[str, tuple[str, str]]:
+        return {"model": ("--model_name_or_path", self.fit.model_name_or_path)}
+
+    @property
+    def validate_only(self) -> bool:
+        return self.fit.validate_only
+
+    @property
     def has_head(self) -> bool:
         """Whether the model that trains has a scalar head."""
         return False
@@ -92,6 +100,14 @@ class PreferenceConfig(FitConfig):
         })  # fmt: skip
         self.best.require_metric(self.reward.eval_metrics)
         super().__post_init__()
+
+    @property
+    def models(self) -> dict[str, tuple[str, str]]:
+        return {"model": ("--model_name_or_path", self.fit.model_name_or_path)}
+
+    @property
+    def validate_only(self) -> bool:
+        return self.fit.validate_only
 
     @property
     def has_head(self) -> bool:

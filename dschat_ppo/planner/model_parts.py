@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.activation_memory import decoder_layers
@@ -70,23 +69,8 @@ class ModelParts:
 
 
 def read_model_configs(config: StepConfig) -> dict[str, PretrainedConfig]:
-    """The model configurations of a step by role: of step 3 "actor", and "reference", "critic" and "reward" if the run
-    has them; of the other steps "model"."""
-    named: dict[str, tuple[str, str | None]]
-    if not isinstance(config, PPOConfig):
-        named = {"model": ("--model_name_or_path", config.training.model_name_or_path)}
-    else:
-        named = {
-            "actor": ("--actor_model_name_or_path", config.ppo.actor_model_name_or_path),
-            "reference": ("--ref_model_name_or_path", config.reference_folder),
-            "critic": (config.critic_flag, config.critic_folder),
-            "reward": (config.reward_flag, config.reward_folder),
-        }
-    return {
-        role: load_config(model_folder(folder, flag), flag)
-        for role, (flag, folder) in named.items()
-        if folder is not None
-    }
+    """The model configurations of a step by role."""
+    return {role: load_config(model_folder(name, flag), flag) for role, (flag, name) in config.models.items()}
 
 
 _COUNTED: dict[tuple[Any, ...], ModelParts] = {}  # the planner counts each model once, whatever flags it tries

@@ -15,7 +15,7 @@ from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.step_config import StepConfig, flatten
+from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.engine.build_engine import OF_GATHERING, fits_whole
 from dschat_ppo.engine.ds_config import read_overlay, train_config
@@ -206,7 +206,7 @@ def roles_of(
 def show_memory_plan(config: StepConfig) -> None:
     """Log the expected peak of a run that is about to train, and warn if it does not fit. If a model cannot be counted,
     there is no plan; if there is no such model, or flags do not fit together, the run itself says so."""
-    if flatten(config)["validate_only"]:
+    if config.validate_only:
         return
     quiet_libraries()
     try:

@@ -51,15 +51,10 @@ LIMITS = "--max_prompt_seq_len + --max_answer_seq_len"
 
 def model_folders(config: PPOConfig) -> ModelFolders:
     """Local folders of the models; hub names are downloaded."""
-    critic, reward, reference = config.critic_folder, config.reward_folder, config.reference.ref_model_name_or_path
-    actor = model_folder(config.ppo.actor_model_name_or_path, ACTOR)
-    other = None if reference is None else model_folder(reference, REFERENCE)
-    return ModelFolders(
-        actor,
-        None if critic is None else model_folder(critic, config.critic_flag),
-        None if reward is None else model_folder(reward, config.reward_flag),
-        None if other is None or Path(other).resolve() == Path(actor).resolve() else other,
-    )
+    local = {role: model_folder(name, flag) for role, (flag, name) in config.models.items()}
+    actor, reference = local["actor"], local.get("reference", local["actor"])
+    other = None if Path(reference).resolve() == Path(actor).resolve() else reference
+    return ModelFolders(actor, local.get("critic"), local.get("reward"), other)
 
 
 def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -78,7 +73,7 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         _check_reference(config, folders.reference, tokenizer, actor_config, longest)
     _check_division(config, actor_config)
     if folders.critic is not None:
-        flag = config.critic_flag
+        flag, _ = config.models["critic"]
         with naming(flag):
             check_sequence_classifier(folders.critic, config.critic_may_have_new_head, critic_adapter(config))
         if folders.critic != folders.actor:
@@ -114,9 +109,10 @@ def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
 def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
     """Check that all models can be adapters over the actor's base (`--share_base`)."""
     actor_base = Path(base_folder(folders.actor, ACTOR)).resolve()
-    for flag, folder in ((config.reward_flag, folders.reward), (config.critic_flag, folders.critic)):
+    for role, folder in (("reward", folders.reward), ("critic", folders.critic)):
         if folder is None:
             continue
+        flag, _ = config.models[role]
         base = Path(base_folder(folder, flag)).resolve()
         if base != actor_base:
             raise UserError(
@@ -125,8 +121,8 @@ def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
             )
     if folders.reward is not None and not is_adapter_folder(folders.reward):
         raise UserError(
-            f"--share_base: {config.reward_flag} {folders.reward} is a whole model; train it as an adapter over the "
-            "actor's base (step 2 with --lora_dim and --only_optimize_lora), or omit --share_base"
+            f"--share_base: {config.models['reward'][0]} {folders.reward} is a whole model; train it as an adapter "
+            "over the actor's base (step 2 with --lora_dim and --only_optimize_lora), or omit --share_base"
         )
 
 
@@ -155,7 +151,7 @@ def _check_reference(
 
 
 def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
-    flag = config.reward_flag
+    flag, _ = config.models["reward"]
     with naming(flag):
         check_sequence_classifier(folder, new_head=False)
     check_long_sequences(config.memory, flag, folder, scalar=True)
@@ -180,7 +176,7 @@ def reward_tokenizer(
     config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
     """The reward model's tokenizer if it differs from the actor's; else None."""
-    own = read_tokenizer(folder, config.reward_flag)
+    own = read_tokenizer(folder, config.models["reward"][0])
     return None if own.get_vocab() == tokenizer.get_vocab() else own
 
 
@@ -202,9 +198,7 @@ class BegunPPO:
 def begin_ppo(config: PPOConfig) -> BegunPPO:
     """Do everything that comes before the models are loaded. Collective. `StopRequested` if the run was asked to stop,
     or is already complete."""
-    ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validation.validate_only
-    named = {ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder, config.reference_folder}
-    models = [name for name in named if name is not None]
+    ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validate_only
 
     def check_functions() -> None:
         logger().info(
@@ -219,7 +213,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
                 config.rewards, [parse_function(config.validation.eval_reward_function, "--eval_reward_function")]
             )
 
-    device, output = begin_run(config, models, validate_only, check_functions)
+    device, output = begin_run(config, check_functions)
     require_agreement(config, dist.world_size())
     check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
     folders = model_folders(config)
@@ -280,14 +274,7 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
     return RunInputs(
         rows.train,
         {EVAL_ROWS: rows.eval, TEXT_BLOCKS: None if texts is None else texts.rows},
-        with_bases(
-            [
-                (ACTOR, folders.actor),
-                (config.critic_flag, folders.critic),
-                (config.reward_flag, folders.reward),
-                (REFERENCE, folders.reference),
-            ]
-        ),
+        with_bases([(config.models[role][0], folder) for role, folder in vars(folders).items() if folder is not None]),
         [
             ("--deepspeed_config", config.run.deepspeed_config),
             *own_files(

@@ -103,7 +103,7 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
         "critic": (engines.critic, folders.critic), "reward model": (engines.reward, folders.reward),
     }  # fmt: skip
     rollout = ("rollout", ppo.collection.generator.engine_text)
-    show_models(roles, config.run.dtype, output, [rollout], trains=not config.validation.validate_only)
+    show_models(roles, config.run.dtype, output, [rollout], trains=not config.validate_only)
 
 
 def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
@@ -136,9 +136,10 @@ def learned_reward(
     config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, batch_tokens: int
 ) -> ModelReward | None:
     """The reward model as a reward source, or None if there is none."""
-    if engines.reward is None or config.reward_folder is None:
+    if engines.reward is None:
         return None
-    folder = model_folder(config.reward_folder, config.reward_flag)
+    flag, name = config.models["reward"]
+    folder = model_folder(name, flag)
     own = reward_tokenizer(config, folder, tokenizer)
     if own is not None:
         logger().info("the reward model has its own tokenizer: answers are tokenised again for it")

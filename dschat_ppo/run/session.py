@@ -45,19 +45,18 @@ from dschat_ppo.run.rank_log import open_log
 
 
 def begin_run(
-    config: StepConfig, models: list[str], validate_only: bool = False,
-    check: Callable[[], None] = lambda: None,
+    config: StepConfig, check: Callable[[], None] = lambda: None
 ) -> tuple[torch.device, Path]:  # fmt: skip
     """Lock the output folder, join the ranks, check the folder and seed; returns this rank's device and the output
     folder. Collective. `StopRequested`: the same run has finished in the folder.
 
-    The run reads `models`. If it trains nothing (`validate_only`), it writes to a folder inside `--output_dir`, in
-    place of an earlier validation. `check` checks flags of the step before the folder is compared with them: else a
+    If the run trains nothing, it writes to a folder inside `--output_dir`, in place of an earlier validation. `check`
+    checks flags of the step before the folder is compared with them: else a
     mistake in a flag would be a setting that has changed. `--dry_run` joins no ranks and touches no folder.
     """
-    run = config.run
+    run, validate_only = config.run, config.validate_only
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
-    refuse_model_folders(folder, models)
+    refuse_model_folders(folder, [name for _, name in config.models.values()])
     quiet_libraries()
     check_sequence_parallel_size(config.memory, dist.world_size())
     if run.dry_run:

@@ -85,7 +85,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to stop, or is already
     complete. Collective."""
     fit, named, resize = config.fit, config.best.metric_for_best, config.run.resize_vocabulary
-    device, output = begin_run(config, [fit.model_name_or_path], fit.validate_only)
+    device, output = begin_run(config)
     logger().info(step.title)
     adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
     folder = model_folder(fit.model_name_or_path, MODEL)

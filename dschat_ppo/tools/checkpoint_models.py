@@ -30,9 +30,7 @@ from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import is_in_adapter_folder, write_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
-from dschat_ppo.ppo.begin_ppo import ACTOR
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
-from dschat_ppo.supervised.supervised_run import MODEL
 
 ROLES = ("model", "actor", "critic", "actor_ema")
 
@@ -197,11 +195,8 @@ def saves_merged(run: SavedRun, role: str) -> bool:
 
 def started_from(run: SavedRun, role: str) -> tuple[str, str]:
     """(flag, folder or hub name) of the model from which a role started."""
-    if role == "critic":
-        return run.config.critic_flag, run.config.critic_folder
-    if role in ("actor", "actor_ema"):
-        return ACTOR, run.config.ppo.actor_model_name_or_path
-    return MODEL, run.config.fit.model_name_or_path
+    flag, name = run.config.models["actor" if role == "actor_ema" else role]
+    return flag, name
 
 
 def base_folder(run: SavedRun, role: str, given: str | None, needs_weights: bool) -> str:

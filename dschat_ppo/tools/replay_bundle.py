@@ -88,7 +88,7 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
         return lambda rows: critic_loss(model, rows, minibatch, config.algorithm, sums)
     reference = None
     if config.algorithm.full_kl_loss:  # compares whole distributions
-        path = model_folder(config.reference_folder, "--ref_model_name_or_path or --actor_model_name_or_path")
+        path = model_folder(*reversed(config.models["reference"]))
         lm = load_causal_lm(str(path), config.run.dtype, None, resize=config.run.resize_vocabulary)
         reference = PolicyModel(lm, Layout(fused=False)).to(device).eval().requires_grad_(False)
     late_ends = constants["late_ends"] and LateEnds(*constants["late_ends"])

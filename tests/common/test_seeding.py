@@ -58,7 +58,7 @@ def test_it_is_set_before_the_ranks_join(words, monkeypatch, tmp_path):
     monkeypatch.setattr(session, "init_process_group", join)
     needed = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path / "out")]
     with pytest.raises(RanksJoinError) as found:
-        session.begin_run(parse("sft", [*needed, *words]), [])
+        session.begin_run(parse("sft", [*needed, *words]))
     assert found.value.args == (bool(words), bool(words))
 
 

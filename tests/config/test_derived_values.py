@@ -75,15 +75,13 @@ def test_scores_are_clipped_by_default_for_ppo_with_the_learned_reward_alone(wor
 def test_folders_of_critic_and_reward_and_the_flags_that_name_them(named, critic, reward):
     words = ["--actor_model_name_or_path", "a", "--data_path", "d", "--output_dir", "out", *named.split()]
     config = parse("ppo", words)
-    assert (config.critic_flag, config.critic_folder) == (f"--{critic}_model_name_or_path", critic[0])
-    assert config.reward_folder == (reward and reward[0])
-    if reward is not None:
-        assert config.reward_flag == f"--{reward}_model_name_or_path"
+    assert config.models["critic"] == (f"--{critic}_model_name_or_path", critic[0])
+    assert config.models.get("reward") == (reward and (f"--{reward}_model_name_or_path", reward[0]))
 
 
 def test_the_reference_has_the_actors_folder_or_its_own():
     for words, folder in (("", "a"), ("--ref_model_name_or_path r", "r"), ("--kl_coef 0", None)):
-        assert config_of("ppo", *words.split()).reference_folder == folder
+        assert config_of("ppo", *words.split()).models.get("reference", (None, None))[1] == folder
 
 
 @pytest.mark.parametrize(("step", "words", "rates"), [

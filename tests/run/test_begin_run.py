@@ -26,26 +26,26 @@ def events(monkeypatch, tmp_path):
     return done
 
 
-def config_of(folder, *more):
-    return parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(folder), *more])
+def config_of(folder, *more, model="m"):
+    return parse("sft", ["--model_name_or_path", str(model), "--data_path", "d", "--output_dir", str(folder), *more])
 
 
 def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path):
-    config, folder = config_of(tmp_path), tmp_path / "validation"
+    folder = tmp_path / "validation"
     folder.mkdir()
     (folder / "result.json").write_text("{}")
-    assert session.begin_run(config, [str(tmp_path)], True)[1] == folder
+    assert session.begin_run(config_of(tmp_path, "--validate_only", model=tmp_path))[1] == folder
     assert "lock" in events and "check_earlier_outputs" not in events
     assert [path.name for path in folder.iterdir()] == ["config.yaml"], "the result of an earlier one is removed"
     with pytest.raises(UserError, match="would be written over a model"):
-        session.begin_run(config, [str(tmp_path)])
+        session.begin_run(config_of(tmp_path, model=tmp_path))
 
 
 def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = config_of(tmp_path, "--sequence_parallel_size", "3")
     with pytest.raises(UserError, match="--sequence_parallel_size 3 does not divide the 4 ranks"):
-        session.begin_run(config, [])
+        session.begin_run(config)
     assert "init_process_group" not in events
 
 
@@ -60,7 +60,7 @@ def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monk
         )  # as DeepSpeed says no
     device = accelerator.device_name()
     with pytest.raises(UserError, match=f"^--dtype {dtype}: this {device} does not support it; use one of {usable}$"):
-        session.begin_run(config_of(tmp_path, "--dtype", dtype), [])
+        session.begin_run(config_of(tmp_path, "--dtype", dtype))
 
 
 def test_a_processor_without_bf16_arithmetic_gets_a_warning(events, tmp_path, monkeypatch, caplog):
@@ -70,7 +70,7 @@ def test_a_processor_without_bf16_arithmetic_gets_a_warning(events, tmp_path, mo
         caplog.clear()
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda library=library: library)
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda multiplies=multiplies: multiplies)
-        session.begin_run(config_of(tmp_path), [])
+        session.begin_run(config_of(tmp_path))
         assert ("--dtype fp32 is several times as fast" in caplog.text) is not (library and multiplies)
 
 
@@ -89,6 +89,6 @@ def test_the_folder_is_locked_before_anything_is_written_and_compared_once_the_f
     events, tmp_path, dry_run
 ):
     config = config_of(tmp_path, "--dry_run", str(dry_run))
-    session.begin_run(config, [], check=lambda: events.append("flags"))
+    session.begin_run(config, check=lambda: events.append("flags"))
     joined = ["set_deterministic", "lock", "init_process_group", "watchdog", "open_log", "flags"]
     assert events == (["flags"] if dry_run else [*joined, "check_earlier_outputs", "seed_everything"])
