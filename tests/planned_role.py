@@ -1,7 +1,7 @@
 """A made-up model as a role of the planner, whose sizes are small enough for hand arithmetic."""
 
 from dschat_ppo.planner.model_parts import ModelParts, SavedActivations
-from dschat_ppo.planner.role_memory import Role, running_stage
+from dschat_ppo.planner.role_memory import Role
 
 SAVED = SavedActivations((100, 120), 20, 16)
 PARTS = ModelParts(
@@ -11,4 +11,5 @@ PARTS = ModelParts(
 
 
 def role(stage=1, dtype="bf16", ranks=4, **settings):
-    return Role("actor", PARTS, dtype, ranks, running_stage(stage, dtype), True, **settings)
+    running = 1 if stage == 0 and dtype != "fp32" else stage
+    return Role("actor", PARTS, dtype, ranks, running, True, **settings)

@@ -135,11 +135,10 @@ class PPOConfig(StepConfig):
         found = {"actor": named["actor"]}
         if self.algorithm.has_reference:
             found["reference"] = named.get("ref", named["actor"])
-        if self.rewards.use_reward_model and (reward := named.get("reward", named.get("critic"))):
-            found["reward"] = reward
+        reward = named.get("reward", named.get("critic")) if self.rewards.use_reward_model else None
         if self.algorithm.has_critic:  # which gets a new head, if its model is the actor's
-            found["critic"] = named.get("critic", found.get("reward", named["actor"]))
-        return found
+            found["critic"] = named.get("critic", reward or named["actor"])
+        return found if reward is None else found | {"reward": reward}
 
     @property
     def validate_only(self) -> bool:

@@ -42,26 +42,27 @@ FITS = 64
 OF_GATHERING = ("stage3_max_", "stage3_prefetch_", "stage3_model_", "mics_", "zenflow", "leaf_module")
 
 
-def fits_whole(size: int, ranks: int, memory: int) -> bool:
-    """Whether ranks keep `size` bytes of whole weights in `memory`; one rank's are views of its partition."""
-    return ranks == 1 or FITS * size <= memory
-
-
-def may_be_whole(model: nn.Module, config: Config) -> bool:
-    """Whether an engine of this model keeps its whole weights on each rank: under ZeRO-3, if they fit many times.
-    Weights that are offloaded, quantised, or partitioned in groups (hpZ) stay partitioned, and so do those of models
-    for which `--deepspeed_config` says how weights are gathered, such as `stage3_param_persistence_threshold`."""
+def may_be_whole(config: Config, size: int, ranks: int, memory: int) -> bool:
+    """Whether an engine keeps its whole weights, of `size` bytes, on each rank: under ZeRO-3, if they fit many times
+    into the `memory` of a rank's device; one rank's are views of its partition. Weights that are offloaded, quantised,
+    or partitioned in groups (hpZ) stay partitioned, and so do those of models for which `--deepspeed_config` says how
+    weights are gathered, such as `stage3_param_persistence_threshold`."""
     zero = config["zero_optimization"]
     if zero["stage"] != 3 or zero.get("stage3_param_persistence_threshold") != PERSISTENT_ELEMENTS:
         return False
     if any(name.startswith(OF_GATHERING) for name in zero):
         return False
-    if zero.get("offload_param", {}).get("device", "none") != "none" or zero.get("zero_hpz_partition_size", 1) != 1:
+    if (zero.get("offload_param") or {}).get("device", "none") != "none" or zero.get("zero_hpz_partition_size", 1) != 1:
         return False
     if any(zero.get(f"zero_quantized_{name}") for name in ("weights", "nontrainable_weights")):
         return False
+    return ranks == 1 or FITS * size <= memory
+
+
+def _is_whole(model: nn.Module, config: Config) -> bool:
+    """`may_be_whole` on this machine."""
     size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in model.parameters())
-    return fits_whole(size, world_size(), _memory_of_device())
+    return may_be_whole(config, size, world_size(), _memory_of_device())
 
 
 def _memory_of_device() -> int:
@@ -143,7 +144,7 @@ class OptimizerSettings:
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, layer_by_layer: bool = False) -> Engine:
     """A DeepSpeed engine that trains the parameters of `model` that require gradients with AdamW. `layer_by_layer`:
     ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `WholeWeights`)."""
-    whole = not layer_by_layer and may_be_whole(model, config)
+    whole = not layer_by_layer and _is_whole(model, config)
     optimizer = build_optimizer(model, settings)
     scheduler = LambdaLR(optimizer, partial(rate_factor, settings))
     _import_muon()
@@ -182,7 +183,7 @@ def _import_muon() -> None:
 def eval_engine(model: nn.Module, config: Config) -> Engine:
     """A DeepSpeed engine in eval mode that only runs forward."""
     model.requires_grad_(False)
-    whole = may_be_whole(model, config)
+    whole = _is_whole(model, config)
     gather_at_once(model, config)
     with quiet_prints():
         engine, *_ = deepspeed.initialize(model=model, config=config)

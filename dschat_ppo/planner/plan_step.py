@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
 
 from dschat_ppo.common import dist
-from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.config.supervised_config import FitConfig
-from dschat_ppo.engine.build_engine import OF_GATHERING, fits_whole
-from dschat_ppo.engine.ds_config import read_overlay, train_config
+from dschat_ppo.engine.build_engine import may_be_whole
+from dschat_ppo.engine.ds_config import eval_config, read_overlay, train_config
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
-from dschat_ppo.models.adapters import AdapterSettings
-from dschat_ppo.planner.model_parts import ModelParts, parts_of, read_model_configs
+from dschat_ppo.models.adapters import adapter_settings
+from dschat_ppo.planner.model_parts import parts_of, read_model_configs
 from dschat_ppo.planner.role_memory import (
     ITEMSIZE,
     PARTS,
@@ -29,7 +27,6 @@ from dschat_ppo.planner.role_memory import (
     Phase,
     Role,
     ppo_phases,
-    running_stage,
     supervised_phases,
 )
 
@@ -132,74 +129,46 @@ def roles_of(
 ) -> list[Role]:
     """The models that a step holds; the actor is the first of step 3. `device_memory`: bytes of a rank's device, or on
     a CPU its share of the host's."""
-    dtype, adapters = config.run.dtype, config.adapters
-    fit = config.training
-
-    def parts(role: str, scalar: bool, dim: int = 0, layers: str | None = None) -> ModelParts:
-        adapter = None
-        if dim > 0:
-            require_extra("peft", "LoRA")  # which adds the layers that are counted
-            adapter = AdapterSettings(
-                dim, adapters.lora_alpha, 0.0, layers, adapters.use_rslora, adapters.use_dora,
-                adapters.only_optimize_lora,
+    flags, dtype, roles = flatten(config), config.run.dtype, list[Role]()
+    counted_as = replace(config.adapters, lora_dropout=0.0, load_in_4bit=False, load_in_8bit=False)
+    bits = 4 if flags["load_in_4bit"] else 8 if flags["load_in_8bit"] else 0
+    for name, model in models.items():
+        scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
+        prefix, shared, adapter = {"model": "", "actor": "actor_", "critic": "critic_"}.get(name), 0, None
+        if prefix is not None:  # it trains
+            dim, layers = flags[f"{prefix}lora_dim"], flags[f"{prefix}lora_module_name"]
+            adapter = adapter_settings(dim, layers, counted_as)
+        size = parts_of(model, dtype, scalar, adapter, on_gpu)
+        if prefix is not None:
+            made = train_config(
+                flags[f"{prefix}zero_stage"], dtype, flags["offload"], ranks, flags["max_grad_norm"],
+                read_overlay(config.run.deepspeed_config), config.memory, device="cuda" if on_gpu else "cpu",
             )  # fmt: skip
-        return parts_of(models[role], dtype, scalar, adapter, on_gpu)
-
-    def fits(size: ModelParts) -> bool:
-        return fits_whole(ITEMSIZE[dtype] * size.total, ranks, device_memory)
-
-    def trained(
-        name: str, size: ModelParts, zero_stage: int, checkpoints: bool, shared: int = 0, layer_by_layer: bool = False
-    ) -> Role:
-        overlay, device = read_overlay(config.run.deepspeed_config), "cuda" if on_gpu else "cpu"
-        made = train_config(
-            zero_stage, dtype, fit.offload, ranks, fit.max_grad_norm, overlay, config.memory, device=device
-        )
-        zero: dict[str, Any] = made["zero_optimization"]
-        stage = running_stage(zero["stage"], dtype)
+            if name == "critic" and flags["share_base"]:
+                shared = size.total - size.trained
+        else:
+            assert isinstance(config, PPOConfig)
+            actor, of_reference = roles[0], name == "reference"
+            if of_reference and config.actor_base_is_frozen and config.reference.ref_model_name_or_path is None:
+                shared = min(actor.parts.total - actor.parts.trained, size.total)
+            elif config.lora.share_base and not of_reference:
+                shared = size.total - size.head
+            stage = flags["actor_zero_stage" if of_reference else "critic_zero_stage"]
+            offloads = flags["offload_reference_model" if of_reference else "offload_reward_model"]
+            made = eval_config(actor.stage if shared else stage, dtype, offloads, ranks)
+        zero = made["zero_optimization"]
         on_host = {
-            name: str((zero.get(f"offload_{name}") or {}).get("device", "none")) != "none"
-            for name in ("optimizer", "param")
+            part: (zero.get(f"offload_{part}") or {}).get("device", "none") != "none" for part in ("optimizer", "param")
         }
-        offloads = stage == 3 and on_host["param"]
-        gathers = any(key.startswith(OF_GATHERING) and key != "stage3_param_persistence_threshold" for key in zero)
-        divided = gathers or layer_by_layer or offloads or zero.get("zero_hpz_partition_size", 1) > 1
-        bits = 4 if adapters.load_in_4bit else 8 if adapters.load_in_8bit else 0
-        return Role(
-            name, size, dtype, ranks, stage, True, checkpoints, stage > 0 and on_host["optimizer"], offloads,
-            stage == 3 and not divided and fits(size), shared, on_gpu, bits if size.adapted else 0,
-        )  # fmt: skip
-
-    def frozen(name: str, size: ModelParts, stage: int, offloads: bool, shared: int) -> Role:
-        is_divided = stage == 3
-        return Role(
-            name, size, dtype, ranks, 3 if is_divided else 0, False, offloads_weights=is_divided and offloads,
-            kept_whole=is_divided and not offloads and fits(size), shared=shared, on_gpu=on_gpu,
-        )  # fmt: skip
-
-    if isinstance(config, FitConfig):
-        size = parts("model", config.has_head, config.lora.lora_dim, config.lora.lora_module_name)
-        return [trained("model", size, fit.zero_stage, fit.gradient_checkpointing)]
-    assert isinstance(config, PPOConfig)
-    ppo, lora = config.ppo, config.lora
-    size = parts("actor", False, lora.actor_lora_dim, lora.actor_lora_module_name)
-    actor = trained("actor", size, ppo.actor_zero_stage, ppo.actor_gradient_checkpointing,
-                    layer_by_layer=ppo.unpin_actor_parameters)  # fmt: skip
-    roles = [actor]
-    if "reference" in models:
-        size = parts("reference", False)
-        of_actor = config.actor_base_is_frozen and config.reference.ref_model_name_or_path is None
-        shared = min(actor.parts.total - actor.parts.trained, size.total) if of_actor else 0
-        stage = actor.stage if shared else ppo.actor_zero_stage
-        roles.append(frozen("reference", size, stage, ppo.offload_reference_model, shared))
-    if "critic" in models:
-        size = parts("critic", True, lora.critic_lora_dim, lora.critic_lora_module_name)
-        shared = size.total - size.trained if lora.share_base else 0
-        roles.append(trained("critic", size, ppo.critic_zero_stage, ppo.critic_gradient_checkpointing, shared))
-    if "reward" in models:
-        size = parts("reward", True)
-        stage, shared = (actor.stage, size.total - size.head) if lora.share_base else (ppo.critic_zero_stage, 0)
-        roles.append(frozen("reward", size, stage, ppo.offload_reward_model, shared))
+        by_layer = name == "actor" and flags["unpin_actor_parameters"]
+        roles.append(Role(
+            name, size, dtype, ranks, zero["stage"], trains=prefix is not None,
+            checkpoints=prefix is not None and flags[f"{prefix}gradient_checkpointing"],
+            offloads_optimizer=zero["stage"] > 0 and on_host["optimizer"],
+            offloads_weights=zero["stage"] == 3 and on_host["param"],
+            kept_whole=not by_layer and may_be_whole(made, ITEMSIZE[dtype] * size.total, ranks, device_memory),
+            shared=shared, on_gpu=on_gpu, bits=bits if size.adapted else 0,
+        ))  # fmt: skip
     return roles
 
 

@@ -59,7 +59,7 @@ class Role:
     parts: ModelParts
     dtype: str  # "bf16", "fp16" or "fp32"
     ranks: int  # over which ZeRO divides
-    stage: int  # of ZeRO, as it runs (`running_stage`)
+    stage: int  # of ZeRO, as it runs (`engine/ds_config.py`): in bf16 and fp16 not 0
     trains: bool  # has an optimizer
     checkpoints: bool = False  # gradient checkpointing
     offloads_optimizer: bool = False  # optimizer states are in host memory
@@ -100,11 +100,6 @@ class Role:
         constants of its blocks, 3 % of a weight of 4 bits, do not count)."""
         saves = int(self.parts.adapted * (self.itemsize - self.bits / 8)) if self.bits and not self.shared else 0
         return self.itemsize * self.own - saves
-
-
-def running_stage(stage: int, dtype: str) -> int:
-    """The stage as it runs: in bf16 and fp16, stage 0 runs as 1 (`engine/ds_config.py`)."""
-    return 1 if stage == 0 and dtype != "fp32" else stage
 
 
 def weights(role: Role) -> Memory:

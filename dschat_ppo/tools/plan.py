@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
-from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
 
@@ -117,7 +116,7 @@ def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -
     """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough. Of the rungs that
     lower what is missing, the cheapest is taken until the run fits. Then those that it fits without are left out, the
     last one first. The rows of an optimizer step stay. LoRA changes what is trained, so it is the last rung."""
-    given = {name: value for group in vars(config).values() for name, value in vars(group).items()}
+    given = flatten(config)
 
     def tried(rungs: Sequence[Change]) -> tuple[list[str], Plan] | None:
         wanted = {name: value for rung in rungs for name, value in rung.items() if given[name] != value}
@@ -147,16 +146,10 @@ def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -
 
 def _ladder(config: StepConfig, given: Change) -> list[Change]:
     """What makes a run smaller, in the order of what it costs."""
-    if isinstance(config, PPOConfig):
-        critic, reward = config.algorithm.has_critic, config.rewards.use_reward_model
-        zero = ["actor_zero_stage", *["critic_zero_stage"] * (critic or reward)]
-        checkpointing = ["actor_gradient_checkpointing", *["critic_gradient_checkpointing"] * critic]
-        lora, batch = ["actor_lora_dim", *["critic_lora_dim"] * critic], "per_device_training_batch_size"
-        frozen = ["offload_reference_model"] * config.algorithm.has_reference + ["offload_reward_model"] * reward
-        sleep: list[Change] = [{"sleep_in_rollout": True}]
-    else:
-        zero, checkpointing, lora, frozen, sleep = ["zero_stage"], ["gradient_checkpointing"], ["lora_dim"], [], []
-        batch = "per_device_train_batch_size"
+    prefixes, batch = list(config.stages), config.micro_batch
+    sleep: list[Change] = [{"sleep_in_rollout": True}] if "actor" in config.models else []
+    frozen = [f"offload_{role}_model" for role in ("reference", "reward") if role in config.models]
+    zero = {f"{prefix}zero_stage": None for prefix in [*prefixes, *["critic_"] * ("reward" in config.models)]}
     size, accumulation = given[batch], given["gradient_accumulation_steps"]
     halves: list[Change] = []
     while size % 2 == 0:
@@ -168,12 +161,13 @@ def _ladder(config: StepConfig, given: Change) -> list[Change]:
         stage_3,
         *sleep,
         *halves,
-        dict.fromkeys(checkpointing, True),
+        {f"{prefix}gradient_checkpointing": True for prefix in prefixes},
         *(stage_3 | {name: True} for name in frozen),
         stage_2 | {"offload_optimizer": True},
         stage_3 | {"offload_optimizer": True},
         stage_3 | {"offload_optimizer": False, "offload": True},
-        {"only_optimize_lora": True} | {name: given[name] or LORA_DIM for name in lora},
+        {"only_optimize_lora": True}
+        | {f"{prefix}lora_dim": given[f"{prefix}lora_dim"] or LORA_DIM for prefix in prefixes},
     ]
 
 

@@ -227,7 +227,8 @@ STEP_3 = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_
 
 def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     own, reward = f"--reward_function {folder}/reward.py:score", f"{folder}/reward.py"
-    config = parse("ppo", f"{STEP_3} --critic_model_name_or_path c --reward_model_name_or_path r {own}".split())
+    models = "--critic_model_name_or_path c --reward_model_name_or_path r --ref_model_name_or_path f"
+    config = parse("ppo", f"{STEP_3} {models} {own}".split())
     texts = TextBatches(TRAIN, 1, 1, 0, 0, torch.device("cpu"))
     rows = TokenRows(TRAIN, TRAIN.select([0]))
     found = inputs_of(config, ModelFolders("A", "C", "R", "F"), rows, texts)

@@ -7,7 +7,7 @@ from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
 
 from dschat_ppo.engine import build_engine
-from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, fits_whole, may_be_whole, train_engine
+from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, may_be_whole, train_engine
 from dschat_ppo.engine.build_engine import whole_weights as whole_weights_of
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, skip_update
@@ -20,9 +20,11 @@ IDS = torch.randint(2, 48, (4, 9), generator=torch.Generator().manual_seed(0))
 
 
 def test_weights_that_fit_many_times_are_whole():
-    assert fits_whole(int(2 * 0.5e9), 8, 80 * GIB), "Qwen2-0.5B in bf16"
-    assert not fits_whole(int(2 * 0.5e9), 8, 24 * GIB) and not fits_whole(int(2 * 7e9), 64, 141 * GIB)
-    assert fits_whole(int(2 * 7e9), 1, 80 * GIB), "one rank holds everything in any case"
+    config = train_config(3, "bf16", False, 8, 1.0)
+    assert may_be_whole(config, int(2 * 0.5e9), 8, 80 * GIB), "Qwen2-0.5B in bf16"
+    for size, ranks, memory in ((0.5e9, 8, 24), (7e9, 64, 141)):
+        assert not may_be_whole(config, int(2 * size), ranks, memory * GIB)
+    assert may_be_whole(config, int(2 * 7e9), 1, 80 * GIB), "one rank holds everything in any case"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_weights_that_fit_many_times_are_whole():
 )
 def test_settings_under_which_weights_stay_partitioned(stage, zero, whole):
     config = train_config(stage, "fp32", False, 2, 1.0, {"zero_optimization": zero})
-    assert may_be_whole(torch.nn.Linear(2, 2), config) is whole
+    assert may_be_whole(config, 24, 2, GIB) is whole
 
 
 def trained(layer_by_layer: bool):
