@@ -35,7 +35,7 @@ _SKIPPED = Rule("updates_skipped", "warning", "optim/nonfinite_skipped", "grows"
     "a NaN or an infinity in a loss, gradient, reward or advantage; the update is skipped (--on_nonfinite skip)",
     "replay the batch that the warning names (docs/numbers.md); lower the learning rate, or use --dtype fp32")
 PPO_RULES: tuple[Rule, ...] = (
-    Rule("kl_negative", "error", "kl/ref_k1", "below", -0.02,
+    Rule("kl_negative", "error", "kl/ref_k1", "below it", -0.02,
         "sampling and scoring use different settings or models, so that answers are not samples of the scored policy",
         "compare --temperature, --top_p and --top_k with what you expect; try --rollout_engine padded and --dtype "
         "fp32"),
@@ -67,22 +67,22 @@ PPO_RULES: tuple[Rule, ...] = (
     Rule("fewer_answers_end", "warning", "rollout/ended_share", "below the mean minus it", 0.3,
         "answers run into the length limit, and the reward does not penalise that",
         "raise --missing_eos_penalty or --max_answer_seq_len"),
-    Rule("answers_never_end", "error", "rollout/ended_share", "below", 0.1,
+    Rule("answers_never_end", "error", "rollout/ended_share", "below it", 0.1,
         "the SFT model has not learned its end token, or --max_answer_seq_len is shorter than any answer",
         "check the end of the rows of step 1 (python -m dschat_ppo.tools.data), train step 1 longer, set "
         "--stop_token_ids, or raise --max_answer_seq_len", lasts=True),
-    Rule("clip_fraction_high", "warning", "policy/clip_fraction", "above", 0.3,
+    Rule("clip_fraction_high", "warning", "policy/clip_fraction", "above it", 0.3,
         "the policy moves far within one PPO step, so that the loss clips its updates",
         "lower --actor_learning_rate or --ppo_epochs, or raise --per_device_training_batch_size"),
     Rule("first_ratio_not_one", "warning", "policy/first_log_ratio_abs_mean", "above, in training", 0.05,
         "before any update, training computes different log-probs from scoring or sampling: dropout, rounding, or "
         "different kernels",
         "train without --actor_dropout and --lora_dropout, or with --dtype fp32; if it persists, report it as a bug"),
-    Rule("critic_explains_nothing", "warning", "value/explained_variance", "below", 0.02,
+    Rule("critic_explains_nothing", "warning", "value/explained_variance", "below it", 0.02,
         "the critic does not learn, or the score is noise to it",
         "raise --critic_learning_rate or --critic_warmup_rollouts, check the reward, or use an --advantage_estimator "
         "without a critic", lasts=True),
-    Rule("logprob_diff_high", "warning", "rollout/logprob_diff_mean", "above", 0.1,
+    Rule("logprob_diff_high", "warning", "rollout/logprob_diff_mean", "above it", 0.1,
         "the precision is too low, or generation and training run different weights or kernels",
         "use --dtype fp32 or --rollout_engine padded to find out which; correct for it with --importance_correction"),
     Rule("gradient_explodes", "warning", "optim/grad_norm/ROLE", "above the mean times it", 10.0,

@@ -84,7 +84,7 @@ class History:
 
 def find(rule: Rule, history: History) -> str | None:
     """What a rule finds at the current step, with the numbers."""
-    check = CHECKS.get(rule.name, lambda seen: _beyond_threshold(rule, seen))
+    check = CHECKS.get(rule.name, lambda seen: _beyond_bound(rule, seen))
     text = check(history)
     if text is None or not rule.lasts:
         return text
@@ -94,12 +94,36 @@ def find(rule: Rule, history: History) -> str | None:
     return f"{text}, for {len(before) + 1} steps"
 
 
-def _beyond_threshold(rule: Rule, history: History) -> str | None:
-    limit = history.limits[rule.name]
-    value = history.now.get(rule.metric, limit)
-    if not (value > limit if rule.comparison == "above" else value < limit):
-        return None
-    return f"{rule.metric} is {value:.3g}, {rule.comparison} {limit:g}"
+# `Rule.comparison` -> the bound, of (threshold, mean of the metric over the window before)
+BOUNDS: dict[str, Callable[[float, float], float]] = {
+    "above it": lambda limit, mean: limit,
+    "below it": lambda limit, mean: limit,
+    "above it and three times the mean": lambda limit, mean: max(limit, 3 * mean),
+    "above the mean times it": lambda limit, mean: limit * mean,
+    "below the mean divided by it": lambda limit, mean: mean / limit,
+    "below the mean minus it": lambda limit, mean: mean - limit,
+}
+
+
+def _beyond_bound(rule: Rule, history: History) -> str | None:
+    limit, is_above = history.limits[rule.name], rule.comparison.startswith("above")
+    uses_mean, is_norm, is_entropy = "mean" in rule.comparison, "grad_norm" in rule.metric, "entropy" in rule.metric
+    for name, value in history.now.items():
+        if name != rule.metric and not (is_norm and name.startswith(rule.metric.removesuffix("ROLE"))):
+            continue
+        # A norm of infinity is an overflow of fp16; where scores are all equal, estimators that compare answers have
+        # one of 0, which is no size to compare with.
+        mean = history.mean(name, above=SMALLEST_NORM if is_norm else -math.inf) if uses_mean else limit
+        if mean is None or (is_norm and value == math.inf):
+            continue
+        seen = f"{name} is {value:.3g}, {rule.comparison.replace(' it', f' {limit:g}')}"
+        seen += f"; its mean over the previous steps is {mean:.3g}" if uses_mean else ""
+        if is_entropy and mean < SMALL_ENTROPY:  # too small to fall by a factor, and to rise from
+            mean = SMALL_ENTROPY if is_above else 0.0
+        bound = BOUNDS[rule.comparison](limit, mean)
+        if value > bound if is_above else value < bound:
+            return seen
+    return None
 
 
 # Checks of rules that no comparison with the threshold alone can say
@@ -140,29 +164,6 @@ def duplicate_answers(history: History) -> str | None:
     if share >= limit or length < SHORT_ANSWER:
         return None
     return f"rollout/distinct_share is {share:.3g}, below {limit:g}, with {length:.0f} tokens per answer"
-
-
-def against_mean(
-    name: str, metric: str, is_above: bool, bound: Callable[[float, float], float], words: str
-) -> Callable[[History], str | None]:
-    """The check of the rule `name`, which compares its metric with a bound of (mean over the window before, threshold).
-    The metric `grad_norm` is in step 3 that of each model."""
-
-    def check(history: History) -> str | None:
-        limit, is_norm = history.limits[name], metric == "grad_norm"
-        for key, value in history.now.items():
-            if key != metric and not key.startswith(f"optim/{metric}/"):
-                continue
-            # A norm of infinity is an overflow of fp16; where scores are all equal, estimators that compare answers
-            # have one of 0, which is no size to compare with.
-            mean = history.mean(key, above=SMALLEST_NORM if is_norm else -math.inf)
-            if mean is None or (is_norm and value == math.inf):
-                continue
-            if value > bound(mean, limit) if is_above else value < bound(mean, limit):
-                return f"{key} is {value:.3g}, {words.format(limit)}; its mean over the previous steps is {mean:.3g}"
-        return None
-
-    return check
 
 
 def reward_exploited(history: History) -> str | None:
@@ -216,17 +217,7 @@ def overfitting(history: History) -> str | None:
     )
 
 
-_FACTOR = "above {:g} times its mean"
-_AGAINST_MEANS: list[tuple[str, str, bool, Callable[[float, float], float], str]] = [
-    ("kl_spike", "kl/ref_k1", True, lambda mean, limit: max(limit, 3 * mean), "above {:g}"),
-    ("entropy_collapse", "policy/entropy", False,
-     lambda mean, factor: mean / factor if mean >= SMALL_ENTROPY else 0.0, "below its mean divided by {:g}"),
-    ("entropy_explosion", "policy/entropy", True, lambda mean, factor: max(mean, SMALL_ENTROPY) * factor, _FACTOR),
-    ("fewer_answers_end", "rollout/ended_share", False,
-     lambda mean, drop: mean - drop, "more than {:g} below its mean"),
-    ("gradient_explodes", "grad_norm", True, lambda mean, factor: factor * mean, _FACTOR),
-]  # fmt: skip
-CHECKS: dict[str, Callable[[History], str | None]] = {row[0]: against_mean(*row) for row in _AGAINST_MEANS} | {
+CHECKS: dict[str, Callable[[History], str | None]] = {
     function.__name__: function
     for function in (
         first_ratio_not_one, scores_equal, reward_faults, duplicate_answers, reward_exploited, updates_skipped,

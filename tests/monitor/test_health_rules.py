@@ -44,7 +44,7 @@ CASES = {
     "kl_negative": (*at_once("kl/ref_k1", -0.021, -0.019), ["-0.021", "-0.02"]),
     "kl_spike": (*after("kl/ref_k1", 0.51, 0.49), ["0.51", "0.05", "above 0.5"]),
     "entropy_collapse": (*after("policy/entropy", 0.66, 0.67), ["0.66", "is 2", "divided by 3"]),
-    "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "3 times"]),
+    "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "times 3"]),
     "scores_equal": (*at_once("reward/score_std", 0.0009, 0.0011), ["0.0009", "0.001", "score 1"]),
     "reward_faults": (*at_once("reward/function_faults", 7, 6), ["7", "64"]),
     "duplicate_answers": (*at_once("rollout/distinct_share", 0.49, 0.51), ["0.49", "0.5", "40 tokens"]),
