@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.schema import (
-    flag,
-    is_own_function,
-    not_negative,
-    positive,
-    refuse,
-    require_used,
-    share,
-    unit,
-)
+from dschat_ppo.config.schema import flag, is_own_function, not_negative, positive, refuse, require_used, share, unit
 
 ESTIMATOR = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",

@@ -8,16 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dschat_ppo.config.schema import (
-    flag,
-    fraction,
-    not_negative,
-    old_flag,
-    positive,
-    refuse,
-    require,
-    share,
-)
+from dschat_ppo.config.schema import flag, fraction, not_negative, old_flag, positive, refuse, require, share
 
 AUTO, NEVER = "auto", "never"
 

@@ -20,15 +20,7 @@ from dschat_ppo.engine.ds_config import eval_config, read_overlay, train_config
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.planner.model_parts import parts_of, read_model_configs
-from dschat_ppo.planner.role_memory import (
-    ITEMSIZE,
-    PARTS,
-    Memory,
-    Phase,
-    Role,
-    ppo_phases,
-    supervised_phases,
-)
+from dschat_ppo.planner.role_memory import ITEMSIZE, PARTS, Memory, Phase, Role, ppo_phases, supervised_phases
 
 GIB = 2**30
 MANY_PROMPTS = 10**6  # of a data set that is not read: enough for any batch

@@ -13,14 +13,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from dschat_ppo.common import phases, ranks, stop_requests
-from dschat_ppo.common.exit_codes import (
-    DONE,
-    HOW_TO_RESUME,
-    RANK_LOST,
-    exit_code,
-    peer_disconnected,
-    ran_out_of_memory,
-)
+from dschat_ppo.common.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected, ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, without_credentials

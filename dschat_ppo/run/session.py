@@ -11,13 +11,7 @@ from typing import Literal
 
 import torch
 
-from dschat_ppo.checkpoint.identity import (
-    RunIdentity,
-    RunInputs,
-    find_checkpoint,
-    identify_run,
-    is_inside,
-)
+from dschat_ppo.checkpoint.identity import RunIdentity, RunInputs, find_checkpoint, identify_run, is_inside
 from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, restore
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name
 from dschat_ppo.common import dist, stop_requests

@@ -27,14 +27,7 @@ from dschat_ppo.config.batch_plan import batch_text, times
 from dschat_ppo.config.step_config import ScheduleFlags
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import LOWEST_LOSS, BestMetric, SupervisedFlags
-from dschat_ppo.data.batches import (
-    PackingPlan,
-    chunked_order,
-    optimizer_steps,
-    plan_packing,
-    sample_tokens,
-    samples_of,
-)
+from dschat_ppo.data.batches import PackingPlan, chunked_order, optimizer_steps, plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows, load_stream_state, rows_at_hand, stream_state
 from dschat_ppo.data.templates import answer_ends
