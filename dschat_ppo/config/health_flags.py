@@ -173,11 +173,10 @@ def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
         else:
             with reading(f"--health {text}: {name} takes a number, or off"):
                 number = float(value)
-            fits = 1 <= number < math.inf if limit > 1 else 0 <= number / limit < math.inf
-            if not fits or (name == "overfitting" and not number.is_integer()):
-                takes = "1 or above" if limit > 1 else "0 or above" if limit > 0 else "0 or below"
-                takes = "whole numbers of 1 or above" if name == "overfitting" else takes
-                raise UserError(f"--health {text}: {name} takes {takes}, or off")
+            least = 1 if limit > 1 else 0  # of a factor or a number; others are a size, some of them below 0
+            if not least <= number * math.copysign(1, limit) < math.inf:
+                sign = "below" if limit < 0 else "above"
+                raise UserError(f"--health {text}: {name} takes {least} or {sign}, or off")
             limits[name] = number
             off.discard(name)
     return window, {name: limit for name, limit in limits.items() if limit is not None}, off

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_ppo.config.run_flags import RunFlags
-from dschat_ppo.config.schema import flag, fraction, not_negative, positive, refuse, require, share
+from dschat_ppo.config.schema import flag, fraction, not_negative, positive, require, share
 
 _TARGETS = (
     "that get LoRA: parts of their names, such as 'layers.' or 'q_proj,v_proj'; not given: all "
@@ -84,44 +82,3 @@ def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[st
         rates[name] = given[name] if given[name] is not None or not is_alone else given[whole]
         rates[name] = default if rates[name] is None else rates[name]
     return rates
-
-
-def require_usable_lora(
-    stages: Mapping[str, int], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags, run: RunFlags
-) -> None:
-    """Require the LoRA flags of a step to have an effect, and to fit each other. `stages`: of the models that train, by
-    the prefix of their flags: "", "actor_" or "critic_"."""
-    adapted = [prefix for prefix in stages if vars(lora)[f"{prefix}lora_dim"] > 0]
-    ranks = " or ".join(f"--{prefix}lora_dim" for prefix in stages)
-    for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
-        require(
-            bool(adapted) or not getattr(adapters, name),
-            f"--{name} needs LoRA: set {ranks}, or omit --{name}; without LoRA all weights train, and 1e-5 to 2e-5 "
-            "is a usual learning rate",
-        )
-    bits = "--load_in_4bit" if adapters.load_in_4bit else "--load_in_8bit" if adapters.load_in_8bit else None
-    refuse({
-        f"{bits} needs --{prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights":
-            bits is not None and stages[prefix] == 3 for prefix in adapted
-    } | {
-        "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would freeze: omit "
-        "one of the two": bool(adapted) and adapters.only_optimize_lora and run.resize_vocabulary,
-        f"{bits} freezes the weights that it quantises: add --only_optimize_lora":
-            bits is not None and not adapters.only_optimize_lora,
-        f"{bits} with --lora_merge would save the rounding errors of quantised weights: omit --lora_merge; an adapter "
-        "folder is merged into unquantised weights wherever it is loaded": bits is not None and adapters.lora_merge,
-    })  # fmt: skip
-
-
-def idle_lora_flags(
-    stages: Mapping[str, int], lora: LoraFlags | PPOLoraFlags, adapters: AdapterFlags
-) -> dict[str, str]:
-    """LoRA flags that have no effect with the others -> the reason. Arguments as `require_usable_lora`."""
-    off = [prefix for prefix in stages if vars(lora)[f"{prefix}lora_dim"] == 0]
-    names = ("lora_module_name", "lora_learning_rate")
-    idle = {f"{prefix}{name}": f"--{prefix}lora_dim is 0, so there is no LoRA" for prefix in off for name in names}
-    if len(off) == len(stages):
-        idle |= dict.fromkeys(("lora_alpha", "lora_dropout", "lora_merge"), "no model has LoRA (rank 0)")
-    elif not adapters.only_optimize_lora:
-        idle["lora_merge"] = "other weights train too (no --only_optimize_lora), so the adapter is merged in any case"
-    return idle

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.config.health_flags import HealthFlags
-from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags, idle_lora_flags, require_usable_lora
+from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags
 from dschat_ppo.config.run_flags import ConsoleFlags, MemoryFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schema import default_of, fraction, not_negative, refuse
 from dschat_ppo.errors import without_credentials
@@ -94,7 +94,7 @@ class StepConfig:
             f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not partition weights":
                 flags.zero_hpz_partition_size > 1 and 3 not in stages.values(),
         })  # fmt: skip
-        require_usable_lora(self.stages, self.lora, self.adapters, self.run)
+        self._require_usable_lora()
         ratio, kind, warmup = schedule.warmup_ratio, group.lr_scheduler_type, group.num_warmup_steps
         refuse({
             f"--warmup_ratio {ratio} and --num_warmup_steps {warmup} both set the warm-up; use one of the two":
@@ -105,9 +105,46 @@ class StepConfig:
             f"{', '.join(DECAYING)}, or omit it": schedule.min_lr_ratio > 0 and kind not in DECAYING,
         })  # fmt: skip
 
+    def _require_usable_lora(self) -> None:
+        """Require the LoRA flags to have an effect, and to fit each other."""
+        stages, adapters, dims = self.stages, self.adapters, self._lora_dims
+        adapted = [prefix for prefix, dim in dims.items() if dim > 0]
+        ranks = " or ".join(f"--{prefix}lora_dim" for prefix in stages)
+        bits = "--load_in_4bit" if adapters.load_in_4bit else "--load_in_8bit" if adapters.load_in_8bit else None
+        refuse({
+            f"--{name} needs LoRA: set {ranks}, or omit --{name}; without LoRA all weights train, and 1e-5 to 2e-5 is "
+            "a usual learning rate": not adapted and vars(adapters)[name]
+                for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit")
+        } | {
+            f"{bits} needs --{prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights":
+                bits is not None and stages[prefix] == 3 for prefix in adapted
+        } | {
+            "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would freeze: "
+            "omit one of the two": bool(adapted) and adapters.only_optimize_lora and self.run.resize_vocabulary,
+            f"{bits} freezes the weights that it quantises: add --only_optimize_lora":
+                bits is not None and not adapters.only_optimize_lora,
+            f"{bits} with --lora_merge would save the rounding errors of quantised weights: omit --lora_merge; an "
+            "adapter folder is merged into unquantised weights wherever it is loaded":
+                bits is not None and adapters.lora_merge,
+        })  # fmt: skip
+
+    @property
+    def _lora_dims(self) -> dict[str, int]:
+        """Prefix of the flags of each model that trains -> its LoRA rank."""
+        return {prefix: vars(self.lora)[f"{prefix}lora_dim"] for prefix in self.stages}
+
     def idle(self) -> dict[str, str]:
         """Flags that have no effect with the other flags -> the reason."""
-        found, group = idle_lora_flags(self.stages, self.lora, self.adapters), self.training
+        found, group = dict[str, str](), self.training
+        for prefix, dim in self._lora_dims.items():
+            if dim == 0:
+                names = (f"{prefix}lora_module_name", f"{prefix}lora_learning_rate")
+                found |= dict.fromkeys(names, f"--{prefix}lora_dim is 0, so there is no LoRA")
+        if not any(self._lora_dims.values()):
+            found |= dict.fromkeys(("lora_alpha", "lora_dropout", "lora_merge"), "no model has LoRA (rank 0)")
+        elif not self.adapters.only_optimize_lora:
+            merged = "other weights train too (no --only_optimize_lora), so the adapter is merged in any case"
+            found["lora_merge"] = merged
         if self.schedule.max_steps > 0 and group.num_train_epochs != 1:
             found["num_train_epochs"] = "--max_steps sets the length of the run"
         default = type(group).num_warmup_steps

@@ -26,19 +26,6 @@ PPO_COLUMNS = (
     Column("explained", "value/explained_variance", "5.2f"),
     Column("length", "rollout/length_mean", "6.1f"),
 )
-_SUPERVISED = {
-    "loss": Column("loss", "loss", "7.4f"),
-    "accuracy": Column("accuracy", "accuracy", "5.3f"),
-    "margin": Column("margin", "margin", "7.3f"),
-    "kl": Column("KL", "kl", "7.4f"),
-}
-GRAD_NORM = Column("grad norm", "grad_norm", "6.3g")
-
-
-def supervised_columns(headline: Sequence[str]) -> list[Column]:
-    """The columns of steps 1 and 2; `headline` names the objective's metrics."""
-    own = [_SUPERVISED.get(name, Column(name, name, "7.4g")) for name in headline]
-    return [*own, Column("lr", "lr", "8.2e"), Column("LoRA lr", "lora_lr", "8.2e"), GRAD_NORM]
 
 
 def show_step(

@@ -347,19 +347,13 @@ def group_tokens(prompt: int, answer: int, answers: int) -> int:
 
 def _score_phase(roles: Sequence[Role], tokens: int, scored: int, ema: bool) -> Phase:
     """Scoring: forward passes of one model after another over micro-batches, of which the dearest counts."""
-    phase = steady_phase("scoring", roles, ema)
-    costs = {
-        role.name: {
-            "activations": forward_activations(role, tokens),
-            "logits": head_memory(role, scored, with_gradient=False),
-            "buffers": gathered_layer_by_layer(role),
-        }
-        for role in roles
-    }
-    dearest = max(costs, key=lambda name: sum(memory.device for memory in costs[name].values()))
-    for part, memory in costs[dearest].items():
-        phase.add(dearest, part, memory)
-    return phase
+    phases = []
+    for role in roles:
+        phases.append(phase := steady_phase("scoring", roles, ema))
+        phase.add(role.name, "activations", forward_activations(role, tokens))
+        phase.add(role.name, "logits", head_memory(role, scored, with_gradient=False))
+        phase.add(role.name, "buffers", gathered_layer_by_layer(role))
+    return max(phases, key=lambda phase: phase.total().device)
 
 
 def _rollout_phase(

@@ -40,7 +40,7 @@ from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.saving import require_finite_weights, save_model
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.monitor.step_line import show_step, supervised_columns
+from dschat_ppo.monitor.step_line import Column, show_step
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy
@@ -48,6 +48,21 @@ from dschat_ppo.run.output_folder import KeptModels, best_is_lost
 from dschat_ppo.run.start_and_end import show_plan
 from dschat_ppo.supervised.objective import Batch, Objective, collated
 from dschat_ppo.types import Engine
+
+COLUMNS = {
+    "loss": Column("loss", "loss", "7.4f"),
+    "accuracy": Column("accuracy", "accuracy", "5.3f"),
+    "margin": Column("margin", "margin", "7.3f"),
+    "kl": Column("KL", "kl", "7.4f"),
+}
+OF_EACH_STEP = (
+    Column("lr", "lr", "8.2e"), Column("LoRA lr", "lora_lr", "8.2e"), Column("grad norm", "grad_norm", "6.3g"),
+)  # fmt: skip
+
+
+def supervised_columns(headline: Iterable[str]) -> list[Column]:
+    """The columns of the step line; `headline` names the objective's metrics."""
+    return [*(COLUMNS.get(name, Column(name, name, "7.4g")) for name in headline), *OF_EACH_STEP]
 
 
 class BestEvaluation:

@@ -70,7 +70,7 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--health window=1", "--health window=1: window takes a whole number of 2 or more"),
     ("ppo", "--health gradient_explodes=inf", "takes 1 or above, or off"),
     ("ppo", "--health entropy_collapse=0", "takes 1 or above, or off"),
-    ("sft", "--health overfitting=0", "takes whole numbers of 1 or above, or off"),
+    ("sft", "--health overfitting=0", "takes 1 or above, or off"),
     ("ppo", "--health reward_faults=-0.1", "takes 0 or above, or off"),
     ("ppo", "--health kl_spike", "kl_spike takes a number, or off"),
     ("ppo", "--health kl_negative=0.02", "takes 0 or below, or off"),

@@ -4,7 +4,8 @@ import pytest
 
 from dschat_ppo.common.progress import Progress
 from dschat_ppo.config.run_flags import ConsoleFlags
-from dschat_ppo.monitor.step_line import PPO_COLUMNS, show_step, step_line, supervised_columns
+from dschat_ppo.monitor.step_line import PPO_COLUMNS, show_step, step_line
+from dschat_ppo.supervised.trainer import supervised_columns
 
 METRICS = {
     "reward/score_mean": 0.41239, "kl/ref_k1": 0.01234, "policy/entropy": 1.98049,
