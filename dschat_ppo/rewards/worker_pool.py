@@ -1,8 +1,8 @@
 """Worker processes that run a reward function, with a time limit for each call. They import no large library.
 
-Requests arrive on standard input of a worker: pickled keyword arguments, one call after another. Replies leave on its
-original standard output, a line of JSON each: the trainer unpickles nothing that a worker wrote. The function itself
-gets an empty standard input, and its prints go to standard error.
+Standard input and output of a worker are one socket. Requests arrive there: pickled keyword arguments, one call after
+another. Replies leave, a line of JSON each: the trainer unpickles nothing that a worker wrote. The function itself gets
+an empty standard input, and its prints go to standard error.
 
 The kernel kills the process when the trainer ends for any reason. It ignores SIGTERM and SIGINT: DeepSpeed's launcher
 sends SIGTERM to all its descendants when the run is to stop, and the trainer still needs the rewards of its last step.
@@ -15,13 +15,13 @@ import inspect
 import json
 import os
 import pickle
-import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -59,13 +59,13 @@ class Worker:
     def start(self) -> Any:
         """Start the process and wait until it is ready; what it says then (JSON)."""
         self.stop()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *self.function],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
-        )  # fmt: skip
-        assert self.process.stdin is not None
-        os.set_blocking(self.process.stdin.fileno(), False)
-        return self._exchange(b"", START_SECONDS, f"was not imported within {START_SECONDS:g} s", ends=True)
+        self.channel, inside = socket.socketpair()
+        with inside:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *self.function],
+                stdin=inside, stdout=inside, start_new_session=True,
+            )  # fmt: skip
+        return self._exchange(b"", START_SECONDS, f"was not imported within {START_SECONDS:g} s")
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Call the function with keyword arguments; its reply, or `CallError`. A call whose process ends is repeated
@@ -89,19 +89,17 @@ class Worker:
         """Kill the process and everything that it started."""
         if self.process is None:
             return
-        assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # `wait` comes later, so no other process has this id
         self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.channel.close()
         self.process = None
 
-    def _exchange(self, request: bytes, seconds: float, late: str, ends: bool = False) -> Any:
-        """Send a request; the reply. A reported error leaves the worker alive unless `ends`, others end it."""
+    def _exchange(self, request: bytes, seconds: float, late: str) -> Any:
+        """Send a request; the reply. A reported error leaves the worker alive, others end it."""
         try:
             [(kind, value)] = json.loads(self._transfer(request, seconds)).items()
-        except BrokenPipeError:
+        except ConnectionError:
             self.stop()
             raise WorkerDiedError("its process ended (a crash, os._exit, or out of memory)") from None
         except TimeoutError:
@@ -111,36 +109,20 @@ class Worker:
             self.stop()
             raise CallError("its process sent an invalid reply") from None
         if kind == "error":
-            if ends:
-                self.stop()
             raise CallError(str(value))
         return value
 
     def _transfer(self, request: bytes, seconds: float) -> bytearray:
         """Write a request and read a line. The process may end or hang at any byte of them."""
-        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
-        inward, outward = self.process.stdin.fileno(), self.process.stdout.fileno()
-        end, unsent, line = time.monotonic() + seconds, memoryview(request), bytearray()
-        poll = select.poll()
-        poll.register(outward, select.POLLIN)
-        if unsent:
-            poll.register(inward, select.POLLOUT)
+        end, line = time.monotonic() + seconds, bytearray()
+        self.channel.settimeout(seconds)
+        self.channel.sendall(request)
         while not line.endswith(b"\n"):
-            left = end - time.monotonic()
-            ready = poll.poll(1000 * max(0.0, min(_HEARTBEAT_SECONDS, left)))
-            if left <= 0 and not ready:
-                raise TimeoutError
-            for number, _ in ready:
-                if number == inward:
-                    unsent = unsent[os.write(inward, unsent) :]
-                    if not unsent:
-                        poll.unregister(inward)
-                    continue
-                part = os.read(outward, 2**20)
-                if not part:
-                    raise BrokenPipeError
-                line += part
-            heartbeat()  # a call that hangs is found by its own time limit
+            self.channel.settimeout(max(0.001, end - time.monotonic()))
+            part = self.channel.recv(2**20)
+            if not part:
+                raise ConnectionResetError
+            line += part
         return line
 
 
@@ -152,10 +134,17 @@ class WorkerPool:
         self.threads = ThreadPoolExecutor(size, thread_name_prefix="reward")
         self.closed = False
         try:
-            self.ready = list(self.threads.map(Worker.start, self.workers))[0]
+            self.ready = self._at_once(Worker.start, self.workers)[0]
         except CallError:
             self.close()
             raise
+
+    def _at_once(self, function: Callable[[Worker], Any], workers: Sequence[Worker]) -> list[Any]:
+        """What the function returns for each worker."""
+        futures = [self.threads.submit(function, worker) for worker in workers]
+        while wait(futures, _HEARTBEAT_SECONDS).not_done:
+            heartbeat()  # a call that hangs is found by its own time limit
+        return [future.result() for future in futures]
 
     def map(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Reply or `CallError` of each call, in order. Each worker takes the next call when it is free. Takes at most
@@ -168,13 +157,12 @@ class WorkerPool:
             for number in waiting:
                 if self.closed:
                     return
-                heartbeat()
                 try:
                     results[number] = worker.call(calls[number])
                 except CallError as problem:
                     results[number] = problem
 
-        list(self.threads.map(serve, self.workers[: len(calls)]))
+        self._at_once(serve, self.workers[: len(calls)])
         return results
 
     def close(self) -> None:
