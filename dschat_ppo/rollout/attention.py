@@ -191,25 +191,21 @@ def causal_attention(
         if sinks is None:
             return mixed
         return mixed * torch.sigmoid(log_sums - sinks.float().view(-1, 1)).unsqueeze(3).to(mixed.dtype)
-    if sinks is not None:
-        return _with_sinks(query, key, value, scale, window, sinks)
-    reach = length if window is None else min(window, length)
-    if reach == length and not softcap:
-        return nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=length > 1, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    visible = _visible(length, reach, query.device)
-    if not softcap:
-        return nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    power = 2.0 ** round(math.log2(scale))  # as in `decode_attention`
-    query, scale = query * power, scale / power
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = (query @ key.transpose(2, 3)).float() * scale
-    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
-    return torch.softmax(scores, dim=3).to(value.dtype) @ value
+    if softcap and sinks is None:
+        return _softcapped(query, key, value, scale, window, softcap)
+    width, first = value.shape[3], 0
+    if sinks is not None:  # before the others comes a token that each head scores with its sink, and whose value is 0
+        query, key, value = (nn.functional.pad(part, (0, 8, 1, 0)) for part in (query, key, value))  # 8: GPU kernels
+        query[..., -1], key[:, :, 0, -1], first = (sinks / scale).view(-1, 1), 1, 1
+    visible = None
+    if window is not None and window < query.shape[2]:
+        visible = _visible(query.shape[2], window, query.device)
+        visible[:, :first] = True
+    mixed = nn.functional.scaled_dot_product_attention(
+        query, key, value, visible, is_causal=visible is None and query.shape[2] > 1, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return mixed[:, :, first:, :width]
 
 
 def _visible(length: int, reach: int, device: torch.device) -> Tensor:
@@ -218,19 +214,17 @@ def _visible(length: int, reach: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < reach)
 
 
-def _with_sinks(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, sinks: Tensor) -> Tensor:
-    """A token comes before the others: each head scores it with its sink, by a column of its own, and reads zeros."""
-    width = value.shape[3]
-    query, key, value = (nn.functional.pad(part, (0, 8, 1, 0)) for part in (query, key, value))  # 8: for GPU kernels
-    query[..., -1], key[:, :, 0, -1] = (sinks / scale).view(-1, 1), 1
-    visible = None
-    if window is not None and window < query.shape[2]:
-        visible = _visible(query.shape[2], window, query.device)
-        visible[:, 0] = True
-    mixed = nn.functional.scaled_dot_product_attention(
-        query, key, value, visible, is_causal=visible is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return mixed[:, :, 1:, :width]
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+) -> Tensor:  # fmt: skip
+    length, groups = query.shape[2], query.shape[1] // key.shape[1]
+    power = 2.0 ** round(math.log2(scale))  # as in `decode_attention`
+    query, scale = query * power, scale / power
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    visible = _visible(length, length if window is None else window, query.device)
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
+    return torch.softmax(scores, dim=3).to(value.dtype) @ value
 
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]

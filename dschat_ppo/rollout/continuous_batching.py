@@ -78,7 +78,7 @@ class ContinuousBatching:
                 lengths, prompts, limits, memory.pool, memory.most_slots, POLL, MIN_SHARED_TOKENS
             )
             self.graphed = GraphedDecoder(
-                self._generate_tokens, lengths, memory, buffers, POLL, lambda: self.attention.reads_all_slots
+                self._generate_tokens, lengths, memory, POLL, lambda: self.attention.reads_all_slots
             )
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class ContinuousBatching:
                             raise
                     # Outside the handler nothing refers to the tensors of the failed step: their memory is free again.
                     before, self.rows = self.rows, max(1, self.rows // 2)
-                    sequences, self.attention.metadata = self.running.sequences, []
+                    sequences, self.attention.metadata = self.running.rows.sequences, []
                     if self.memory is not None and isinstance(self.running, RunningPool):
                         self.memory.release()
                         self.running.most_slots = self.running.most_slots * self.rows // before
@@ -121,7 +121,7 @@ class ContinuousBatching:
             whole_groups = free - free % samples if free >= samples else free
             if count := running.room_for(self.waiting[:whole_groups], worthwhile):
                 if self.states is not None:
-                    self.states.of(running.sequences)  # forget the finished ones
+                    self.states.of(running.rows.sequences)  # forget the finished ones
                 wave, self.waiting = self.waiting[:count], self.waiting[count:]
                 waves = running.start(wave)
         # Each forward pass is over the first tokens of prompts, longest first: all but the last token of each, which
@@ -149,17 +149,17 @@ class ContinuousBatching:
             if stopped := running.stop_for_slots():
                 self._return_to_queue(np.array(stopped[::-1]))
             running.reserve_slots()
-            sequences, positions, tokens = running.sequences, running.positions, POLL
-            finished = self.graphed.run(running.rows, self.rows)
+            rows, tokens = running.rows, POLL
+            finished = self.graphed.run(rows, self.rows)
         else:
             inputs = running.next_step(self.device)
-            sequences, positions, tokens = running.sequences, running.positions, 1
+            rows, tokens = running.rows, 1
             if self.states is not None:
-                self.cache = self.states.of(sequences)
+                self.cache = self.states.of(rows.sequences)
             finished = self._generate_tokens(*inputs).cpu().numpy()
         if self.buffers.stopping.stop_strings:
-            counts = positions + 1 - lengths[sequences]  # response tokens before the new ones
-            finished = finished | self.buffers.find_stop_strings(sequences, counts, tokens)
+            counts = rows.positions + 1 - lengths[rows.sequences]  # response tokens before the new ones
+            finished = finished | self.buffers.find_stop_strings(rows.sequences, counts, tokens)
         running.advance(finished, tokens)
         done = self.buffers.count - len(running) - len(self.waiting)
         report_phase(done, self.buffers.count, "answers")
@@ -195,7 +195,7 @@ class ContinuousBatching:
         cache, mask = RolloutCache(self.model.config), positions >= 0
         positions = positions.clamp_min(0)
         self._forward(ids.gather(1, positions), positions, cache, attention_mask=mask.long())
-        started = self.running.sequences
+        started = self.running.rows.sequences
         started = started[row_of[started // samples] >= 0]
         fed = self.prompt_lengths[started] > 1
         self.states.add(cache, started, np.where(fed, row_of[started // samples], -1))

@@ -138,9 +138,11 @@ class StaticMemory:
     `recorder` steps run without graphs, as on the CPU."""
 
     def __init__(
-        self, pool: KVCache, rows: int, most_slots: int, device: torch.device, recorder: GraphRecorder | None = None
+        self, buffers: SequenceBuffers, pool: KVCache, rows: int, most_slots: int, recorder: GraphRecorder | None = None
     ):
+        device = buffers.token_ids.device
         self.recorder = recorder
+        self.buffers = buffers
         self.pool = pool
         self.most_slots = most_slots
         self.entries = torch.zeros(6, rows, dtype=torch.int64, device=device)
@@ -180,14 +182,14 @@ class GraphedDecoder:
     """
 
     def __init__(
-        self, step: Step, prompt_lengths: np.ndarray, memory: StaticMemory, buffers: SequenceBuffers, poll: int,
+        self, step: Step, prompt_lengths: np.ndarray, memory: StaticMemory, poll: int,
         reads_all_slots: Callable[[], bool],
     ):  # fmt: skip
         self.poll = poll
         self._step = step
         self._prompt_lengths = prompt_lengths
         self._memory = memory
-        self._buffers = buffers
+        self._buffers = memory.buffers
         self._reads_all_slots = reads_all_slots
         self._overflows = 0
 
@@ -220,7 +222,7 @@ class GraphedDecoder:
         entries = np.zeros(self._memory.entries.shape, dtype=np.int64)
         entries[0] = self._buffers.count
         if rows is not None:
-            numbers = rows.sequences, rows.positions, rows.slots, rows.starts, rows.prefix_starts, rows.prefix_lengths
+            numbers = rows.sequences, rows.positions, rows.slots, rows.starts, rows.prefixes, rows.prefix_lengths
             entries[:, : len(rows)] = numbers
         self._memory.entries.copy_(torch.from_numpy(entries))
         self._memory.marks.zero_()
@@ -273,7 +275,6 @@ class GraphedDecoder:
 class _Kept:
     key: Hashable
     addresses: tuple[int, ...]
-    buffers: SequenceBuffers
     memory: StaticMemory
 
 
@@ -294,25 +295,25 @@ class RolloutGraphs:
         """The first capacity of a pool: what the last rollout with this key needed, at most `most` slots."""
         return max(SPARE + 1, min(self._capacities.get(key, 0), most))
 
-    def take(self, key: Hashable, width: int, model: nn.Module) -> tuple[SequenceBuffers, StaticMemory] | None:
-        """The buffers and the static memory of the last rollout, or None, after which they are released. `key`: all
-        that is part of a recorded step of `model`, and the number of sequences. `width`: of the prompts."""
+    def take(self, key: Hashable, width: int, model: nn.Module) -> StaticMemory | None:
+        """The memory of the last rollout, or None, after which it is released. `key`: all that is part of a recorded
+        step of `model`, and the number of sequences. `width`: of the prompts."""
         kept, self._kept = self._kept, None
-        if kept is None or kept.key != key or kept.buffers.prompt_width < width:
+        if kept is None or kept.key != key or kept.memory.buffers.prompt_width < width:
             return None
         if kept.addresses != _addresses(model):
             self._weights_move = True
             return None
-        return kept.buffers, kept.memory
+        return kept.memory
 
-    def keep(self, key: Hashable, model: nn.Module, buffers: SequenceBuffers, memory: StaticMemory) -> None:
+    def keep(self, key: Hashable, model: nn.Module, memory: StaticMemory) -> None:
         """Keep what a rollout used for the next one, if it is small and its graphs will be valid."""
-        self._capacities[key] = memory.pool.capacity
+        self._capacities[key], buffers = memory.pool.capacity, memory.buffers
         if not memory.graphs or self._weights_move:
             return
         logits = memory.entries.shape[1] * len(buffers.is_end) * LOGITS_BYTES
         if self._fits(memory.pool.nbytes + buffers.nbytes + logits, buffers.token_ids.device):
-            self._kept = _Kept(key, _addresses(model), buffers, memory)
+            self._kept = _Kept(key, _addresses(model), memory)
 
     def _fits(self, size: int, device: torch.device) -> bool:
         """Whether updates leave `size` bytes for what is kept. The largest one is known after the first PPO step."""

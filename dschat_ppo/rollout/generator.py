@@ -129,10 +129,9 @@ def _generate_static(
 ) -> Rollout:  # fmt: skip
     """Continuous batching with decode steps at fixed addresses; `graphs` records them, or reuses those that it kept."""
     key, width = (config, len(seeds)), prompts.prompt_ids.shape[1]
-    kept = graphs.take(key, width, model) if graphs else None
-    if kept:
-        buffers, memory = kept
-        buffers.fill(prompts, seeds, limits)
+    memory = graphs.take(key, width, model) if graphs else None
+    if memory:
+        memory.buffers.fill(prompts, seeds, limits)
     else:
         room = -(-width // WIDTH_STEP) * WIDTH_STEP if graphs else width
         buffers = SequenceBuffers(
@@ -140,14 +139,13 @@ def _generate_static(
         )
         rows, slots = pool_limits(model, min(config.rows, buffers.count), buffers.width)
         pool = KVCache(1, graphs.capacity(key, slots) if graphs else SPARE + 1)
-        recorder = graphs.recorder if graphs else None
-        memory = StaticMemory(pool, min(rows, buffers.count), slots, prompts.prompt_ids.device, recorder)
+        memory = StaticMemory(buffers, pool, min(rows, buffers.count), slots, graphs.recorder if graphs else None)
     rows = memory.entries.shape[1]
-    engine = ContinuousBatching(model, buffers, rows, None, cancelled, memory)
+    engine = ContinuousBatching(model, memory.buffers, rows, None, cancelled, memory)
     engine.run()
     if graphs and engine.rows == rows:  # else memory ran out, and the rows were halved
-        graphs.keep(key, model, buffers, memory)
-    return buffers.rollout()
+        graphs.keep(key, model, memory)
+    return memory.buffers.rollout()
 
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from dschat_ppo.rollout.kv_cache import SPARE, DecodeMetadata, KVCache, Prefill, SharedPrefix
 
-PER_ROW = ("sequences", "positions", "prefix_lengths", "prefix_rows")
 GROWTH = 32  # slots by which a cache or a segment grows: less means more copies, more means more empty slots
 MAX_BATCHES = 4  # each batch costs some small operations per layer
 SMALL_BATCH = 16  # fewer rows do not justify a batch
@@ -29,6 +28,8 @@ FULL = 0.75  # a pool with a larger share in use grows; one with less has slots 
 POOL_GROWTH = 1.5
 _NONE = np.array([], dtype=np.int64)
 
+AnyRows = TypeVar("AnyRows", bound="Rows")
+
 
 def rounded_up(slots: Any) -> Any:
     """A number of slots, or an array of numbers, rounded up to a multiple of `GROWTH`."""
@@ -36,40 +37,62 @@ def rounded_up(slots: Any) -> Any:
 
 
 @dataclass(eq=False)
-class DecodeBatch:
-    """Running sequences in rows 0 .. n-1 of `cache`. The arrays are numpy int64 (n,), one entry per row.
+class Rows:
+    """Running sequences, one entry for each, numpy int64 (n,).
 
-    `sequences` are the rows in `SequenceBuffers`; `positions` those of the tokens that the next step feeds. Sequences
-    of one prompt may share its keys: `prefix` then holds one row per prompt, `prefix_rows` the row that each sequence
-    reads, and `prefix_lengths` the number of its tokens that are only there. Without a prefix both are 0.
+    `sequences` are the rows in `SequenceBuffers`; `positions` those of the tokens that the next step feeds. The first
+    `prefix_lengths` tokens of a row are kept once for all rows of its prompt, at the place `prefixes`: a row of the
+    prefix of a `DecodeBatch`, or the first slot in a pool. Without a prefix both are 0.
     """
 
-    cache: KVCache
     sequences: np.ndarray
     positions: np.ndarray
     prefix_lengths: np.ndarray
-    prefix_rows: np.ndarray
-    prefix: KVCache | None = None
-    _shared: SharedPrefix | None = None  # of the current rows, made by the first step that needs it
+    prefixes: np.ndarray
+
+    @classmethod
+    def of(cls: type[AnyRows], parts: Sequence[AnyRows]) -> AnyRows:
+        """The rows of all parts, in order."""
+        columns = ([getattr(part, field.name) for part in parts] for field in fields(cls))
+        return cls(*(np.concatenate([_NONE, *column]) for column in columns))
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
     def slots(self) -> np.ndarray:
-        """The slot of `cache` to which the next token of each row is written, (n,) int64."""
+        """The number of own tokens of each row, (n,) int64: the next one goes to that slot of its row or segment."""
         return self.positions - self.prefix_lengths
+
+    def select(self: AnyRows, chosen: np.ndarray) -> AnyRows:
+        """The rows where `chosen` (n,) is True, or those with these numbers."""
+        return type(self)(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+@dataclass(eq=False)
+class DecodeBatch:
+    """Running sequences in the first rows of `cache`. Sequences of one prompt may share its keys: `prefix` then holds
+    one row for each prompt."""
+
+    cache: KVCache
+    rows: Rows
+    prefix: KVCache | None = None
+    _shared: SharedPrefix | None = None  # of the current rows, made by the first step that needs it
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def shared_prefix(self, device: torch.device) -> SharedPrefix | None:
         """Which rows read which prompt of the prefix; None without one."""
         if self.prefix is not None and self._shared is None:
-            counts = np.bincount(self.prefix_rows, minlength=self.prefix.rows)  # sequences of each prompt
-            order = np.argsort(self.prefix_rows, kind="stable")
+            prefixes = self.rows.prefixes
+            counts = np.bincount(prefixes, minlength=self.prefix.rows)  # sequences of each prompt
+            order = np.argsort(prefixes, kind="stable")
             column = np.empty_like(order)  # number of each sequence among those of its prompt
-            column[order] = np.arange(len(order)) - (np.cumsum(counts) - counts)[self.prefix_rows[order]]
+            column[order] = np.arange(len(order)) - (np.cumsum(counts) - counts)[prefixes[order]]
             grid = np.zeros((self.prefix.rows, counts.max()), dtype=np.int64)
-            grid[self.prefix_rows, column] = np.arange(len(self))
-            arrays = self.prefix_lengths, grid, self.prefix_rows * grid.shape[1] + column
+            grid[prefixes, column] = np.arange(len(self))
+            arrays = self.rows.prefix_lengths, grid, prefixes * grid.shape[1] + column
             self._shared = SharedPrefix(self.prefix, *(torch.from_numpy(part).to(device) for part in arrays))
         return self._shared
 
@@ -77,23 +100,24 @@ class DecodeBatch:
         """Copy the shared prefix to each row, so that the batch can be merged with others."""
         if self.prefix is None:
             return
-        whole = KVCache(len(self), int(self.prefix_lengths.max()) + self.cache.capacity)
+        rows = self.rows
+        whole = KVCache(len(rows), int(rows.prefix_lengths.max()) + self.cache.capacity)
         for name in ("keys", "values"):
             for layer, shared in getattr(self.prefix, name).items():
                 new = shared.new_zeros(whole.rows, shared.shape[1], whole.capacity, shared.shape[3])
                 own = getattr(self.cache, name).get(layer)  # None before the first decode step
-                for row, (source, length) in enumerate(zip(self.prefix_rows, self.prefix_lengths, strict=True)):
+                for row, (source, length) in enumerate(zip(rows.prefixes, rows.prefix_lengths, strict=True)):
                     new[row, :, :length] = shared[source, :, :length]
                     if own is not None:
                         new[row, :, length : length + self.cache.capacity] = own[row]
                 getattr(whole, name)[layer] = new
         self.cache, self.prefix, self._shared = whole, None, None
-        self.prefix_lengths, self.prefix_rows = np.zeros_like(self.prefix_lengths), np.zeros_like(self.prefix_rows)
+        rows.prefix_lengths, rows.prefixes = np.zeros_like(rows.prefixes), np.zeros_like(rows.prefixes)
 
 
 def merged(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
     """One batch with the rows of two without a shared prefix, whose caches are emptied layer by layer."""
-    capacity = max(rounded_up(int(batch.slots.max()) + 1) for batch in (first, second))
+    capacity = max(rounded_up(int(batch.rows.slots.max()) + 1) for batch in (first, second))
     cache = KVCache(len(first) + len(second), capacity)
     for name in ("keys", "values"):
         for layer in list(getattr(first.cache, name)):
@@ -104,10 +128,7 @@ def merged(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
             new[: len(first), :, : above.shape[2]] = above
             new[len(first) :, :, : below.shape[2]] = below
             getattr(cache, name)[layer] = new
-    sequences, positions, lengths, rows = (
-        np.concatenate([getattr(first, name), getattr(second, name)]) for name in PER_ROW
-    )
-    return DecodeBatch(cache, sequences, positions, lengths, rows)
+    return DecodeBatch(cache, Rows.of([first.rows, second.rows]))
 
 
 class RunningBatches:
@@ -125,14 +146,9 @@ class RunningBatches:
         return sum(len(batch) for batch in self.batches)
 
     @property
-    def sequences(self) -> np.ndarray:
-        """The running sequences, (n,) int64, batch after batch."""
-        return np.concatenate([_NONE, *(batch.sequences for batch in self.batches)])
-
-    @property
-    def positions(self) -> np.ndarray:
-        """The positions of the tokens that the next step feeds, (n,) int64."""
-        return np.concatenate([_NONE, *(batch.positions for batch in self.batches)])
+    def rows(self) -> Rows:
+        """The running sequences, batch after batch."""
+        return Rows.of([batch.rows for batch in self.batches])
 
     def room_for(self, waiting: np.ndarray, worthwhile: int) -> int:
         """How many of these sequences can start: all, because caches grow as long as there is memory."""
@@ -149,15 +165,15 @@ class RunningBatches:
         for sequences in np.split(wave, ends):
             _, leaders, source = np.unique(self.prompts[sequences], return_index=True, return_inverse=True)
             lengths = np.maximum(self.prompt_lengths[sequences] - 1, 1)  # the first decode step feeds the last token
-            longest, positions = int(lengths.max()), self.prompt_lengths[sequences] - 1
+            prompts, longest, zeros = sequences[leaders], int(lengths.max()), np.zeros_like(source)
+            rows = Rows(sequences, self.prompt_lengths[sequences] - 1, zeros, zeros)
             if 0 < self.share_from <= lengths.min() and len(leaders) < len(sequences):  # one prefix for several
                 filled, cache = KVCache(len(leaders), longest), KVCache(len(sequences), rounded_up(1))
-                self.batches.append(DecodeBatch(cache, sequences.copy(), positions, lengths, source, prefix=filled))
-                prompts = sequences[leaders]
+                rows.prefix_lengths, rows.prefixes = lengths, source
+                self.batches.append(DecodeBatch(cache, rows, filled))
             else:
-                filled, zeros = KVCache(len(sequences), rounded_up(longest + 1)), np.zeros_like(lengths)
-                self.batches.append(DecodeBatch(filled, sequences.copy(), positions, zeros, zeros.copy()))
-                prompts = sequences[leaders][source]
+                filled, prompts = KVCache(len(sequences), rounded_up(longest + 1)), prompts[source]
+                self.batches.append(DecodeBatch(filled, rows))
             prefills.append(Prefill(filled, prompts, np.arange(len(prompts)), np.zeros_like(prompts)))
         return prefills
 
@@ -173,15 +189,16 @@ class RunningBatches:
             self.batches = [batch for batch in self.batches if batch not in plain[:2]] + [new]
             plain = sorted([*plain[2:], new], key=len)
         for batch in self.batches:
-            needed = int(batch.slots.max()) + 1
+            needed = int(batch.rows.slots.max()) + 1
             if needed > batch.cache.capacity:
                 batch.cache.grow(len(batch), rounded_up(needed))
-        arrays = np.stack([self.sequences, self.positions, np.concatenate([batch.slots for batch in self.batches])])
+        rows = self.rows
+        arrays = np.stack([rows.sequences, rows.positions, rows.slots])
         sequences, positions, slots = torch.from_numpy(arrays).to(device)
         metadata, first = list[DecodeMetadata](), 0
         for batch in self.batches:
-            rows = slots[first : first + len(batch)]
-            metadata.append(DecodeMetadata(first, batch.cache, rows, batch.shared_prefix(device)))
+            own = slots[first : first + len(batch)]
+            metadata.append(DecodeMetadata(first, batch.cache, own, batch.shared_prefix(device)))
             first += len(batch)
         return sequences, positions, metadata
 
@@ -191,18 +208,15 @@ class RunningBatches:
         for batch in self.batches:
             done = finished[first : first + len(batch)]
             first += len(batch)
-            batch.positions += tokens
+            batch.rows.positions += tokens
             if not done.any():
                 continue
-            left = int((~done).sum())
-            holes, movers = np.flatnonzero(done[:left]), left + np.flatnonzero(~done[left:])
+            kept = np.arange((~done).sum())
+            holes, movers = np.flatnonzero(done[: len(kept)]), len(kept) + np.flatnonzero(~done[len(kept) :])
             if len(holes):
                 batch.cache.move_rows(movers.tolist(), holes.tolist())
-            for name in PER_ROW:
-                values = getattr(batch, name)
-                values[holes] = values[movers]
-                setattr(batch, name, values[:left].copy())
-            batch._shared = None
+            kept[holes] = movers
+            batch.rows, batch._shared = batch.rows.select(kept), None
         self.batches = [batch for batch in self.batches if len(batch)]
 
     def clear(self) -> None:
@@ -241,37 +255,12 @@ class FreeSlots:
 
 
 @dataclass(eq=False)
-class PooledRows:
-    """Running sequences, one entry for each, numpy int64 (n,). The rows of a prompt are next to each other.
+class PooledRows(Rows):
+    """Rows in a pool; those of a prompt are next to each other. The tokens that are not in the prefix of a row are in
+    its own segment, of `sizes` slots from slot `starts` on."""
 
-    `sequences` are the rows in `SequenceBuffers`; `positions` those of the tokens that the next step feeds. The first
-    `prefix_lengths` tokens of a row are in a segment for all rows of its prompt, from slot `prefix_starts` on; the
-    others in its own segment of `sizes` slots from slot `starts` on.
-    """
-
-    sequences: np.ndarray
-    positions: np.ndarray
     starts: np.ndarray
     sizes: np.ndarray
-    prefix_starts: np.ndarray
-    prefix_lengths: np.ndarray
-
-    @classmethod
-    def of(cls, parts: Sequence[PooledRows]) -> PooledRows:
-        """The rows of all parts, in order."""
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    @property
-    def slots(self) -> np.ndarray:
-        """The number of own tokens of each row, (n,) int64: the next one goes to that slot of its segment."""
-        return self.positions - self.prefix_lengths
-
-    def select(self, chosen: np.ndarray) -> PooledRows:
-        """The rows where `chosen` (n,) is True."""
-        return PooledRows(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 class RunningPool:
@@ -311,22 +300,12 @@ class RunningPool:
     def clear(self) -> None:
         """Forget all running sequences."""
         self.most_slots = max(self.most_slots, SPARE + 1 + int((self.prefix_lengths + self.needs).max()))
-        self.rows = PooledRows(*[_NONE] * len(fields(PooledRows)))
+        self.rows = PooledRows.of([])
         self._prefixes: dict[int, int] = {}  # prompt number -> first slot of its tokens
         self._free = FreeSlots(SPARE + 1, self.pool.capacity)
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def sequences(self) -> np.ndarray:
-        """The running sequences, (n,) int64."""
-        return self.rows.sequences
-
-    @property
-    def positions(self) -> np.ndarray:
-        """The positions of the tokens that the next step feeds, (n,) int64."""
-        return self.rows.positions
 
     def room_for(self, waiting: np.ndarray, worthwhile: int) -> int:
         """How many of these sequences can start: at least `worthwhile` or none, and at least one if none is running."""
@@ -344,7 +323,7 @@ class RunningPool:
     def start(self, wave: np.ndarray) -> list[Prefill]:
         """Give the sequences of `wave` their first segments. Returns what the pool gets: prompts that are not in it."""
         known, zeros = set(self._prefixes), np.zeros_like(wave)
-        new = PooledRows(wave, self.prompt_lengths[wave] - 1, zeros, zeros, zeros, self.prefix_lengths[wave])
+        new = PooledRows(wave, self.prompt_lengths[wave] - 1, self.prefix_lengths[wave], zeros, zeros, zeros)
         rows = PooledRows.of([self.rows, new])
         self.rows = rows = rows.select(np.argsort(self.prompts[rows.sequences], kind="stable"))
         self._prefixes = dict.fromkeys(self.prompts[wave[new.prefix_lengths > 0]].tolist(), SPARE) | self._prefixes
@@ -383,8 +362,8 @@ class RunningPool:
         takes no memory, so none of them gets lost when memory runs out."""
         stopped: list[int] = []
         while self._sizes_for_poll() is None:
-            shortest = np.argmin(self.positions - self.prompt_lengths[self.sequences])
-            stopped.append(int(self.sequences[shortest]))
+            shortest = np.argmin(self.rows.positions - self.prompt_lengths[self.rows.sequences])
+            stopped.append(int(self.rows.sequences[shortest]))
             self._keep(np.arange(len(self)) != shortest)
         return stopped
 
@@ -428,7 +407,7 @@ class RunningPool:
                 self._free.give_back(int(rows.starts[row]), int(rows.sizes[row]))
         rows.starts, rows.sizes, self._prefixes = starts, sizes, prefixes
         of_rows = self.prompts[rows.sequences].tolist()
-        rows.prefix_starts = np.array([prefixes.get(prompt, SPARE) for prompt in of_rows], dtype=np.int64)
+        rows.prefixes = np.array([prefixes.get(prompt, SPARE) for prompt in of_rows], dtype=np.int64)
 
     def advance(self, finished: np.ndarray, tokens: int) -> None:
         """Record that every running sequence got `tokens` tokens; drop those where `finished` (n,) is True."""

@@ -50,11 +50,11 @@ def test_idle_and_finished_entries_write_to_spare_places(prefix):
         finished[1] = len(seen) == 2
         return finished
 
-    memory = StaticMemory(KVCache(1, 50), 9, 50, torch.device("cpu"))
-    buffers, row = SimpleNamespace(count=spare, width=600, is_end=[]), np.arange(5)
+    buffers, row = SimpleNamespace(count=spare, width=600, is_end=[], token_ids=torch.zeros(0)), np.arange(5)
+    memory = StaticMemory(buffers, KVCache(1, 50), 9, 50)
     # row n has its own slots from 10 n + 1 on; all share `prefix` tokens from slot 45 on
-    rows = PooledRows(20 + row, 6 + row, 10 * row + 1, row * 0 + 10, row * 0 + 45 * (prefix > 0), row * 0 + prefix)
-    decoder = GraphedDecoder(step, np.full(spare, 2), memory, buffers, 3, lambda: True)
+    rows = PooledRows(20 + row, 6 + row, row * 0 + prefix, row * 0 + 45 * (prefix > 0), 10 * row + 1, row * 0 + 10)
+    decoder = GraphedDecoder(step, np.full(spare, 2), memory, 3, lambda: True)
     assert decoder.run(rows, 7).tolist() == [False, True, False, False, False]
     idle = [(spare, 0, 0, 0, 0, 0)] * 2
     for number, parts in enumerate(seen):

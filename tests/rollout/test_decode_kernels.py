@@ -52,7 +52,7 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
     prompts = PromptBatch(torch.ones(ROWS, 8, dtype=torch.int64), torch.ones(ROWS, 8, dtype=torch.bool))
     stopping = StoppingCriteria(9, (3,), min_new_tokens=2)
     buffers = SequenceBuffers(prompts, torch.arange(ROWS), 1, sampling, stopping, vocabulary, 8)
-    memory = StaticMemory(KVCache(1, 64 * ROWS), ROWS, 1000, torch.device("cpu"))
+    memory = StaticMemory(buffers, KVCache(1, 64 * ROWS), ROWS, 1000)
     engine = ContinuousBatching(model, buffers, ROWS, memory=memory)
     for holder in (buffers, memory):
         for name, value in vars(holder).items():

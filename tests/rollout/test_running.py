@@ -54,7 +54,7 @@ class World:
         self.buffers = SequenceBuffers(prompts, seeds, samples, sampling, stopping, 4, STEP, limits)
         memory = None
         if slots is not None:
-            memory = StaticMemory(pool or KVCache(1, SPARE + 1), rows, slots, torch.device("cpu"))
+            memory = StaticMemory(self.buffers, pool or KVCache(1, SPARE + 1), rows, slots)
         model = SimpleNamespace(config=PretrainedConfig())
         self.engine = ContinuousBatching(model, self.buffers, rows, memory=memory)
         self.engine._forward = self.forward
@@ -73,7 +73,7 @@ class World:
             assert len(set(ids[:, 0].tolist())) == len(ids), "each prompt is computed once"
             tags = ids
         else:
-            sequences = torch.from_numpy(running.sequences)
+            sequences = torch.from_numpy(running.rows.sequences)
             if isinstance(running, RunningPool):
                 sequences = self.engine.memory.entries[0, : len(positions)]
                 self.check_segments(running)
@@ -83,7 +83,7 @@ class World:
             now = [sequence for sequence in sequences.tolist() if sequence < self.buffers.count]
             assert len(set(now)) == len(now) <= self.engine.rows
             self.most_active = max(self.most_active, len(now))
-            for batch in metadata if positions[0, 0] == running.positions[0] else ():  # at the beginning of a poll
+            for batch in metadata if positions[0, 0] == running.rows.positions[0] else ():  # at the beginning of a poll
                 self.check_rows(batch, sequences[batch.first :].tolist(), positions[batch.first :, 0].tolist())
             tags = -(1000 * sequences.unsqueeze(1) + positions)
         keys, values = tagged(tags)
@@ -180,15 +180,15 @@ def test_long_prompts_come_first_and_groups_stay_together(monkeypatch):
     assert world.engine.waiting.tolist() == [2, 3, 4, 5, 0, 1]
     with torch.no_grad():
         world.engine._step()
-    assert world.engine.running.sequences.tolist() == [2, 3]  # a third row would split a group
-    assert world.engine.running.positions.tolist() == [9, 9] and world.passes == 1
+    assert world.engine.running.rows.sequences.tolist() == [2, 3]  # a third row would split a group
+    assert world.engine.running.rows.positions.tolist() == [9, 9] and world.passes == 1
 
 
 def test_prompts_of_very_different_lengths_get_separate_batches():
     lengths = np.array([100] * 20 + [10] * 20)
     running = RunningBatches(lengths, np.arange(40), 0)
     running.start(np.arange(40))
-    assert [batch.sequences.tolist() for batch in running.batches] == [list(range(20)), list(range(20, 40))]
+    assert [batch.rows.sequences.tolist() for batch in running.batches] == [list(range(20)), list(range(20, 40))]
     assert [batch.cache.capacity for batch in running.batches] == [100, 12]
     for few in (lengths[12:28], lengths[:25], lengths[15:]):  # fewer than `SMALL_BATCH` on one side
         running = RunningBatches(few, np.arange(len(few)), 0)
@@ -296,4 +296,4 @@ def test_the_sequences_with_the_shortest_answers_stop_when_slots_run_out():
     running.start(np.arange(3))
     running.rows.positions[:] = running.rows.sizes[:] = 31
     running.most_slots = SPARE + 1 + 2 * 36
-    assert running.stop_for_slots() == [2] and running.sequences.tolist() == [0, 1]
+    assert running.stop_for_slots() == [2] and running.rows.sequences.tolist() == [0, 1]
