@@ -24,6 +24,7 @@ from dschat_ppo.engine.hybrid_engine import check_tensor_parallel, reason_not_to
 from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
 from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import UserError, counted
+from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.kernel_selection import check_long_sequences
 from dschat_ppo.models.loading import (
     check_causal_lm,
@@ -60,13 +61,7 @@ def model_folders(config: PPOConfig) -> ModelFolders:
 def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the folders hold models that their roles can use. An error names the flag and the folder."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
-    resize = config.run.resize_vocabulary
-    actor_config = load_config(folders.actor, ACTOR)
-    check_vocabulary(tokenizer, actor_config, ACTOR, folders.actor, resize=resize)
-    with naming(ACTOR):
-        check_causal_lm(folders.actor, actor_adapter(config))
-    require_length(folders.actor, longest, LIMITS)
-    check_long_sequences(config.memory, ACTOR, folders.actor, scalar=False)
+    actor_config = _check_language_model(config, ACTOR, folders.actor, tokenizer, longest, actor_adapter(config))
     if config.algorithm.router_loss_coef > 0:
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
@@ -77,13 +72,28 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         with naming(flag):
             check_sequence_classifier(folders.critic, config.critic_may_have_new_head, critic_adapter(config))
         if folders.critic != folders.actor:
-            check_vocabulary(tokenizer, load_config(folders.critic, flag), flag, folders.critic, True, resize)
+            critic_config, resize = load_config(folders.critic, flag), config.run.resize_vocabulary
+            check_vocabulary(tokenizer, critic_config, flag, folders.critic, True, resize)
             require_length(folders.critic, longest, LIMITS)
         check_long_sequences(config.memory, flag, folders.critic, scalar=True)
     if folders.reward is not None:
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:
         check_shared_base(config, folders)
+
+
+def _check_language_model(
+    config: PPOConfig, flag: str, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int,
+    adapter: AdapterSettings | None = None,
+) -> PretrainedConfig:  # fmt: skip
+    """Check actor or reference, which read the actor's token ids; the configuration of the model."""
+    model_config = load_config(folder, flag)
+    check_vocabulary(tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
+    with naming(flag):
+        check_causal_lm(folder, adapter)
+    require_length(folder, longest, LIMITS)
+    check_long_sequences(config.memory, flag, folder, scalar=False)
+    return model_config
 
 
 def report_lengths(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -129,18 +139,13 @@ def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
 def _check_reference(
     config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, actor: PretrainedConfig, longest: int
 ) -> None:
-    """Check a reference that is another model than the actor: it reads the actor's token ids."""
-    model_config = load_config(folder, REFERENCE)
+    """Check a reference that is another model than the actor."""
     if read_tokenizer(folder, REFERENCE).get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"{REFERENCE} {folder}: its tokenizer differs from the actor's, so it would score other text; "
             "use a model with the same tokenizer"
         )
-    check_vocabulary(tokenizer, model_config, REFERENCE, folder, resize=config.run.resize_vocabulary)
-    with naming(REFERENCE):
-        check_causal_lm(folder)
-    require_length(folder, longest, LIMITS)
-    check_long_sequences(config.memory, REFERENCE, folder, scalar=False)
+    model_config = _check_language_model(config, REFERENCE, folder, tokenizer, longest)
     least = len(tokenizer) if config.run.resize_vocabulary else 0
     sizes = [max(each.get_text_config().vocab_size, least) for each in (model_config, actor)]
     if sizes[0] != sizes[1] and "full" in (config.algorithm.kl_estimator, config.algorithm.kl_loss_estimator):
@@ -208,10 +213,9 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         check_own_functions(config)
         check_sources(config.rewards)
         if config.validation.eval_reward_function:
-            evaluation_reward(config).close()  # fails here if it cannot be used
-            check_sandbox(
-                config.rewards, [parse_function(config.validation.eval_reward_function, "--eval_reward_function")]
-            )
+            reward = evaluation_reward(config)  # fails here if it cannot be used
+            reward.close()
+            check_sandbox(config.rewards, [reward.spec])
 
     device, output = begin_run(config, check_functions)
     require_agreement(config, dist.world_size())

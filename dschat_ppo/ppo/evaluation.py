@@ -225,9 +225,5 @@ class Evaluation:
 
 def json_line(row: Answered) -> str:
     """One line of JSON. NaN and infinity become null, as in metrics.jsonl; `numbers` only where there are some."""
-    line = asdict(row)
-    if row.data_source is None:
-        del line["data_source"]
-    if not row.numbers:
-        del line["numbers"]
+    line = {name: value for name, value in asdict(row).items() if value or name not in ("data_source", "numbers")}
     return json.dumps(finite_or_null(line), allow_nan=False)

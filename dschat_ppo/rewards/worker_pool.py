@@ -63,7 +63,7 @@ class Worker:
         with inside:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *self.function],
-                stdin=inside, stdout=inside, start_new_session=True,
+                stdin=inside.fileno(), stdout=inside.fileno(), start_new_session=True,
             )  # fmt: skip
         return self._exchange(b"", START_SECONDS, f"was not imported within {START_SECONDS:g} s")
 

@@ -149,15 +149,14 @@ class ContinuousBatching:
             if stopped := running.stop_for_slots():
                 self._return_to_queue(np.array(stopped[::-1]))
             running.reserve_slots()
-            rows, tokens = running.rows, POLL
-            finished = self.graphed.run(rows, self.rows)
+            finished, tokens = self.graphed.run(running.rows, self.rows), POLL
         else:
-            inputs = running.next_step(self.device)
-            rows, tokens = running.rows, 1
+            inputs, tokens = running.next_step(self.device), 1
             if self.states is not None:
-                self.cache = self.states.of(rows.sequences)
+                self.cache = self.states.of(running.rows.sequences)
             finished = self._generate_tokens(*inputs).cpu().numpy()
         if self.buffers.stopping.stop_strings:
+            rows = running.rows
             counts = rows.positions + 1 - lengths[rows.sequences]  # response tokens before the new ones
             finished = finished | self.buffers.find_stop_strings(rows.sequences, counts, tokens)
         running.advance(finished, tokens)
