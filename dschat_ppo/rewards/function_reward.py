@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -69,10 +68,9 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
         raise UserError(f"{given}: the weight must be finite, got {weight}")
     path, colon, name = place.partition(":")
     if not colon and place not in RULES and not place.endswith(".py"):
-        near = difflib.get_close_matches(place, RULES, n=1)
         raise UserError(
-            f"{given}: there is no rule '{place}'{f'; did you mean {near[0]}?' if near else ''} "
-            f"({', '.join(RULES)}); name your own function as path.py:name or module.path:name"
+            f"{given}: there is no rule '{place}', but: {', '.join(RULES)}; name your own function as path.py:name or "
+            "module.path:name"
         )
     if not colon and place in RULES:
         path, name = RULES[place], place

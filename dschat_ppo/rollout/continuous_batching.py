@@ -43,14 +43,8 @@ def never() -> bool:
 
 class ContinuousBatching:
     """Generates all sequences of `buffers`, at most `rows` at a time. The model is in eval mode and has whole weights,
-    or ZeRO-3 hooks that gather each layer.
-
-    Args:
-        max_over_ranks: this rank's number -> the largest number of all ranks. Needed where each forward pass is
-            collective: every rank then makes as many passes as the busiest one.
-        cancelled: called before each token; once it returns True, this rank stops and leaves sequences unfinished.
-        memory: of decode steps at fixed addresses, `POLL` tokens at a time; None: steps over growing batches.
-    """
+    or ZeRO-3 hooks that gather each layer. `max_over_ranks`, `cancelled`: see `generate`. `memory`: of decode steps at
+    fixed addresses, `POLL` tokens at a time; None: steps over growing batches."""
 
     def __init__(
         self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, max_over_ranks: MaxOverRanks | None = None,

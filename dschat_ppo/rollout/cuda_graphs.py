@@ -6,7 +6,6 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -147,6 +146,8 @@ class StaticMemory:
         self.most_slots = most_slots
         self.entries = torch.zeros(6, rows, dtype=torch.int64, device=device)
         self.marks = torch.zeros(2, rows, dtype=torch.bool, device=device)
+        self.key: Hashable = None  # of the rollout that left it to the next one, see `RolloutGraphs`
+        self.addresses: tuple[int, ...] = ()  # of the weights then
         self.graph_pool: Any = None  # memory for what the steps of all graphs compute
         self._graphs: dict[Bucket, Any] = {}
         self._recorded_capacity = pool.capacity
@@ -271,13 +272,6 @@ class GraphedDecoder:
         return graph.replay
 
 
-@dataclass(frozen=True)
-class _Kept:
-    key: Hashable
-    addresses: tuple[int, ...]
-    memory: StaticMemory
-
-
 class RolloutGraphs:
     """Records the decode steps of the rollouts of a run, and keeps the graphs of the last rollout if they stay valid:
     where weights stay where they are (ZeRO stages 0 to 2), and where the KV pool is a small part of the GPU's memory,
@@ -286,7 +280,7 @@ class RolloutGraphs:
 
     def __init__(self) -> None:
         self.recorder = GraphRecorder()
-        self._kept: _Kept | None = None
+        self._kept: StaticMemory | None = None
         self._weights_move = False
         self._capacities: dict[Hashable, int] = {}
         self._is_beside_training = False  # what is kept was counted in the peaks of updates, if they are the largest
@@ -299,12 +293,12 @@ class RolloutGraphs:
         """The memory of the last rollout, or None, after which it is released. `key`: all that is part of a recorded
         step of `model`, and the number of sequences. `width`: of the prompts."""
         kept, self._kept = self._kept, None
-        if kept is None or kept.key != key or kept.memory.buffers.prompt_width < width:
+        if kept is None or kept.key != key or kept.buffers.prompt_width < width:
             return None
         if kept.addresses != _addresses(model):
             self._weights_move = True
             return None
-        return kept.memory
+        return kept
 
     def keep(self, key: Hashable, model: nn.Module, memory: StaticMemory) -> None:
         """Keep what a rollout used for the next one, if it is small and its graphs will be valid."""
@@ -313,7 +307,7 @@ class RolloutGraphs:
             return
         logits = memory.entries.shape[1] * len(buffers.is_end) * LOGITS_BYTES
         if self._fits(memory.pool.nbytes + buffers.nbytes + logits, buffers.token_ids.device):
-            self._kept = _Kept(key, _addresses(model), memory)
+            memory.key, memory.addresses, self._kept = key, _addresses(model), memory
 
     def _fits(self, size: int, device: torch.device) -> bool:
         """Whether updates leave `size` bytes for what is kept. The largest one is known after the first PPO step."""

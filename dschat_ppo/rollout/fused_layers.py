@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dschat_ppo.algorithms.fused_logprobs import fp32_product
 from dschat_ppo.errors import attempt
-from dschat_ppo.models.backbone import check_attention_call, unfit
+from dschat_ppo.models.backbone import check_attention_call, forward_replaced, unfit
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.rollout.attention import causal_attention, installed
 
@@ -224,35 +224,25 @@ def fused(model: PreTrainedModel) -> Iterator[None]:
     """Run decoder layers of Llama's form as `FusedLayer`. The whole weights of `model` must not change inside the
     context. On a CPU every plain `nn.Linear` multiplies with a packed copy of its weight, so their memory is taken
     twice."""
-    on_cpu, replaced = next(model.parameters()).device.type == "cpu", list[Any]()
-    try:
-        for layer, forward in fused_layers(model, packed_product if on_cpu else joint_product):
-            replaced.append(layer)
-            replaced[-1].forward = forward
-        inside = {id(module) for layer in replaced for module in layer.modules()}
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    with ExitStack() as replaced:
+        layers = fused_layers(model, packed_product if on_cpu else joint_product)
+        for layer, forward in layers:
+            replaced.enter_context(forward_replaced(layer, forward))
+        inside = {id(module) for layer, _ in layers for module in layer.modules()}
         for module in model.modules() if on_cpu else ():
             if type(module) is nn.Linear and "forward" not in vars(module) and id(module) not in inside:
-                replaced.append(module)
-                replaced[-1].forward = packed_product([module])
+                replaced.enter_context(forward_replaced(module, packed_product([module])))
         yield
-    finally:
-        for layer in replaced:
-            vars(layer).pop("forward", None)  # packing may have failed half-way
 
 
-@contextmanager
-def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
+def fp32_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Make a plain head give fp32 logits, as training computes them: bf16 would round a logit of 16 by 0.06."""
     head: Any = model.get_output_embeddings()
-    plain = type(head) is nn.Linear and "forward" not in vars(head)
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        return nullcontext()
 
     def forward(states: Tensor) -> Tensor:
         return fp32_product(states.flatten(0, -2), head.weight, head.bias).unflatten(0, states.shape[:-1])
 
-    if plain:
-        head.forward = forward
-    try:
-        yield
-    finally:
-        if plain:
-            del head.forward
+    return forward_replaced(head, forward)

@@ -356,9 +356,8 @@ def rows_for_memory(model: PreTrainedModel, length: int) -> int:
     if device.type != "cuda":
         free = available_memory() // local_world_size()
         return max(1, min(MAX_ROWS, int(MEMORY_SHARE * free / per_row)))
-    free = _free_on_gpu(device)
-    logits = vocabulary_size(model) * LOGITS_BYTES
-    fitting = min((free - reserve(free)) / (per_row + logits), LOGITS_SHARE * free / logits)
+    (free, usable), logits = _free_on_gpu(device), vocabulary_size(model) * LOGITS_BYTES
+    fitting = min(usable / (per_row + logits), LOGITS_SHARE * free / logits)
     return max(1, min(MAX_ROWS_GPU, int(fitting)))
 
 
@@ -370,20 +369,17 @@ def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, in
     if device.type != "cuda":
         rows = rows or rows_for_memory(model, length)
         return rows, rows * length
-    free, logits = _free_on_gpu(device), vocabulary_size(model) * LOGITS_BYTES
+    (free, usable), logits = _free_on_gpu(device), vocabulary_size(model) * LOGITS_BYTES
     rows = rows or max(1, min(MAX_ROWS_GPU, int(LOGITS_SHARE * free / logits)))
-    fitting = (free - reserve(free) - rows * logits) // cache_bytes(model)[0]
+    fitting = (usable - rows * logits) // cache_bytes(model)[0]
     return rows, max(0, min(rows * length, fitting))
 
 
-def _free_on_gpu(device: torch.device) -> int:
+def _free_on_gpu(device: torch.device) -> tuple[int, int]:
+    """Free bytes, and those that the KV cache may take of them: prefill, CUDA graphs and libraries need some."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def reserve(free: int) -> int:
-    """Bytes of `free` memory of a GPU that the KV cache leaves: prefill, CUDA graphs and libraries need some."""
-    return max(RESERVE_BYTES, int(RESERVE_SHARE * free))
+    free = torch.cuda.mem_get_info(device)[0] + unused
+    return free, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free))
 
 
 def release_if_short(device: torch.device, needed: int) -> None:

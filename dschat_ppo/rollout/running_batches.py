@@ -293,6 +293,7 @@ class RunningPool:
         tokens = prompt_lengths - 1  # the first decode step feeds the last token of a prompt
         shared = (tokens >= share_from) & (share_from > 0) & (np.bincount(prompts)[prompts] > 1)
         self.prefix_lengths = np.where(shared, tokens, 0)
+        self._shared = dict(zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True))  # by number of the prompt
         self.needs = tokens - self.prefix_lengths + limits  # most slots of a sequence
         self.first_sizes = np.minimum(rounded_up(tokens - self.prefix_lengths + FIRST_TOKENS), self.needs)
         self.clear()
@@ -338,13 +339,7 @@ class RunningPool:
 
     def _total(self, sizes: np.ndarray) -> int:
         """Slots in use if the running rows have segments of `sizes`."""
-        return SPARE + 1 + int(sizes.sum()) + sum(self._prefix_lengths().values())
-
-    def _prefix_lengths(self) -> dict[int, int]:
-        """The length of each shared prompt in the pool, by prompt number."""
-        rows = self.rows
-        lengths = dict(zip(self.prompts[rows.sequences].tolist(), rows.prefix_lengths.tolist(), strict=True))
-        return {prompt: lengths[prompt] for prompt in self._prefixes}
+        return SPARE + 1 + int(sizes.sum()) + sum(self._shared[prompt] for prompt in self._prefixes)
 
     def _sizes_for_poll(self) -> np.ndarray | None:
         """Sizes of segments with which each running sequence has slots for a poll, (n,); None: they do not fit."""
@@ -378,7 +373,8 @@ class RunningPool:
         """Give the running rows segments of `sizes` (n,), and new prefixes theirs; move what the old ones hold. Rows
         that keep their size stay where they are, unless the free slots are too few or too scattered. Then all segments
         move together, and the pool grows if they fill most of it."""
-        rows, lengths, capacity = self.rows, self._prefix_lengths(), self.pool.capacity
+        rows, capacity = self.rows, self.pool.capacity
+        lengths = {prompt: self._shared[prompt] for prompt in self._prefixes}
         grown = np.flatnonzero(sizes != rows.sizes)
         fresh = [prompt for prompt, start in self._prefixes.items() if start == SPARE]
         starts, prefixes = rows.starts.copy(), dict(self._prefixes)
@@ -416,9 +412,8 @@ class RunningPool:
 
     def _keep(self, kept: np.ndarray) -> None:
         """Drop the running rows where `kept` (n,) is False, and shared prompts without a row."""
-        lengths = self._prefix_lengths()
         dropped, self.rows = self.rows.select(~kept), self.rows.select(kept)
         for start, size in zip(dropped.starts.tolist(), dropped.sizes.tolist(), strict=True):
             self._free.give_back(start, size)
         for prompt in set(self._prefixes) - set(self.prompts[self.rows.sequences].tolist()):
-            self._free.give_back(self._prefixes.pop(prompt), lengths[prompt])
+            self._free.give_back(self._prefixes.pop(prompt), self._shared[prompt])

@@ -68,7 +68,7 @@ def test_functions_without_a_learned_reward():
 
 FUNCTIONS = [
     ("", "--reward_function"), ("math=", "there is no rule ''"),
-    ("numric_match", "no rule 'numric_match'; did you mean numeric_match? (exact_match, "),
+    ("numric_match", "there is no rule 'numric_match', but: exact_match, numeric_match, "),
     (f"math={FILE}:0.5", "expected path.py:name"), ("no/such/file.py:name", "there is no file no/such/file.py"),
     ("a,=exact_match", "expected a data source before '='"), (f"{FILE}:a:b:c", "expected path.py:name"),
     (f"{FILE}:two words", "expected path.py:name"), (f"{FILE}:lengths:nan", "must be finite"),
