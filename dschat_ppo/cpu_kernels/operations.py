@@ -211,12 +211,9 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """Write one token of each row into the KV cache; attend from it to its slot and those before -> (n, heads, d).
 
-    Args:
-        query: (n, heads, 1, d), and `key` and `value` (n, kv_heads, 1, d): views whose heads are side by side.
-        keys, values: (at least n, kv_heads, capacity, d), changed in place.
-        slots: (n,) int64 contiguous, where the token of each row goes.
-        scale: factor of the scores.
-        window: how many slots a token sees, its own among them; None: all.
+    `query` (n, heads, 1, d), `key` and `value` (n, kv_heads, 1, d): views whose heads are side by side. `keys` and
+    `values` (at least n, kv_heads, capacity, d) change in place. `slots` (n,) int64 contiguous: where the token of each
+    row goes. `window`: how many slots a token sees, its own among them; None: all.
     """
     rows, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -234,16 +231,12 @@ def causal_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention inside each part of the rows, to the keys up to a query's own.
 
-    Args:
-        query: (b, heads, T, d).
-        key: (b, key heads, T, d), and `value` likewise, of another d or of the same; key heads divide the heads.
-        parts: (parts, 4) int64: the columns of each part, start and end, and those that it sees before its own.
-        window: how many keys a query sees, its own among them; None: all.
-        scale: of the logits.
+    `query` (b, heads, T, d); `key` (b, key heads, T, d), and `value` likewise, of another d or of the same; key heads
+    divide the heads. `parts` (parts, 4) int64: the columns of each part, start and end, and those that it sees before
+    its own. `window`: how many keys a query sees, its own among them; None: all.
 
-    Returns:
-        (b, heads, T, d of the values), laid out in memory as (b, T, heads, d), and for the backward pass the logarithm
-        of the sum of the exponentials of each query's logits, (b, heads, T) fp32.
+    Returns (b, heads, T, d of the values), laid out in memory as (b, T, heads, d), and for the backward pass the
+    logarithm of the sum of the exponentials of each query's logits, (b, heads, T) fp32.
     """
     query, key, value = (_rows(x) for x in (query, key, value))
     rows, heads, length, _ = query.shape

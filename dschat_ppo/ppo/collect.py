@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -277,15 +277,15 @@ class GroupPool:
 
     rows_needed: int  # of a PPO step over all ranks, whole groups
     shaped: Callable[[Tensor], Tensor]  # (N,) raw -> scaled and clipped scores, which differ in an accepted group
-    accepted: ScoredRollout | None = None
-    dropped: ScoredRollout | None = None
+    accepted: list[ScoredRollout] = field(default_factory=list)
+    dropped: list[ScoredRollout] = field(default_factory=list)
     sampled: int = 0  # rows of this step's rounds
     kept: int = 0  # those of them that were accepted
 
     @property
     def missing(self) -> int:
         """Rows that the step still needs."""
-        return max(0, self.rows_needed - (0 if self.accepted is None else len(self.accepted.groups)))
+        return max(0, self.rows_needed - sum(len(part.groups) for part in self.accepted))
 
     @property
     def kept_share(self) -> float:
@@ -297,35 +297,25 @@ class GroupPool:
         differ = groups_that_differ(self.shaped(rows.scores), rows.groups)  # (N,) bool
         self.sampled += len(differ)
         self.kept += int(differ.sum())
-        self.accepted = _appended(self.accepted, rows, differ.nonzero().squeeze(1))
-        self.dropped = _appended(self.dropped, rows, (~differ).nonzero().squeeze(1))
+        for parts, chosen in ((self.accepted, differ), (self.dropped, ~differ)):
+            if chosen.any():
+                parts.append(select_rows(rows, chosen.nonzero().squeeze(1)))
 
     def take(self) -> tuple[ScoredRollout, int]:
         """The rows of the step, and how many of them are dropped ones that fill it up. The next step begins."""
-        filled, rows = self.missing, self.accepted
-        if filled:
-            assert self.dropped is not None
-            rows = _appended(rows, self.dropped, torch.arange(filled, device=self.dropped.groups.device))
-        assert rows is not None
-        places = torch.arange(len(rows.groups), device=rows.groups.device)
-        self.accepted = _appended(None, rows, places[self.rows_needed :])
-        self.dropped, self.sampled, self.kept = None, 0, 0
-        return select_rows(rows, places[: self.rows_needed]), filled
+        filled = self.missing
+        rows = concat_rows([*self.accepted, *(self.dropped if filled else [])])
+        taken, left = torch.arange(len(rows.groups), device=rows.groups.device).tensor_split([self.rows_needed])
+        self.accepted = [select_rows(rows, left)] if len(left) and not filled else []
+        self.dropped, self.sampled, self.kept = [], 0, 0
+        return select_rows(rows, taken), filled
 
     def state_dict(self) -> dict[str, Any]:
         """The accepted rows kept for the next step; call it between two steps."""
-        return {"accepted": None if self.accepted is None else tensors_of(self.accepted)}
+        return {"accepted": tensors_of(self.accepted[0]) if self.accepted else None}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore `state_dict()` at the beginning of a step, on `device`."""
         kept = state["accepted"]
-        self.accepted = None if kept is None else to_device(record_of(ScoredRollout, kept), device)
-        self.dropped, self.sampled, self.kept = None, 0, 0
-
-
-def _appended(before: ScoredRollout | None, rows: ScoredRollout, chosen: Tensor) -> ScoredRollout | None:
-    """`before`, followed by the rows at `chosen` (n,) int64; None if both are empty."""
-    if not len(chosen):
-        return before
-    new = select_rows(rows, chosen)
-    return new if before is None else concat_rows([before, new])
+        self.accepted = [] if kept is None else [to_device(record_of(ScoredRollout, kept), device)]
+        self.dropped, self.sampled, self.kept = [], 0, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ def check_own_functions(config: PPOConfig) -> None:
     if len(config.data.data_path) > 1:
         rows = replace(rows, data_sources=torch.zeros(_B, dtype=torch.int64))
     if is_own_function(estimator):
-        _try("--advantage_estimator", estimator, lambda function: _check_estimator(function, rows))
+        _try("--advantage_estimator", estimator, _check_estimator, rows)
     if is_own_function(loss):
-        _try("--policy_loss", loss, lambda function: _check_loss(function, rows))
+        _try("--policy_loss", loss, _check_loss, rows)
     for name in config.ppo.metrics:
         if not is_own_function(name):
             raise UserError(f"{METRICS} {name}: expected FILE.py:FUNCTION")
@@ -45,12 +46,13 @@ def own_metrics(names: Sequence[str], rows: Experience) -> dict[str, float]:
     """The numbers that the functions of `--metrics` give for the N rows of a PPO step, by `own/NAME`."""
     found: dict[str, float] = {}
     for name in names:
-        _try(METRICS, name, lambda function, name=name: found.update(_numbers_of(name, function(rows))))  # type: ignore[misc]
+        found |= _try(METRICS, name, partial(_numbers_of, name), rows)
     return found
 
 
-def _numbers_of(name: str, found: Any) -> dict[str, float]:
+def _numbers_of(name: str, function: Callable[..., Any], rows: Experience) -> dict[str, float]:
     """A number under the function's name, or a dict of numbers."""
+    found = function(rows)
     by_name = found if isinstance(found, Mapping) else {name.rpartition(":")[2]: found}
     for key, value in by_name.items():
         is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -61,10 +63,10 @@ def _numbers_of(name: str, found: Any) -> dict[str, float]:
     return {f"own/{key}": float(value) for key, value in by_name.items()}
 
 
-def _try(flag: str, name: str, check: Callable[[Callable[..., Any]], object]) -> None:
+def _try(flag: str, name: str, check: Callable[[Callable[..., Any], Experience], Any], rows: Experience) -> Any:
     function = own_function(flag, name)
     with running_own(f"{flag} {name}:", name):
-        check(function)
+        return check(function, rows)
 
 
 def _check_estimator(function: Callable[..., Any], rows: Experience) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -227,15 +227,8 @@ class RewardMixture:
 
 def number_means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """ "SOURCE/NAME" -> mean over all responses, of all ranks, that have it. `parts`: of this rank. Collective."""
-    values: dict[str, list[float]] = {}
-    for name, column in ((name, column) for part in parts for name, column in part.items()):
-        values.setdefault(name, []).extend(column[~column.isnan()].tolist())
-    sums: dict[str, list[tuple[float, int]]] = {}
-    for on_rank in dist.gather_objects({name: (math.fsum(known), len(known)) for name, known in values.items()}):
-        for name, pair in on_rank.items():
-            sums.setdefault(name, []).append(pair)
-    return {
-        name: math.fsum(total for total, _ in sums[name]) / count
-        for name in sorted(sums)
-        if (count := sum(count for _, count in sums[name]))
-    }
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for part in (part for of_rank in dist.gather_objects(parts) for part in of_rank):
+        for name, column in part.items():
+            values[name] += column[~column.isnan()].tolist()
+    return {name: math.fsum(known) / len(known) for name, known in sorted(values.items()) if known}

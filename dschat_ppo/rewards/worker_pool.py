@@ -70,10 +70,7 @@ class Worker:
     def call(self, arguments: dict[str, Any]) -> Any:
         """Call the function with keyword arguments; its reply, or `CallError`. A call whose process ends is repeated
         once in a new one, because the kernel may kill any process when memory runs out."""
-        try:
-            request = pickle.dumps(arguments)
-        except (pickle.PicklingError, TypeError, AttributeError) as problem:
-            raise CallError(f"the row cannot be sent to its process: {problem}") from None
+        request = pickle.dumps(arguments)
         try:
             return self._reply(request)
         except WorkerDiedError:

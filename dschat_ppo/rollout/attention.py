@@ -298,10 +298,8 @@ def varlen_kernel(
     another flash attention than the one in PyTorch; with `used`, the operator reads of `starts` only where a segment
     begins, so segments may be anywhere and may overlap.
 
-    Args:
-        numbers: (N + 1,) int32, 0, 1, ... N.
-        starts: (N + 1,) int32, where each segment begins in `keys`; the last number has no meaning.
-        used: (N,) int32, how many keys each query attends to, at least 1; `longest` is not below the largest.
+    `numbers`: (N + 1,) int32, 0, 1, ... N. `starts`: (N + 1,) int32, where each segment begins in `keys`; the last
+    has no meaning. `used`: (N,) int32, how many keys each query attends to, at least 1; `longest` is not below any.
     """
     output, log_sums, *_ = torch.ops.aten._flash_attention_forward(
         query, keys, values, numbers, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used

@@ -175,11 +175,9 @@ class GraphedDecoder:
     them and mark the rows for which these are too few; the host then repeats the `poll` tokens over the whole
     vocabulary.
 
-    Args:
-        step: generates one token for every entry of its inputs.
-        prompt_lengths: (A,) int64, of all sequences.
-        reads_all_slots: whether attention reads as many slots for each row as for the longest one, so that short rows
-            need a bucket of their own.
+    `step` generates one token for every entry of its inputs. `prompt_lengths`: (A,) int64, of all sequences.
+    `reads_all_slots`: whether attention reads as many slots for each row as for the longest one, so that short rows
+    need a bucket of their own.
     """
 
     def __init__(

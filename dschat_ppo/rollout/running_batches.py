@@ -270,14 +270,10 @@ class RunningPool:
     same, the sequence with the shortest answer goes back to the queue; its seed reproduces the answer later. The one
     with the longest answer is never chosen unless it is alone, and alone it fits, so all sequences finish.
 
-    Args:
-        prompt_lengths, prompts, limits: (A,) int64, prompt length, prompt number and most response tokens of each
-            sequence; sequences of one prompt are consecutive.
-        pool: one row, whose contents are lost. If it has the capacity that another rollout needed, it grows only once
-            that is used up.
-        most_slots: the largest capacity of the pool; raised to what a single sequence needs.
-        poll: tokens of a decode step.
-        share_from: prompts of more tokens are in the pool once, for all their sequences; 0: never.
+    Arguments as of `RunningBatches`; sequences of one prompt are consecutive. `limits` (A,) int64: most response tokens
+    of each. `pool`: one row, whose contents are lost; if it has the capacity that another rollout needed, it grows only
+    once that is used up. `most_slots`: its largest capacity; raised to what a single sequence needs. `poll`: tokens of
+    a decode step.
     """
 
     def __init__(

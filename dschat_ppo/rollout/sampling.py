@@ -116,18 +116,12 @@ def sample(
     forbidden: Tensor | None = None,
     search: NucleusSearch = ASK_DEVICE,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row.
+    """Draw one token per row, from `logits` (B, V) of any floating dtype. `uniforms` (B,) fp32 in [0, 1) are the only
+    source of randomness. `seen` (B, V) bool: True for tokens already in the row; needed for a repetition penalty.
+    `forbidden` (B, V) bool: True for tokens that must not be drawn.
 
-    Args:
-        logits: (B, V), any floating dtype.
-        uniforms: (B,) fp32 in [0, 1), the only source of randomness.
-        seen: (B, V) bool, True for tokens already in the row; needed for a repetition penalty.
-        forbidden: (B, V) bool, True for tokens that must not be drawn.
-
-    Returns:
-        (tokens (B,) int64, logprobs (B,) fp32 of those tokens under `softmax(logits / temperature)` without the
-            forbidden ones). That is the policy's distribution before penalty and truncation, the one that training
-            differentiates.
+    Returns (tokens (B,) int64, their logprobs (B,) fp32 under `softmax(logits / temperature)` without the forbidden
+    ones). That is the policy's distribution before penalty and truncation, the one that training differentiates.
     """
     plain = logits.float() if forbidden is None else logits.float().masked_fill(forbidden, float("-inf"))
     scaled = plain / sampling.temperature if sampling.temperature != 1 else plain

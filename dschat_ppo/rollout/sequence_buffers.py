@@ -27,11 +27,8 @@ class SequenceBuffers:
     `UNFINISHED` or a `FinishReason`. `logprobs` and `uniforms` are (A+1, `response_width`) fp32. `seen` is (A+1, V)
     bool, True for tokens in the sequence, or None without a repetition penalty. `is_end` and `is_eos` are (V,) bool.
 
-    Args:
-        seeds: (A,) int64, one per sequence.
-        slack: response columns beyond `max_new_tokens`, for tokens generated after the end and before the next check.
-        limits: (A,) int64, most response tokens of each sequence; None: `max_new_tokens`.
-        prompt_width: columns for prompts; None: as many as these need.
+    `seeds`: (A,) int64. `slack`: response columns beyond `max_new_tokens`, for tokens after the end and before the next
+    check. `limits`: (A,) int64; None: `max_new_tokens`. `prompt_width`: columns for prompts; None: as many as needed.
     """
 
     def __init__(

@@ -288,7 +288,7 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
         "rollout/dynamic_sampling_kept_share": 5 / 8,
         "rollout/dynamic_sampling_filled_rows": 0.0,
     }  # fmt: skip
-    assert collection.pool.accepted.groups.tolist() == [7, 7]
+    assert collection.pool.accepted[0].groups.tolist() == [7, 7]
     # The next step counts its rounds and faults from 0. 3 prompts are missing and all are expected to be kept.
     collect(collection, step=2)
     asked = [(len(call[0]), call[1], call[2]) for call in collection.generator.asked[2:]]
@@ -350,7 +350,7 @@ def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_l
     if collection.pool is not None:
         assert after["pool"]["accepted"].keys() == before["pool"]["accepted"].keys()
         assert after["pool"]["accepted"]["groups"].tolist() == [7, 7]
-        assert (collection.pool.sampled, collection.pool.dropped) == (0, None)
+        assert (collection.pool.sampled, collection.pool.dropped) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_groups_that_were_kept_are_restored():
     pool.take()
     other.add(rows([8, 8, 9, 9], [0.0, 1.0, 1.0, 1.0]))
     other.load_state_dict(pool.state_dict(), CPU)
-    assert (other.missing, other.dropped, other.kept_share) == (2, None, 1.0), "rounds before are forgotten"
+    assert (other.missing, other.dropped, other.kept_share) == (2, [], 1.0), "rounds before are forgotten"
     other.add(rows([7, 7], [1.0, 0.0]))
     step, _ = other.take()
     assert (step.groups.tolist(), step.scores.tolist()) == ([2, 2, 7, 7], [5.0, 3.0, 1.0, 0.0])
