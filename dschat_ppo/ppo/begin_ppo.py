@@ -189,7 +189,6 @@ def reward_tokenizer(
 class BegunPPO:
     """A run of step 3 before its models are loaded from `folders`."""
 
-    device: torch.device
     output: Path
     folders: ModelFolders
     tokenizer: PreTrainedTokenizerBase
@@ -246,7 +245,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
         plan.ppo_steps,
     )  # fmt: skip
-    return BegunPPO(device, output, folders, tokenizer, rows, plan, texts, session, started)
+    return BegunPPO(output, folders, tokenizer, rows, plan, texts, session, started)
 
 
 def show_batches(config: PPOConfig, plan: PPOPlan) -> None:

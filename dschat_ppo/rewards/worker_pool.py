@@ -93,9 +93,19 @@ class Worker:
         self.process = None
 
     def _exchange(self, request: bytes, seconds: float, late: str) -> Any:
-        """Send a request; the reply. A reported error leaves the worker alive, others end it."""
+        """Write a request and read a line, the reply. The process may end or hang at any byte of them. A reported error
+        leaves the worker alive, others end it."""
+        end, line = time.monotonic() + seconds, bytearray()
         try:
-            [(kind, value)] = json.loads(self._transfer(request, seconds)).items()
+            self.channel.settimeout(seconds)
+            self.channel.sendall(request)
+            while not line.endswith(b"\n"):
+                self.channel.settimeout(max(0.001, end - time.monotonic()))
+                part = self.channel.recv(2**20)
+                if not part:
+                    raise ConnectionResetError
+                line += part
+            [(kind, value)] = json.loads(line).items()
         except ConnectionError:
             self.stop()
             raise WorkerDiedError("its process ended (a crash, os._exit, or out of memory)") from None
@@ -108,19 +118,6 @@ class Worker:
         if kind == "error":
             raise CallError(str(value))
         return value
-
-    def _transfer(self, request: bytes, seconds: float) -> bytearray:
-        """Write a request and read a line. The process may end or hang at any byte of them."""
-        end, line = time.monotonic() + seconds, bytearray()
-        self.channel.settimeout(seconds)
-        self.channel.sendall(request)
-        while not line.endswith(b"\n"):
-            self.channel.settimeout(max(0.001, end - time.monotonic()))
-            part = self.channel.recv(2**20)
-            if not part:
-                raise ConnectionResetError
-            line += part
-        return line
 
 
 class WorkerPool:

@@ -6,6 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -165,6 +166,7 @@ class StaticMemory:
         self.pool.keys, self.pool.values, self.pool.capacity = {}, {}, SPARE + 1
 
 
+@dataclass(eq=False)
 class GraphedDecoder:
     """Generates `poll` tokens for every running row before the host checks which are finished.
 
@@ -174,66 +176,57 @@ class GraphedDecoder:
     Top-p needs the likeliest tokens in order, and a graph cannot choose how many. So steps look at a fixed number of
     them and mark the rows for which these are too few; the host then repeats the `poll` tokens over the whole
     vocabulary.
-
-    `step` generates one token for every entry of its inputs. `prompt_lengths`: (A,) int64, of all sequences.
-    `reads_all_slots`: whether attention reads as many slots for each row as for the longest one, so that short rows
-    need a bucket of their own.
     """
 
-    def __init__(
-        self, step: Step, prompt_lengths: np.ndarray, memory: StaticMemory, poll: int,
-        reads_all_slots: Callable[[], bool],
-    ):  # fmt: skip
-        self.poll = poll
-        self._step = step
-        self._prompt_lengths = prompt_lengths
-        self._memory = memory
-        self._buffers = memory.buffers
-        self._reads_all_slots = reads_all_slots
-        self._overflows = 0
+    step: Step  # generates one token for every entry of its inputs
+    prompt_lengths: np.ndarray  # (A,) int64, of all sequences
+    memory: StaticMemory
+    poll: int
+    reads_all_slots: Callable[[], bool]  # as many for each row as for the longest one: short rows need own buckets
+    overflows: int = 0  # polls that were repeated
 
     def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
         """Generate `poll` tokens for every running row, of at most `most_rows`; (n,) bool, True for finished ones."""
-        whole = self._overflows >= OVERFLOWS
+        whole = self.overflows >= OVERFLOWS
         finished, overflow = self._generate(rows, most_rows, whole)
         if overflow.any() and not whole:
-            self._overflows += 1
-            counts = rows.positions + 1 - self._prompt_lengths[rows.sequences]
-            self._buffers.reset(rows.sequences.tolist(), counts.tolist())  # without the tokens of this poll
+            self.overflows += 1
+            counts = rows.positions + 1 - self.prompt_lengths[rows.sequences]
+            self.memory.buffers.reset(rows.sequences.tolist(), counts.tolist())  # without the tokens of this poll
             finished, _ = self._generate(rows, most_rows, True)
         return finished
 
     def _generate(self, rows: PooledRows, most_rows: int, whole: bool) -> np.ndarray:
         """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens searched."""
-        length = self._buffers.width  # most tokens of a row, of prompt and answer
-        if self._reads_all_slots():
+        length = self.memory.buffers.width  # most tokens of a row, of prompt and answer
+        if self.reads_all_slots():
             length = min(-(-(int(rows.positions.max()) + self.poll) // LENGTH_STEP) * LENGTH_STEP, length)
         shares = bool(rows.prefix_lengths.any())
         advance = self._advance_of(Bucket(row_bucket(len(rows), most_rows), length, shares, whole))
         self._load(rows)
         for _ in range(self.poll):
             advance()
-        marks: np.ndarray = self._memory.marks.cpu().numpy()
+        marks: np.ndarray = self.memory.marks.cpu().numpy()
         return marks[:, : len(rows)]
 
     def _load(self, rows: PooledRows | None) -> None:
         """Set the entries to `rows`, and all others idle."""
-        entries = np.zeros(self._memory.entries.shape, dtype=np.int64)
-        entries[0] = self._buffers.count
+        entries = np.zeros(self.memory.entries.shape, dtype=np.int64)
+        entries[0] = self.memory.buffers.count
         if rows is not None:
             numbers = rows.sequences, rows.positions, rows.slots, rows.starts, rows.prefixes, rows.prefix_lengths
             entries[:, : len(rows)] = numbers
-        self._memory.entries.copy_(torch.from_numpy(entries))
-        self._memory.marks.zero_()
+        self.memory.entries.copy_(torch.from_numpy(entries))
+        self.memory.marks.zero_()
 
     def _advance(self, bucket: Bucket) -> None:
-        memory, spare = self._memory, self._buffers.count
+        memory, spare = self.memory, self.memory.buffers.count
         entries, marks = memory.entries[:, : bucket.rows], memory.marks[:, : bucket.rows]
         sequences, positions, own, starts, prefix_starts, prefix_lengths = entries
         idle, overflow = sequences == spare, torch.zeros_like(marks[1])
         metadata = PooledMetadata(memory.pool, own, starts, prefix_starts, prefix_lengths, bucket.length, bucket.shares)
         search = NucleusSearch(None if bucket.whole else NUCLEUS_STATIC, overflow)
-        finished = self._step(sequences, positions, [metadata], search)
+        finished = self.step(sequences, positions, [metadata], search)
         marks[0] |= finished
         marks[1] |= overflow & ~idle
         # A finished entry is idle until the next check: its next position may be beyond the model's last one.
@@ -247,22 +240,22 @@ class GraphedDecoder:
         def eager() -> None:
             self._advance(bucket)
 
-        graphs, recorder = self._memory.graphs, self._memory.recorder
+        graphs, recorder = self.memory.graphs, self.memory.recorder
         if bucket in graphs:
             replay: Callable[[], None] = graphs[bucket].replay
             return replay
         if recorder is None or recorder.refusal:
             return eager
-        logits = bucket.rows * len(self._buffers.is_end) * LOGITS_BYTES
-        release_if_short(self._memory.entries.device, logits)
+        logits = bucket.rows * len(self.memory.buffers.is_end) * LOGITS_BYTES
+        release_if_short(self.memory.entries.device, logits)
         if not graphs:  # PyTorch does not record another graph with a pool whose graphs are all gone
-            self._memory.graph_pool = torch.cuda.MemPool()
+            self.memory.graph_pool = torch.cuda.MemPool()
         self._load(None)
-        recorder.warm_up(eager, self._memory.graph_pool)
+        recorder.warm_up(eager, self.memory.graph_pool)
         if recorder.refusal:
             return eager
         try:
-            graphs[bucket] = graph = recorder.record(eager, self._memory.graph_pool)
+            graphs[bucket] = graph = recorder.record(eager, self.memory.graph_pool)
         except RuntimeError as problem:
             if ran_out_of_memory(problem):
                 raise

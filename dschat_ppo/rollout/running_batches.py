@@ -9,7 +9,7 @@ longest possible answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -131,16 +131,16 @@ def merged(first: DecodeBatch, second: DecodeBatch) -> DecodeBatch:
     return DecodeBatch(cache, Rows.of([first.rows, second.rows]))
 
 
+@dataclass(eq=False)
 class RunningBatches:
     """The running sequences, in batches. `prompt_lengths` and `prompts` (A,) int64 are prompt length and prompt number
     of each sequence. Sequences of one prompt that start together read its keys from one copy if all prompts of the
     batch have more than `share_from` tokens; 0: never."""
 
-    def __init__(self, prompt_lengths: np.ndarray, prompts: np.ndarray, share_from: int):
-        self.prompt_lengths = prompt_lengths
-        self.prompts = prompts
-        self.share_from = share_from
-        self.batches: list[DecodeBatch] = []
+    prompt_lengths: np.ndarray
+    prompts: np.ndarray
+    share_from: int
+    batches: list[DecodeBatch] = field(default_factory=list)
 
     def __len__(self) -> int:
         return sum(len(batch) for batch in self.batches)

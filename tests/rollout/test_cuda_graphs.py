@@ -236,7 +236,7 @@ def test_a_large_cache_is_not_kept(device, model, monkeypatch):
         sizes.append(total)
         rollout(model, graphs, FIRST)
         assert (graphs._kept is not None) is kept
-    assert graphs._kept.memory.pool.nbytes == token * slots
+    assert graphs._kept.pool.nbytes == token * slots
 
 
 @pytest.mark.parametrize("fails", [False, True])
