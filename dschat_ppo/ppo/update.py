@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.actor_critic_losses import (
-    POLICY_LOSSES,
-    PolicyLossSettings,
-    PolicyTerms,
-    value_losses,
-)
+from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES, PolicyLossSettings, PolicyTerms, value_losses
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
