@@ -12,8 +12,10 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 [ $# -eq 0 ] || { mypy && exec pytest "$@"; }
-mypy
+mypy & # beside the kernels: each takes one core
+types=$!
 PYTHONPATH=".venv/triton${PYTHONPATH:+:$PYTHONPATH}" pytest tests/models/test_gpu_kernels.py
+wait "$types"
 both=(-n 2 --dist loadfile --no-loadscope-reorder) # files in their order: long ones are not the last
 pytest "${both[@]}" -m "not slow and not ranks and not release"
 trial=tests/tools/test_quickstart_report.py
