@@ -83,7 +83,7 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
     assert reason in record.message and "slower" in record.message
 
 
-@pytest.mark.parametrize("home", [True, False])
+@pytest.mark.parametrize("home", [pytest.param(True, marks=pytest.mark.release), False])
 def test_without_a_folder_each_process_compiles_for_itself(fresh, quick, home, monkeypatch, tmp_path, caplog):
     """A file is in the place of the folder, or the home is unknown."""
     monkeypatch.setattr(operations.tempfile, "tempdir", str(tmp_path))

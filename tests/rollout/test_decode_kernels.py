@@ -141,7 +141,16 @@ def test_kernels_of_a_layer(shares, others, kernels_run):
 
 
 @pytest.mark.parametrize("flash", [False, True])
-@pytest.mark.parametrize("name", [name for name in CONTINUOUS if name != "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("llama", "gpt2", "gemma2", "mistral-window", "gpt-oss")
+        else pytest.param(name, marks=pytest.mark.release)
+        for name in CONTINUOUS
+        if name != "mixtral"
+    ],
+)
 def test_no_architecture_asks_the_host_or_mixes_devices(name, flash):
     """The routing of Mixtral cannot run without numbers."""
     sampling = SamplingParameters(0.8, top_p=0.9, top_k=30, min_p=0.01, repetition_penalty=1.2)

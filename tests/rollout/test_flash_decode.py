@@ -152,7 +152,13 @@ def test_the_operator_of_this_torch_takes_the_arguments():
 
 
 @pytest.mark.parametrize("how", [{"static": True}, {"static": True, "samples": 3}, {"static": False, "samples": 3}])
-@pytest.mark.parametrize(("name", "flash"), [("llama", True), ("mistral-window", True), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("name", "flash"),
+    [
+        ("mistral-window", True),
+        *(pytest.param(*case, marks=pytest.mark.release) for case in (("llama", True), ("gemma2", False))),
+    ],
+)
 def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     """Gemma 2 caps its scores, which the kernel does not. Without static steps, a shared prompt is read by products."""
     monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)

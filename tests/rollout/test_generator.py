@@ -84,7 +84,7 @@ def test_padding_and_the_models_generation_config_change_nothing(way):
     assert torch.equal(torch.get_rng_state(), streams), "generation does not use torch's random state"
 
 
-@pytest.mark.parametrize("penalty", [1.5, 0.6])
+@pytest.mark.parametrize("penalty", [1.5, pytest.param(0.6, marks=pytest.mark.release)])
 @by_each_engine
 def test_the_repetition_penalty_is_that_of_transformers(way, penalty):
     """Tokens of prompt and response count. transformers would count padding too, so each prompt runs alone there."""
@@ -115,7 +115,7 @@ def test_logprobs_below_the_minimum_length_are_over_tokens_that_do_not_end_an_an
 
 
 @by_each_engine
-@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+@pytest.mark.parametrize("name", ["opt", pytest.param("gpt2", marks=pytest.mark.release)])
 def test_prompt_and_response_may_fill_all_positions(name, way):
     """39 + 57 tokens in 96 positions; learned positions end there."""
     rollout = answer(name, (39, 3, 20), torch.arange(3), stopping=StoppingCriteria(57), **way)

@@ -118,7 +118,10 @@ def undisturbed(way: str):
 
 
 @pytest.mark.parametrize(("place", "call"), [("prefill", 2), ("decode", 1), ("decode", 12), ("move", 1)])
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(
+    "way",
+    ["shared", "shared pool", "states", *(pytest.param(w, marks=pytest.mark.release) for w in ("batches", "pool"))],
+)
 def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, place, call, monkeypatch, caplog):
     expected = undisturbed(way)
     fail_at(monkeypatch, place, lambda number: number == call)
