@@ -128,7 +128,7 @@ def writing(folder: Path) -> Iterator[None]:
         raise UserError(f"--output_dir {folder}: cannot be written ({problem.strerror or problem})") from problem
 
 
-def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> None:
+def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
     """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
     `StopRequested` if the same run has finished there; nothing is left to do. Where there is a checkpoint to resume
     from, `find_checkpoint` decides. On rank 0."""
@@ -138,7 +138,7 @@ def check_earlier_outputs(folder: Path, config: StepConfig, run: RunFlags) -> No
     checkpoints = store.names()
     outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
     outputs += [path.name for path in folder.glob("*.safetensors")] + checkpoints
-    if run.overwrite_output_dir or not outputs:
+    if config.run.overwrite_output_dir or not outputs:
         return
     resume, is_done = config.safety.resume, is_finished(folder)
     refusal = f"--output_dir {folder} holds earlier outputs ({outputs[0]})"
@@ -195,15 +195,15 @@ def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
     return f"{folder / RESULT} is there: this run is done ({more})"
 
 
-def prepare_output_folder(folder: Path, config: StepConfig, run: RunFlags, resumed: Path | None = None) -> None:
+def prepare_output_folder(folder: Path, config: StepConfig, resumed: Path | None = None) -> None:
     """Prepare the output folder and save the resolved configuration. On rank 0. A run that starts from scratch removes
     the outputs of an earlier run; one that resumes, from the checkpoint `resumed` in this folder, restores its metrics.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if resumed is not None:
         restore_metrics(folder, resumed)
-    elif run.overwrite_output_dir or (folder / CONFIG).exists():  # else another program made the content
-        remove_earlier_outputs(folder, run)
+    elif config.run.overwrite_output_dir or (folder / CONFIG).exists():  # else another program made the content
+        remove_earlier_outputs(folder, config.run)
     (folder / RESULT).unlink(missing_ok=True)  # last: it marks the outputs above as those of a finished run
     write_config(flatten(config), folder)
 

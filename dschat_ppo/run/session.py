@@ -18,8 +18,8 @@ from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger, quiet_libraries
 from dschat_ppo.common.paths import VALIDATION, shown_path
 from dschat_ppo.common.seeding import seed_everything, set_deterministic
-from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, SafetyFlags, check_sequence_parallel_size
-from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags, check_sequence_parallel_size
+from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.cpu_kernels.operations import kernels
 from dschat_ppo.errors import StopRequested, UserError, counted, nearest_path
 from dschat_ppo.monitor.step_trace import StepTrace
@@ -65,7 +65,7 @@ def begin_run(
         open_log(folder)
         check()
         begin = prepare_output_folder if validate_only else check_earlier_outputs
-        dist.on_main(writing(folder)(lambda: begin(folder, config, run)))
+        dist.on_main(writing(folder)(lambda: begin(folder, config)))
         if not validate_only:
             dist.on_main(lambda: check_trackers(run.trackers))
         seed_everything(run.seed)
@@ -130,8 +130,8 @@ def open_session(
         if (profiled := config.run.profile) is not None and profiled <= saved.step:
             logger().info(f"note: --profile {profiled} has no effect: {checkpoint} is beyond that step")
     resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
-    dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, config.run, resumed)))
-    return Session(output, identity, config.run, config.safety, checkpoint)
+    dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, resumed)))
+    return Session(output, identity, config, checkpoint)
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,12 @@ class Session:
 
     output: Path
     identity: RunIdentity
-    run: RunFlags
-    safety: SafetyFlags
+    config: StepConfig
     checkpoint: Path | None
 
     @property
     def trace(self) -> StepTrace:
-        return StepTrace(self.output, self.run.profile)
+        return StepTrace(self.output, self.config.run.profile)
 
     @contextmanager
     def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, CheckpointManager]]:
@@ -155,27 +154,27 @@ class Session:
         _raise_if_stop_requested()
         resumed = saved = None
         if self.checkpoint is not None:
-            manifest = restore(self.checkpoint, trainer, self.run.seed)
+            manifest = restore(self.checkpoint, trainer, self.config.run.seed)
             logger().info(f"resuming from {shown_path(self.checkpoint)}: {manifest.step} steps are done")
             resumed = (manifest.metrics_offset if is_inside(self.checkpoint, self.output) else 0, manifest.step + 1)
             place = CheckpointFolder(self.output).root / checkpoint_name(manifest.step, manifest.update)
             saved = (manifest.step, manifest.update) if self.checkpoint.resolve() == place.resolve() else None
         if dist.is_main():
             record_start(self.output, resumed[1] if resumed else 1, dist.world_size())
-        command = "the same command again" if self.safety.resume == AUTO else "the command again with --resume auto"
+        safety = self.config.safety
+        command = "the same command again" if safety.resume == AUTO else "the command again with --resume auto"
         with MetricsWriter(self.output, self._tracking(), resumed) as metrics:
             checkpoints = CheckpointManager(
-                self.output, trainer, self.safety, self.identity, metrics, saved, f"run {command} to resume"
+                self.output, trainer, safety, self.identity, metrics, saved, f"run {command} to resume"
             )
             yield metrics, checkpoints
             checkpoints.finish()
 
     def _tracking(self) -> Tracking | None:
         """What the trackers receive; None without any."""
-        run, flags = self.run, self.identity.config
+        run, flags = self.config.run, flatten(self.config)
         if not run.trackers:
             return None
-        flags = {name: value for name, value in flags.items() if name in self.identity.defaults}
         return Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
 
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,7 +144,7 @@ def earlier(output: Path, *more: str) -> str:
     """What becomes of a run in this folder: "" (it goes on), "done: ..." or "refused: ..."."""
     config = config_of(output, *more)
     try:
-        check_earlier_outputs(output, config, config.run)
+        check_earlier_outputs(output, config)
     except UserError as problem:
         return f"refused: {problem}"
     except StopRequested as done:
@@ -240,13 +239,13 @@ def test_a_start_from_scratch_removes_earlier_outputs_and_a_resume_keeps_them(tm
     for mark in [*OF_A_RUN, *OF_SOME_RUNS, *OF_OTHERS]:
         (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / mark).write_text("x")
-    prepare_output_folder(tmp_path, config, config.run)
+    prepare_output_folder(tmp_path, config)
     assert all((tmp_path / mark).exists() for mark in OF_A_RUN), "no run of this project made them"
     saved = save_checkpoint(tmp_path, 1)
-    run = replace(config.run, tensorboard_path="tensorboard", overwrite_output_dir=overwrite)
-    prepare_output_folder(tmp_path, config, run, resumed=saved)
+    config = config_of(tmp_path, "--tensorboard_path", "tensorboard", "--overwrite_output_dir", str(overwrite))
+    prepare_output_folder(tmp_path, config, resumed=saved)
     assert saved.exists() and all((tmp_path / mark).exists() for mark in OF_A_RUN)
-    prepare_output_folder(tmp_path, config, run)
+    prepare_output_folder(tmp_path, config)
     assert not saved.exists() and not any((tmp_path / mark).exists() for mark in OF_A_RUN)
     assert [(tmp_path / mark).exists() for mark in OF_SOME_RUNS] == [not overwrite] * 2
     assert all((tmp_path / other).exists() for other in [*OF_OTHERS, "config.yaml"])
