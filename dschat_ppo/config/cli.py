@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from dschat_ppo.config.flag_parser import FlagParser, first_words, flag_parser, shown_default
-from dschat_ppo.config.lora_flags import learning_rates
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
@@ -105,6 +104,18 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     }
     _check_integers(values)
     return step(**parts)
+
+
+def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:
+    """Flag -> rate: that in `given` (None: not given), else its default. With `--only_optimize_lora` the adapter trains
+    in place of the weights, so the rate that was given for the weights of a model is also that of its adapter."""
+    rates = {}
+    for name, default in defaults.items():
+        whole, prefix = name.replace("lora_", ""), name.removesuffix("lora_learning_rate")
+        is_alone = whole != name and given["only_optimize_lora"] and given[f"{prefix}lora_dim"] > 0
+        rates[name] = given[name] if given[name] is not None or not is_alone else given[whole]
+        rates[name] = default if rates[name] is None else rates[name]
+    return rates
 
 
 def _named_file(words: Sequence[str]) -> list[str]:

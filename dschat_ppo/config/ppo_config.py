@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.health_flags import PPOHealthFlags
-from dschat_ppo.config.lora_flags import PPOLoraFlags
-from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags, PPOMemoryFlags, RewardSourceFlags
+from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags, PPOLoraFlags, PPOMemoryFlags, RewardSourceFlags
 from dschat_ppo.config.schema import flag, not_negative, refuse, require_used, share
 from dschat_ppo.config.step_config import StepConfig
 

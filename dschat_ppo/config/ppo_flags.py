@@ -8,6 +8,8 @@ from typing import Literal
 
 from dschat_ppo.config.schema import (
     EPOCHS_HELP,
+    LORA_RATE,
+    LORA_TARGETS,
     REQUIRED,
     SCHEDULERS,
     VALIDATE_ONLY,
@@ -139,6 +141,25 @@ class PPOFlags:
                 self.enable_test_mode != (self.test_stop_step > 0),
         })  # fmt: skip
         require_used(self, [(self.enable_ema, "--enable_ema", "ema_decay")])
+
+
+@dataclass(frozen=True)
+class PPOLoraFlags:
+    """LoRA of actor and critic."""
+
+    # fmt: off
+    actor_lora_dim: int = not_negative(0, "LoRA rank of the actor; 0 = off")
+    actor_lora_module_name: str | None = flag(None, f"layers of the actor {LORA_TARGETS}", commas=True)
+    actor_lora_learning_rate: float = share(5e-4,
+        f"peak learning rate of the actor's LoRA parameters, at most 1; {LORA_RATE.format('--actor_learning_rate')}")
+    critic_lora_dim: int = not_negative(0, "LoRA rank of the critic; 0 = off")
+    critic_lora_module_name: str | None = flag(None, f"layers of the critic {LORA_TARGETS}", commas=True)
+    critic_lora_learning_rate: float = share(5e-4,
+        f"peak learning rate of the critic's LoRA parameters, at most 1; {LORA_RATE.format('--critic_learning_rate')}")
+    share_base: bool = flag(False,
+        "hold one frozen base for actor, reference, critic and reward model, with an adapter and a head for each "
+        "(needs --only_optimize_lora)")
+    # fmt: on
 
 
 @dataclass(frozen=True)

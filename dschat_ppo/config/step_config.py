@@ -8,8 +8,7 @@ from typing import Any, get_type_hints
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.config.health_flags import HealthFlags
-from dschat_ppo.config.lora_flags import AdapterFlags, LoraFlags, PPOLoraFlags
-from dschat_ppo.config.run_flags import ConsoleFlags, MemoryFlags, RunFlags, SafetyFlags
+from dschat_ppo.config.run_flags import AdapterFlags, ConsoleFlags, MemoryFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schema import default_of, fraction, not_negative, refuse
 from dschat_ppo.errors import without_credentials
 
@@ -47,7 +46,7 @@ class StepConfig:
     data: DataFlags
     safety: SafetyFlags
     run: RunFlags
-    lora: LoraFlags | PPOLoraFlags
+    lora: Any  # of the models of the step
     adapters: AdapterFlags
     memory: MemoryFlags
     schedule: ScheduleFlags

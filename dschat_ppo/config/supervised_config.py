@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.health_flags import FitHealthFlags
-from dschat_ppo.config.lora_flags import LoraFlags
 from dschat_ppo.config.schema import refuse
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_flags import BestFlags, PreferenceFlags, SFTFlags, SupervisedFlags
+from dschat_ppo.config.supervised_flags import BestFlags, LoraFlags, PreferenceFlags, SFTFlags, SupervisedFlags
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from dschat_ppo.common import dist
 from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.host_memory import freed_memory_returned
-from dschat_ppo.config.lora_flags import AdapterFlags
+from dschat_ppo.config.run_flags import AdapterFlags
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_folders import SCORE, adapter_weights, base_folder, base_name, lora_settings
 

@@ -8,7 +8,7 @@ import torch
 from tiny_models import new_model
 from torch import nn
 
-from dschat_ppo.config.lora_flags import AdapterFlags
+from dschat_ppo.config.run_flags import AdapterFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import (
     AdapterSettings,

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from dschat_ppo.common import extras
-from dschat_ppo.config.lora_flags import AdapterFlags
+from dschat_ppo.config.run_flags import AdapterFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import adapters
 from dschat_ppo.models.adapters import (
