@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-import dschat_ppo
 from dschat_ppo.checkpoint.engine_state import load_engine, rank_file, save_engine
 from dschat_ppo.checkpoint.identity import RunIdentity
 from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
@@ -28,13 +26,12 @@ from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.errors import StopRequested, StorageError, UnhealthyRun, counted
 from dschat_ppo.models.saving import require_finite_weights
-from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.monitor.writers import MetricsWriter, package_versions
 from dschat_ppo.types import Engine
 
 Result = TypeVar("Result")
 
 SHARED = "shared.pt"
-PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,10 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
     stages and dtype of the checkpoint, the run continues bit for bit (on a GPU: with `--deterministic`). With different
     ones it reads the data in the same order, but its numbers differ by rounding, and its dropout masks differ."""
     manifest = Manifest.read(folder)
-    versions = [(name, manifest.versions.get(name), now) for name, now in package_versions().items()]
-    changed = [f"{name} {before} -> {now}" for name, before, now in versions if before != now]
+    now = package_versions()
+    changed = [
+        f"{name} {before} -> {now.get(name)}" for name, before in manifest.versions.items() if before != now.get(name)
+    ]
     if changed:
         logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
     if manifest.world_size != dist.world_size():
@@ -105,11 +104,6 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
     else:
         seed_this_rank(seed + manifest.step)
     return manifest
-
-
-def package_versions() -> dict[str, str]:
-    """Package -> version, of the packages that affect the numbers of a run."""
-    return {"dschat_ppo": dschat_ppo.__version__, **{name: version(name) for name in PACKAGES}}
 
 
 class CheckpointManager:

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from dschat_ppo.common.atomic_files import PARTIAL, checksum, remove_folder, sync_entries, sync_folder, write_text
+from dschat_ppo.common.atomic_files import PARTIAL, checksum, remove_folder, sync_entries, sync_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError, UserError
 
@@ -58,7 +58,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write `folder/manifest.json` durably. It is the last file of a checkpoint."""
         content = asdict(self)
-        write_text(folder / MANIFEST, json.dumps({**content, _SEAL: _seal(content)}, indent=1) + "\n")
+        write_file(folder / MANIFEST, f"{json.dumps({**content, _SEAL: _seal(content)}, indent=1)}\n".encode())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -168,7 +168,7 @@ class CheckpointFolder:
         os.rename(partial, place)
         sync_entries(self.root)
         sync_entries(self.root.parent)
-        write_text(self.root / LATEST, name)  # for people and scripts
+        write_file(self.root / LATEST, name.encode())  # for people and scripts
 
     def newest_intact(self) -> tuple[str | None, list[str]]:
         """(name of the newest intact checkpoint or None, a line for each fault after it). (None, []): none was ever

@@ -57,11 +57,6 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
     sync_entries(path.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, see `write_file`."""
-    write_file(path, text.encode("utf-8"))
-
-
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """An `OSError` of the block, which writes `path`, becomes a `StorageError` that names it and the way out."""

@@ -165,13 +165,18 @@ def write_config(flags: Mapping[str, Any], folder: Path) -> Path:
     return folder / CONFIG
 
 
-def record_start(folder: Path, step: int, world_size: int) -> None:
-    """Add a line to `starts.jsonl`, durably, on rank 0. `step`: the first one that this start runs."""
+def package_versions() -> dict[str, str]:
+    """Package -> version, of this one, Python, and the libraries that are installed."""
     versions = {"dschat_ppo": dschat_ppo.__version__, "python": platform.python_version()}
     for library in _LIBRARIES:
         with suppress(PackageNotFoundError):  # an extra
             versions[library] = version(library)
-    line = {"step": step, "time": round(time.time(), 3), "world_size": world_size, "versions": versions}
+    return versions
+
+
+def record_start(folder: Path, step: int, world_size: int) -> None:
+    """Add a line to `starts.jsonl`, durably, on rank 0. `step`: the first one that this start runs."""
+    line = {"step": step, "time": round(time.time(), 3), "world_size": world_size, "versions": package_versions()}
     lines = JsonLines(folder / STARTS)
     lines.append([line])
     lines.saved_offset()  # syncs it to the disk

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat_ppo.common.atomic_files import make_folder, move_files_up, replace_folder, write_text
+from dschat_ppo.common.atomic_files import make_folder, move_files_up, replace_folder, write_file
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_the_file_is_synced_before_it_is_renamed_and_its_folder_after(tmp_path, 
     make_folder(folder)
     assert sorted(calls) == sorted([("sync", "a"), ("sync", tmp_path.name)]), "the names of new folders"
     calls.clear()
-    write_text(folder / "latest", "step_000012 é")
+    write_file(folder / "latest", "step_000012 é".encode())
     assert (folder / "latest").read_bytes() == "step_000012 é".encode()
     assert calls == [("sync", "latest.partial"), ("rename", "latest.partial", "latest"), ("sync", "here")]
     assert os.listdir(folder) == ["latest"]
@@ -41,12 +41,12 @@ def test_the_file_is_synced_before_it_is_renamed_and_its_folder_after(tmp_path, 
 
 def test_a_full_disk_leaves_the_old_file_and_no_partial_one(tmp_path):
     """The kernel refuses for real: a limit on the size of files."""
-    write_text(tmp_path / "latest", "old")
+    write_file(tmp_path / "latest", b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(OSError, match="too large"):
-            write_text(tmp_path / "latest", "x" * 30_000)
+            write_file(tmp_path / "latest", b"x" * 30_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "latest").read_text() == "old" and os.listdir(tmp_path) == ["latest"]
