@@ -112,10 +112,10 @@ def rank(number: int, ranks: int, port: int, work: Path, path: Path, cache: Path
     from dschat_ppo.common.dist import barrier, is_main
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.config.data_flags import DataFlags, StepData
-    from dschat_ppo.data.batches import collate_pairs
     from dschat_ppo.data.prepare import prepare
     from dschat_ppo.data.rows import read_splits
     from dschat_ppo.data.sources import open_set, parse_sources
+    from dschat_ppo.data.supervised_batches import collate_pairs
     from dschat_ppo.supervised import supervised_run  # noqa: F401  (a rank has imported all of it)
 
     there = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -19,20 +19,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.checkpoint.state_files import load_state, save_state
+from dschat_ppo.checkpoint.state_files import save_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import remove_folder, storage_errors
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import CONFIG
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.config.step_config import StepConfig, flatten
-from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import Fault, StepResult, loss_scale
-from dschat_ppo.errors import NonFiniteError, StorageError, UserError
+from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.writers import write_config
-from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of
+from dschat_ppo.types import Engine, Experience, tensors_of
 
 # Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded
 # log-probs is in `old_logprobs` or in the weights of the importance correction. Rows without `old_logprobs` use them.
@@ -130,8 +128,6 @@ def bad_rows(record: Any) -> dict[str, list[int]]:
     return {name: rows for name, rows in found.items() if rows}
 
 
-_KINDS: tuple[Any, ...] = (SFTBatch, PairBatch, LabelledBatch, StepBatch, Experience, RewardedRollout)
-RECORDS = {kind.__name__: kind for kind in _KINDS}
 MODEL, BUNDLE = "model", "bundle.pt"
 
 
@@ -180,13 +176,3 @@ class ReproBundles:
                 remove_folder(old)
             write_config(flatten(self.config), folder)
         return folder
-
-
-def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Read a bundle: what it holds by name, and the micro-batches."""
-    for name in (BUNDLE, CONFIG):
-        if not (folder / name).is_file():  # reading a pipe would wait forever
-            kept = "a run keeps its newest, --max_nonfinite_skips + 1"
-            raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file); {kept}")
-    what = load_state(folder / BUNDLE)
-    return what, [record_of(RECORDS[name], held) for name, held in what["records"]]

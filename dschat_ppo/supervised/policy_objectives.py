@@ -41,8 +41,15 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
-from dschat_ppo.data.batches import OTHER_ROW, REF_LOGPROBS, LabelledBatch, PairBatch, collate_labelled, collate_pairs
 from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.data.supervised_batches import (
+    OTHER_ROW,
+    REF_LOGPROBS,
+    LabelledBatch,
+    PairBatch,
+    collate_labelled,
+    collate_pairs,
+)
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.objective import Objective, on_device, score_rows
 from dschat_ppo.types import Model

@@ -17,8 +17,8 @@ from dschat_ppo.algorithms.supervised_losses import (
 )
 from dschat_ppo.config.supervised_config import PreferenceConfig
 from dschat_ppo.config.supervised_flags import PreferenceFlags
-from dschat_ppo.data.batches import PairBatch, StepBatch, collate_pairs, collate_steps
 from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.data.supervised_batches import PairBatch, StepBatch, collate_pairs, collate_steps
 from dschat_ppo.monitor.metric_sums import MetricSums, moments
 from dschat_ppo.rewards.learned_reward import SEPARATOR
 from dschat_ppo.supervised.objective import Objective, on_device, score_rows

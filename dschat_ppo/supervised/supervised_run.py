@@ -21,8 +21,8 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
-from dschat_ppo.data.batches import plan_packing
 from dschat_ppo.data.prepare import TokenRows, prepare
+from dschat_ppo.data.supervised_batches import plan_packing
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import Config, require_agreement
 from dschat_ppo.engine.router_term import router_top_k

@@ -27,9 +27,10 @@ from dschat_ppo.config.batch_plan import batch_text, times
 from dschat_ppo.config.step_config import ScheduleFlags
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import LOWEST_LOSS, BestMetric, SupervisedFlags
-from dschat_ppo.data.batches import PackingPlan, chunked_order, optimizer_steps, plan_packing, sample_tokens, samples_of
+from dschat_ppo.data.batches import chunked_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows, load_stream_state, rows_at_hand, stream_state
+from dschat_ppo.data.supervised_batches import PackingPlan, plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config

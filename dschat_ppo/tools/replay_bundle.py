@@ -13,22 +13,38 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.checkpoint.state_files import load_state
 from dschat_ppo.common import dist
 from dschat_ppo.common.paths import CONFIG
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
+from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import set_random_state
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.nonfinite import MODEL, bad_rows, read_bundle
+from dschat_ppo.nonfinite import BUNDLE, MODEL, bad_rows
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
-from dschat_ppo.types import LateEnds, to_device
+from dschat_ppo.types import Experience, LateEnds, RewardedRollout, record_of, to_device
+
+KINDS: tuple[Any, ...] = (SFTBatch, PairBatch, LabelledBatch, StepBatch, Experience, RewardedRollout)
+RECORDS = {kind.__name__: kind for kind in KINDS}
+
+
+def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
+    """Read a bundle: what it holds by name, and the micro-batches."""
+    for name in (BUNDLE, CONFIG):
+        if not (folder / name).is_file():  # reading a pipe would wait forever
+            kept = "a run keeps its newest, --max_nonfinite_skips + 1"
+            raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file); {kept}")
+    what = load_state(folder / BUNDLE)
+    return what, [record_of(RECORDS[name], held) for name, held in what["records"]]
 
 
 def replay(folder: Path, words: list[str]) -> bool:

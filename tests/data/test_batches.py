@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 from ragged import properties
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data import batches
+from dschat_ppo.data import batches, supervised_batches
 from dschat_ppo.data.batches import (
     PADDING_ROW,
     IndexStream,
-    PackingPlan,
     chunked_order,
-    collate_labelled,
-    collate_pairs,
     collate_prompts,
     collate_sft,
-    collate_steps,
     epoch_order,
     optimizer_steps,
+)
+from dschat_ppo.data.supervised_batches import (
+    PackingPlan,
+    collate_labelled,
+    collate_pairs,
+    collate_steps,
     pack,
     plan_packing,
     sample_tokens,
@@ -202,7 +204,7 @@ PAIRS = Dataset.from_list([
 
 def test_the_prompt_of_a_pair_counts_once_for_each_answer(monkeypatch):
     assert sample_tokens(PAIRS).tolist() == [9, 6, 6] and sample_tokens(SFT).tolist() == [5, 5, 2]
-    monkeypatch.setattr(batches, "_CHUNK", 2)
+    monkeypatch.setattr(supervised_batches, "_CHUNK", 2)
     assert sample_tokens(PAIRS.select([2, 0, 1, 0, 2])).tolist() == [6, 9, 6, 9, 6]
     plan = plan_packing(PAIRS, 6)  # a packed row of pairs has room for two whole rows
     assert (plan.capacity, plan.rows, plan.tokens.tolist()) == (12, 2, [9, 6, 6])

@@ -16,7 +16,8 @@ from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.engine.optimizer_step import Fault, StepResult
 from dschat_ppo.errors import NonFiniteError, StorageError, UserError
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.nonfinite import NonFinitePolicy, bad_rows, read_bundle
+from dschat_ppo.nonfinite import NonFinitePolicy, bad_rows
+from dschat_ppo.tools.replay_bundle import read_bundle
 
 NAN, INF = math.nan, math.inf
 BAD = StepResult(INF, applied=False, fault=Fault("loss", 0, 1, [[0.5, NAN, 2.0]], []))

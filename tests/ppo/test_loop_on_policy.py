@@ -7,7 +7,7 @@ import torch
 from plain_ppo import EVERYTHING, STEPS, PlainRun, StopAt
 
 from dschat_ppo.errors import StopRequested
-from dschat_ppo.nonfinite import read_bundle
+from dschat_ppo.tools.replay_bundle import read_bundle
 from dschat_ppo.types import LateEnds, RewardedRollout
 
 ONE_UPDATE = "--per_device_training_batch_size 4 --ppo_epochs 1 --micro_batch_tokens 24"

@@ -16,8 +16,9 @@ from transformers import AutoModelForSequenceClassification
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.batches import PADDING_ROW, PackingPlan, sample_tokens
+from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
+from dschat_ppo.data.supervised_batches import PackingPlan, sample_tokens
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels

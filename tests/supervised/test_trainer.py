@@ -22,11 +22,12 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.writers import MetricsWriter
-from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles, read_bundle
+from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.run.output_folder import KeptModels
 from dschat_ppo.supervised.objective import score_rows
 from dschat_ppo.supervised.sft import sft_objective
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
+from dschat_ppo.tools.replay_bundle import read_bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.config.cli import parse
-from dschat_ppo.data.batches import LabelledBatch, PairBatch, SFTBatch, StepBatch
+from dschat_ppo.data.batches import SFTBatch
+from dschat_ppo.data.supervised_batches import LabelledBatch, PairBatch, StepBatch
 from dschat_ppo.engine.optimizer_step import Fault, random_state
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
