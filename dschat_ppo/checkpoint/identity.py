@@ -25,8 +25,7 @@ from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
-from dschat_ppo.config.run_flags import AUTO, NEVER, SafetyFlags
-from dschat_ppo.config.schema import WITHOUT_EFFECT
+from dschat_ppo.config.run_flags import AUTO, NEVER, WITHOUT_EFFECT, SafetyFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
@@ -41,7 +40,7 @@ HARMLESS = frozenset({
     "save_hf_steps", "metric_for_best", "lora_merge",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
     "report_to", "run_name", "project",
-    "enable_tensorboard", "tensorboard_path", "print_loss", "print_answers", "print_answers_interval",
+    "enable_tensorboard", "tensorboard_path", "print_answers", "print_answers_interval",
     "sample_interval", "validate_only",
     "logging_steps", "verbose", "metrics",
     "profile",

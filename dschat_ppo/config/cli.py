@@ -19,7 +19,8 @@ import yaml
 from dschat_ppo.config.flag_parser import FlagParser, first_words, flag_parser, shown_default
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
-from dschat_ppo.config.schema import WITHOUT_EFFECT, read_settings, require
+from dschat_ppo.config.run_flags import WITHOUT_EFFECT
+from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten, groups_of
 from dschat_ppo.config.supervised_config import DPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.errors import UserError, reading
@@ -176,8 +177,7 @@ def notes(step_name: str, config: StepConfig) -> list[str]:
     step = STEPS[step_name]
     defaults = defaults_of(step)
     values = flatten(config)
-    reasons = {name: why for name, why in WITHOUT_EFFECT.items() if name in values}
-    reasons |= step.own_notes | config.run.idle() | config.idle()
+    reasons = WITHOUT_EFFECT | step.own_notes | config.run.idle() | config.idle()
     if values["validate_only"]:
         reasons |= dict.fromkeys([name for name in _OF_TRAINING if name in values], "--validate_only trains nothing")
     left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None

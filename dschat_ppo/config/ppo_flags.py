@@ -18,7 +18,6 @@ from dschat_ppo.config.schema import (
     flag,
     fraction,
     not_negative,
-    old_flag,
     positive,
     refuse,
     require_used,
@@ -111,10 +110,6 @@ class PPOFlags:
     enable_test_mode: bool = flag(False, "stop after --test_stop_step PPO steps")
     test_stop_step: int = not_negative(0, "number of PPO steps with --enable_test_mode")
 
-    num_padding_at_beginning: int | None = old_flag("num_padding_at_beginning", None)
-    add_eot_token: bool = old_flag("add_eot_token", False)
-    enable_hybrid_engine: bool = old_flag("enable_hybrid_engine", False)
-    release_inference_cache: bool = old_flag("release_inference_cache", False)
     unsupervised_dataset_name: str | None = flag(None,
         "data set with a column `text` for the PTX loss: language modelling in the same updates as PPO; not given: off")
     unsupervised_dataset_config_name: str | None = flag(None, "configuration of --unsupervised_dataset_name on the hub")

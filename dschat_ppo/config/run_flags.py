@@ -4,13 +4,14 @@ memory, sequences and attention."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, fraction, not_negative, old_flag, positive, refuse, require, share
+from dschat_ppo.config.schema import flag, fraction, not_negative, positive, refuse, require, share
 
 AUTO, NEVER = "auto", "never"
+_ONE_END = "answers end with the chat template's end-of-turn token, or with EOS after a text prompt"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class RunFlags:
     resize_vocabulary: bool = flag(False,
         "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding and the head, each "
         "initialised with the mean of the existing rows")
-    compute_fp32_loss: bool = old_flag("compute_fp32_loss", False)
     adam_beta1: float = fraction(0.9, "first beta of AdamW")
     adam_beta2: float = fraction(0.95, "second beta of AdamW")
     adam_epsilon: float = share(1e-8, "epsilon of AdamW")
@@ -49,7 +49,6 @@ class RunFlags:
     profile: int | None = positive(None,
         "write a trace of this step (optimizer step; in step 3 PPO step) by torch's profiler to "
         "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing")
-    deepspeed: bool = old_flag("deepspeed", False, "; --deepspeed FILE.json is --deepspeed_config FILE.json")
     deepspeed_config: str | None = flag(None,
         "JSON file of DeepSpeed settings that override those derived from the flags")
     config: str | None = flag(None, "YAML file of flag values; flags on the command line override it")
@@ -128,6 +127,26 @@ class SafetyFlags:
             f"--collective_timeout {self.collective_timeout}: must be at least 1 second, because progress is checked "
             "every half second, and at most 10^8, three years": not 1 <= self.collective_timeout <= 10**8,
         })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OldFlags:
+    """Flags of DeepSpeed-Chat's scripts that have no effect."""
+
+    # fmt: off
+    deepspeed: bool = flag(False,
+        "training always runs on DeepSpeed; --deepspeed FILE.json is --deepspeed_config FILE.json")
+    compute_fp32_loss: bool = flag(False, "losses are always computed in fp32")
+    add_eot_token: bool = flag(False, _ONE_END)
+    eot_token: str | None = flag(None, _ONE_END)
+    print_loss: bool = flag(False, "the loss is printed every --logging_steps steps in any case")
+    num_padding_at_beginning: int | None = flag(None, "the attention mask gives the score position")
+    enable_hybrid_engine: bool = flag(False, "the hybrid engine is always used")
+    release_inference_cache: bool = flag(False, "the KV cache is always released after a rollout")
+    # fmt: on
+
+
+WITHOUT_EFFECT = {old.name: old.metadata["help"] for old in fields(OldFlags)}  # -> why, for a note
 
 
 @dataclass(frozen=True)

@@ -29,19 +29,6 @@ VALIDATE_ONLY = "evaluate once, write the results to validation/ in --output_dir
 
 REQUIRED: Any = MISSING  # in place of the default of a flag that must be given
 
-# Flags that scripts of DeepSpeed-Chat give and that change nothing here -> why, for the help and for a note.
-WITHOUT_EFFECT = {
-    "deepspeed": "training always runs on DeepSpeed",
-    "compute_fp32_loss": "losses are always computed in fp32",
-    "add_eot_token": "answers end with the chat template's end-of-turn token, or with EOS after a text prompt",
-    "eot_token": "answers end with the chat template's end-of-turn token, or with EOS after a text prompt",
-    "print_loss": "the loss is printed every --logging_steps steps in any case",
-    "num_padding_at_beginning": "the attention mask gives the score position",
-    "enable_hybrid_engine": "the hybrid engine is always used",
-    "release_inference_cache": "the KV cache is always released after a rollout",
-}
-
-
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "positive": ("finite and above 0", lambda value: 0 < value < math.inf),
     "not_negative": ("finite, 0 or above", lambda value: 0 <= value < math.inf),
@@ -64,11 +51,6 @@ def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: st
 
 
 positive, not_negative, fraction, finite, unit, share = (partial(flag, range=name) for name in RANGES)
-
-
-def old_flag(name: str, default: Any, more: str = "") -> Any:
-    """The flag `name` of `WITHOUT_EFFECT`; `more` follows in its help."""
-    return flag(default, f"no effect (kept for old scripts): {WITHOUT_EFFECT[name]}{more}")
 
 
 def require(condition: bool, message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.config.health_flags import HealthFlags
-from dschat_ppo.config.run_flags import AdapterFlags, ConsoleFlags, MemoryFlags, RunFlags, SafetyFlags
+from dschat_ppo.config.run_flags import AdapterFlags, ConsoleFlags, MemoryFlags, OldFlags, RunFlags, SafetyFlags
 from dschat_ppo.config.schema import default_of, fraction, not_negative, refuse
 from dschat_ppo.errors import without_credentials
 
@@ -52,6 +52,7 @@ class StepConfig:
     schedule: ScheduleFlags
     console: ConsoleFlags
     health: HealthFlags
+    old: OldFlags
 
     own_defaults = dict[str, Any]()  # flag -> default that replaces that of a shared group
     own_notes = dict[str, str]()  # flag without effect in this step alone -> the reason

@@ -18,7 +18,6 @@ from dschat_ppo.config.schema import (
     flag,
     fraction,
     not_negative,
-    old_flag,
     positive,
     refuse,
     require,
@@ -90,7 +89,6 @@ class SupervisedFlags:
     eval_fraction: float = fraction(0.05,
         "share of the training rows held out for evaluation if a data set has no eval, test or validation split")
     validate_only: bool = flag(False, VALIDATE_ONLY)
-    add_eot_token: bool = old_flag("add_eot_token", False)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -179,8 +177,6 @@ class SFTFlags:
     train_on_prompt: bool = flag(False, "include prompt tokens in the loss; without it, answer tokens only")
     train_on: Literal["all", "last"] = flag("all",
         "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one")
-    eot_token: str | None = old_flag("eot_token", None)
-    print_loss: bool = old_flag("print_loss", False)
     # fmt: on
 
 
@@ -213,10 +209,8 @@ class PreferenceFlags:
     step_separator: str = flag("\\n",
         "process: text between two steps of an answer (\\n stands for a line break, \\t for a tab); the score of a "
         "step is read at the token that completes it, that of the last step at the answer's final token")
-    num_padding_at_beginning: int | None = old_flag("num_padding_at_beginning", None)
     offload_reference_model: bool = flag(False,
         "no effect (kept for old scripts): the log-probs of the reference are computed once, before training")
-    print_loss: bool = old_flag("print_loss", False)
     # fmt: on
 
     def __post_init__(self) -> None:
