@@ -180,6 +180,20 @@ def on_rank(number: int, work: Callable[[], Result]) -> Result:
     return result
 
 
+def is_partitioned(weight: Any) -> bool:
+    """Whether ZeRO-3 divides a parameter among the ranks."""
+    return hasattr(weight, "ds_id")
+
+
+def own_part(weight: Any) -> tuple[int, Tensor]:
+    """(number of its first element, a flat view) of this rank's elements, without ZeRO-3's uninitialised padding."""
+    if not is_partitioned(weight):
+        return 0, weight.detach().view(-1)
+    part = weight.ds_tensor.detach().view(-1)
+    first = min(rank() * part.numel(), weight.ds_numel)
+    return first, part[: weight.ds_numel - first]
+
+
 def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
     """The picklable `value` of each rank of a group, or of all ranks, in rank order."""
     if not torch_dist.is_initialized() or world_size() == 1:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import cache
 from typing import TextIO
 
 from tqdm import tqdm
@@ -53,6 +54,12 @@ def logger() -> logging.Logger:
         log.propagate = False
         log.setLevel(logging.INFO)
     return log
+
+
+@cache
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Log a line once in this process, for what is read several times."""
+    logger().log(level, text)
 
 
 class _WarningsOnce(logging.Filter):

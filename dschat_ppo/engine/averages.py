@@ -11,23 +11,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.dist import is_partitioned, own_part
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.models.saving import require_finite_weights
 from dschat_ppo.types import Engine
-
-
-def is_partitioned(weight: Any) -> bool:
-    """Whether ZeRO-3 divides a parameter among the ranks."""
-    return hasattr(weight, "ds_id")
-
-
-def own_part(weight: Any) -> tuple[int, Tensor]:
-    """(number of its first element, a flat view) of this rank's elements, without ZeRO-3's uninitialised padding."""
-    if not is_partitioned(weight):
-        return 0, weight.detach().view(-1)
-    part = weight.ds_tensor.detach().view(-1)
-    first = min(dist.rank() * part.numel(), weight.ds_numel)
-    return first, part[: weight.ds_numel - first]
 
 
 def gathered(weight: Any) -> Tensor:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
-from dschat_ppo.config.step_config import POLYNOMIAL_END
+from dschat_ppo.config.step_config import POLYNOMIAL_END, StepConfig
 from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config
 from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.models.state_layers import state_layers
@@ -141,20 +141,27 @@ class OptimizerSettings:
     min_lr_ratio: float = 0.0  # lowest rate after the warm-up, as a share of the peak
 
 
+def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> OptimizerSettings:
+    """As the flags of a step ask for `updates` steps; `prefix`: of the flags of one of its models."""
+    run, schedule, flags = config.run, config.schedule, vars(config.training)
+    kind = flags["lr_scheduler_type"]
+    return OptimizerSettings(
+        flags[f"{prefix}learning_rate"], flags[f"{prefix}weight_decay"], kind,
+        schedule.warmup_steps(kind, flags["num_warmup_steps"], updates), updates,
+        (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
+        vars(config.lora)[f"{prefix}lora_learning_rate"], schedule.min_lr_ratio,
+    )  # fmt: skip
+
+
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, layer_by_layer: bool = False) -> Engine:
     """A DeepSpeed engine that trains the parameters of `model` that require gradients with AdamW. `layer_by_layer`:
     ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `WholeWeights`)."""
-    whole = not layer_by_layer and _is_whole(model, config)
     optimizer = build_optimizer(model, settings)
     scheduler = LambdaLR(optimizer, partial(rate_factor, settings))
     _import_muon()
-    gather_at_once(model, config)
-    with quiet_prints():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    engine = _initialise(model, config, layer_by_layer, optimizer=optimizer, lr_scheduler=scheduler)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
         engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
-    if whole:
-        keep_whole(engine)
     if world_size() == 1:
         # Below ZeRO-2 the all-reduce of gradients is then the identity. DeepSpeed copies all gradients three times for
         # it, and in bf16 rounds to bf16 what was accumulated in fp32.
@@ -183,22 +190,23 @@ def _import_muon() -> None:
 def eval_engine(model: nn.Module, config: Config) -> Engine:
     """A DeepSpeed engine in eval mode that only runs forward."""
     model.requires_grad_(False)
-    whole = _is_whole(model, config)
-    gather_at_once(model, config)
-    with quiet_prints():
-        engine, *_ = deepspeed.initialize(model=model, config=config)
-    if whole:
-        keep_whole(engine)
+    engine = _initialise(model, config)
     engine.eval()
     return engine
 
 
-def gather_at_once(model: nn.Module, config: Config) -> None:
-    """Let ZeRO-3 gather all weights of a layer with a state when the layer is called. Gathered by its parts, they would
-    be as often as a rank's rows need blocks, which differs between ranks."""
+def _initialise(model: nn.Module, config: Config, layer_by_layer: bool = False, **training: Any) -> Engine:
+    whole = not layer_by_layer and _is_whole(model, config)
+    # ZeRO-3 gathers all weights of a layer with a state when the layer is called. Gathered by its parts, they would be
+    # as often as a rank's rows need blocks, which differs between ranks.
     for layer in state_layers(model) if config["zero_optimization"]["stage"] == 3 else ():
         set_z3_leaf_module(layer, True)
         layer.register_forward_pre_hook(_states_by_position, with_kwargs=True, prepend=True)
+    with quiet_prints():
+        engine, *_ = deepspeed.initialize(model=model, config=config, **training)
+    if whole:
+        keep_whole(engine)
+    return engine
 
 
 def _states_by_position(_module: nn.Module, values: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

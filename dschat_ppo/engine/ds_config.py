@@ -91,6 +91,14 @@ def train_config(
     return made
 
 
+def config_of_run(config: StepConfig, stage: int, ranks: int, device: str, quantised_frozen: bool = False) -> Config:
+    """`train_config` as the flags of a step ask, and its `--deepspeed_config`."""
+    fit, overlay = config.training, read_overlay(config.run.deepspeed_config)
+    return train_config(
+        stage, config.run.dtype, fit.offload, ranks, fit.max_grad_norm, overlay, config.memory, quantised_frozen, device
+    )
+
+
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
     """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank. hpZ would
     save no gather: only a backward pass gathers again."""

@@ -96,8 +96,10 @@ def divided(model: PreTrainedModel, parallel: TensorParallel) -> Iterator[None]:
     """Hold this rank's part of the decoder layers of `model`, all linear, for the duration of the block. Its forward
     passes are then collective over the group. Entering is collective over all ranks, and leaves ZeRO-3 partitions as
     they are; without ZeRO-3 the parts are views of the whole weights."""
+    blocks = _linear_layers(model)
     with ExitStack() as stack:
-        for layers in _in_chunks(_linear_layers(model), parallel.layers):
+        for start in range(0, len(blocks), parallel.layers):
+            layers = list(chain.from_iterable(blocks[start : start + parallel.layers]))
             weights = [entry for layer, style in layers for entry in _divided_weights(layer, style)]
             missing = [weight for weight, _ in weights if is_missing(weight)]
             gathered = {id(weight) for weight in missing}
@@ -113,10 +115,11 @@ def divided(model: PreTrainedModel, parallel: TensorParallel) -> Iterator[None]:
 
 def is_missing(weight: Any) -> bool:
     """Whether a ZeRO-3 parameter has to be gathered; small ones are whole on every rank."""
-    return hasattr(weight, "ds_id") and weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    return dist.is_partitioned(weight) and weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
 
 
-def _linear_layers(model: PreTrainedModel) -> dict[int, list[tuple[nn.Linear, str]]]:
+def _linear_layers(model: PreTrainedModel) -> list[list[tuple[nn.Linear, str]]]:
+    """The layers of each block of the decoder that are divided, and their styles."""
     plan, found = plan_of(model.config), dict[int, list[tuple[nn.Linear, str]]]()
     prefix = f"{model.base_model_prefix}."
     for name, module in model.named_modules():
@@ -126,13 +129,7 @@ def _linear_layers(model: PreTrainedModel) -> dict[int, list[tuple[nn.Linear, st
         if type(module) is not nn.Linear:
             raise UserError(f"--inference_tp_size: {name} is a {type(module).__name__}, not a linear layer")
         found.setdefault(int(re.findall(r"\.(\d+)", name)[0]), []).append((module, style))
-    return found
-
-
-def _in_chunks(layers: dict[int, list[Any]], count: int) -> Iterator[list[Any]]:
-    numbers = sorted(layers)
-    for start in range(0, len(numbers), count):
-        yield [entry for number in numbers[start : start + count] for entry in layers[number]]
+    return [found[number] for number in sorted(found)]
 
 
 def _divided_weights(layer: nn.Linear, style: str) -> list[tuple[Any, int]]:
@@ -175,10 +172,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class HybridEngine:
     """Makes the model of the actor's training engine available for inference, in `generating()`.
 
-    In that context the model is an ordinary `PreTrainedModel` in eval mode: whole weights on every rank, no DeepSpeed
-    hooks, no activation checkpointing, no gradients. Generation needs no collective, so ranks may finish at different
-    times. The exit restores training exactly: the same hook objects, the same partitions (the gathered copies are
-    dropped, not written back, except those of a small model, which stay until the next update), the same mode.
+    In that context the model is an ordinary `PreTrainedModel` in eval mode (thus without activation checkpointing):
+    whole weights on every rank, no DeepSpeed hooks, no gradients. Generation needs no collective, so ranks may finish
+    at different times. The exit restores training exactly: the same hook objects, the same partitions (the gathered
+    copies are dropped, not written back, except those of a small model, which stay until the next update), the same
+    mode.
 
     Args:
         pinned: gather ZeRO-3 weights once for the whole context. If False, DeepSpeed's hooks gather each layer when it
@@ -202,7 +200,7 @@ class HybridEngine:
         self._host = HostMemory()
         self.parallel = parallel
         self._whole = whole_weights(engine)
-        partitioned = self._whole is None and any(hasattr(weight, "ds_id") for weight in self.model.parameters())
+        partitioned = self._whole is None and any(map(dist.is_partitioned, self.model.parameters()))
         self._collective = not pinned and partitioned
         if (self._collective or parallel) and merge is not None:
             raise ValueError("adapters cannot be merged into weights that are divided or gathered layer by layer")
@@ -249,7 +247,6 @@ class HybridEngine:
                 missing = [weight for weight in model.parameters() if is_missing(weight) and not weight.numel()]
                 stack.enter_context(deepspeed.zero.GatheredParameters(missing))
                 stack.enter_context(_without_hooks(self.engine.module))
-            stack.enter_context(_without_checkpointing(model))
             if self._merge is not None:
                 stack.enter_context(self._merge(model, missing))
             stack.enter_context(torch.no_grad())
@@ -301,34 +298,18 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
                 setattr(module, name, value)
 
 
-@contextmanager
-def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Turn activation checkpointing off: it does not allow a KV cache."""
-    checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    for module in checkpointing:
-        module.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for module in checkpointing:
-            module.gradient_checkpointing = True
-
-
 # fp32 weights of DeepSpeed's optimizers: ZeRO 3, ZeRO 1 and 2, ZeRO 1 in bf16
 _MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 _GRADIENTS = ("grad_partitions_flat_buffer", "fp32_groups_gradients_flat")  # ZeRO 3, ZeRO 1 in bf16
 SMALLEST_LOCKED = 2**20  # bytes: registering less takes longer than its copy
-_PARTITIONS = ("ds_tensor", "ds_secondary_tensor")  # this rank's part of a ZeRO-3 parameter; the second one with hpZ
 
 
 def weights_of(engine: Engine) -> Iterator[Tensor]:
     """The parameters of an engine, and this rank's partitions of them."""
     for parameter in engine.module.parameters():
         yield parameter.data
-        for name in _PARTITIONS:
-            partition = getattr(parameter, name, None)
-            if partition is not None:
-                yield partition
+        parts = (getattr(parameter, name, None) for name in ("ds_tensor", "ds_secondary_tensor"))  # the latter with hpZ
+        yield from (part for part in parts if part is not None)
 
 
 def training_states(engine: Engine) -> Iterator[Tensor]:

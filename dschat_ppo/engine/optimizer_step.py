@@ -64,24 +64,17 @@ def set_random_state(state: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state[1])
 
 
-def loss_fault(losses: Tensor, state: list[Tensor]) -> Fault | None:
-    """The first of all ranks' losses that is not finite, or None. Collective. `losses` (M,) fp32, one per micro-batch,
-    M the same on every rank; `state` as in `Fault.random_state`."""
-    everywhere = gather_cat(losses.unsqueeze(0))  # (ranks, M)
-    if bool(everywhere.isfinite().all()):
-        return None
-    rank, micro_batch = (~everywhere.isfinite()).nonzero()[0].tolist()
-    return Fault("loss", rank, micro_batch, everywhere.tolist(), state)
-
-
-def gradient_fault(largest: Tensor, state: list[Tensor]) -> Fault:
-    """The first gradient that is not finite on any rank; if all are finite, the largest one. Collective. `largest` (M,)
-    fp32, absolute, of each of this rank's micro-batches; `state` as in `Fault.random_state`."""
-    everywhere = gather_cat(largest.unsqueeze(0))  # (ranks, M)
+def _fault(of: Literal["loss", "gradient"], numbers: Tensor, state: list[Tensor]) -> Fault | None:
+    """The first of all ranks' `numbers` that is not finite. If all are finite: None for losses; for gradients the
+    largest one. Collective. `numbers` (M,) fp32: losses, or largest absolute gradients, of this rank's micro-batches, M
+    the same on every rank; `state` as in `Fault.random_state`."""
+    everywhere = gather_cat(numbers.unsqueeze(0))  # (ranks, M)
     bad = ~everywhere.isfinite()
-    places = bad if bool(bad.any()) else everywhere == everywhere.max()
-    rank, micro_batch = places.nonzero()[0].tolist()
-    return Fault("gradient" if bool(bad.any()) else "norm", rank, micro_batch, everywhere.tolist(), state)
+    found = bool(bad.any())
+    if of == "loss" and not found:
+        return None
+    rank, micro_batch = (bad if found else everywhere == everywhere.max()).nonzero()[0].tolist()
+    return Fault(of if found else "norm", rank, micro_batch, everywhere.tolist(), state)
 
 
 @contextmanager
@@ -126,8 +119,15 @@ def skip_update(engine: Engine) -> None:
         engine.zero_grad()
         engine.skipped_steps += 1
         return
-    with _infinite_norm(engine.optimizer), _constant_loss_scale(engine):
-        engine.step()
+    optimizer, scaler = engine.optimizer, engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+    with _infinite_norm(optimizer):
+        if scaler is not None:
+            optimizer.loss_scaler = LossScaler(scale=scaler.cur_scale)
+        try:
+            engine.step()
+        finally:
+            if scaler is not None:
+                optimizer.loss_scaler = scaler
     clear_offloaded_gradients(engine)
     if engine.was_step_applied():
         raise RuntimeError("DeepSpeed applied an update with an infinite gradient norm; it needs to be version 0.19.8")
@@ -163,20 +163,6 @@ def _infinite_norm(optimizer: Any) -> Iterator[None]:
         delattr(optimizer, name)
 
 
-@contextmanager
-def _constant_loss_scale(engine: Engine) -> Iterator[None]:
-    if not engine.fp16_enabled():
-        yield
-        return
-    optimizer = engine.optimizer
-    own = optimizer.loss_scaler
-    optimizer.loss_scaler = LossScaler(scale=own.cur_scale)
-    try:
-        yield
-    finally:
-        optimizer.loss_scaler = own
-
-
 MicroBatch = TypeVar("MicroBatch")
 
 
@@ -206,7 +192,7 @@ def accumulate(
         losses.append(loss.detach())
         engine.backward(loss, scale_wrt_gas=False)
         heartbeat()
-    return Gradients(engine, micro_batches, loss_of, loss_fault(torch.stack(losses), state), state)
+    return Gradients(engine, micro_batches, loss_of, _fault("loss", torch.stack(losses), state), state)
 
 
 def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult:
@@ -244,7 +230,7 @@ def apply_together(parts: Sequence[Gradients[Any]]) -> list[StepResult]:
     return [apply(part, refused=any(bad) and not own) for part, own in zip(parts, bad, strict=True)]
 
 
-def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault:
+def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
     """Find the rank and micro-batch of the bad gradient by repeating forward and backward. Collective. The step's
     gradients must be gone; those of this pass are dropped too. The random streams do not advance."""
     engine, largest, after = gradients.engine, [], random_state()
@@ -256,7 +242,7 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault:
             largest.append(seen())
     skip_update(engine)
     set_random_state(after)
-    return gradient_fault(torch.stack(largest), gradients.random_state)
+    return _fault("gradient", torch.stack(largest), gradients.random_state)
 
 
 def learning_rates(engine: Engine) -> dict[str, float]:

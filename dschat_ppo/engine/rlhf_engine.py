@@ -20,8 +20,8 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
-from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, share_gathering, train_engine
-from dschat_ppo.engine.ds_config import Config, eval_config, read_overlay, train_config
+from dschat_ppo.engine.build_engine import eval_engine, optimizer_settings, share_gathering, train_engine
+from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge, reason_not_to_divide, tensor_parallel
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import (
@@ -74,21 +74,18 @@ class RLHFEngine:
         ppo, own, lora = config.ppo, config.reference, config.lora
         dtype, resize = config.run.dtype, config.run.resize_vocabulary
 
-        quantised_frozen = config.ppo_memory.enable_mixed_precision_lora
-        ds_config = _training(config, ppo.actor_zero_stage, quantised_frozen)
-        lm = load_causal_lm(folders.actor, dtype, ds_config, ppo.actor_dropout or 0.0, resize, actor_adapter(config))
+        ranks, kind, quantised_frozen = world_size(), device().type, config.ppo_memory.enable_mixed_precision_lora
+        ds_config = config_of_run(config, ppo.actor_zero_stage, ranks, kind, quantised_frozen)
+        adapter = adapter_settings(lora, config.adapters, "actor_")
+        lm = load_causal_lm(folders.actor, dtype, ds_config, ppo.actor_dropout or 0.0, resize, adapter)
         actor = PolicyModel(lm)
         # Made here because an engine adds hooks, which a copy of the modules would have too.
         continues = is_adapter_folder(folders.actor)
         over_actor = config.algorithm.has_reference and folders.reference is None and config.actor_base_is_frozen
         reference_lm = model_over_base(lm, copies_adapter=continues) if over_actor else None
         base = model_over_base(lm) if lora.share_base else None
-        if ppo.actor_gradient_checkpointing:
-            actor.gradient_checkpointing_enable()
-        apply_memory_flags(actor, config.memory)
-        rate = lora.actor_lora_learning_rate
-        peak, decay = ppo.actor_learning_rate, ppo.actor_weight_decay
-        optimizer = _adamw(config, peak, decay, plan.actor_updates, rate)
+        apply_memory_flags(actor, config.memory, ppo.actor_gradient_checkpointing)
+        optimizer = optimizer_settings(config, plan.actor_updates, "actor_")
         self.actor = train_engine(actor, ds_config, optimizer, layer_by_layer=ppo.unpin_actor_parameters)
         select_kernels(self.actor)
         self.actor_average = MovingAverage(lm, ppo.ema_decay) if ppo.enable_ema else None
@@ -98,10 +95,10 @@ class RLHFEngine:
         self.reference: Engine | None = None
         if config.algorithm.has_reference:
             stage = actor_stage if over_actor else ppo.actor_zero_stage
-            ds_config = eval_config(stage, dtype, ppo.offload_reference_model, world_size())
+            ds_config = eval_config(stage, dtype, ppo.offload_reference_model, ranks)
             if reference_lm is not None:
-                adapter = "a frozen copy of its first adapter" if continues else "no adapter"
-                logger().info(f"reference: the actor's frozen weights with {adapter}; no reference model is held")
+                copied = "a frozen copy of its first adapter" if continues else "no adapter"
+                logger().info(f"reference: the actor's frozen weights with {copied}; no reference model is held")
             else:
                 reference_lm = load_causal_lm(folders.reference or folders.actor, dtype, ds_config, resize=resize)
             # The same model with the actor's kernels: both give the same bits before any update.
@@ -114,30 +111,26 @@ class RLHFEngine:
 
         self.critic: Engine | None = None
         if folders.critic:
-            ds_config, settings = _training(config, ppo.critic_zero_stage), critic_adapter(config)
+            ds_config = config_of_run(config, ppo.critic_zero_stage, ranks, kind)
+            adapter = adapter_settings(lora, config.adapters, "critic_")
             if base is not None:
                 logger().info("critic: an adapter and a head over the actor's frozen weights (--share_base)")
-                classifier = classifier_over_base(base, folders.critic, settings)
+                classifier = classifier_over_base(base, folders.critic, adapter)
             else:
                 new_head, dropout = config.critic_may_have_new_head, ppo.critic_dropout or 0.0
                 classifier = load_sequence_classifier(
-                    folders.critic, dtype, ds_config, new_head, dropout, resize, settings
+                    folders.critic, dtype, ds_config, new_head, dropout, resize, adapter
                 )
             critic = ScalarModel(classifier)
-            if ppo.critic_gradient_checkpointing:
-                critic.gradient_checkpointing_enable()
-            apply_memory_flags(critic, config.memory)
-            rate = lora.critic_lora_learning_rate
-            peak, decay = ppo.critic_learning_rate, ppo.critic_weight_decay
-            optimizer = _adamw(config, peak, decay, plan.total_updates, rate)
+            apply_memory_flags(critic, config.memory, ppo.critic_gradient_checkpointing)
             share_gathering(critic, self.actor)
-            self.critic = train_engine(critic, ds_config, optimizer)
+            self.critic = train_engine(critic, ds_config, optimizer_settings(config, plan.total_updates, "critic_"))
             select_kernels(self.critic)
 
         self.reward: Engine | None = None
         if folders.reward:
             stage = actor_stage if lora.share_base else ppo.critic_zero_stage
-            ds_config = eval_config(stage, dtype, ppo.offload_reward_model, world_size())
+            ds_config = eval_config(stage, dtype, ppo.offload_reward_model, ranks)
             if base is not None:
                 logger().info("reward model: its adapter and head over the actor's frozen weights (--share_base)")
                 classifier = classifier_over_base(base, folders.reward)
@@ -187,37 +180,6 @@ class RLHFEngine:
         """Put actor and critic into eval mode: no dropout."""
         for engine in self.trained.values():
             engine.eval()
-
-
-def _training(config: PPOConfig, stage: int, quantised_frozen: bool = False) -> Config:
-    run, overlay = config.run, read_overlay(config.run.deepspeed_config)
-    offload, clip = config.ppo.offload, config.ppo.max_grad_norm
-    return train_config(
-        stage, run.dtype, offload, world_size(), clip, overlay, config.memory, quantised_frozen, device().type
-    )
-
-
-def _adamw(
-    config: PPOConfig, peak: float, weight_decay: float, updates: int, lora_learning_rate: float
-) -> OptimizerSettings:
-    run, schedule, kind = config.run, config.schedule, config.ppo.lr_scheduler_type
-    warmup = schedule.warmup_steps(kind, config.ppo.num_warmup_steps, updates)
-    return OptimizerSettings(
-        peak, weight_decay, kind, warmup, updates, (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
-        lora_learning_rate, schedule.min_lr_ratio,
-    )  # fmt: skip
-
-
-def actor_adapter(config: PPOConfig) -> AdapterSettings | None:
-    """The adapter that the flags ask for the actor."""
-    lora, flag = config.lora, "--actor_lora_module_name"
-    return adapter_settings(lora.actor_lora_dim, lora.actor_lora_module_name, config.adapters, flag)
-
-
-def critic_adapter(config: PPOConfig) -> AdapterSettings | None:
-    """The adapter that the flags ask for the critic."""
-    lora, flag = config.lora, "--critic_lora_module_name"
-    return adapter_settings(lora.critic_lora_dim, lora.critic_lora_module_name, config.adapters, flag)
 
 
 def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> PreTrainedModel:

@@ -18,22 +18,15 @@ from dschat_ppo.models.architectures import lm_without_weights
 from dschat_ppo.models.router_recorder import RouterLoad, load_balancing_loss, recorded_router
 from dschat_ppo.monitor.metric_sums import MetricSums
 
-# Models that balance their experts in another way.
-OTHER_BALANCE = {
-    "deepseek_v3": "it balances its experts by a bias that is not trained",
-    "doge": "its load is over pairs of keys",
-}
-
 
 def router_top_k(config: PretrainedConfig, model: str) -> int:
     """Experts per token of an architecture with a load-balancing loss in transformers. `config` of a reward model is
     that of its language model; `model` is flag and folder, for the message."""
     refused = f"--router_loss_coef: {model}: {type(config).__name__}"
-    if config.model_type in OTHER_BALANCE:
-        raise UserError(f"{refused} has no router loss: {OTHER_BALANCE[config.model_type]}; omit the flag")
     with reading(f"{refused} cannot be built"):
         lm: Any = lm_without_weights(config)
-    if not hasattr(lm, "router_aux_loss_coef") or not getattr(lm, "num_experts", 1):  # Granite 4 may have no experts
+    unfit = config.model_type == "doge" or not getattr(lm, "num_experts", 1)  # pairs of keys; Granite 4 without experts
+    if unfit or not hasattr(lm, "router_aux_loss_coef"):
         raise UserError(f"{refused} is not a mixture of experts with a router loss in transformers; omit the flag")
     return int(lm.num_experts_per_tok)
 
@@ -72,9 +65,9 @@ def with_router_term(
     """
 
     def recorded(batch: Batch, metrics: MetricSums) -> tuple[Tensor, RouterLoad]:
-        with recorded_router(rows_of(batch), settings.top_k) as recorder:
+        with recorded_router(rows_of(batch), settings.top_k) as loads:
             loss = loss_of(batch, metrics)
-        [load] = recorder.loads
+        [load] = loads
         return loss, load
 
     state, counts = random_state(), []

@@ -6,14 +6,12 @@ other tokens reaches nothing: later operations (norms, the head) do not mix toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from dschat_ppo.models.backbone import forward_replaced
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 EXPERTS = ("experts", "router")  # modules of a mixture of experts
@@ -61,21 +59,17 @@ def last_mlp(backbone: nn.Module) -> nn.Module | None:
     return None if any(name.rsplit(".", 1)[-1] in EXPERTS for name, _ in mlp.named_modules()) else mlp
 
 
-_RUNNING: list[tuple[nn.Module, bool, Tensor, Tensor | int]] = []  # arguments of the blocks of `read_tokens_only`
-
-
-@contextmanager
-def read_tokens_only(backbone: nn.Module, enabled: bool, columns: Tensor, rows: Tensor | int = 0) -> Iterator[None]:
-    """Make forward passes of `backbone` run the last MLP for some tokens only, if `enabled` by `select_kernels`.
-    `columns` (n,) int64 are theirs in the backbone's input, `rows` likewise, or one for all. A token twice would get
-    its gradient twice."""
-    mlp: Any = last_mlp(backbone) if enabled else None
+def of_read_tokens(
+    backbone: nn.Module, columns: Tensor, rows: Tensor | int = 0
+) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+    """The last MLP, and a forward of it that runs some tokens only: `columns` (n,) int64 are theirs in the backbone's
+    input, `rows` likewise, or one for all. A token twice would get its gradient twice. [] without such an MLP."""
+    mlp: Any = last_mlp(backbone)
     if mlp is None:
-        yield
-        return
+        return []
     whole = mlp.forward
 
-    def of_read_tokens(*values: Tensor) -> Tensor:
+    def forward(*values: Tensor) -> Tensor:
         count, width, _ = values[0].shape  # (B, T, H); T may be padded
         # Also if all tokens are read: a rank that saves other tensors for the backward pass would end the
         # recomputation of activation checkpointing elsewhere, and under ZeRO-3 that recomputation gathers weights.
@@ -84,14 +78,4 @@ def read_tokens_only(backbone: nn.Module, enabled: bool, columns: Tensor, rows: 
         found: Tensor = whole(*(x.index_select(0, places).unsqueeze(0) for x in flat)).squeeze(0)
         return found.new_zeros(count * width, found.shape[-1]).index_copy(0, places, found).view(count, width, -1)
 
-    with forward_replaced(mlp, of_read_tokens):
-        _RUNNING.append((backbone, enabled, columns, rows))
-        try:
-            yield
-        finally:
-            _RUNNING.pop()
-
-
-def read_tokens_again() -> AbstractContextManager[None]:
-    """The state of the running forward pass, for activation checkpointing, which runs layers again."""
-    return read_tokens_only(*_RUNNING[-1]) if _RUNNING else nullcontext()
+    return [(mlp, forward)]

@@ -23,12 +23,18 @@ from dschat_ppo.common.extras import require_extra
 from dschat_ppo.common.host_memory import freed_memory_returned
 from dschat_ppo.config.run_flags import AdapterFlags
 from dschat_ppo.errors import UserError, reading
-from dschat_ppo.models.model_folders import SCORE, adapter_weights, base_folder, base_name, lora_settings
+from dschat_ppo.models.model_folders import (
+    ADAPTER,
+    SCORE,
+    adapter_weights,
+    base_folder,
+    base_name,
+    read_adapter_config,
+)
 
 Bits = Literal[4, 8]
 
 
-ADAPTER = "default"  # peft's name of a model's only adapter
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})  # linear layers that choose experts
 # Classes of `x W + b` by name, with those of bitsandbytes; other subclasses of nn.Linear do more, such as routing.
 LINEAR = frozenset({"Linear", "Conv1D", "FalconLinear", "Linear4bit", "Linear8bitLt"})
@@ -57,10 +63,10 @@ class AdapterSettings:
     flag: str = "--lora_module_name"
 
 
-def adapter_settings(
-    dim: int, module_name: str | None, flags: AdapterFlags, flag: str = "--lora_module_name"
-) -> AdapterSettings | None:
-    """The adapter of rank `dim` that the flags ask for; None with rank 0. `flag` gives `module_name`, the targets."""
+def adapter_settings(lora: Any, flags: AdapterFlags, prefix: str = "") -> AdapterSettings | None:
+    """The adapter that the flags ask for, with the step's group `lora`; None with rank 0. `prefix` of the model's flags
+    in step 3: "actor_" or "critic_"."""
+    dim = vars(lora)[f"{prefix}lora_dim"]
     if dim == 0:
         return None
     require_extra("peft", "LoRA")
@@ -71,13 +77,13 @@ def adapter_settings(
             raise UserError(f"{needs} needs a GPU, and this run has none; omit it to train LoRA over whole weights")
         require_extra("bitsandbytes", needs)
     return AdapterSettings(
-        dim, flags.lora_alpha, flags.lora_dropout, module_name, flags.use_rslora, flags.use_dora,
-        flags.only_optimize_lora, bits, flag,
+        dim, flags.lora_alpha, flags.lora_dropout, vars(lora)[f"{prefix}lora_module_name"], flags.use_rslora,
+        flags.use_dora, flags.only_optimize_lora, bits, f"--{prefix}lora_module_name",
     )  # fmt: skip
 
 
 def lora_targets(model: PreTrainedModel, names: str | None, flag: str = "--lora_module_name") -> list[str]:
-    """Full names of the layers of `model` that get LoRA, in the order of the model, with adapters or before.
+    """Full names of the layers of `model` that get LoRA, in the order of the model, which has no adapter yet.
 
     Layers are linear (`nn.Linear`, GPT-2's `Conv1D`). Not among them: routers and experts that are one 3-D tensor, the
     score head, an output head that is tied to the embedding, and layers that the model does not call. A layer is taken
@@ -109,13 +115,9 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     tied = head is not None and getattr(config, "tie_word_embeddings", False)
     has_experts = any("experts" in name for name in config.to_dict())
     not_called = NOT_CALLED.get(config.model_type, ())
-    inside = [f"{name}." for name, module in model.named_modules() if hasattr(module, "lora_A")]
     names = []
-    for name, module in model.named_modules():
-        if name.startswith(tuple(inside)):  # the parts of a layer that has an adapter
-            continue
-        layer = getattr(module, "base_layer", module)
-        is_head = name == SCORE or (tied and module is head)
+    for name, layer in model.named_modules():
+        is_head = name == SCORE or (tied and layer is head)
         is_router = has_experts and not ROUTERS.isdisjoint(name.split("."))
         if is_linear(layer) and not is_head and not is_router and name.rpartition(".")[2] not in not_called:
             names.append(name)
@@ -184,7 +186,7 @@ def saved_config(folder: str) -> Any:
     """peft's configuration of the adapter in `folder`."""
     from peft import LoraConfig
 
-    settings = lora_settings(folder, "model")
+    settings = read_adapter_config(folder, "model")
     with reading(f"{folder}: its adapter_config.json cannot be used"):
         return LoraConfig(**settings)
 
@@ -205,7 +207,7 @@ def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
     seed = torch.initial_seed() ^ crc32(ADAPTER.encode())
     injected = replace(config, modules_to_save=None)  # peft would wrap the score head
     without = all(weight.is_meta for weight in model.parameters())  # then its matrices need no numbers
-    partitioned = any(hasattr(weight, "ds_id") for weight in model.parameters())  # peft gathers what DoRA reads
+    partitioned = any(map(dist.is_partitioned, model.parameters()))  # peft gathers what DoRA reads
     zero3 = zero3_announced({"zero_optimization": {"stage": 3}}) if partitioned else nullcontext()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), zero3:
         warnings.simplefilter("ignore")  # that it chooses fan_in_fan_out itself
@@ -307,7 +309,7 @@ def load_adapter_weights(model: PreTrainedModel, folder: str) -> dict[str, Tenso
     them as the file has them, by their names in the model, on its device."""
     import deepspeed
 
-    weights = adapter_weights(folder, ADAPTER)
+    weights = adapter_weights(folder)
     parameters: dict[str, Any] = dict(model.named_parameters())
     wanted = {key for key in parameters if is_adapter_parameter(key)}
     weights = {key: weight for key, weight in weights.items() if not key.startswith(LM_HEADS) or key in parameters}
@@ -388,19 +390,15 @@ def _is_own_partition(weight: Any) -> bool:
 @contextmanager
 def _weight_replaced(weight: nn.Parameter, new: Tensor, in_place: bool, original_on_host: bool) -> Iterator[None]:
     """Give `weight` the values `new`. If `in_place`, the original is lost."""
-    if in_place:
-        weight.data.copy_(new)
-        yield
-        return
-    original = weight.data.to("cpu", copy=True) if original_on_host else weight.data
-    if original_on_host:
+    original = weight.data.to("cpu", copy=True) if original_on_host and not in_place else weight.data
+    if in_place or original_on_host:
         weight.data.copy_(new)
     else:
         weight.data = new
     try:
         yield
     finally:
-        if original_on_host:
+        if original_on_host and not in_place:
             weight.data.copy_(original)
-        else:
+        elif not in_place:
             weight.data = original

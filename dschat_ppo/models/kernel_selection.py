@@ -94,8 +94,10 @@ def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
     return None
 
 
-def apply_memory_flags(model: PolicyModel | ScalarModel, flags: MemoryFlags) -> None:
-    """Switch `--offload_activations` and `--attn_implementation` on in the model as the flags ask."""
+def apply_memory_flags(model: PolicyModel | ScalarModel, flags: MemoryFlags, checkpointing: bool = False) -> None:
+    """Switch activation checkpointing, `--offload_activations` and `--attn_implementation` on in the model as asked."""
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     model.layout = replace(
         model.layout, attention=flags.attn_implementation, offload_activations=flags.offload_activations
     )
@@ -152,9 +154,7 @@ def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
     reason = ""
     if policy.layout.fused:
         _set(policy, fused=False)
-        whole = _outputs(engine, ids)
-        _set(policy, fused=True)
-        fused, reason = _tried(engine, ids, whole)
+        fused, whole, reason = _compared(engine, policy, ids, fused=True)
         _set(policy, fused=_largest((fused - whole).abs().mean(dim=-1)) < TOLERANCE[policy.lm.dtype])
     if not policy.layout.fused:
         logger().warning(
@@ -167,10 +167,8 @@ def _select_packed(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
     """Pack rows if that gives the numbers of padded rows, and if the first row does not influence the others. Layers
     other than attention may carry a state along the packed row. Returns why rows are not packed, or None, and whether
     the attention computed all of them in one call."""
-    padded = _outputs(engine, ids)
-    _set(module, packed=True)
     with recorded_attention() as recorded:
-        packed, error = _tried(engine, ids, padded)
+        packed, padded, error = _compared(engine, module, ids, packed=True)
     needs_mask = not error and hidden_window(module.config, recorded.windows)
     changed, error = (packed, error) if error else _tried(engine, torch.cat([ids[:1].flip(1), ids[1:]]), padded)
     of_first_row = TOKENS if isinstance(module, ScalarModel) else TOKENS - 1
@@ -221,9 +219,7 @@ def _keep_if_close(
     engine: Model, module: PolicyModel | ScalarModel, ids: Tensor, way: str, described: str, first: int = 0
 ) -> None:
     """Switch a way of the layout on if it gives the numbers of the model without it."""
-    own = _outputs(engine, ids, first)
-    _set(module, **{way: True})
-    found, error = _tried(engine, ids, own, first)
+    found, own, error = _compared(engine, module, ids, first, **{way: True})
     _set(module, **{way: _is_close(found, own, module.backbone.dtype)})
     if error:
         logger().info(f"{type(module.backbone).__name__}: with {described} {error}, so it runs without")
@@ -239,10 +235,8 @@ def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
 
 
 def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
-    whole = _outputs(engine, ids)
-    _set(module, divided=True)
     with recorded_attention() as recorded:
-        divided, error = _tried(engine, ids, whole)
+        divided, whole, error = _compared(engine, module, ids, divided=True)
     is_close = _is_close(divided, whole, module.backbone.dtype)
     reason = None
     if error:
@@ -254,6 +248,16 @@ def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> No
     if reason is not None:
         name = type(module.backbone).__name__
         raise UserError(f"--sequence_parallel_size: {name} cannot be divided, because {reason}; use 1")
+
+
+def _compared(
+    engine: Model, module: PolicyModel | ScalarModel, ids: Tensor, first: int = 0, **ways: bool
+) -> tuple[Tensor, Tensor, str]:
+    """`_outputs` of the model in these ways, which it keeps, and as it was; why the first raised, or ""."""
+    own = _outputs(engine, ids, first)
+    _set(module, **ways)
+    found, error = _tried(engine, ids, own, first)
+    return found, own, error
 
 
 def _tried(engine: Model, ids: Tensor, own: Tensor, first: int = 0) -> tuple[Tensor, str]:

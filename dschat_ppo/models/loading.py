@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+import logging
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from dschat_ppo.common.atomic_files import read_blocks
 from dschat_ppo.common.dist import local_rank
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.host_memory import freed_memory_returned
-from dschat_ppo.common.logging import logger
+from dschat_ppo.common.logging import log_once, logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.adapters import (
@@ -107,32 +108,16 @@ def check_vocabulary(
 
 def require_length(folder: str, longest: int, flags: str) -> None:
     """Require that the model can read rows of `longest` tokens (set by `flags`). Learned positions must cover them; of
-    rotary ones, `MAX_EXTRAPOLATION` times the known positions."""
-    config = load_config(folder, "model").get_text_config()
-    known = _known_positions(folder)
-    if known is None or longest <= known:
-        return
-    if not hasattr(config, "rope_parameters") or longest > MAX_EXTRAPOLATION * known:
-        raise UserError(
-            f"{flags} of {longest} tokens goes beyond the {known} positions of {shown_path(folder)}; lower it"
-        )
-
-
-def report_length(folders: Iterable[str], longest: int, flags: str) -> None:
-    """Warn once if rows of `longest` tokens go beyond the rotary positions that a model was trained on."""
-    found = [(known, folder) for folder in folders if (known := _known_positions(folder)) is not None]
-    known, folder = min(found, default=(longest, ""))
-    if longest > known:
-        logger().warning(
-            f"{flags} of {longest} tokens goes beyond the {known} positions of {shown_path(folder)}; it was not "
-            "trained on longer rows: lower it"
-        )
-
-
-def _known_positions(folder: str) -> int | None:
+    rotary ones, `MAX_EXTRAPOLATION` times the known positions, with a warning."""
     config = load_config(folder, "model").get_text_config()
     known = getattr(config, "max_position_embeddings", None)
-    return None if known is None else int(known) - first_position(config)
+    if known is None or longest <= known - first_position(config):
+        return
+    known -= first_position(config)
+    beyond = f"{flags} of {longest} tokens goes beyond the {known} positions of {shown_path(folder)}"
+    if not hasattr(config, "rope_parameters") or longest > MAX_EXTRAPOLATION * known:
+        raise UserError(f"{beyond}; lower it")
+    log_once(f"{beyond}; it was not trained on longer rows: lower it", logging.WARNING)
 
 
 @contextmanager
@@ -246,7 +231,9 @@ def _loaded(
     known = config.get_text_config().vocab_size
     if resize and grow_vocabulary(model, needed := len(load_tokenizer(folder, "model"))):
         logger().info(f"model: {folder} has rows for {known} tokens; adding {needed - known} (--resize_vocabulary)")
-    return adapted(model, folder, adapter)
+    _adapt(model, folder, adapter)
+    _report_adapter(model, folder, adapter)
+    return model
 
 
 def _with_dropout(config: PretrainedConfig, dropout: float | None) -> PretrainedConfig:
@@ -265,9 +252,23 @@ def _deepspeed_chat_mapping(folder: str, kind: type[PreTrainedModel]) -> dict[st
     return {r"^rwtransformer\.": f"{kind.base_model_prefix}.", r"^v_head\.": f"{SCORE}."}
 
 
-def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> PreTrainedModel:
-    """`model`, loaded from the base of `folder`, with an `adapter`, or that of the folder further; None: merged."""
-    _adapt(model, folder, adapter)
+def check_adapter(build: Callable[[], PreTrainedModel], folder: str, adapter: AdapterSettings | None) -> None:
+    """Do what `_adapt` does to the model that `build` makes, without weights."""
+    if adapter is not None or is_adapter_folder(folder):
+        with torch.device("meta"):
+            model = build()
+        _adapt(model, folder, adapter)
+
+
+def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
+    """Give `model`, loaded from the base of `folder`, an `adapter`, or that of the folder further; None: merged."""
+    if adapter is not None:
+        add_adapter(model, adapter, folder=folder if is_adapter_folder(folder) else None)
+    elif is_adapter_folder(folder):
+        load_merged(model, folder)
+
+
+def _report_adapter(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
     if is_adapter_folder(folder):
         ignored = [] if adapter is None else ignored_flags(folder, adapter)
         done = "is merged into its base model" if adapter is None else "is trained further with its layers and scale"
@@ -278,23 +279,6 @@ def adapted(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None
         trained, total = sum(size for trains, size in sizes if trains), sum(size for _, size in sizes)
         layers = len(adapter_layers(model))
         logger().info(f"LoRA: rank {adapter.rank} in {layers} layers; {trained:,} of {total:,} parameters are trained")
-    return model
-
-
-def check_adapter(build: Callable[[], PreTrainedModel], folder: str, adapter: AdapterSettings | None) -> None:
-    """Do what `adapted` does to the model that `build` makes, without weights."""
-    if adapter is not None or is_adapter_folder(folder):
-        with torch.device("meta"):
-            model = build()
-        _adapt(model, folder, adapter)
-
-
-def _adapt(model: PreTrainedModel, folder: str, adapter: AdapterSettings | None) -> None:
-    is_adapter = is_adapter_folder(folder)
-    if adapter is not None:
-        add_adapter(model, adapter, folder=folder if is_adapter else None)
-    elif is_adapter:
-        load_merged(model, folder)
 
 
 def grow_vocabulary(model: PreTrainedModel, size: int) -> bool:
@@ -350,26 +334,14 @@ def check_weights(
     `settings_only`, a folder without weights is not compared. `kind`: a class of models, or an auto class;
     `key_mapping`: patterns that rename weights of the checkpoint."""
     if wants_settings_only() and not weight_files(folder):
-        _note_lack_of_weights(folder)
+        log_once(f"note: {folder} holds no weights, so they are not compared with its config.json")
         return frozenset()
     key = (
         kind.__module__, kind.__name__, config.to_json_string(use_diff=False), *files_of(folder),
         *sorted((key_mapping or {}).items()), frozenset(allowed_missing), frozenset(allowed_unexpected),
     )  # fmt: skip
-    if key not in _COMPARED:
-        _COMPARED[key] = _compare(kind, folder, config, key_mapping, allowed_missing, allowed_unexpected)
-    return _COMPARED[key]
-
-
-@cache
-def _note_lack_of_weights(folder: str) -> None:
-    logger().info(f"note: {folder} holds no weights, so they are not compared with its config.json")
-
-
-def _compare(
-    kind: Any, folder: str, config: PretrainedConfig, key_mapping: Mapping[str, str] | None,
-    allowed_missing: Set[str], allowed_unexpected: Set[str],
-) -> Set[str]:  # fmt: skip
+    if key in _COMPARED:
+        return _COMPARED[key]
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)  # it reports the same facts on a page
     try:
@@ -393,4 +365,5 @@ def _compare(
         faults += [f"{fault}: {', '.join(sorted(names)[:MAX_NAMES])}{more}"] if names else []
     if faults:
         raise UserError(f"{folder}: the checkpoint does not fit {type(config).__name__}: {'; '.join(faults)}")
-    return missing & allowed_missing
+    _COMPARED[key] = missing & allowed_missing
+    return _COMPARED[key]

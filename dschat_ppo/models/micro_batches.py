@@ -10,18 +10,87 @@ to one prompt stay together in a micro-batch, and their prompt counts once.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dschat_ppo.common import dist
-from dschat_ppo.models.backbone import Layout, unwrap
+from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.types import Model
 
 LEAST_TOKENS = 8  # shorter beginnings (a BOS, a role's name) save less than an attention call costs
 LEAST_SAVING = 0.05  # share of the tokens that a micro-batch must save, else its rows stay separate
+
+
+class VarlenSegments(NamedTuple):
+    """Segments of a packed row for variable-length attention."""
+
+    queries: Tensor  # (segments + 1,) int32, where those of each segment begin, and the last end
+    keys: Tensor  # likewise
+    most_queries: int  # of a segment
+    most_keys: int
+    columns: Tensor | None  # (keys,) int64 of the packed row; None: all in order
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a row, each of which attends to itself, and what kernels need to know of them, made when it is
+    first needed. `lengths`: of the segments, which follow one another, none 0. `seen`: for each segment, the columns
+    (start, end) of earlier ones that all of its tokens see too, as if they were right before them; none if start = end.
+    None: no segment sees any."""
+
+    lengths: list[int]
+    seen: list[tuple[int, int]] | None = None
+    _varlen: dict[torch.device, VarlenSegments] = field(default_factory=dict, repr=False)
+
+    def varlen(self, device: torch.device) -> VarlenSegments:
+        """Each segment's keys are the columns that it sees before its own, and its own."""
+        if device in self._varlen:
+            return self._varlen[device]
+        ends, most = torch.tensor([0, *self.lengths]).cumsum(0), max(self.lengths)
+        if self.seen is None:
+            queries = ends.int().to(device)
+            found = VarlenSegments(queries, queries, most, most, None)
+        else:
+            columns = torch.cat([
+                torch.arange(*span) for start, end, *before in self._columns for span in (before, (start, end))
+            ])  # fmt: skip
+            counts = [end - start + last - first for start, end, first, last in self._columns]
+            parts = [ends, torch.tensor([0, *counts]).cumsum(0), columns]
+            queries, keys, columns = _in_one_copy(parts, device)
+            found = VarlenSegments(queries.int(), keys.int(), most, max(counts), columns)
+        self._varlen[device] = found
+        return found
+
+    @cached_property
+    def _columns(self) -> list[tuple[int, int, int, int]]:
+        ends = list(itertools.accumulate(self.lengths))
+        seen = self.seen or [(0, 0)] * len(ends)
+        return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]
+
+    @cached_property
+    def most_keys(self) -> int:
+        """The most keys that a query sees if no window hides any."""
+        return max(end - start + last - first for start, end, first, last in self._columns)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(segments, 4) int64: `_columns`, for kernels on a CPU."""
+        return torch.tensor(self._columns)
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """(groups + 1,) int64: the first segment of each group, and their number. No segment sees another group."""
+        firsts, needed = [len(self.lengths)], sum(self.lengths)  # needed: the first column that later ones see
+        for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
+            needed = min(needed, first) if first < end else needed
+            if needed >= start:
+                firsts.append(number)
+        return torch.tensor(firsts[::-1])
 
 
 @dataclass(frozen=True)
@@ -31,10 +100,7 @@ class PackedRows:
     tokens: Tensor  # (N,) int64, where each packed token is in the rows, flattened to (B x T)
     positions: Tensor  # (N,) int64, its column there
     places: Tensor  # (B, T) int64, where each token of a row is in the packed row; any valid place after a row's end
-    lengths: list[int]  # of the segments of the packed row, none 0
-    # for each segment, the columns (start, end) of the packed row that it attends to before its own, empty if start =
-    # end; None: no segment has any
-    seen: list[tuple[int, int]] | None = None
+    segments: Segments
 
 
 @dataclass(frozen=True)
@@ -47,32 +113,6 @@ class RowPrompts:
     def at(self, index: Tensor) -> RowPrompts:
         """Those of the rows at `index`."""
         return RowPrompts(self.groups[index], self.tokens[index])
-
-
-@dataclass(frozen=True)
-class VarlenSegments:
-    """Segments of a packed row for variable-length attention. `queries` and `keys`, (segments + 1,) int32, are where
-    those of each segment begin, and the last end; no segment has more than `most_queries` and `most_keys`. `columns`
-    (keys,) int64 of the packed row are the keys; None: all in order."""
-
-    queries: Tensor
-    keys: Tensor
-    most_queries: int
-    most_keys: int
-    columns: Tensor | None
-
-    @classmethod
-    def of(cls, lengths: list[int], seen: list[tuple[int, int]] | None, device: torch.device) -> VarlenSegments:
-        """Each segment's keys are the columns that it sees before its own, and its own."""
-        ends, most = torch.tensor([0, *lengths]).cumsum(0), max(lengths)
-        if seen is None:
-            queries = ends.int().to(device)
-            return cls(queries, queries, most, most, None)
-        own = itertools.pairwise(ends.tolist())
-        columns = torch.cat([torch.arange(*span) for pair in zip(seen, own, strict=True) for span in pair])
-        counts = [end - start + length for (start, end), length in zip(seen, lengths, strict=True)]
-        queries, keys, columns = _in_one_copy([ends, torch.tensor([0, *counts]).cumsum(0), columns], device)
-        return cls(queries.int(), keys.int(), most, max(counts), columns)
 
 
 def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedRows | None:
@@ -107,7 +147,7 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
             seen.append((starts[leader], starts[leader] + left))
             end += own
     tokens, places = _in_one_copy([tokens, places], device)
-    return PackedRows(tokens, tokens % width, places, segments, seen if shared.any() else None)
+    return PackedRows(tokens, tokens % width, places, Segments(segments, seen if shared.any() else None))
 
 
 def are_uneven(lengths: Tensor) -> bool:
@@ -162,11 +202,8 @@ COPIED = 8
 
 def share_prompts(*engines: Model | None) -> bool:
     """Whether all of these models that are not None run the prompt of several rows once."""
-    layouts: list[Layout] = [
-        getattr(unwrap(engine), "layout", Layout())  # a plain language model has none
-        for engine in engines if engine is not None
-    ]  # fmt: skip
-    return all(layout.shares for layout in layouts)
+    models: list[Any] = [unwrap(engine) for engine in engines if engine is not None]
+    return all(model.layout.shares for model in models)
 
 
 def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> list[Tensor]:

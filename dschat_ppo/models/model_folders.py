@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from dschat_ppo.common.dist import main_rank_of_node_first
-from dschat_ppo.common.logging import logger
+from dschat_ppo.common.logging import log_once
 from dschat_ppo.errors import UserError, in_one_line, nearest_path, reading
 
 SCORE = "score"  # name of the scalar head in the classifiers of decoders
@@ -47,7 +47,6 @@ OF_A_RUN = {
     "output_router_logits": False, "return_dict": True, "torchscript": False, "use_cache": True,
     "chunk_size_feed_forward": 0, "rescale_every": 0,
 }  # fmt: skip
-MOST_PARTS = 10_000  # layers or labels
 
 
 def check_settings(folder: str, refused: str) -> None:
@@ -57,27 +56,19 @@ def check_settings(folder: str, refused: str) -> None:
     if not isinstance(settings, dict):
         raise UserError(f"{refused}: it is not a JSON object")
     found = list(_all_settings(settings))
-    for name, value in found:  # before transformers builds so many parts
-        if name.endswith(("layer", "layers", "labels")) and isinstance(value, (int, float)) and value > MOST_PARTS:
-            raise UserError(f"{refused}: '{name}' is above {MOST_PARTS}, which no model has")
     for value in (value for name, value in found if name == "quantization_config" and value):
         method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
         raise UserError(
             f"{refused}: its weights are quantised ('quantization_config', method {method}); use the model with "
             "unquantised weights, and --load_in_4bit for QLoRA"
         )
-    names = sorted({name for name, value in found if name.strip("_") in IGNORED and value})
-    if names:
-        _note(folder, ", ".join(names), "a model folder does not choose code")
-    names = sorted({name for name, value in found if name in OF_A_RUN and value != OF_A_RUN[name]})
-    if names:
-        _note(folder, ", ".join(names), "this run sets it")
-
-
-@cache
-def _note(folder: str, names: str, reason: str) -> None:
-    """Once for a folder, which is read several times."""
-    logger().warning(f"{folder}: {names} in config.json is ignored; {reason}")
+    ignored = {
+        "a model folder does not choose code": {n for n, value in found if n.strip("_") in IGNORED and value},
+        "this run sets it": {n for n, value in found if n in OF_A_RUN and value != OF_A_RUN[n]},
+    }
+    for reason, names in ignored.items():
+        if names:
+            log_once(f"{folder}: {', '.join(sorted(names))} in config.json is ignored; {reason}", logging.WARNING)
 
 
 def _all_settings(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -180,6 +171,7 @@ def is_old_buffer(name: str, shape: Sequence[int]) -> bool:
     return re.search(r"(^|\.)rotary_emb\.inv_freq$", name) is not None and len(shape) == 1
 
 
+ADAPTER = "default"  # peft's name of a model's only adapter
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
 # Settings of an adapter that this project reads, and those that say only how it began or was written.
@@ -271,7 +263,8 @@ def with_bases(models: Sequence[tuple[str, str | None]]) -> list[tuple[str, str 
 
 
 def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
-    """The contents of `adapter_config.json`, which must describe LoRA matrices of linear layers."""
+    """The settings in `adapter_config.json`, which must describe LoRA matrices of linear layers, that peft gets: a
+    closed list, so that a folder names no code."""
     file = Path(folder) / ADAPTER_CONFIG
     with reading(f"{flag} {file}: cannot be used"):
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -293,37 +286,32 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
             raise UserError(
                 f"{flag} {folder}: holds {what}; merge it into its base with peft (merge_and_unload) and save that"
             )
-    return config
-
-
-def lora_settings(folder: str, flag: str) -> dict[str, Any]:
-    """The arguments of peft's `LoraConfig` for a saved adapter: a closed list, so that a folder names no code."""
-    return {name: value for name, value in read_adapter_config(folder, flag).items() if name in _USED}
+    return {name: value for name, value in config.items() if name in _USED}
 
 
 def saves_head(folder: str) -> bool:
     """Whether an adapter folder holds the score head of a reward model or critic."""
-    return f"{SCORE}.weight" in adapter_weights(folder, "default")
+    return f"{SCORE}.weight" in adapter_weights(folder)
 
 
-def adapter_weights(folder: str, name: str) -> dict[str, Tensor]:
-    """The weights in an adapter folder, on the CPU, under the names of a model with the adapter `name`."""
+def adapter_weights(folder: str) -> dict[str, Tensor]:
+    """The weights in an adapter folder, on the CPU, under the names of a model with the adapter."""
     file = Path(folder) / ADAPTER_WEIGHTS
     with reading(f"{folder}: its adapter cannot be read, copy it again"):
         saved = load_file(file) if file.is_file() else load_pickled(Path(folder) / _OLD_WEIGHTS, "cpu")
-    return {_with_name(key.removeprefix(_PREFIX), name): weight for key, weight in saved.items()}
+    return {_loaded_name(key.removeprefix(_PREFIX)): weight for key, weight in saved.items()}
 
 
-def saved_name(parameter: str, name: str) -> str:
-    """The name in the file of a parameter of the adapter `name`, or of another weight: inverse of loading."""
-    plain = parameter.replace(f".{name}.weight", ".weight").replace(f"{_MAGNITUDE}.weight", _MAGNITUDE)
+def saved_name(parameter: str) -> str:
+    """The name in the file of a parameter of the adapter, or of another weight: inverse of loading."""
+    plain = parameter.replace(f".{ADAPTER}.weight", ".weight").replace(f"{_MAGNITUDE}.weight", _MAGNITUDE)
     return _PREFIX + plain
 
 
-def _with_name(saved: str, name: str) -> str:
+def _loaded_name(saved: str) -> str:
     if saved.endswith(_MAGNITUDE):
-        return f"{saved}.{name}.weight"
-    return re.sub(r"\.(lora_(?:A|B))\.weight$", rf".\1.{name}.weight", saved)
+        return f"{saved}.{ADAPTER}.weight"
+    return re.sub(r"\.(lora_(?:A|B))\.weight$", rf".\1.{ADAPTER}.weight", saved)
 
 
 def wanted_files(files: list[str], weights: bool = True) -> list[str]:

@@ -1,22 +1,23 @@
 """Packed rows: rows laid end to end as one row without padding, with attention inside each segment.
 
 transformers knows the attention function as `dschat_packed`, for which it builds no mask; `segment_attention.py` has
-its kernels. A context manager switches it on, and activation checkpointing switches it on again when it runs layers
-again in the backward pass. `padded_attention` does the same for padded rows.
+its kernels. `ForwardPass.running` switches it on, and activation checkpointing switches it on again when it runs
+layers again in the backward pass. `padded_rows` does the same for padded rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from dschat_ppo.models.activation_memory import read_tokens_again, read_tokens_only
+from dschat_ppo.common.dist import sequence_ranks
+from dschat_ppo.models.activation_memory import of_read_tokens
 from dschat_ppo.models.architectures import MASK_IS_READ
 from dschat_ppo.models.backbone import (
     Layout,
@@ -27,10 +28,9 @@ from dschat_ppo.models.backbone import (
     position_arguments,
     real_slots,
 )
-from dschat_ppo.models.micro_batches import are_uneven, lay_out
+from dschat_ppo.models.micro_batches import Segments, are_uneven, lay_out
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.models.segment_attention import (
-    Segments,
     blockwise_attention,
     segment_by_segment,
     suits_blocks,
@@ -38,11 +38,10 @@ from dschat_ppo.models.segment_attention import (
     varlen_attention,
 )
 from dschat_ppo.models.sequence_parallel import (
-    Columns,
-    attention_of_own_heads,
     exchanged,
-    exchanged_heads,
-    of_own_heads,
+    gathered_columns,
+    heads_of_rank,
+    own_columns,
     rotary_of_whole_rows,
 )
 from dschat_ppo.models.state_layers import StateRows, state_layers
@@ -51,28 +50,29 @@ NAME = "dschat_packed"
 
 
 @dataclass(frozen=True)
-class ReplacedAttention:
-    """A `with` block in which models of `config` run with another attention than their own."""
+class ForwardPass:
+    """How forward passes of models of `config` differ from the models' own."""
 
     config: PretrainedConfig
-    segments: Segments | None  # of the only row of a forward pass; None: rows are not packed
+    segments: Segments | None  # of the only row; None: rows are not packed
     divided: bool = False  # ranks share the rows: the model gets this rank's columns; segments are those of whole rows
     choice: str = "auto"  # the value of `--attn_implementation`
-    name: str = NAME  # of the attention in transformers
-    forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = field(default_factory=list)  # of layers with a state
-    before: list[ExitStack] = field(default_factory=list)  # what restores what was outside
+    attention: str | None = NAME  # its name in transformers; None: the model's own
+    forwards: Sequence[tuple[nn.Module, Callable[..., Tensor]]] = ()  # layers, and what a call of each runs instead
 
-    def __enter__(self) -> None:
-        self.before.append(stack := ExitStack())
-        stack.callback(setattr, self.config, "_attn_implementation", self.config._attn_implementation)
-        self.config._attn_implementation = self.name
-        for layer, forward in self.forwards:
-            stack.enter_context(forward_replaced(layer, forward))
-        _RUNNING.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        _RUNNING.pop()
-        self.before.pop().close()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In the block, the models run this way."""
+        own = self.config._attn_implementation
+        with ExitStack() as stack:
+            if self.attention is not None:
+                stack.callback(setattr, self.config, "_attn_implementation", own)
+                self.config._attn_implementation = self.attention
+            for layer, forward in self.forwards:
+                stack.enter_context(forward_replaced(layer, forward))
+            stack.callback(_RUNNING.pop)
+            _RUNNING.append(self)
+            yield
 
 
 @dataclass
@@ -83,18 +83,17 @@ class Recorded:
     in_one_call: bool = True
 
 
-_RUNNING: list[ReplacedAttention] = []
+_RUNNING: list[ForwardPass] = []
 _RECORDED: list[Recorded] = []
 
 
-def padded_attention(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> AbstractContextManager[None]:
-    """Make `model` compute right-padded rows with the attention that `--attn_implementation` names, by transformers and
-    with its masks. "auto": the attention in blocks where the model computes in bf16 on a CPU and is replaceable
-    (`select_kernels` found that this module's attention gives the numbers of the model's own), else the model's own."""
+def padded_rows(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> ForwardPass:
+    """Right-padded rows with the attention that `--attn_implementation` names, by transformers and with its masks.
+    "auto": the attention in blocks where the model computes in bf16 on a CPU and is replaceable (`select_kernels` found
+    that this module's attention gives the numbers of the model's own), else the model's own."""
     in_blocks = is_replaceable and model.device.type == "cpu" and model.dtype == torch.bfloat16
-    if choice == "auto" and not in_blocks:
-        return nullcontext()
-    return ReplacedAttention(model.config, None, choice=choice, name=NAME if choice == "auto" else choice)
+    automatic = NAME if in_blocks else None
+    return ForwardPass(model.config, None, choice=choice, attention=automatic if choice == "auto" else choice)
 
 
 @contextmanager
@@ -117,8 +116,7 @@ def _segment_attention(
         _RECORDED[-1].windows[module.layer_idx] = sliding_window
     running = _RUNNING[-1]
     if running.divided:
-        query, key, value = exchanged_heads(query, key, value)
-        module, options = attention_of_own_heads(module, query, key), of_own_heads(options)
+        module, query, key, value, options = heads_of_rank(module, query, key, value, options)
     rows = running.segments or Segments([query.shape[2]])  # padded rows are one segment each
     auto, scale = running.choice == "auto", options.get("scaling")
     in_blocks = auto and suits_blocks(module, query, key, value, rows, options)
@@ -158,22 +156,17 @@ def token_states(
     to (B x T). `reads_few`: only the states at `places` (n,) are read, so the last MLP runs for these tokens alone."""
     rows, width = lay_out(input_ids, lengths, layout.packed, layout.shares), input_ids.shape[1]
     if rows is None:
-        with (
-            padded_attention(backbone, layout.attention, layout.packed),
-            read_tokens_only(backbone, reads_few, places % width, places // width),
-        ):
+        few = of_read_tokens(backbone, places % width, places // width) if reads_few else []
+        with replace(padded_rows(backbone, layout.attention, layout.packed), forwards=few).running():
             return backbone_states(backbone, input_ids, lengths).flatten(0, 1), places
     places = rows.places.flatten()[places]
-    read = places.unique() if reads_few and rows.seen is not None else places  # several rows may share a token
     forwards = []
     if layers := state_layers(backbone):
-        own_rows = StateRows.of(rows.lengths, rows.seen, input_ids.device)
+        own_rows = StateRows.of(rows.segments.lengths, rows.segments.seen, input_ids.device)
         forwards = [(layer, own_rows.around(layer.forward)) for layer in layers]
-    segments = Segments(rows.lengths, rows.seen)
-    with (
-        read_tokens_only(backbone, reads_few, read),
-        ReplacedAttention(backbone.config, segments, choice=layout.attention, forwards=forwards),
-    ):
+    if reads_few:  # several rows may share a token
+        forwards += of_read_tokens(backbone, places if rows.segments.seen is None else places.unique())
+    with ForwardPass(backbone.config, rows.segments, choice=layout.attention, forwards=forwards).running():
         output = backbone(
             input_ids=input_ids.flatten()[rows.tokens].unsqueeze(0), attention_mask=None, use_cache=False,
             **position_arguments(backbone, rows.positions.unsqueeze(0)), **router_arguments(),
@@ -187,64 +180,62 @@ def token_states(
 
 @dataclass(frozen=True)
 class DividedRows:
-    """Rows that ranks share, packed or not: how tensors (B, T) over their tokens are laid out, and their columns.
-    `read` (B, T) bool: tokens whose states are read. `real`: the same if they are laid end to end as one row of
-    segments of `lengths`; None: rows are not packed. `columns`: of the rows as laid out."""
+    """Rows that ranks share: how tensors (B, T) over their tokens are laid out, and divided by columns."""
 
-    read: Tensor
-    real: Tensor | None
-    lengths: list[int] | None
-    columns: Columns
+    real: Tensor  # (B, T) bool: tokens whose states are read
+    segments: Segments | None  # of the packed row, to which all real tokens are laid end to end; None: not packed
+    width: int  # columns of the rows as laid out; these are padded to a multiple of the ranks
 
     @classmethod
     def of(cls, input_ids: Tensor, lengths: Tensor, packed: bool) -> DividedRows:
         """Lay out right-padded `input_ids` (B, T) with `lengths` (B,): packed if asked for and rows differ."""
-        read = real_slots(input_ids, lengths)
+        real = real_slots(input_ids, lengths)
         if not (packed and are_uneven(lengths)):
-            return cls(read, None, None, Columns(input_ids.shape[1]))
-        columns = Columns(int(lengths.sum()))
-        filler = [columns.padding] if columns.padding else []
-        return cls(read, read, [*lengths.tolist(), *filler], columns)
+            return cls(real, None, input_ids.shape[1])
+        width = int(lengths.sum())
+        filler = -width % sequence_ranks()
+        return cls(real, Segments([*lengths.tolist(), *([filler] if filler else [])]), width)
 
     def laid_out(self, values: Tensor) -> Tensor:
         """(B, T) -> (1, N) packed, or as it is."""
-        return values if self.real is None else values[self.real].unsqueeze(0)
+        return values if self.segments is None else values[self.real].unsqueeze(0)
+
+    def padded(self, values: Tensor) -> Tensor:
+        """(B, T) -> (b, ranks x n), laid out, with added columns that hold 0 or False."""
+        return torch.nn.functional.pad(self.laid_out(values), (0, -self.width % sequence_ranks()))
 
     def own(self, values: Tensor) -> Tensor:
         """(B, T) -> (b, n), laid out, this rank's columns."""
-        return self.columns.own(self.laid_out(values))
+        return own_columns(self.padded(values))
 
-    def run(self, model: Any, input_ids: Tensor, choice: str = "auto", **arguments: Any) -> Any:
+    def gathered(self, part: Tensor) -> Tensor:
+        """(b, n, ...) of this rank's columns -> (b, width, ...) of all, laid out. Collective."""
+        return gathered_columns(part)[:, : self.width]
+
+    def run(self, model: Any, input_ids: Tensor, choice: str = "auto") -> Any:
         """The model's output for this rank's columns. A collective of the ranks that share the rows."""
         slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        whole = position_arguments(model, self.columns.padded(self.laid_out(slots)))["position_ids"]
-        segments = None if self.lengths is None else Segments(self.lengths)
-        attention = ReplacedAttention(model.config, segments, divided=True, choice=choice)
-        with attention, rotary_of_whole_rows(model, whole):
+        whole = position_arguments(model, self.padded(slots))["position_ids"]
+        divided = ForwardPass(model.config, self.segments, divided=True, choice=choice)
+        with divided.running(), rotary_of_whole_rows(model, whole):
             output = model(
                 input_ids=self.own(input_ids), attention_mask=None, use_cache=False,
-                **position_arguments(model, self.own(slots)), **arguments, **router_arguments(),
+                **position_arguments(model, self.own(slots)), **router_arguments(),
             )  # fmt: skip
-        record_router(output, self.read, self.own)
+        record_router(output, self.real, self.own)
         return output
 
     def values(self, part: Tensor) -> Tensor:
         """(b, n) fp32 of this rank's tokens -> (B, T) of all, 0 outside packed rows. Collective as `run`."""
-        whole = self.columns.gather(part)
-        if self.real is None:
+        whole = self.gathered(part)
+        if self.segments is None:
             return whole
         return whole.new_zeros(self.real.shape).masked_scatter(self.real, whole)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `torch.utils.checkpoint`: the recomputation has the forward pass's attention, and tokens of its last MLP."""
-    return nullcontext(), _as_before(_RUNNING[-1] if _RUNNING else nullcontext(), read_tokens_again())
-
-
-@contextmanager
-def _as_before(attention: AbstractContextManager[None], tokens: AbstractContextManager[None]) -> Iterator[None]:
-    with attention, tokens:
-        yield
+    """For `torch.utils.checkpoint`: layers run again as in the forward pass."""
+    return nullcontext(), _RUNNING[-1].running() if _RUNNING else nullcontext()
 
 
 CHECKPOINTING = {"use_reentrant": False, "context_fn": checkpoint_contexts}

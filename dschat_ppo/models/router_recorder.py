@@ -4,60 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class RouterRecorder:
-    """Records the loads of forward passes. `rows` (B,) bool: rows that count; `top_k`: experts per token."""
-
-    rows: Tensor
-    top_k: int
-    loads: list[RouterLoad] = field(default_factory=list)
-
-
-_RECORDERS: list[RouterRecorder | None] = [None]  # the last one is active; None: nothing is recorded
+# rows that count, experts per token, loads that were found; the last one is active; None: nothing is recorded
+_RECORDED: list[tuple[Tensor, int, list[RouterLoad]] | None] = [None]
 
 
 @contextmanager
-def recorded_router(rows: Tensor, top_k: int) -> Iterator[RouterRecorder]:
-    """Record the load of each forward pass of a `PolicyModel` or `ScalarModel` over micro-batches with these rows."""
-    _RECORDERS.append(recorder := RouterRecorder(rows, top_k))
+def recorded_router(rows: Tensor | None, top_k: int = 0) -> Iterator[list[RouterLoad]]:
+    """Record the load of each forward pass of a `PolicyModel` or `ScalarModel` over micro-batches, of which the `rows`
+    (B,) bool count, by the `top_k` experts of each token. None: record nothing, of a model that does not train."""
+    loads: list[RouterLoad] = []
+    _RECORDED.append(None if rows is None else (rows, top_k, loads))
     try:
-        yield recorder
+        yield loads
     finally:
-        _RECORDERS.pop()
-
-
-@contextmanager
-def unrecorded_router() -> Iterator[None]:
-    """Record nothing in this block: for a second model, which is not the one that trains."""
-    _RECORDERS.append(None)
-    try:
-        yield
-    finally:
-        _RECORDERS.pop()
+        _RECORDED.pop()
 
 
 def router_arguments() -> dict[str, bool]:
     """Arguments with which a model returns the logits of its routers, while they are recorded."""
-    return {} if _RECORDERS[-1] is None else {"output_router_logits": True}
+    return {} if _RECORDED[-1] is None else {"output_router_logits": True}
 
 
 def record_router(output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor] = torch.flatten) -> None:
-    """Record the load of a forward pass with `router_arguments`, if a recorder is active. `read` (B, T) bool: tokens
+    """Record the load of a forward pass with `router_arguments`, if it is wanted. `read` (B, T) bool: tokens
     whose states are read. `lay_out`: a mask (B, T) -> how often each of the N tokens that this rank's model ran is in
     it, bool or int64, of padded, packed or divided rows."""
-    recorder = _RECORDERS[-1]
-    if recorder is None:
+    if _RECORDED[-1] is None:
         return
-    counted = lay_out(read & recorder.rows.unsqueeze(1)).flatten()  # (N,)
+    rows, top_k, loads = _RECORDED[-1]
+    counted = lay_out(read & rows.unsqueeze(1)).flatten()  # (N,)
     logits = [layer.reshape(len(counted), -1) for layer in output.router_logits if layer is not None]
-    recorder.loads.append(router_load(logits, counted, recorder.top_k))
+    loads.append(router_load(logits, counted, top_k))
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import NonFiniteError, StorageError
-from dschat_ppo.models.adapters import ADAPTER, adapter_layers, is_adapter_parameter, matrices_of, merged_weight
+from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter, matrices_of, merged_weight
 from dschat_ppo.models.architectures import first_position
-from dschat_ppo.models.model_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SCORE, saved_name, weight_files
+from dschat_ppo.models.model_folders import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, SCORE, saved_name, weight_files
 from dschat_ppo.models.wrapped_models import ScalarModel, WrappedModel
 from dschat_ppo.types import Engine
 
@@ -42,10 +42,7 @@ def require_finite_weights(role: str, engine: Engine) -> None:
     master weight that is not finite, or beyond the range of fp16, shows there."""
     bad = []
     for name, weight in engine.module.named_parameters():
-        part = weight.detach()
-        if hasattr(weight, "ds_id"):  # this rank's partition; ZeRO-3 pads the last one with uninitialised memory
-            part = weight.ds_tensor.detach().flatten()
-            part = part[: max(0, weight.ds_numel - dist.rank() * part.numel())]
+        part = dist.own_part(weight)[1] if dist.is_partitioned(weight) else weight.detach()
         # Without a copy: the least and the largest number are NaN if any number is.
         if part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
             bad.append(name)
@@ -130,9 +127,28 @@ def write_model(
         # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
         pad = tokenizer.pad_token_id
         model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
-    if not merge and adapter_layers(model):
-        return _write_adapter(model, state, tokenizer, Path(folder))
-    return _write(model, merged_state(model, state), tokenizer, Path(folder), not isinstance(module, ScalarModel))
+    folder, as_adapter = Path(folder), not merge and bool(adapter_layers(model))
+    try:
+        unfinished = empty_folder(folder / PARTIAL)
+        with torch.no_grad(), watchdog_paused():
+            if as_adapter:
+                _write_adapter(model, state, unfinished)
+            else:
+                _write_whole(model, merged_state(model, state), unfinished, not isinstance(module, ScalarModel))
+            tokenizer.save_pretrained(unfinished)
+        readable = unfinished.stat().st_mode & 0o666  # as the umask permits; safetensors lets only the owner read
+        for file in unfinished.iterdir():
+            if file.is_file():
+                file.chmod(readable)
+        # An earlier run may have left the other form, as which the folder would be read.
+        for pattern in OF_WHOLE_MODELS if as_adapter else OF_ADAPTERS:
+            for file in folder.glob(pattern):
+                file.unlink()
+        move_files_up(unfinished)
+    except (OSError, SafetensorError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        return f"{folder}: the model cannot be written ({reason}); free space, then run the same command again"
+    return None
 
 
 def is_in_adapter_folder(name: str) -> bool:
@@ -154,29 +170,22 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     return merged
 
 
-def _write(
-    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path, is_lm: bool
-) -> str | None:
-
-    def write(unfinished: Path) -> None:
-        # Save under the names of the architecture's checkpoints on the hub, which other programs read too (of each
-        # expert, not of all of a layer), and not under those of the checkpoint loaded, such as DeepSpeed-Chat's; but a
-        # text model out of one of images and text has its names there.
-        source = Path(model.name_or_path or "/nowhere")  # empty: made from a configuration
-        around = _config_around(model, source) if is_lm else None
-        if around is None:
-            model._weight_conversions = None  # type: ignore[assignment]
-        model.save_pretrained(unfinished, state_dict=state)
-        if is_lm:
-            _add_untrained(model, source, unfinished)
-        if around is not None:
-            around.text_config = model.config
-            around.save_pretrained(unfinished)
-            for file in source.glob("*processor*_config.json"):
-                shutil.copy(file, unfinished)
-        tokenizer.save_pretrained(unfinished)
-
-    return _write_files(write, folder, OF_ADAPTERS)
+def _write_whole(model: PreTrainedModel, state: dict[str, Tensor], folder: Path, is_lm: bool) -> None:
+    # Save under the names of the architecture's checkpoints on the hub, which other programs read too (of each expert,
+    # not of all of a layer), and not under those of the checkpoint loaded, such as DeepSpeed-Chat's; but a text model
+    # out of one of images and text has its names there.
+    source = Path(model.name_or_path or "/nowhere")  # empty: made from a configuration
+    around = _config_around(model, source) if is_lm else None
+    if around is None:
+        model._weight_conversions = None  # type: ignore[assignment]
+    model.save_pretrained(folder, state_dict=state)
+    if is_lm:
+        _add_untrained(model, source, folder)
+    if around is not None:
+        around.text_config = model.config
+        around.save_pretrained(folder)
+        for file in source.glob("*processor*_config.json"):
+            shutil.copy(file, folder)
 
 
 def _config_around(model: PreTrainedModel, source: Path) -> Any:
@@ -218,49 +227,20 @@ def _names_in(file: Path) -> list[str]:
         return list(tensors.keys())
 
 
-def _write_adapter(
-    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> str | None:
-    """Write an adapter folder, with the `config.json` of a scalar model; returns why that is impossible, or None."""
-
-    def write(unfinished: Path) -> None:
-        named = {saved_name(name, ADAPTER): weight.contiguous() for name, weight in state.items()}
-        save_file(named, unfinished / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        trained: Any = model.peft_config[ADAPTER]
-        config = replace(trained, inference_mode=True)
-        if not isinstance(config.target_modules, str):
-            config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process
-        config.save_pretrained(str(unfinished))
-        if hasattr(model, SCORE):
-            whole = deepcopy(model.config)
-            if hasattr(whole, "quantization_config"):  # the folder may be loaded without quantised weights
-                del whole.quantization_config
-            whole.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-
-    return _write_files(write, folder, OF_WHOLE_MODELS)
-
-
-def _write_files(write: Callable[[Path], None], folder: Path, other_form: Sequence[str]) -> str | None:
-    """Let `write` fill a folder inside `folder`, then move the files up; returns why that is impossible, or None.
-    `other_form` are patterns of files that an earlier run may have left. With them, the folder would be read as the
-    model of that run: `adapter_config.json` makes it an adapter folder."""
-    try:
-        unfinished = empty_folder(folder / PARTIAL)
-        with torch.no_grad(), watchdog_paused():
-            write(unfinished)
-        readable = unfinished.stat().st_mode & 0o666  # as the umask permits; safetensors lets only the owner read
-        for file in unfinished.iterdir():
-            if file.is_file():
-                file.chmod(readable)
-        for pattern in other_form:
-            for file in folder.glob(pattern):
-                file.unlink()
-        move_files_up(unfinished)
-    except (OSError, SafetensorError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else problem
-        return f"{folder}: the model cannot be written ({reason}); free space, then run the same command again"
-    return None
+def _write_adapter(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
+    """Write the files of an adapter, with the `config.json` of a scalar model."""
+    named = {saved_name(name): weight.contiguous() for name, weight in state.items()}
+    save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    trained: Any = model.peft_config[ADAPTER]
+    config = replace(trained, inference_mode=True)
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process
+    config.save_pretrained(str(folder))
+    if hasattr(model, SCORE):
+        whole = deepcopy(model.config)
+        if hasattr(whole, "quantization_config"):  # the folder may be loaded without quantised weights
+            del whole.quantization_config
+        whole.save_pretrained(folder)
 
 
 def _generation_config(

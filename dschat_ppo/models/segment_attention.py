@@ -1,21 +1,14 @@
 """Causal attention inside each segment of a packed row: by one kernel for all segments, or one after another.
 
-A segment may also see tokens of another one: the beginning that its row shares (`micro_batches.py`).
-
-PyTorch's variable-length FlashAttention needs the keys of a segment side by side, so the keys of a shared beginning are
-copied for each segment that sees them. For 16 prompts of 384 tokens with 8 answers of 64, a layer of a 7B model with 4
-key heads of 128 numbers moves 235 MB in bf16 for that, and computes 6.7 TFLOP: 0.05 ms and 8.5 ms at 4.3 TB/s and 790
-TFLOP/s. Two calls, for the beginning and for the segment, merged by their log-sum-exp, would copy nothing, but the
-kernel has no gradient of the log-sum-exp, and sliding windows do not fit in.
+A segment may also see tokens of another one: the beginning that its row shares (`micro_batches.py`). PyTorch's
+variable-length FlashAttention needs the keys of a segment side by side, so the keys of a shared beginning are copied
+for each segment that sees them (docs/decisions.md).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,53 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
-from dschat_ppo.models.micro_batches import VarlenSegments
+from dschat_ppo.models.micro_batches import Segments
 
 MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The segments of a row, each of which attends to itself, and what kernels need to know of them, made when it is
-    first needed. `lengths`: of the segments, which follow one another, none 0. `seen`: for each segment, the columns
-    (start, end) of earlier ones that all of its tokens see too, as if they were right before them; none if start = end.
-    None: no segment sees any."""
-
-    lengths: list[int]
-    seen: list[tuple[int, int]] | None = None
-    _varlen: dict[torch.device, VarlenSegments] = field(default_factory=dict, repr=False)
-
-    def varlen(self, device: torch.device) -> VarlenSegments:
-        """For variable-length attention."""
-        if device not in self._varlen:
-            self._varlen[device] = VarlenSegments.of(self.lengths, self.seen, device)
-        return self._varlen[device]
-
-    @cached_property
-    def _columns(self) -> list[tuple[int, int, int, int]]:
-        ends = list(accumulate(self.lengths))
-        seen = self.seen or [(0, 0)] * len(ends)
-        return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]
-
-    @cached_property
-    def most_keys(self) -> int:
-        """The most keys that a query sees if no window hides any."""
-        return max(end - start + last - first for start, end, first, last in self._columns)
-
-    @cached_property
-    def table(self) -> Tensor:
-        """(segments, 4) int64: `_columns`, for kernels on a CPU."""
-        return torch.tensor(self._columns)
-
-    @cached_property
-    def groups(self) -> Tensor:
-        """(groups + 1,) int64: the first segment of each group, and their number. No segment sees another group."""
-        firsts, needed = [len(self.lengths)], sum(self.lengths)  # needed: the first column that later ones see
-        for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
-            needed = min(needed, first) if first < end else needed
-            if needed >= start:
-                firsts.append(number)
-        return torch.tensor(firsts[::-1])
 
 
 class _BlockwiseAttention(torch.autograd.Function):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,33 +26,15 @@ from dschat_ppo.common.dist import sequence_group, sequence_rank, sequence_ranks
 OF_HEADS = ("s_aux",)  # attention options with one entry for each head
 
 
-@dataclass(frozen=True)
-class Columns:
-    """This rank's columns of rows with `width` columns, which are padded to a multiple of the ranks that share them."""
-
-    width: int
-
-    @property
-    def padding(self) -> int:
-        """Columns that are added at the end."""
-        return -self.width % sequence_ranks()
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """(b, width) -> (b, ranks x n): with the added columns, which hold 0 or False."""
-        return torch.nn.functional.pad(rows, (0, self.padding))
-
-    def own(self, rows: Tensor) -> Tensor:
-        """(b, width) -> (b, n): the columns of this rank."""
-        return _own_columns(self.padded(rows))
-
-    def gather(self, part: Tensor) -> Tensor:
-        """(b, n, ...) -> (b, width, ...): the columns of all ranks; the backward pass keeps this rank's. Collective."""
-        whole: Tensor = _GatherColumns.apply(part)
-        return whole[:, : self.width]
-
-
-def _own_columns(rows: Tensor) -> Tensor:
+def own_columns(rows: Tensor) -> Tensor:
+    """(b, ranks x n, ...) -> (b, n, ...): the columns of this rank."""
     return rows.chunk(sequence_ranks(), dim=1)[sequence_rank()]
+
+
+def gathered_columns(part: Tensor) -> Tensor:
+    """(b, n, ...) -> (b, ranks x n, ...): those of all ranks; the backward pass keeps this rank's. Collective."""
+    whole: Tensor = _GatherColumns.apply(part)
+    return whole
 
 
 class _GatherColumns(torch.autograd.Function):
@@ -67,7 +48,7 @@ class _GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _own_columns(grad).contiguous()
+        return own_columns(grad).contiguous()
 
 
 class _Exchange(torch.autograd.Function):
@@ -101,7 +82,7 @@ def rotary_of_whole_rows(model: nn.Module, positions: Tensor) -> Iterator[None]:
         return (arguments[0], positions, *arguments[2:]), named
 
     def keep_own(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        return torch.utils._pytree.tree_map(_own_columns, output)
+        return torch.utils._pytree.tree_map(own_columns, output)
 
     rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
     hooks = [module.register_forward_pre_hook(see_all, with_kwargs=True) for module in rotary]
@@ -120,28 +101,23 @@ def exchanged(value: Tensor) -> Tensor:
     return found
 
 
-def exchanged_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`exchanged` of all three; key and value heads that the ranks do not divide are repeated first. With
-    `lcm(key heads, ranks)` of them, each rank has those that its queries read, and the fewest."""
+def heads_of_rank(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
+    """What an attention function needs to compute the heads of this rank over all columns: the attributes of the layer
+    that it reads, `exchanged` tensors, and options. Key and value heads that the ranks do not divide are repeated
+    first. With `lcm(key heads, ranks)` of them, each rank has those that its queries read, and the fewest."""
     repeats = math.lcm(key.shape[1], sequence_ranks()) // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return exchanged(query), exchanged(key), exchanged(value)
-
-
-def of_own_heads(options: dict[str, Any]) -> dict[str, Any]:
-    """The attention options with those of single heads cut to the heads of this rank."""
-    cut = {
-        name: options[name].chunk(sequence_ranks())[sequence_rank()]
-        for name in OF_HEADS if options.get(name) is not None
-    }  # fmt: skip
-    return {**options, **cut}
-
-
-def attention_of_own_heads(module: Any, query: Tensor, key: Tensor) -> Any:
-    """The attributes of an attention layer that attention functions read, for the heads of this rank alone."""
-    return SimpleNamespace(
+    query, key, value = exchanged(query), exchanged(key), exchanged(value)
+    layer = SimpleNamespace(
         num_key_value_groups=query.shape[1] // key.shape[1],
         is_causal=getattr(module, "is_causal", True),
         training=module.training,
     )
+    of_heads = {
+        name: options[name].chunk(sequence_ranks())[sequence_rank()]
+        for name in OF_HEADS if options.get(name) is not None
+    }  # fmt: skip
+    return layer, query, key, value, {**options, **of_heads}

@@ -5,7 +5,7 @@ scoring and training alike, so that the numbers agree."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,9 @@ from dschat_ppo.models.backbone import (
     last_logits_argument,
     real_slots,
     slot_arguments,
-    unwrap,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_attention, token_states
+from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_rows, token_states
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.types import LateEnds, Model, Rollout, full_sequences
 
@@ -120,7 +119,7 @@ class PolicyModel(WrappedModel):
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
-        with padded_attention(self.lm, self.layout.attention):
+        with padded_rows(self.lm, self.layout.attention).running():
             output = self.lm(
                 input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
                 **last_logits_argument(self.lm, count), **router_arguments(),
@@ -153,7 +152,7 @@ class PolicyModel(WrappedModel):
             scores = _scores(logits, tokens, temperature, entropy_grad)
         both = torch.stack(scores, dim=-1)  # (own tokens, 2)
         spread = both.new_zeros((*own.shape, 2)).masked_scatter(own.unsqueeze(-1), both)
-        logprobs, entropy = rows.columns.gather(spread)[rows.laid_out(predicts)].unbind(dim=-1)
+        logprobs, entropy = rows.gathered(spread)[rows.laid_out(predicts)].unbind(dim=-1)
         return logprobs, entropy if entropy_grad else entropy.detach()
 
     def _head_scores(
@@ -198,18 +197,15 @@ class ScalarModel(WrappedModel):
         `last_only` (B,), the values of the last tokens; with `wanted` (B, T) bool (N,), those of the real tokens where
         it is True, row after row. Packed rows then need no memory for padding."""
         with activations_on_host(self.layout.offload_activations):
-            if self.layout.divided:
-                rows = DividedRows.of(input_ids, lengths, self.layout.packed)
-                states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state
-                values = rows.values(self._head(states))  # (B, T)
-                if wanted is not None:
-                    return values[wanted]
-                return values.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1) if last_only else values
             places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
             if wanted is not None:
                 places = places[wanted]
             elif last_only:
                 places = places.gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+            if self.layout.divided:
+                rows = DividedRows.of(input_ids, lengths, self.layout.packed)
+                states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state
+                return rows.values(self._head(states)).flatten()[places]
             few = self.layout.reads_few and (wanted is not None or last_only)
             states, places = token_states(self.backbone, self.layout, input_ids, lengths, places, few)
             return self._head(states[places]) if places.dim() == 1 else self._head(states)[places]
@@ -239,19 +235,15 @@ def response_logprobs(
     engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
     late_ends: LateEnds | None = None,
 ) -> ResponseLogprobs:  # fmt: skip
-    """Log-probs of the response tokens under the model, and entropies of the distributions that they are drawn from.
-    `engine` is a DeepSpeed engine around a `PolicyModel`, a `PolicyModel`, or a causal language model (not fused).
-    `late_ends`: tokens that could not be drawn at the beginning of an answer."""
-    policy = engine
-    if not isinstance(unwrap(engine), PolicyModel):
-        policy = PolicyModel(cast(PreTrainedModel, engine), Layout(fused=False))
+    """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine, and entropies of what they are
+    drawn from. `late_ends`: tokens that could not be drawn at the beginning of an answer."""
     input_ids, lengths = full_sequences(rows)
     slots = torch.arange(input_ids.shape[1], device=input_ids.device)
     starts = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
     wanted = (slots >= starts) & (slots < lengths.unsqueeze(1))
     forbidden = None if late_ends is None else (wanted & (slots < starts + late_ends.minimum), late_ends.ids)
     empty = torch.zeros(rows.response_mask.shape, device=input_ids.device)
-    logprobs, entropy, *extras = policy(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
+    logprobs, entropy, *extras = engine(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
     return ResponseLogprobs(
         empty.masked_scatter(rows.response_mask, logprobs),
         empty.masked_scatter(rows.response_mask, entropy),

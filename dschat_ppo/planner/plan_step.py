@@ -16,7 +16,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.engine.build_engine import may_be_whole
-from dschat_ppo.engine.ds_config import eval_config, read_overlay, train_config
+from dschat_ppo.engine.ds_config import config_of_run, eval_config
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.planner.model_parts import parts_of, read_model_configs
@@ -128,14 +128,10 @@ def roles_of(
         scalar = name in ("critic", "reward") or (isinstance(config, FitConfig) and config.has_head)
         prefix, shared, adapter = {"model": "", "actor": "actor_", "critic": "critic_"}.get(name), 0, None
         if prefix is not None:  # it trains
-            dim, layers = flags[f"{prefix}lora_dim"], flags[f"{prefix}lora_module_name"]
-            adapter = adapter_settings(dim, layers, counted_as)
+            adapter = adapter_settings(config.lora, counted_as, prefix)
         size = parts_of(model, dtype, scalar, adapter, on_gpu)
         if prefix is not None:
-            made = train_config(
-                flags[f"{prefix}zero_stage"], dtype, flags["offload"], ranks, flags["max_grad_norm"],
-                read_overlay(config.run.deepspeed_config), config.memory, device="cuda" if on_gpu else "cpu",
-            )  # fmt: skip
+            made = config_of_run(config, flags[f"{prefix}zero_stage"], ranks, "cuda" if on_gpu else "cpu")
             if name == "critic" and flags["share_base"]:
                 shared = size.total - size.trained
         else:

@@ -21,17 +21,16 @@ from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.hybrid_engine import check_tensor_parallel, reason_not_to_divide
-from dschat_ppo.engine.rlhf_engine import ModelFolders, actor_adapter, critic_adapter
+from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import UserError, counted
-from dschat_ppo.models.adapters import AdapterSettings
+from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
     check_vocabulary,
     load_config,
-    report_length,
     require_length,
 )
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
@@ -61,7 +60,8 @@ def model_folders(config: PPOConfig) -> ModelFolders:
 def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the folders hold models that their roles can use. An error names the flag and the folder."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
-    actor_config = _check_language_model(config, ACTOR, folders.actor, tokenizer, longest, actor_adapter(config))
+    adapter = adapter_settings(config.lora, config.adapters, "actor_")
+    actor_config = _check_language_model(config, ACTOR, folders.actor, tokenizer, longest, adapter)
     if config.algorithm.router_loss_coef > 0:
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
@@ -70,7 +70,8 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
     if folders.critic is not None:
         flag, _ = config.models["critic"]
         with naming(flag):
-            check_sequence_classifier(folders.critic, config.critic_may_have_new_head, critic_adapter(config))
+            adapter = adapter_settings(config.lora, config.adapters, "critic_")
+            check_sequence_classifier(folders.critic, config.critic_may_have_new_head, adapter)
         if folders.critic != folders.actor:
             critic_config, resize = load_config(folders.critic, flag), config.run.resize_vocabulary
             check_vocabulary(tokenizer, critic_config, flag, folders.critic, True, resize)
@@ -94,15 +95,6 @@ def _check_language_model(
     require_length(folder, longest, LIMITS)
     check_long_sequences(config.memory, flag, folder, scalar=False)
     return model_config
-
-
-def report_lengths(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log one line if rows may go beyond the positions of a model; after the data, whose errors come first."""
-    ppo = config.ppo
-    readers = {folders.actor, folders.reference, folders.critic}
-    if folders.reward is not None and reward_tokenizer(config, folders.reward, tokenizer) is None:
-        readers.add(folders.reward)
-    report_length(sorted(filter(None, readers)), ppo.max_prompt_seq_len + ppo.max_answer_seq_len, LIMITS)
 
 
 def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
@@ -230,7 +222,6 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train))
-    report_lengths(config, folders, tokenizer)
     plan = plan_ppo(
         ppo, len(rows.train), dist.world_size(), algorithm.critic_warmup_rollouts,
         config.memory.sequence_parallel_size,

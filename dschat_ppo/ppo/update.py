@@ -29,7 +29,7 @@ from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Gradients, StepResult, accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.engine.router_term import router_settings, with_router_term
-from dschat_ppo.models.router_recorder import unrecorded_router
+from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.wrapped_models import ResponseLogprobs, response_logprobs, response_values
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
@@ -138,7 +138,7 @@ class ActorLoss:
             assert rows.ref_logprobs is not None
             return kl_loss(current.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
         assert self.reference is not None
-        with torch.no_grad(), unrecorded_router():  # the router loss is the actor's
+        with torch.no_grad(), recorded_router(None):  # the router loss is the actor's
             reference = response_logprobs(
                 self.reference, rows, self.temperature, distributions=True, late_ends=self.late_ends
             )

@@ -50,9 +50,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     run = begin_supervised_run(config, SupervisedStep("sft", "SFT", title, check_causal_lm))
     resize = flags.resize_vocabulary
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
-    if fit.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    apply_memory_flags(model, config.memory)
+    apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     chat = tool_command("chat", ["--model", str(run.output)])

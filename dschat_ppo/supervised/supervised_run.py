@@ -29,7 +29,7 @@ from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
-from dschat_ppo.models.loading import check_vocabulary, load_config, report_length, require_length
+from dschat_ppo.models.loading import check_vocabulary, load_config, require_length
 from dschat_ppo.models.model_folders import base_folder, checkpoint_shapes, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
@@ -87,7 +87,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     fit, named, resize = config.fit, config.best.metric_for_best, config.run.resize_vocabulary
     device, output = begin_run(config)
     logger().info(step.title)
-    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
+    adapter = adapter_settings(config.lora, config.adapters)
     folder = model_folder(fit.model_name_or_path, MODEL)
     model_config = load_config(folder, MODEL)
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
@@ -105,7 +105,6 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     if rows.eval is None and (fit.validate_only or named is not None):
         flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
         raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
-    report_length([folder], fit.max_seq_len, "--max_seq_len")
     report_learning_rate(fit, adapter, folder)
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None

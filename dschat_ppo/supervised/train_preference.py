@@ -63,9 +63,7 @@ def load_trained_model(
         model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, True, fit.dropout, resize, adapter))
     else:
         model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize, adapter))
-    if fit.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    apply_memory_flags(model, config.memory)
+    apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     return model
 
 

@@ -32,8 +32,8 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows, load_stream_state, rows_at_hand, stream_state
 from dschat_ppo.data.supervised_batches import PackingPlan, plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.templates import answer_ends
-from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
-from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, read_overlay, train_config
+from dschat_ppo.engine.build_engine import optimizer_settings, train_engine
+from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, config_of_run
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.errors import UserError
@@ -203,16 +203,8 @@ class SupervisedTrainer(Generic[Batch]):
         self.best = BestEvaluation(config.best.best_metric)
         self.health = HealthWatch(config.health)
         self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
-        settings = OptimizerSettings(
-            fit.learning_rate, fit.weight_decay, fit.lr_scheduler_type,
-            self.schedule.warmup_steps(fit.lr_scheduler_type, fit.num_warmup_steps, self.plan.total_steps),
-            self.plan.total_steps,
-            (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
-            config.lora.lora_learning_rate if config.lora.lora_dim > 0 else None,
-            self.schedule.min_lr_ratio,
-        )  # fmt: skip
         self.router = router_settings(fit.router_loss_coef, model)
-        self.engine: Engine = train_engine(model, ds_config, settings)
+        self.engine: Engine = train_engine(model, ds_config, optimizer_settings(config, self.plan.total_steps))
         reason = select_kernels(self.engine, pack_on_gpu=fit.packing)
         if fit.packing and reason is not None:
             name = type(self.engine.module.backbone).__name__
@@ -406,9 +398,6 @@ class SupervisedTrainer(Generic[Batch]):
 
 def fit_ds_config(config: FitConfig) -> Config:
     """The DeepSpeed configuration of steps 1 and 2."""
-    fit, run, memory, ranks, device = config.fit, config.run, config.memory, dist.world_size(), dist.device().type
-    overlay = read_overlay(run.deepspeed_config)
-    check_zero_plus_plus(memory, False, ranks, device)
-    return train_config(
-        fit.zero_stage, run.dtype, fit.offload, ranks, fit.max_grad_norm, overlay, memory, device=device
-    )
+    ranks, device = dist.world_size(), dist.device().type
+    check_zero_plus_plus(config.memory, False, ranks, device)
+    return config_of_run(config, config.fit.zero_stage, ranks, device)

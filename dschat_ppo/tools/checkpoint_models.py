@@ -183,8 +183,7 @@ def build_module(run: SavedRun, role: str, folder: str, device: str | None) -> P
 def adapter_of(run: SavedRun, role: str) -> AdapterSettings | None:
     """The LoRA adapter of a role, over weights that are not quantised; None without LoRA."""
     flags = replace(run.config.adapters, load_in_4bit=False, load_in_8bit=False)
-    prefix, lora = "" if role == "model" else f"{role}_", vars(run.config.lora)
-    return adapter_settings(lora[f"{prefix}lora_dim"], lora[f"{prefix}lora_module_name"], flags)
+    return adapter_settings(run.config.lora, flags, "" if role == "model" else f"{role}_")
 
 
 def saves_merged(run: SavedRun, role: str) -> bool:

@@ -25,7 +25,7 @@ from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, report_length, require_length
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, require_length
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.writers import finite_or_null
@@ -101,7 +101,6 @@ def evaluate(wanted: Wanted) -> Evaluated:
     name = None if rewards is None else rewards.reward_model_name_or_path
     reward = check_models([(REWARD_FLAG, name)], wanted.prompts, True)[0] if name else None
     prompts, names = _prompts(wanted, models)
-    report_length([model.folder for model in models], longest, LIMITS)
 
     scorer: ScalarModel | None = None
     if reward is not None:

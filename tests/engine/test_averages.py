@@ -11,12 +11,11 @@ from launch import forked, succeed
 from pretended_gpu import moved, pretended_gpu
 from torch import nn
 
+from dschat_ppo.common.dist import is_partitioned, own_part
 from dschat_ppo.engine import averages
 from dschat_ppo.engine.averages import (
     MovingAverage,
     ReferenceSync,
-    is_partitioned,
-    own_part,
     refresh_whole_copy,
     whole_averages,
 )

@@ -22,7 +22,7 @@ from dschat_ppo.models.loading import (
     load_config,
     load_sequence_classifier,
 )
-from dschat_ppo.models.model_folders import base_folder, base_name, is_adapter_folder, lora_settings, model_folder
+from dschat_ppo.models.model_folders import base_folder, base_name, is_adapter_folder, model_folder, read_adapter_config
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
@@ -253,7 +253,7 @@ def test_broken_files_are_refused(folder):
 def test_only_a_closed_list_of_settings_reaches_peft(tmp_path):
     settings = {"peft_type": "LORA", "r": 4, "megatron_core": "own.code", "auto_mapping": {"parent_library": "own"}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    assert lora_settings(str(tmp_path), "--model") == {"r": 4}
+    assert read_adapter_config(str(tmp_path), "--model") == {"r": 4}
 
 
 def test_an_adapter_that_continues_keeps_its_scale(once, said):

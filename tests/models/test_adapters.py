@@ -9,6 +9,7 @@ from tiny_models import new_model
 from torch import nn
 
 from dschat_ppo.config.run_flags import AdapterFlags
+from dschat_ppo.config.supervised_flags import LoraFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import (
     AdapterSettings,
@@ -155,6 +156,6 @@ def test_without_a_frozen_base_all_but_the_weights_under_the_adapter_train():
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would raise ModuleNotFoundError
     with pytest.raises(UserError, match=r'^LoRA needs the package peft: pip install -e "\.\[lora\]"$'):
-        adapter_settings(5, None, AdapterFlags())
+        adapter_settings(LoraFlags(5), AdapterFlags())
     with pytest.raises(UserError, match=r"^the adapter folder out/sft needs the package peft: pip install"):
         load_merged(nn.Linear(1, 1), "out/sft")

@@ -21,8 +21,9 @@ from dschat_ppo.models import packing, segment_attention
 from dschat_ppo.models.architectures import backbone_of
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import apply_memory_flags, check_long_sequences, reason_against, select_kernels
+from dschat_ppo.models.micro_batches import Segments
 from dschat_ppo.models.packing import token_states
-from dschat_ppo.models.segment_attention import Segments, _eager_attention, blockwise_attention
+from dschat_ppo.models.segment_attention import _eager_attention, blockwise_attention
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.types import full_sequences
 

@@ -15,7 +15,7 @@ from dschat_ppo.models import backbone, packing, segment_attention
 from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.segment_attention import Segments
+from dschat_ppo.models.micro_batches import Segments
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs
 
 

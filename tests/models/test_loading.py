@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from dschat_ppo.errors import UserError
-from dschat_ppo.models import loading
 from dschat_ppo.models.loading import (
     check_causal_lm,
     check_sequence_classifier,
@@ -26,7 +25,6 @@ from dschat_ppo.models.loading import (
     load_causal_lm,
     load_config,
     load_sequence_classifier,
-    report_length,
     require_length,
 )
 from dschat_ppo.models.model_folders import settings_only
@@ -177,8 +175,7 @@ def test_buffers_in_old_files_are_ignored(tmp_path, safe):
 
 def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_warned_of(tmp_path, said):
     hf.GPT2Config(n_positions=32).save_pretrained(tmp_path / "gpt2")
-    for name, positions in (("long", 256), ("short", 64), ("middle", 128)):
-        tiny_config(max_position_embeddings=positions).save_pretrained(tmp_path / name)
+    tiny_config(max_position_embeddings=64).save_pretrained(tmp_path / "rotary")
     require_length(str(tmp_path / "gpt2"), 32, "--max_seq_len")
     with pytest.raises(UserError, match=r"--max_seq_len of 33 tokens.*32 positions"):
         require_length(str(tmp_path / "gpt2"), 33, "--max_seq_len")
@@ -186,15 +183,17 @@ def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_warned
     require_length(str(tmp_path / "after padding"), 38, "--max_seq_len")
     with pytest.raises(UserError, match="39 tokens goes beyond the 38 positions"):
         require_length(str(tmp_path / "after padding"), 39, "--max_seq_len")
-    folders = [str(tmp_path / name) for name in ("long", "short", "middle")]
-    require_length(folders[1], 4 * 64, "--max_seq_len")
-    with pytest.raises(UserError, match="64 positions"):
-        require_length(folders[1], 4 * 64 + 1, "--max_seq_len")
-    report_length(folders, 64, "--max_seq_len")
+    folder = str(tmp_path / "rotary")
+    require_length(folder, 64, "--max_seq_len")
     assert not said
-    report_length(folders, 65, "--max_seq_len")
-    [warning] = said
-    assert warning.startswith(f"--max_seq_len of 65 tokens goes beyond the 64 positions of {folders[1]};")
+    for _ in range(2):
+        require_length(folder, 4 * 64, "--max_seq_len")
+    assert said == [
+        f"--max_seq_len of 256 tokens goes beyond the 64 positions of {folder}; it was not trained on longer rows: "
+        "lower it"
+    ]
+    with pytest.raises(UserError, match="64 positions"):
+        require_length(folder, 4 * 64 + 1, "--max_seq_len")
 
 
 @pytest.fixture
@@ -203,17 +202,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def compared(monkeypatch):
-    """The classes whose models were compared."""
-    found, compare = [], loading._compare
-    monkeypatch.setattr(loading, "_compare", lambda kind, *rest: found.append(kind) or compare(kind, *rest))
-    return found
-
-
 def test_weights_are_compared_once_and_a_folder_without_any_is_refused_unless_settings_alone_count(
-    folder, compared, said
+    folder, monkeypatch, said
 ):
+    compared, read = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *given, **more: compared.append(given) or read(*given, **more)
+    )
     config = AutoConfig.from_pretrained(folder)
     for _ in range(2):
         assert check_weights(AutoModelForCausalLM, str(folder), config) == set()
@@ -221,7 +216,7 @@ def test_weights_are_compared_once_and_a_folder_without_any_is_refused_unless_se
     with settings_only():
         assert check_weights(AutoModelForCausalLM, str(folder), config) == set()
         assert check_weights(LlamaForSequenceClassification, str(folder), config) == set()
-    assert compared == [AutoModelForCausalLM]
+    assert compared == [(str(folder),)]
     assert said == [f"note: {folder} holds no weights, so they are not compared with its config.json"]
     with pytest.raises(UserError, match="its weights cannot be read"):
         check_weights(AutoModelForCausalLM, str(folder), config)

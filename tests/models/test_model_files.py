@@ -77,5 +77,5 @@ def test_a_pickle_with_code_is_refused_in_one_line_and_does_not_run(assets, tmp_
 def test_an_old_adapter_with_code_is_refused_too(tmp_path):
     torch.save({"more": LeavesAMark(str(tmp_path / "mark"))}, tmp_path / "adapter_model.bin")
     with pytest.raises(UserError, match="adapter_model.bin: holds more than weights"):
-        adapter_weights(str(tmp_path), "default")
+        adapter_weights(str(tmp_path))
     assert not (tmp_path / "mark").exists()

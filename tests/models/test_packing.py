@@ -59,8 +59,8 @@ def test_a_layout_by_hand():
     first = [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert rows.tokens.tolist() == [20 + token for token in first] + [8, 9] + [10, 11, 12]
     assert rows.positions.tolist() == [*first, 8, 9, 0, 1, 2]
-    assert rows.lengths == [9, 2, 3]
-    assert rows.seen == [(0, 0), (0, 8), (11, 11)]
+    assert rows.segments.lengths == [9, 2, 3]
+    assert rows.segments.seen == [(0, 0), (0, 8), (11, 11)]
     assert rows.places[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10]
     assert rows.places[1, :3].tolist() == [11, 12, 13]
     assert rows.places[2, :9].tolist() == first
@@ -104,18 +104,18 @@ def test_rows_stay_separate_where_sharing_saves_little(shared):
     ids = torch.stack([torch.arange(100), 200 + torch.arange(100)])
     ids[1, :shared] = ids[0, :shared]
     assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True) is None
-    assert lay_out(ids, torch.tensor([100, 99]), packs=True, shares=True).seen is None
+    assert lay_out(ids, torch.tensor([100, 99]), packs=True, shares=True).segments.seen is None
     ids[1, :10] = ids[0, :10]  # a twentieth of the tokens
-    assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True).lengths == [100, 90]
+    assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True).segments.lengths == [100, 90]
 
 
 def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
     lm, rows, counted = new_model("mixtral"), rollout(), torch.arange(9) != 2
     loads = []
     for shares in (False, True):
-        with recorded_router(counted, 2) as recorder:
+        with recorded_router(counted, 2) as recorded:
             response_logprobs(PolicyModel(lm, Layout(shares=shares)), rows, 1.0)
-        [load] = recorder.loads
+        [load] = recorded
         gradient = torch.autograd.grad((load.probability * torch.arange(4.0)).sum(), lm.model.layers[0].mlp.gate.weight)
         loads.append((load, gradient[0]))
     (separate, of_separate), (shared, of_shared) = loads

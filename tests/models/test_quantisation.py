@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from dschat_ppo.common import extras
 from dschat_ppo.config.run_flags import AdapterFlags
+from dschat_ppo.config.supervised_flags import LoraFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import adapters
 from dschat_ppo.models.adapters import (
@@ -50,14 +51,14 @@ def test_a_gpu_and_the_package_are_needed(monkeypatch):
     flags = AdapterFlags(load_in_8bit=True, only_optimize_lora=True)
     monkeypatch.setattr(adapters.dist, "on_gpu", lambda: False)
     with pytest.raises(UserError, match=r"^--load_in_8bit needs a GPU, and this run has none"):
-        adapter_settings(8, None, flags)
-    assert adapter_settings(0, None, flags) is None
+        adapter_settings(LoraFlags(8), flags)
+    assert adapter_settings(LoraFlags(0), flags) is None
     monkeypatch.setattr(adapters.dist, "on_gpu", lambda: True)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install -e \"\.\[q"):
-        adapter_settings(8, None, flags)
+        adapter_settings(LoraFlags(8), flags)
     monkeypatch.setattr(extras, "find_spec", lambda name: SimpleNamespace(origin=name))
-    assert adapter_settings(8, None, flags).quantise == 8
+    assert adapter_settings(LoraFlags(8), flags).quantise == 8
 
 
 def test_the_linear_layers_of_the_blocks_are_quantised_and_no_others():

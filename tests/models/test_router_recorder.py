@@ -45,9 +45,9 @@ def test_a_policy_counts_the_tokens_before_the_last_one_of_real_rows(fused, pack
     lm = new_model("mixtral")
     ids, wanted = rows()
     real = torch.tensor([i in counted_rows for i in range(3)])
-    with recorded_router(real, 2) as recorder:
+    with recorded_router(real, 2) as loads:
         logprobs, _ = PolicyModel(lm, Layout(fused, packed))(ids, wanted)
-    [load] = recorder.loads
+    [load] = loads
     assert_equal(load, load_alone(lm.model, ids, LENGTHS - 1, counted_rows))
     (logprobs.sum() * 0 + load.probability[0]).backward()
     gates = [p.grad for name, p in lm.named_parameters() if "gate.weight" in name]
@@ -59,9 +59,9 @@ def test_a_reward_model_counts_all_tokens_of_real_rows(packed, last_only):
     classifier = new_model("mixtral").eval()
     classifier.score = torch.nn.Linear(32, 1, bias=False)
     ids, _ = rows()
-    with recorded_router(torch.tensor([True, False, True]), 2) as recorder:
+    with recorded_router(torch.tensor([True, False, True]), 2) as loads:
         ScalarModel(classifier, Layout(packed=packed))(ids, LENGTHS, last_only)
-    [load] = recorder.loads
+    [load] = loads
     assert_equal(load, load_alone(classifier.model, ids, LENGTHS, [0, 2]))
 
 
@@ -72,10 +72,10 @@ def test_recomputed_activations_give_the_same_gradient():
         policy = PolicyModel(new_model("mixtral"), Layout(packed=True)).train()
         if checkpointing:
             policy.gradient_checkpointing_enable()
-        with recorded_router(torch.ones(3, dtype=torch.bool), 2) as recorder:
+        with recorded_router(torch.ones(3, dtype=torch.bool), 2) as loads:
             logprobs, _ = policy(ids, wanted)
-        assert len(recorder.loads) == 1
-        (logprobs.sum() + recorder.loads[0].probability[1]).backward()
+        assert len(loads) == 1
+        (logprobs.sum() + loads[0].probability[1]).backward()
         found.append({name: p.grad for name, p in policy.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, msg=name)

@@ -37,7 +37,7 @@ def test_each_row_goes_on_after_its_beginning_and_their_gradients_add_up(shares)
     packed = lay_out(IDS, torch.tensor(LENGTHS), packs=True, shares=shares)
     values, weights = torch.randn(2, IDS.numel(), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     values, of_token = values.requires_grad_(), IDS.flatten()[packed.tokens]
-    rows = StateRows.of(packed.lengths, packed.seen, torch.device("cpu"))
+    rows = StateRows.of(packed.segments.lengths, packed.segments.seen, torch.device("cpu"))
     slots = [block.slots.shape for block in (*rows.beginnings, *rows.rows)]
     if shares:  # beginnings of 9 and of 10 tokens; rows of 5, 3, 2, 2, 2, 1, 1 and 1 tokens
         assert slots == [(1, 9), (1, 10), (2, 5), (6, 2)]

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaModel, MixtralConfig
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.fast_layers import use_fast_layers
-from dschat_ppo.models.packing import padded_attention
+from dschat_ppo.models.packing import padded_rows
 from dschat_ppo.planner.model_parts import parts_of, read_model_configs, saved_activations
 
 ATTENTION, MLP = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 160
@@ -160,5 +160,5 @@ def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
     for made in (planned, model):
         use_fast_layers(made)
     assert saved_activations(planned).layers[1:] == (norms + attention + mlp,) * 2
-    with padded_attention(model, "auto", True):
+    with padded_rows(model, "auto", True).running():
         assert saved_activations(planned).whole == pytest.approx(saved_by_a_pass(model), rel=0.02)

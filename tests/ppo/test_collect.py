@@ -17,6 +17,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, check_stop_ids, generation_config, greedily
 from dschat_ppo.ppo.score import ForwardPasses
@@ -184,7 +185,7 @@ class Stops:
 def collection_of(words: str = "", several_data_sets: bool = False, old_logprobs="rollout") -> ExperienceCollection:
     config = parse("ppo", f"{WORDS} {words}".split())
     modes = []
-    actor = SimpleNamespace(eval=lambda: modes.append("eval"), modes=modes)
+    actor = SimpleNamespace(eval=lambda: modes.append("eval"), modes=modes, layout=Layout())
     plan = plan_ppo(config.ppo, 12, 1)
     passes = ForwardPasses(actor, None, None, 1.0, plan.micro_batch_tokens, old_logprobs, "k1")
     pool = GroupPool(plan.rollout_rows, clipped) if config.algorithm.dynamic_sampling else None

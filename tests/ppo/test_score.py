@@ -144,7 +144,7 @@ def test_recorded_logprobs_replace_the_actors_pass(models, source):
     """They give the KL; with "update", the old log-probs are left to the update."""
     rows = rollout()
     noisy = replace(rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0))
-    found = scored({**models, "actor": SimpleNamespace(eval=lambda: None)}, noisy, source=source)
+    found = scored({**models, "actor": SimpleNamespace(eval=lambda: None, layout=Layout())}, noisy, source=source)
     assert torch.equal(found.policy_logprobs, rows.rollout_logprobs), "0 outside the mask"
     assert (found.old_logprobs is None) is (source == "update") and found.entropies is None
     expected = scored(models, rows)

@@ -119,14 +119,13 @@ def test_the_router_loss_beside_the_full_kl_is_that_of_the_actor_alone():
     flags = AlgorithmFlags(kl_loss_coef=0.5, kl_loss_estimator="full")
     loads = []
     for model in (None, reference):
-        with recorded_router(torch.ones(2, dtype=torch.bool), 2) as recorder:
+        with recorded_router(torch.ones(2, dtype=torch.bool), 2) as recorded:
             if model is None:
                 response_logprobs(actor, rows, 1.0)
             else:
                 ActorLoss(actor, model, flags, 1.0)(rows, MINIBATCH, 0.0, MetricSums())
-        [load] = recorder.loads
-        loads.append(load)
-    assert torch.equal(loads[0].chosen, loads[1].chosen) and loads[1].probability.requires_grad
+        loads += recorded
+    assert len(loads) == 2 and torch.equal(loads[0].chosen, loads[1].chosen) and loads[1].probability.requires_grad
     assert float(loads[1].count) == (3 + 2) * 2, "tokens before the last one, in two layers"
 
 

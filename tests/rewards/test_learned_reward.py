@@ -50,7 +50,7 @@ class Counting:
     """An engine that records the shape of each forward pass."""
 
     def __init__(self, engine):
-        self.engine, self.shapes = engine, []
+        self.engine, self.layout, self.shapes = engine, engine.layout, []
 
     def __call__(self, input_ids, lengths, last_only):
         self.shapes.append(tuple(input_ids.shape))

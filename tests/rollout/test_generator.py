@@ -9,7 +9,7 @@ from generation import ENGINES, assert_same, run
 from tiny_models import LENGTHS, model_of, prompts_of, tokens_of, transformers_greedy
 
 from dschat_ppo.common.seeding import row_seeds
-from dschat_ppo.models.wrapped_models import response_logprobs
+from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch, Rollout, concat_rows, pad_rows, select_rows
@@ -104,8 +104,8 @@ def test_logprobs_below_the_minimum_length_are_over_tokens_that_do_not_end_an_an
     stopping = replace(WITH_ENDS, min_new_tokens=4)
     rollout = answer(sampling=SamplingParameters(1.3, top_p=0.8, repetition_penalty=1.2), stopping=stopping, **way)
     with torch.no_grad():
-        fresh = response_logprobs(model_of("llama"), rollout, 1.3, late_ends=stopping.late_ends).logprobs
-        free = response_logprobs(model_of("llama"), rollout, 1.3).logprobs
+        fresh = response_logprobs(PolicyModel(model_of("llama")), rollout, 1.3, late_ends=stopping.late_ends).logprobs
+        free = response_logprobs(PolicyModel(model_of("llama")), rollout, 1.3).logprobs
     mask, early = rollout.response_mask, torch.arange(14)[: rollout.response_mask.shape[1]] < 4
     torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=2e-5, rtol=0)
     assert (fresh - free)[:, early].min() > 1e-3 and torch.equal(fresh[:, ~early], free[:, ~early])

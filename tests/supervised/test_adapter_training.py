@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.supervised_flags import LoraFlags
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.adapters import adapter_layers, adapter_settings, is_adapter_parameter
 from dschat_ppo.models.loading import load_causal_lm
@@ -34,7 +35,7 @@ def make(assets, folder, *more: str) -> SupervisedTrainer:
     words = f"--model_name_or_path {assets / 'lm'} --data_path d --output_dir {folder} --dtype fp32 --zero_stage 0"
     words += " --per_device_train_batch_size 4 --num_train_epochs 2 --lr_scheduler_type linear --num_warmup_steps 2"
     config = parse("sft", [*words.split(), *more])
-    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
+    adapter = adapter_settings(config.lora, config.adapters)
     ds_config = fit_ds_config(config)
     torch.manual_seed(5)
     model = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", ds_config, config.fit.dropout, adapter=adapter))
@@ -127,7 +128,7 @@ def test_the_saved_folder_is_an_adapter_unless_other_weights_trained_or_it_is_me
 
 def test_the_reference_of_dpo_is_the_model_without_its_adapter(assets, tmp_path):
     config = pairs_config("--objective", "dpo", "--dtype", "fp32", "--zero_stage", "0", *FROZEN)
-    adapter = adapter_settings(4, None, config.adapters)
+    adapter = adapter_settings(LoraFlags(4), config.adapters)
     ds_config = fit_ds_config(config)
     model = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", ds_config, 0.0, adapter=adapter))
     objective = dpo_objective(0, dist.device(), config)

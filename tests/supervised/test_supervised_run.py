@@ -25,7 +25,7 @@ def test_a_rate_too_high_for_the_weights_that_train_gives_a_warning(
     shapes = {"embedding": (parameters // 2,), "layers": (1, parameters // 2)}
     monkeypatch.setattr(supervised_run, "checkpoint_shapes", lambda folder: shapes)
     config = parse(step, [*WORDS, "--learning_rate", rate, *words.split()])
-    adapter = adapter_settings(config.lora.lora_dim, config.lora.lora_module_name, config.adapters)
+    adapter = adapter_settings(config.lora, config.adapters)
     report_learning_rate(config.fit, adapter, "m")
     assert len(said) == warned
     assert all(line.startswith(f"--learning_rate {float(rate):g} trains whole weights") for line in said)

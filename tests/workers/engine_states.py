@@ -21,7 +21,7 @@ from torch import nn
 from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.common import dist
-from dschat_ppo.engine.averages import own_part
+from dschat_ppo.common.dist import own_part
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates

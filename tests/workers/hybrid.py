@@ -26,7 +26,7 @@ from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.hybrid_engine import HybridEngine, check_tensor_parallel, tensor_parallel
 from dschat_ppo.models.adapters import adapter_layers
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.models.wrapped_models import response_logprobs
+from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
 from dschat_ppo.rollout.generator import generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from workers.ppo_setup import experience_of, ppo_of, score_answers, train_on
@@ -115,7 +115,7 @@ def toggle_many(ppo) -> dict:
     found["left tensors"] = alive[-1] - alive[SETTLED]
     rollout = generate_some(ppo, 4, 6)
     with ppo.engines.hybrid.generating() as model:
-        lent = response_logprobs(model, rollout, 1.0).logprobs
+        lent = response_logprobs(PolicyModel(model), rollout, 1.0).logprobs
     ppo.engines.eval()
     with torch.no_grad():
         trained = response_logprobs(engine, rollout, 1.0).logprobs
@@ -168,7 +168,7 @@ def switch_adapters(assets: Path, stage: int, dtype: str) -> dict:
         with ppo.engines.hybrid.generating() as model:
             inside = {type(module).__name__ for module in model.modules()}
             whole = model.model.layers[0].self_attn.q_proj.weight.numel() > 0
-            lent = response_logprobs(model, rows, 1.0).logprobs
+            lent = response_logprobs(PolicyModel(model), rows, 1.0).logprobs
     real = rows.response_mask
     return {
         "weights equal": all(torch.equal(a, b) for a, b in zip(before, held(ppo), strict=True)),

@@ -124,7 +124,7 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
     rows = TokenRows(tokens.select(range(11)), tokens.select(range(11, 16)))
     ds_config = fit_ds_config(config)
     if task == "sft":
-        adapter = adapter_settings(config.lora.lora_dim, None, config.adapters)
+        adapter = adapter_settings(config.lora, config.adapters)
         trained = PolicyModel(load_causal_lm(model, config.run.dtype, ds_config, adapter=adapter))
         objective = sft_objective(0, False, dist.device())
         if config.fit.gradient_checkpointing:

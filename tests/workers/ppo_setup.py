@@ -27,7 +27,8 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
     plan = plan_ppo(
         config.ppo, len(prompts), dist.world_size(), config.algorithm.critic_warmup_rollouts, dist.sequence_ranks()
     )
-    folders = ModelFolders(config.ppo.actor_model_name_or_path, config.critic_folder, config.reward_folder)
+    names = {role: folder for role, (_, folder) in config.models.items()}
+    folders = ModelFolders(names["actor"], names.get("critic"), names.get("reward"))
     engines = RLHFEngine(config, plan, folders)
     tokenizer = load_tokenizer(folders.actor, "model")
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
