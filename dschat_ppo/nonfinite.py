@@ -135,7 +135,6 @@ MODEL, BUNDLE = "model", "bundle.pt"
 class ReproBundles:
     """Writes repro bundles and keeps the newest `--max_nonfinite_skips` + 1."""
 
-    step_name: str
     config: StepConfig
     tokenizer: PreTrainedTokenizerBase
 
@@ -148,7 +147,7 @@ class ReproBundles:
         save_model(engine, self.tokenizer, folder / MODEL)
         layout = unwrap(engine).layout
         state = {
-            "step_name": self.step_name,
+            "step_name": self.config.kind,
             "role": role,
             "step": step,
             "fault": str(fault),

@@ -47,7 +47,7 @@ def config_of(output, *more):
 
 
 def open_run(output, *more, steps=10**6):
-    return open_session("sft", output, config_of(output, *more), RunInputs(ROWS), {"rows_per_update": 8}, steps)
+    return open_session(output, config_of(output, *more), RunInputs(ROWS), {"rows_per_update": 8}, steps)
 
 
 def train(session, trainer, function) -> None:

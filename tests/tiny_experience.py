@@ -52,4 +52,4 @@ def with_bad(value: float, *places: tuple[int, ...], shape=(3, 3)) -> torch.Tens
 def ppo_bundles(folder, *words: str) -> ReproBundles:
     """Repro bundles of step 3 below `folder`."""
     flags = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d".split()
-    return ReproBundles("ppo", parse("ppo", [*flags, "--output_dir", str(folder), *words]), SimpleNamespace())
+    return ReproBundles(parse("ppo", [*flags, "--output_dir", str(folder), *words]), SimpleNamespace())

@@ -114,15 +114,14 @@ class RunInputs:
     files: Sequence[tuple[str, str | None]] = ()
 
 
-def identify_run(
-    kind: Literal["sft", "reward", "ppo"], config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]
-) -> RunIdentity:
+def identify_run(config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]) -> RunIdentity:
     """The identity of a run. `derived`: derived batch sizes, see `PRODUCTS`. Only rank 0 reads the inputs: other ranks
     have no fingerprints."""
     settings, defaults = flatten(config) | dict(derived), defaults_of(type(config))
     if not dist.is_main():
-        return RunIdentity(kind, settings, "", defaults)
-    return RunIdentity(kind, settings | input_fingerprints(inputs), rows_fingerprint(inputs.train), defaults)
+        return RunIdentity(config.kind, settings, "", defaults)
+    settings |= input_fingerprints(inputs)
+    return RunIdentity(config.kind, settings, rows_fingerprint(inputs.train), defaults)
 
 
 def input_fingerprints(inputs: RunInputs) -> dict[str, str]:

@@ -41,6 +41,7 @@ class PPOConfig(StepConfig):
     reference: ReferenceFlags
     health: PPOHealthFlags
 
+    kind = "ppo"
     own_defaults = {"tensorboard_path": "step3_tensorboard", "truncation": "drop", "logging_steps": 1}
     micro_batch = "per_device_training_batch_size"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
@@ -54,6 +54,7 @@ class StepConfig:
     health: HealthFlags
     old: OldFlags
 
+    kind: ClassVar[Literal["sft", "reward", "ppo"]]  # in checkpoints; those of "dpo" are of the kind "reward"
     own_defaults = dict[str, Any]()  # flag -> default that replaces that of a shared group
     own_notes = dict[str, str]()  # flag without effect in this step alone -> the reason
     micro_batch = "per_device_train_batch_size"  # the flag of the rows of a micro-batch

@@ -69,6 +69,7 @@ class SFTConfig(FitConfig):
 
     sft: SFTFlags
 
+    kind = "sft"
     own_defaults = {"tensorboard_path": "step1_tensorboard"}
 
     def __post_init__(self) -> None:
@@ -87,6 +88,7 @@ class PreferenceConfig(FitConfig):
 
     reward: PreferenceFlags
 
+    kind = "reward"
     own_defaults = {"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5}
     own_notes = {
         "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training"

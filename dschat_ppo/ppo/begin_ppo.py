@@ -233,8 +233,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
     started = time.perf_counter()
     session = None if validate_only else open_session(
-        "ppo", output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan),
-        plan.ppo_steps,
+        output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan), plan.ppo_steps
     )  # fmt: skip
     return BegunPPO(output, folders, tokenizer, rows, plan, texts, session, started)
 

@@ -126,7 +126,7 @@ class PPOComponents:
         self.data_sources = rows.sources
         self.state = PPOState()
         self.clock = PhaseClock()
-        self.nonfinite = NonFinitePolicy(config.safety, ReproBundles("ppo", config, tokenizer))
+        self.nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
         generator = RolloutGenerator(ppo, engines.hybrid, rows.train, tokenizer, seed)
         seed_this_rank(seed)
         model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]

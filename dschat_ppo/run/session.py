@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -110,14 +109,11 @@ def _check_dtype(dtype: str) -> None:
         )
 
 
-def open_session(
-    kind: Literal["sft", "reward", "ppo"], output: Path, config: StepConfig, inputs: RunInputs, derived: dict[str, int],
-    steps: int,
-) -> Session:  # fmt: skip
+def open_session(output: Path, config: StepConfig, inputs: RunInputs, derived: dict[str, int], steps: int) -> Session:
     """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before any model is loaded.
     `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps."""
     _raise_if_stop_requested()
-    identity = identify_run(kind, config, inputs, derived)
+    identity = identify_run(config, inputs, derived)
     overwrite = config.run.overwrite_output_dir
     checkpoint = dist.on_main(lambda: find_checkpoint(output, config.safety, identity, overwrite))
     if checkpoint is not None:

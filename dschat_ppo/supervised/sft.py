@@ -47,7 +47,7 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit, flags, title = config.fit, config.run, "step 1: supervised fine-tuning"
-    run = begin_supervised_run(config, SupervisedStep("sft", "SFT", title, check_causal_lm))
+    run = begin_supervised_run(config, SupervisedStep("SFT", title, check_causal_lm))
     resize = flags.resize_vocabulary
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -74,7 +74,6 @@ class SupervisedRun:
 class SupervisedStep:
     """What differs between the steps that `begin_supervised_run` begins."""
 
-    kind: Literal["sft", "reward"]
     name: str  # in lines about batches and progress
     title: str  # the first line of the log
     check: Callable[[str, AdapterSettings | None], object]  # `UserError` if a folder holds another model
@@ -114,11 +113,11 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
     overlay, bases = ("--deepspeed_config", config.run.deepspeed_config), with_bases([(MODEL, folder)])
     session = None if fit.validate_only else open_session(
-        step.kind, output, config, RunInputs(rows.train, {EVAL_ROWS: rows.eval}, bases, [overlay]),
+        output, config, RunInputs(rows.train, {EVAL_ROWS: rows.eval}, bases, [overlay]),
         {"rows_per_update": plan.global_batch}, plan.total_steps,
     )  # fmt: skip
     announce("load models")
-    nonfinite = NonFinitePolicy(config.safety, ReproBundles(step.kind, config, tokenizer))
+    nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
     return SupervisedRun(
         step.name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, config
     )

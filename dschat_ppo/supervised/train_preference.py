@@ -80,7 +80,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
             check_causal_lm(folder, adapter)
 
     title = f"step 2: --objective {name} {aim}"
-    run = begin_supervised_run(config, SupervisedStep("reward", _NAMES[name], title, check, is_classifier))
+    run = begin_supervised_run(config, SupervisedStep(_NAMES[name], title, check, is_classifier))
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)

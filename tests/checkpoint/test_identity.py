@@ -209,7 +209,7 @@ def test_rank_0_alone_adds_a_short_fingerprint_of_each_input_to_the_identity(ran
     monkeypatch.setenv("RANK", str(rank))
     config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", f"{folder}/output"])
     settings = flatten(config) | {"rows_per_update": 8}
-    found = identify_run("sft", config, inputs(folder), {"rows_per_update": 8})
+    found = identify_run(config, inputs(folder), {"rows_per_update": 8})
     if rank == 1:
         assert found == RunIdentity("sft", settings, "", defaults_of(STEPS["sft"]))
         return
@@ -218,7 +218,7 @@ def test_rank_0_alone_adds_a_short_fingerprint_of_each_input_to_the_identity(ran
     assert found.config[reward] == hashlib.sha256((folder / "reward.py").read_bytes()).hexdigest()[:16]
     (folder / "reward.py").write_text("def score(prompt, response): return 2\n")
     save_file({"weight": torch.full((9,), 0.5)}, folder / "model/model.safetensors")
-    now = identify_run("sft", config, inputs(folder, texts=2), {"rows_per_update": 8})
+    now = identify_run(config, inputs(folder, texts=2), {"rows_per_update": 8})
     assert list(differences(found.config, now.config)) == ["texts", actor, reward]
 
 

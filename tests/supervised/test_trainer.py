@@ -81,7 +81,7 @@ def config_of(output, *more: str):
 def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT) -> SupervisedTrainer:
     torch.manual_seed(5)
     model = PolicyModel(LlamaForCausalLM(tiny_config(attention_dropout=0.1)))
-    bundles = ReproBundles("sft", config, tokenizer) if tokenizer else None
+    bundles = ReproBundles(config, tokenizer) if tokenizer else None
     return SupervisedTrainer(
         model, fit_ds_config(config), TokenRows(TRAIN, held_out), seen.objective,
         config, NonFinitePolicy(config.safety, bundles),

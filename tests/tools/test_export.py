@@ -48,7 +48,7 @@ def runs(one_rank, assets, tmp_path_factory):  # noqa: F811
         for parameter, weight in model.lm.named_parameters():
             weight.requires_grad_(name == "whole" or not parameter.startswith(FROZEN))
         session = open_session(
-            "sft", folder / name, config, RunInputs(TRAIN, models=[(MODEL, str(folder / "base"))]), {}, len(TRAIN) // 2
+            folder / name, config, RunInputs(TRAIN, models=[(MODEL, str(folder / "base"))]), {}, len(TRAIN) // 2
         )
         trainer = SupervisedTrainer(
             model, ds_config, TokenRows(TRAIN, None), sft_objective(0, False, dist.device()), config

@@ -56,7 +56,7 @@ def config_of(assets, out, step: str, *words: str):
 
 
 def bundle(assets, out, step, role, engine, records, constants, words=()) -> str:
-    bundles = ReproBundles(step, config_of(assets, out, step, *words), AutoTokenizer.from_pretrained(assets / "lm"))
+    bundles = ReproBundles(config_of(assets, out, step, *words), AutoTokenizer.from_pretrained(assets / "lm"))
     fault = Fault("loss", 0, len(records) - 1, [], random_state())
     return str(bundles.write(role, 7, fault, engine, records, constants))
 
