@@ -145,11 +145,6 @@ def response_slots(rows: Rollout) -> Tensor:
     return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)
 
 
-def position_ids_of(attention_mask: Tensor) -> Tensor:
-    """(B, T) int64 positions, counted along the mask (B, T) bool: the first real token of each row has position 0."""
-    return (attention_mask.long().cumsum(dim=1) - 1).clamp_min(0)
-
-
 def tensors_of(rows: Any) -> dict[str, Tensor]:
     """The fields of a record as name -> tensor, without those that are None."""
     values = {f.name: getattr(rows, f.name) for f in fields(rows)}

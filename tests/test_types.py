@@ -11,7 +11,6 @@ from dschat_ppo.types import (
     concat_rows,
     full_sequences,
     pad_rows,
-    position_ids_of,
     response_slots,
     select_rows,
 )
@@ -73,16 +72,6 @@ def test_response_slots_point_at_the_response_tokens():
     slots = response_slots(rows)
     assert slots.tolist() == [[1, 2, 2], [2, 2, 2], [2, 2, 2]]
     assert torch.equal(ids.gather(1, slots)[rows.response_mask], rows.response_ids[rows.response_mask])
-
-
-def test_positions_start_at_the_first_real_token():
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
-    positions = position_ids_of(mask)
-    assert positions[0, 2:5].tolist() == [0, 1, 2]
-    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5]
-    assert positions[2, 5].item() == 0
-    assert positions.min().item() == 0
-    assert positions.max().item() == 5
 
 
 def test_select_trims_to_the_longest_prompt_and_response_among_the_rows():

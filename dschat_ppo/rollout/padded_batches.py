@@ -16,7 +16,6 @@ from dschat_ppo.models.backbone import last_logits_argument, position_arguments,
 from dschat_ppo.rollout.continuous_batching import MaxOverRanks, never
 from dschat_ppo.rollout.kv_cache import warn_of_memory
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
-from dschat_ppo.types import position_ids_of
 
 GROWTH_TOKENS = 64  # by which a cache grows
 
@@ -112,12 +111,13 @@ class PaddedBatches:
         while self.max_over_ranks(int(running.any() and not self.cancelled())):
             heartbeat()
             if self.cached:
+                positions = (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -ids.shape[1] :]
                 output = self.model(
                     input_ids=ids,
                     attention_mask=mask,
                     past_key_values=cache,
                     use_cache=True,
-                    **position_arguments(self.model, position_ids_of(mask)[:, -ids.shape[1] :]),
+                    **position_arguments(self.model, positions),
                     **last_logits_argument(self.model, 1),
                 )
                 logits = output.logits[:, -1]
