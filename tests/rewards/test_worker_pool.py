@@ -134,14 +134,14 @@ def test_heartbeats_are_sent_while_a_call_runs(monkeypatch):
 
 
 def test_close_after_an_interrupt_waits_only_for_calls_in_progress():
-    rows = of_responses(*["late"] * 20)
+    rows = of_responses(*["late"] * 40)
     started = FunctionReward(FunctionSpec(FILE, "waits"), 2, 10.0, 0.0)
     threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         started(rows, None)
     begun = time.monotonic()
     started.close()
-    assert time.monotonic() - begun < 1.5
+    assert time.monotonic() - begun < 3
 
 
 def test_settings_are_converted_to_the_types_of_the_defaults():
