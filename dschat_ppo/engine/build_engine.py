@@ -59,12 +59,6 @@ def may_be_whole(config: Config, size: int, ranks: int, memory: int) -> bool:
     return ranks == 1 or FITS * size <= memory
 
 
-def _is_whole(model: nn.Module, config: Config) -> bool:
-    """`may_be_whole` on this machine."""
-    size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in model.parameters())
-    return may_be_whole(config, size, world_size(), _memory_of_device())
-
-
 def _memory_of_device() -> int:
     if on_gpu():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
@@ -196,7 +190,8 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
 
 
 def _initialise(model: nn.Module, config: Config, layer_by_layer: bool = False, **training: Any) -> Engine:
-    whole = not layer_by_layer and _is_whole(model, config)
+    size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in model.parameters())
+    whole = not layer_by_layer and may_be_whole(config, size, world_size(), _memory_of_device())
     # ZeRO-3 gathers all weights of a layer with a state when the layer is called. Gathered by its parts, they would be
     # as often as a rank's rows need blocks, which differs between ranks.
     for layer in state_layers(model) if config["zero_optimization"]["stage"] == 3 else ():

@@ -197,7 +197,7 @@ class HybridEngine:
         self._merge = merge
         self.sleeping = sleeping
         self._has_slept = False
-        self._host = HostMemory()
+        self._host: HostMemory = {}
         self.parallel = parallel
         self._whole = whole_weights(engine)
         partitioned = self._whole is None and any(map(dist.is_partitioned, self.model.parameters()))
@@ -340,19 +340,16 @@ def on_device(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-class HostMemory:
-    """Memory of the host for the tensors that sleep, kept from one rollout to the next."""
+HostMemory = dict[int, torch.UntypedStorage]  # for the tensors that sleep, by number; kept for the next rollout
 
-    def __init__(self) -> None:
-        self._kept: dict[int, torch.UntypedStorage] = {}
 
-    def take(self, number: int, size: int) -> torch.UntypedStorage:
-        """`size` bytes for the tensor of this number: those of the last time, if they were as many."""
-        kept = self._kept.pop(number, None)
-        if kept is not None and kept.nbytes() != size:
-            kept = None  # freed before other memory is taken
-        self._kept[number] = kept = host_memory(size) if kept is None else kept
-        return kept
+def kept_memory(host: HostMemory, number: int, size: int) -> torch.UntypedStorage:
+    """`size` bytes of the host for the tensor of this number: those of the last time, if they were as many."""
+    if number in host and host[number].nbytes() != size:
+        del host[number]  # freed before other memory is taken
+    if number not in host:
+        host[number] = host_memory(size)
+    return host[number]
 
 
 def host_memory(size: int) -> torch.UntypedStorage:
@@ -384,14 +381,14 @@ def asleep(
     The memory is emptied and filled again, and no tensor is replaced, because DeepSpeed holds views of its flat buffers
     (such as `_hp_mapping`). What tensors share with those `awake` is not moved; that of `scratch` tensors is freed
     without a copy, and zero afterwards. `host` is for the same tensors in the same order each time."""
-    host = host or HostMemory()
+    host = {} if host is None else host
     used = {tensor.untyped_storage().data_ptr() for tensor in awake}
     memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if on_device(tensor)}
     get_accelerator().synchronize()  # a stream other than the current one may still use the memory
     moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
     for place, storage in memory.items():
         if storage.nbytes() and storage.resizable() and place not in used:
-            copy = host.take(len(moved), storage.nbytes())
+            copy = kept_memory(host, len(moved), storage.nbytes())
             copy.copy_(storage, non_blocking=True)
             moved.append((storage, copy))
     emptied = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in scratch if on_device(tensor)}

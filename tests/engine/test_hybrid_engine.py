@@ -16,10 +16,10 @@ from dschat_ppo.engine import hybrid_engine
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine, whole_weights
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.hybrid_engine import (
-    HostMemory,
     HybridEngine,
     asleep,
     gradient_buffers,
+    kept_memory,
     training_states,
     weights_of,
 )
@@ -193,7 +193,7 @@ def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(s
 def test_host_memory_is_kept_for_tensors_of_the_same_size(simulated, monkeypatch):
     made = []
     monkeypatch.setattr(hybrid_engine, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size))
-    tensors, host = [torch.arange(5.0), torch.arange(3.0)], HostMemory()
+    tensors, host = [torch.arange(5.0), torch.arange(3.0)], {}
     for number in range(3):
         with asleep(tensors, host=host):
             assert held_bytes(tensors) == 0
@@ -238,14 +238,14 @@ class Runtime:
 
 
 def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(monkeypatch, simulated, said):
-    runtime, mib, host = Runtime(monkeypatch), 2**20, HostMemory()
+    runtime, mib, host = Runtime(monkeypatch), 2**20, {}
     sizes = (mib, 3 * mib + 4, mib - 1)
-    memory = [host.take(number, size) for number, size in enumerate(sizes)]
+    memory = [kept_memory(host, number, size) for number, size in enumerate(sizes)]
     assert [part.nbytes() for part in memory] == list(sizes)
     assert runtime.sizes == [mib, 3 * mib + 4], "in the exact size; small memory is not"
-    assert host.take(1, sizes[1]).data_ptr() == memory[1].data_ptr()
+    assert kept_memory(host, 1, sizes[1]).data_ptr() == memory[1].data_ptr()
     del memory
-    host.take(1, 2 * mib)
+    kept_memory(host, 1, 2 * mib)
     assert runtime.sizes == [mib, 2 * mib]
     with asleep([torch.arange(mib)]):
         assert runtime.sizes == [mib, 2 * mib, 8 * mib]
