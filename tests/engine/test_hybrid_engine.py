@@ -130,7 +130,7 @@ def test_buffers_of_gradients_leave_the_device_without_a_copy_and_12_bytes_a_wei
     hybrid, host = HybridEngine(engine, sleeping=[engine]), []
     with hybrid.generating():
         assert held_bytes(buffers) == 0
-        host += [memory.nbytes() for memory in hybrid._host._kept.values()]
+        host += [memory.nbytes() for memory in hybrid._host.values()]
     assert held_bytes(buffers) == size and not any(buffer.any() for buffer in buffers)
     assert sum(host) == copied
     with asleep(training_states(engine), scratch=buffers) as moved:
