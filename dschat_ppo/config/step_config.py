@@ -32,12 +32,6 @@ class ScheduleFlags:
         "schedule covers it, and the data repeat if needed; 0 = --num_train_epochs sets the length")
     # fmt: on
 
-    def warmup_steps(self, kind: str, number: int, total: int) -> int:
-        """Warm-up steps of a schedule of `total` optimizer steps; `number` is --num_warmup_steps."""
-        if kind == WITHOUT_WARMUP:
-            return 0
-        return times(total, self.warmup_ratio) if self.warmup_ratio > 0 else number
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
@@ -84,6 +78,13 @@ class StepConfig:
     def step_data(self) -> StepData:
         """What the step wants of its data."""
         raise NotImplementedError
+
+    def warmup_steps(self, total: int) -> int:
+        """Warm-up steps of a schedule of `total` optimizer steps."""
+        ratio, group = self.schedule.warmup_ratio, self.training
+        if group.lr_scheduler_type == WITHOUT_WARMUP:
+            return 0
+        return times(total, ratio) if ratio > 0 else int(group.num_warmup_steps)
 
     def __post_init__(self) -> None:
         flags, schedule, group = self.memory, self.schedule, self.training

@@ -141,7 +141,7 @@ def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> Op
     kind = flags["lr_scheduler_type"]
     return OptimizerSettings(
         flags[f"{prefix}learning_rate"], flags[f"{prefix}weight_decay"], kind,
-        schedule.warmup_steps(kind, flags["num_warmup_steps"], updates), updates,
+        config.warmup_steps(updates), updates,
         (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
         vars(config.lora)[f"{prefix}lora_learning_rate"], schedule.min_lr_ratio,
     )  # fmt: skip

@@ -240,11 +240,9 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
 
 def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
     """Log batch sizes and warm-up."""
-    ppo, schedule = config.ppo, config.schedule
-    lines = plan.table()
     totals = (plan.actor_updates, plan.total_updates) if config.algorithm.has_critic else (plan.actor_updates,)
-    warmups = [(schedule.warmup_steps(ppo.lr_scheduler_type, ppo.num_warmup_steps, total), total) for total in totals]
-    show_plan("PPO: batches", lines, *dict.fromkeys(warmups))
+    warmups = [(config.warmup_steps(total), total) for total in totals]
+    show_plan("PPO: batches", plan.table(), *dict.fromkeys(warmups))
     if plan.warmup_rollouts < config.algorithm.critic_warmup_rollouts:
         logger().info(
             f"note: --critic_warmup_rollouts is {plan.warmup_rollouts} in place of "

@@ -11,13 +11,13 @@ from torch import Tensor
 from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.models.kernel_selection import apply_memory_flags
-from dschat_ppo.models.loading import check_causal_lm, load_causal_lm
+from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective, on_device
-from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
+from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 from dschat_ppo.types import Model
 
@@ -47,7 +47,7 @@ def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> O
 def train_sft(config: SFTConfig) -> dict[str, Any]:
     """Run step 1; returns the contents of `result.json`."""
     fit, flags, title = config.fit, config.run, "step 1: supervised fine-tuning"
-    run = begin_supervised_run(config, SupervisedStep("SFT", title, check_causal_lm))
+    run = begin_supervised_run(config, "SFT", title)
     resize = flags.resize_vocabulary
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,13 @@ from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
-from dschat_ppo.models.loading import check_vocabulary, load_config, require_length
+from dschat_ppo.models.loading import (
+    check_causal_lm,
+    check_sequence_classifier,
+    check_vocabulary,
+    load_config,
+    require_length,
+)
 from dschat_ppo.models.model_folders import base_folder, checkpoint_shapes, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
@@ -70,33 +75,26 @@ class SupervisedRun:
     config: FitConfig
 
 
-@dataclass(frozen=True)
-class SupervisedStep:
-    """What differs between the steps that `begin_supervised_run` begins."""
-
-    name: str  # in lines about batches and progress
-    title: str  # the first line of the log
-    check: Callable[[str, AdapterSettings | None], object]  # `UserError` if a folder holds another model
-    scalar: bool = False  # the model has a scalar head
-
-
-def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedRun:
+def begin_supervised_run(config: FitConfig, name: str, title: str) -> SupervisedRun:
     """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to stop, or is already
-    complete. Collective."""
+    complete. Collective. `name`: in lines about batches and progress; `title`: the first line of the log."""
     fit, named, resize = config.fit, config.best.metric_for_best, config.run.resize_vocabulary
     device, output = begin_run(config)
-    logger().info(step.title)
+    logger().info(title)
     adapter = adapter_settings(config.lora, config.adapters)
     folder = model_folder(fit.model_name_or_path, MODEL)
     model_config = load_config(folder, MODEL)
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
     check_vocabulary(tokenizer, model_config, MODEL, folder, resize=resize)
     with naming(MODEL):
-        step.check(folder, adapter)
+        if config.has_head:
+            check_sequence_classifier(folder, True, adapter)
+        else:
+            check_causal_lm(folder, adapter)
     if fit.router_loss_coef > 0:
         router_top_k(model_config, f"{MODEL} {folder}")
     require_length(folder, fit.max_seq_len, "--max_seq_len")
-    check_long_sequences(config.memory, MODEL, folder, step.scalar)
+    check_long_sequences(config.memory, MODEL, folder, config.has_head)
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(config)
     announce("prepare data")
@@ -109,7 +107,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
     plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
     if config.run.dry_run and not fit.validate_only:
-        show_batches(step.name, plan, fit, config.schedule)
+        show_batches(name, plan, config)
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
     overlay, bases = ("--deepspeed_config", config.run.deepspeed_config), with_bases([(MODEL, folder)])
     session = None if fit.validate_only else open_session(
@@ -118,9 +116,7 @@ def begin_supervised_run(config: FitConfig, step: SupervisedStep) -> SupervisedR
     )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
-    return SupervisedRun(
-        step.name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, config
-    )
+    return SupervisedRun(name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, config)
 
 
 def report_learning_rate(fit: SupervisedFlags, adapter: AdapterSettings | None, folder: str) -> None:
@@ -144,7 +140,7 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
     show_models({"model": (trainer.engine, run.folder)}, config.run.dtype, output)
-    show_batches(run.name, trainer.plan, trainer.fit, trainer.schedule)
+    show_batches(run.name, trainer.plan, config)
     announce("train")
 
     keeps_best, every = config.best.metric_for_best is not None, config.safety.save_hf_steps

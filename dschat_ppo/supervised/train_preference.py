@@ -17,8 +17,6 @@ from dschat_ppo.engine.ds_config import Config
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.kernel_selection import apply_memory_flags
 from dschat_ppo.models.loading import (
-    check_causal_lm,
-    check_sequence_classifier,
     load_causal_lm,
     load_sequence_classifier,
 )
@@ -28,7 +26,7 @@ from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective
 from dschat_ppo.supervised.policy_objectives import dpo_objective, kto_objective, reference_free_objective
 from dschat_ppo.supervised.reward_objectives import process_objective, reward_objective
-from dschat_ppo.supervised.supervised_run import SupervisedStep, begin_supervised_run, train_and_save
+from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 
 # --objective -> (pad id, device, config) -> what `SupervisedTrainer` minimises
@@ -73,14 +71,8 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     name, is_classifier = flags.objective, flags.trains_classifier
     aim = _AIMS.get(name, "trains the policy itself on pairs of answers, against the model that it starts from")
 
-    def check(folder: str, adapter: AdapterSettings | None) -> None:
-        if is_classifier:
-            check_sequence_classifier(folder, True, adapter)
-        else:
-            check_causal_lm(folder, adapter)
-
     title = f"step 2: --objective {name} {aim}"
-    run = begin_supervised_run(config, SupervisedStep(_NAMES[name], title, check, is_classifier))
+    run = begin_supervised_run(config, _NAMES[name], title)
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)

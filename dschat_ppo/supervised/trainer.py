@@ -24,7 +24,6 @@ from dschat_ppo.common.phases import PhaseClock, announce_step
 from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import batch_text, times
-from dschat_ppo.config.step_config import ScheduleFlags
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import LOWEST_LOSS, BestMetric, SupervisedFlags
 from dschat_ppo.data.batches import chunked_order, optimizer_steps
@@ -173,11 +172,9 @@ def plan_batches(
     return SupervisedPlan(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, max_steps)
 
 
-def show_batches(title: str, plan: SupervisedPlan, fit: SupervisedFlags, schedule: ScheduleFlags) -> None:
+def show_batches(title: str, plan: SupervisedPlan, config: FitConfig) -> None:
     """Log the table of batches and the warm-up of a step."""
-    total = plan.total_steps
-    warmup = (schedule.warmup_steps(fit.lr_scheduler_type, fit.num_warmup_steps, total), total)
-    show_plan(f"{title}: batches", plan.table(), warmup)
+    show_plan(f"{title}: batches", plan.table(), (config.warmup_steps(plan.total_steps), plan.total_steps))
 
 
 class SupervisedTrainer(Generic[Batch]):
@@ -188,10 +185,10 @@ class SupervisedTrainer(Generic[Batch]):
         self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
         config: FitConfig, nonfinite: NonFinitePolicy | None = None,
     ):  # fmt: skip
-        fit, run, self.schedule = config.fit, config.run, config.schedule
+        fit, run = config.fit, config.run
         self.nonfinite = nonfinite or NonFinitePolicy(config.safety)
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
-        self.plan = plan_batches(fit, rows.train, self.packing, self.schedule.max_steps, dist.sequence_ranks())
+        self.plan = plan_batches(fit, rows.train, self.packing, config.schedule.max_steps, dist.sequence_ranks())
         self.objective = objective
         self.fit, self.console, self.seed = fit, config.console, run.seed
         # else an adapter folder is saved

@@ -20,7 +20,6 @@ from dschat_ppo.config.algorithm_flags import (
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags, thresholds
 from dschat_ppo.config.run_flags import ConsoleFlags, possible_sizes
-from dschat_ppo.config.step_config import ScheduleFlags
 from dschat_ppo.config.supervised_flags import BestFlags, BestMetric
 
 
@@ -125,9 +124,9 @@ def test_backslashes_in_the_step_separator_stand_for_line_breaks_and_tabs(given,
     (0.0, 7, 100, 7), (0.1, 0, 30, 3), (0.1, 0, 31, 4), (0.07, 100, 100, 7), (0.5, 0, 1, 1),
 ])  # fmt: skip
 def test_the_ratio_of_the_warm_up_is_rounded_up_and_replaces_the_number(ratio, number, total, steps):
-    flags = ScheduleFlags(warmup_ratio=ratio)
-    assert flags.warmup_steps("cosine", number, total) == steps
-    assert flags.warmup_steps("constant", number, total) == 0
+    words = ["--warmup_ratio", str(ratio)] if ratio else ["--num_warmup_steps", str(number)]
+    assert config_of("sft", *words).warmup_steps(total) == steps
+    assert config_of("ppo", "--lr_scheduler_type", "constant").warmup_steps(total) == 0
 
 
 @pytest.mark.parametrize(("words", "trackers"), [
