@@ -103,14 +103,6 @@ class PreferenceConfig(FitConfig):
         super().__post_init__()
 
     @property
-    def models(self) -> dict[str, tuple[str, str]]:
-        return {"model": ("--model_name_or_path", self.fit.model_name_or_path)}
-
-    @property
-    def validate_only(self) -> bool:
-        return self.fit.validate_only
-
-    @property
     def has_head(self) -> bool:
         return self.reward.trains_classifier
 

@@ -57,7 +57,7 @@ def load_trained_model(
     model. A language model has no dropout unless `--dropout` is given, since the reference has none."""
     fit, dtype, resize = config.fit, config.run.dtype, config.run.resize_vocabulary
     model: PolicyModel | ScalarModel
-    if config.reward.trains_classifier:
+    if config.has_head:
         model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, True, fit.dropout, resize, adapter))
     else:
         model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize, adapter))
@@ -67,12 +67,9 @@ def load_trained_model(
 
 def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     """Run step 2; returns the contents of `result.json`."""
-    flags = config.reward
-    name, is_classifier = flags.objective, flags.trains_classifier
+    name = config.reward.objective
     aim = _AIMS.get(name, "trains the policy itself on pairs of answers, against the model that it starts from")
-
-    title = f"step 2: --objective {name} {aim}"
-    run = begin_supervised_run(config, _NAMES[name], title)
+    run = begin_supervised_run(config, _NAMES[name], f"step 2: --objective {name} {aim}")
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
     model = load_trained_model(run.folder, config, run.ds_config, run.adapter)
@@ -80,7 +77,7 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     output = str(run.output)
     command = tool_command("chat", ["--model", output, "--compare", run.folder])
-    if is_classifier:
+    if config.has_head:
         command = step_command("ppo", ppo_words(config, run.folder, output))
     return train_and_save(trainer, run, command)
 
