@@ -174,9 +174,10 @@ def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
             with reading(f"--health {text}: {name} takes a number, or off"):
                 number = float(value)
             least = 1 if limit > 1 else 0  # of a factor or a number; others are a size, some of them below 0
-            if not least <= number * math.copysign(1, limit) < math.inf:
-                sign = "below" if limit < 0 else "above"
-                raise UserError(f"--health {text}: {name} takes {least} or {sign}, or off")
+            counts = name == "overfitting" and not number.is_integer()  # evaluations
+            if counts or not least <= number * math.copysign(1, limit) < math.inf:
+                sign, kind = "below" if limit < 0 else "above", "whole numbers of " if name == "overfitting" else ""
+                raise UserError(f"--health {text}: {name} takes {kind}{least} or {sign}, or off")
             limits[name] = number
             off.discard(name)
     return window, {name: limit for name, limit in limits.items() if limit is not None}, off

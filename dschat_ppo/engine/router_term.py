@@ -27,7 +27,7 @@ def router_top_k(config: PretrainedConfig, model: str) -> int:
         lm: Any = lm_without_weights(config)
     unfit = config.model_type == "doge" or not getattr(lm, "num_experts", 1)  # pairs of keys; Granite 4 without experts
     if unfit or not hasattr(lm, "router_aux_loss_coef"):
-        raise UserError(f"{refused} is not a mixture of experts with a router loss in transformers; omit the flag")
+        raise UserError(f"{refused} has no router loss that this project can compute; omit the flag")
     return int(lm.num_experts_per_tok)
 
 

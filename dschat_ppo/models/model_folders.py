@@ -47,6 +47,7 @@ OF_A_RUN = {
     "output_router_logits": False, "return_dict": True, "torchscript": False, "use_cache": True,
     "chunk_size_feed_forward": 0, "rescale_every": 0,
 }  # fmt: skip
+MOST_PARTS = 10_000  # layers or labels
 
 
 def check_settings(folder: str, refused: str) -> None:
@@ -56,6 +57,9 @@ def check_settings(folder: str, refused: str) -> None:
     if not isinstance(settings, dict):
         raise UserError(f"{refused}: it is not a JSON object")
     found = list(_all_settings(settings))
+    for name, value in found:  # before transformers builds so many parts
+        if name.endswith(("layer", "layers", "labels")) and isinstance(value, (int, float)) and value > MOST_PARTS:
+            raise UserError(f"{refused}: '{name}' is above {MOST_PARTS}, which no model has")
     for value in (value for name, value in found if name == "quantization_config" and value):
         method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
         raise UserError(

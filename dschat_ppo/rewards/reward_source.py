@@ -228,7 +228,15 @@ class RewardMixture:
 def number_means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """ "SOURCE/NAME" -> mean over all responses, of all ranks, that have it. `parts`: of this rank. Collective."""
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for part in (part for of_rank in dist.gather_objects(parts) for part in of_rank):
-        for name, column in part.items():
-            values[name] += column[~column.isnan()].tolist()
-    return {name: math.fsum(known) / len(known) for name, known in sorted(values.items()) if known}
+    for name, column in ((name, column) for part in parts for name, column in part.items()):
+        values[name] += column[~column.isnan()].tolist()
+    sums: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    for of_rank in dist.gather_objects(
+        {name: (math.fsum(known), len(known)) for name, known in values.items() if known}
+    ):
+        for name, pair in of_rank.items():
+            sums[name].append(pair)
+    return {
+        name: math.fsum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        for name, pairs in sorted(sums.items())
+    }

@@ -53,6 +53,7 @@ def test_malformed_config_files_are_rejected(model, name):
     ("kind", "settings", "words"),
     [
         ("lm", {"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion, before they take memory
+        ("lm", {"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
         ("lm", {"num_key_value_heads": 0}, "LlamaConfig"),
         ("lm", {"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
         ("lm", {"text_config": 7}, "vocab_size"),
