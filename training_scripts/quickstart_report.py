@@ -32,7 +32,7 @@ from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.errors import escaped
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.models.wrapped_models import ScalarModel, response_logprobs
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.run.start_and_end import tool_command
@@ -80,7 +80,7 @@ def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, 
     classifier = AutoModelForSequenceClassification.from_pretrained(out / "reward", dtype=torch.float32)
     reward = ScalarModel(classifier).to(dist.device()).eval()
     (before, first), (after, last) = (sample_answers(model, tokenizer, prompts, seed) for model in (reference, actor))
-    kl = kl_k1(*(response_logprobs(model, last, 1.0).logprobs for model in (actor, reference)))
+    kl = kl_k1(*(response_logprobs(PolicyModel(model), last, 1.0).logprobs for model in (actor, reference)))
     results = {step: json.loads((out / step / "result.json").read_text()) for step in STEPS}
     summary = {
         "sft_eval_loss_before": results["sft"]["eval_loss_before"],
