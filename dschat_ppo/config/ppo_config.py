@@ -131,7 +131,9 @@ class PPOConfig(StepConfig):
             "actor": self.ppo.actor_model_name_or_path, "critic": self.ppo.critic_model_name_or_path,
             "reward": self.rewards.reward_model_name_or_path, "ref": self.reference.ref_model_name_or_path,
         }  # fmt: skip
-        named = {role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name}
+        named = {
+            role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name or role == "actor"
+        }
         found = {"actor": named["actor"]}
         if self.algorithm.has_reference:
             found["reference"] = named.get("ref", named["actor"])
