@@ -131,15 +131,13 @@ class PPOConfig(StepConfig):
             "actor": self.ppo.actor_model_name_or_path, "critic": self.ppo.critic_model_name_or_path,
             "reward": self.rewards.reward_model_name_or_path, "ref": self.reference.ref_model_name_or_path,
         }  # fmt: skip
-        named = {
-            role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name or role == "actor"
-        }
-        found = {"actor": named["actor"]}
+        named = {role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name}
+        found = {"actor": ("--actor_model_name_or_path", self.ppo.actor_model_name_or_path)}
         if self.algorithm.has_reference:
-            found["reference"] = named.get("ref", named["actor"])
+            found["reference"] = named.get("ref", found["actor"])
         reward = named.get("reward", named.get("critic")) if self.rewards.use_reward_model else None
         if self.algorithm.has_critic:  # which gets a new head, if its model is the actor's
-            found["critic"] = named.get("critic", reward or named["actor"])
+            found["critic"] = named.get("critic", reward or found["actor"])
         return found if reward is None else found | {"reward": reward}
 
     @property
