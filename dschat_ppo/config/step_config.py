@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -34,7 +35,7 @@ class ScheduleFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepConfig:
+class StepConfig(ABC):
     """The configuration of a step: groups of flags, of which these are in every step."""
 
     data: DataFlags
@@ -54,30 +55,30 @@ class StepConfig:
     micro_batch = "per_device_train_batch_size"  # the flag of the rows of a micro-batch
 
     @property
+    @abstractmethod
     def training(self) -> Any:
         """The group of flags of optimization, with --lr_scheduler_type, --num_warmup_steps and --num_train_epochs."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def stages(self) -> dict[str, int]:
         """Prefix of the flags of each model that trains, "", "actor_" or "critic_" -> its ZeRO stage."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def models(self) -> dict[str, tuple[str, str]]:
         """Role -> the flag that names its model, and the folder or hub name. Roles: "model"; of step 3 "actor", and
         those that the run has of "reference", "critic" and "reward"."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def validate_only(self) -> bool:
         """Whether the run trains nothing."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def step_data(self) -> StepData:
         """What the step wants of its data."""
-        raise NotImplementedError
 
     def warmup_steps(self, total: int) -> int:
         """Warm-up steps of a schedule of `total` optimizer steps."""
