@@ -2,7 +2,7 @@
 or have no effect with the others, and flags that are missing."""
 
 import pytest
-from command_lines import read
+from command_lines import config_of, read
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import MemoryFlags, check_sequence_parallel_size
@@ -220,3 +220,9 @@ def test_all_missing_flags_are_named_in_one_line(step, words, missing):
         parse(step, words.split())
     named = missing.replace("--data_path", "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)")
     assert str(problem.value) == f"required: {named} (all flags: --help all)"
+
+
+def test_an_empty_name_of_a_model_is_no_name():
+    """As of a shell variable that is not set."""
+    models = config_of("ppo", "--critic_model_name_or_path", "", "--reward_model_name_or_path", "r").models
+    assert models["critic"] == models["reward"] == ("--reward_model_name_or_path", "r")
