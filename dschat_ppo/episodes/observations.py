@@ -1,0 +1,85 @@
+"""Tokens of observations: what a chat template writes between the model's turns.
+
+What the model sampled is never decoded and encoded again. The tokens after a turn are those by which two renderings of
+a short conversation differ, with and without the observation; a template that changes earlier turns is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.data.encode import decoded, encode_text
+from dschat_ppo.data.examples import Message
+from dschat_ppo.data.templates import added_tokens, render, turn_end
+from dschat_ppo.episodes.environments import Turn
+from dschat_ppo.errors import UserError
+
+Truncation = Literal["left", "middle", "right"]
+_SPLIT = "\ue000"  # private use: divides the text of an added token, so that it is encoded as text
+_THOUGHT = "<think>\nA thought.\n</think>\n\n"
+
+
+class ObservationTokens:
+    """Tokens of the turns of an environment. `most`: tokens of the content of one observation; the rest is cut at
+    `truncation`. `tools`: JSON schemas that the prompts have."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any], most: int, truncation: Truncation = "middle"
+    ):
+        self.tokenizer, self.tools = tokenizer, list(tools)
+        self.most, self.truncation = most, truncation
+        added = added_tokens(tokenizer, len(tokenizer))
+        self.special = sorted({token.content for token in added.values() if len(token.content) > 1}, key=len)
+        if tokenizer.chat_template is not None:
+            role = "tool" if tools else "user"
+            self._between([{"role": role, "name": "f", "content": "An observation."}], _THOUGHT + "An answer.")
+
+    def __call__(self, turn: Turn) -> list[int]:
+        """The tokens that follow an action, with the opening of the model's next turn. The action ended with the
+        end-of-turn token."""
+        if turn.text is not None:
+            return self._encoded(turn.text)
+        messages = [{**message, "content": self._as_text(str(message.get("content") or ""))} for message in turn.messages]
+        if self.tokenizer.chat_template is None:
+            return self._encoded("".join(message["content"] for message in messages))
+        return self._encoded(self._between(messages, "An answer."))
+
+    def _between(self, messages: Sequence[Message], answer: str) -> str:
+        """What the template writes between an answer and the next one, with `messages` between them."""
+        calls = [{"type": "function", "function": {"name": message.get("name", "f"), "arguments": {}}}
+                 for message in messages if message["role"] == "tool"]  # fmt: skip
+        before: list[Message] = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+        if calls:
+            before[1]["tool_calls"] = calls
+        end = turn_end(self.tokenizer)
+        first = render(self.tokenizer, before, open_answer=False, tools=self.tools)
+        first = first[: len(first) - len(end.dropped)] if first.endswith(end.dropped) else first
+        whole = render(self.tokenizer, [*before, *messages], open_answer=True, tools=self.tools)
+        if not whole.startswith(first):
+            raise UserError(
+                "the chat template renders a turn of the model differently once another message follows (as one that "
+                "drops its thinking), so an episode would not be what the model sees later; take a template that "
+                "keeps earlier turns (--chat_template)"
+            )
+        return whole[len(first) :]
+
+    def _as_text(self, content: str) -> str:
+        """The content within its limit; the texts of added tokens in it are divided."""
+        content = content.replace(_SPLIT, "")
+        ids = encode_text(self.tokenizer, self._divided(content).replace(_SPLIT, ""))
+        if len(ids) > self.most:
+            left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
+            note = f" ... {len(ids) - self.most} tokens are left out ... "
+            content = decoded(self.tokenizer, ids[:left]) + note + decoded(self.tokenizer, ids[len(ids) - self.most + left :])
+        return self._divided(content)
+
+    def _divided(self, content: str) -> str:
+        for token in self.special:
+            content = content.replace(token, token[0] + _SPLIT + token[1:])
+        return content
+
+    def _encoded(self, text: str) -> list[int]:
+        return [number for part in text.split(_SPLIT) for number in encode_text(self.tokenizer, part)]
