@@ -39,7 +39,7 @@ _LOOP = asyncio.new_event_loop()
 class Turn:
     """What an environment answers to an action; all of it is JSON."""
 
-    messages: Sequence[Message] = ()  # what the model reads next
+    messages: list[Message] = field(default_factory=list)  # what the model reads next
     text: str | None = None  # in place of messages: text without the chat template (OpenRLHF)
     reward: float = 0.0  # of the action
     done: bool = False
@@ -259,7 +259,7 @@ class _Agent:
         feedback = str(found.get("environment_feedback") or "")
         self.read += text + feedback
         numbers = _numbers(found.get("extra_logs"))
-        return Turn((), feedback or None, _number(_mean(found.get("rewards"))), bool(found.get("done")), numbers)
+        return Turn([], feedback or None, _number(_mean(found.get("rewards"))), bool(found.get("done")), numbers)
 
     def close(self) -> None:
         return None

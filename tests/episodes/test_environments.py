@@ -1,0 +1,223 @@
+"""Environments and tools as users of other projects write them, each behind the one contract."""
+
+import sys
+import types
+from importlib.util import find_spec
+
+import pytest
+
+from dschat_ppo.episodes.environments import Turn, form_of
+
+TOOLS = '''
+import asyncio
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: one factor.
+        b: the other factor.
+    """
+    return a * b
+
+async def wait(seconds: float) -> dict:
+    """Wait.
+
+    Args:
+        seconds: how long.
+    """
+    await asyncio.sleep(seconds)
+    return {"waited": seconds}
+'''
+
+GYM = '''
+class Guess:
+    """A number between 1 and 100 (Gymnasium)."""
+    def reset(self, *, seed=None, options=None):
+        self.secret, self.low = options["secret"], seed
+        return "Guess.", {}
+    def step(self, action):
+        right = int(action) == self.secret
+        return ("right" if right else "wrong"), float(right), right, self.low > 5, {"tried": 1, "note": "text"}
+    def close(self):
+        pass
+
+class Sky:
+    """SkyRL-Gym."""
+    def __init__(self, env_config, extras={}):
+        self.truth = extras["reward_spec"]["ground_truth"]
+    def init(self, prompt):
+        return prompt, {}
+    def step(self, action):
+        done = self.truth in action
+        return {"observations": [] if done else [{"role": "user", "content": "again"}], "reward": float(done),
+                "done": done, "metadata": {"length": len(action)}}
+'''
+
+AGENT = '''
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class Number:
+    """Stands for a tensor."""
+    def __init__(self, value): self.value = value
+    def item(self): return self.value
+
+class AgentInstance(AgentInstanceBase):
+    async def reset(self, states, **kwargs):
+        self.steps = 0
+        return {"observation": states["observation"]}
+    async def step(self, states, **kwargs):
+        self.steps += 1
+        right = states["label"] in states["action_text"]
+        seen = states["observation_text"]
+        return {"rewards": Number(float(right)), "scores": Number(1.0), "done": right,
+                "environment_feedback": "" if right else f"\\nHuman: {seen}|</s>\\nAssistant: ",
+                "sampling_params": None, "extra_logs": {"steps": self.steps}}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+'''
+
+VERL = '''
+from uuid import uuid4
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+class Gsm8k(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._state = {}
+    async def create(self, instance_id=None, ground_truth=None, **kwargs):
+        instance_id = instance_id or str(uuid4())
+        self._state[instance_id] = {"truth": ground_truth, "reward": 0.0}
+        return instance_id, ToolResponse()
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        state = self._state[instance_id]
+        state["reward"] = float(parameters["answer"] == state["truth"])
+        return ToolResponse(text=f"{self.name} got {parameters['answer']}"), -0.05, {"calls": 1}
+    async def calc_reward(self, instance_id, **kwargs):
+        return self._state[instance_id]["reward"]
+    async def release(self, instance_id, **kwargs):
+        del self._state[instance_id]
+'''
+
+YAML = """
+tools:
+  - class_name: "verl_like_tool.Gsm8k"
+    config: {type: native}
+    tool_schema:
+      type: "function"
+      function:
+        name: "check"
+        description: "Check an answer."
+        parameters:
+          type: "object"
+          properties: {answer: {type: "string", description: "The answer."}}
+          required: ["answer"]
+"""
+
+
+def say(content="", *calls):
+    return {"role": "assistant", "content": content, "tool_calls": [{"function": call} for call in calls]}
+
+
+def call(name, **arguments):
+    return {"name": name, "arguments": arguments}
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def written(name, text):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return written
+
+
+def test_functions_of_trl(write):
+    path = write("trl_tools.py", TOOLS)
+    form = form_of(tools=[f"{path}:multiply", f"{path}:wait"])
+    assert [tool["function"]["name"] for tool in form.tools] == ["multiply", "wait"]
+    assert form.tools[0]["function"]["parameters"]["properties"]["a"] == {"type": "integer", "description": "one factor."}
+    episode = form.make()
+    assert episode.reset({"question": "?"}, 0) == Turn()
+    turn = episode.step(say("", call("multiply", a=6, b=7), call("wait", seconds=0.0), call("divide", a=1)))
+    assert [message["content"] for message in turn.messages[:2]] == ["42", '{"waited": 0.0}']
+    assert turn.messages[2]["content"] == "error: there is no tool 'divide'; there are: multiply, wait"
+    assert turn.messages[2] | {"content": ""} == {"role": "tool", "name": "divide", "content": ""}
+    assert (turn.failed_calls, turn.done) == (1, False)
+    wrong = episode.step(say("", call("multiply", a=6)))
+    assert wrong.failed_calls == 1 and "TypeError: multiply() missing 1 required" in wrong.messages[0]["content"]
+    assert episode.step(say("It is 42.")) == Turn(done=True)
+
+
+def test_gymnasium(write):
+    form = form_of(f"{write('gym_like.py', GYM)}:Guess")
+    episode = form.make()
+    assert episode.reset({"secret": 7}, 3) == Turn([{"role": "user", "content": "Guess."}])
+    expected = Turn([{"role": "user", "content": "wrong"}], None, 0.0, False, {"tried": 1.0})
+    assert episode.step(say("5")) == expected
+    assert episode.step(say("7")) == Turn([{"role": "user", "content": "right"}], None, 1.0, True, {"tried": 1.0})
+    late = form.make()
+    late.reset({"secret": 7}, 9)
+    assert late.step(say("1")).done, "truncated episodes end, too"
+    with pytest.raises(ValueError, match="invalid literal"):
+        late.step(say("seven"))
+
+
+def test_skyrl_gym(write):
+    episode = form_of(f"{write('sky_like.py', GYM)}:Sky").make()
+    assert episode.reset({"prompt": "?", "reward_spec": {"ground_truth": "9"}}, 0) == Turn()
+    again = Turn([{"role": "user", "content": "again"}], None, 0.0, False, {"length": 1.0})
+    assert episode.step(say("8")) == again
+    assert episode.step(say("is 9")) == Turn([], None, 1.0, True, {"length": 4.0})
+
+
+@pytest.mark.skipif(find_spec("openrlhf") is not None, reason="openrlhf is installed")
+def test_an_agent_of_openrlhf(write):
+    episode = form_of(agent=write("agent_like.py", AGENT)).make()
+    assert episode.reset({"prompt": "2+2?", "label": "4"}, 0) == Turn()
+    first = episode.step(say("5"))
+    assert first == Turn([], "\nHuman: 2+2?|</s>\nAssistant: ", 0.0, False, {"steps": 1.0})
+    second = episode.step(say("6"))
+    assert second.text == "\nHuman: 2+2?5\nHuman: 2+2?|</s>\nAssistant: |</s>\nAssistant: "
+    assert episode.step(say("4")) == Turn([], None, 1.0, True, {"steps": 3.0})
+
+
+@pytest.mark.skipif(find_spec("verl") is not None, reason="verl is installed")
+def test_tools_of_verl(write):
+    write("verl_like_tool.py", VERL)
+    form = form_of(tool_config=write("tools.yaml", YAML))
+    assert form.tools[0]["function"]["name"] == "check"
+    rows = [{"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": truth}}}}} for truth in "12"]
+    one, two = form.make(), form.make()
+    for episode, row in zip((one, two), rows, strict=True):
+        assert episode.reset(row, 0) == Turn()
+    message = {"role": "tool", "name": "check", "content": "check got 1"}
+    for episode, reward in ((one, 1.0), (two, 0.0)):
+        assert episode.step(say("", call("check", answer="1"))) == Turn([message], None, -0.05, False, {"calls": 1.0})
+        assert episode.step(say("done")) == Turn([], None, reward, True, {})
+        episode.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"), [("high", "its reward is str, not a number"), (float("nan"), "its reward is nan")]
+)
+def test_a_reward_that_is_no_number(reward, problem, monkeypatch):
+    class Wrong:
+        def reset(self):
+            return None
+
+        def step(self, action):
+            return None, reward, True, False, {}
+
+    monkeypatch.setitem(sys.modules, "wrong_environment", types.SimpleNamespace(Wrong=Wrong))
+    episode = form_of("wrong_environment:Wrong").make()
+    episode.reset({}, 0)
+    with pytest.raises((TypeError, ValueError), match=problem):
+        episode.step(say("x"))
