@@ -23,7 +23,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Protocol, SupportsFloat
 
@@ -56,8 +56,8 @@ class Environment(Protocol):
     def step(self, action: Message) -> Turn:
         """Answer the model's message; its tool calls are under `tool_calls`, as in transformers' chats."""
 
-    def close(self) -> None:
-        """End the episode."""
+    def finish(self) -> Turn:
+        """End the episode, whose last turn came or which a limit ended: a reward of the end, and numbers."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,9 @@ class _Tools:
         assert tried.problem is not None
         return f"error: {cause_of(tried.problem, None)}", False
 
-    def close(self) -> None:
-        return None
+    def finish(self) -> Turn:
+        reward = getattr(self.instance, "get_reward", None)
+        return Turn(reward=_number(None if reward is None else _result(reward())))
 
 
 class _Gym:
@@ -222,9 +223,10 @@ class _Gym:
         numbers = _numbers(found.get("metadata", found.get("info")))
         return Turn(_read(observation), None, _number(found.get("reward")), bool(found.get("done")), numbers)
 
-    def close(self) -> None:
+    def finish(self) -> Turn:
         if hasattr(self.instance, "close"):
             _result(self.instance.close())
+        return Turn()
 
 
 def _read(observation: Any) -> list[Message]:
@@ -261,8 +263,8 @@ class _Agent:
         numbers = _numbers(found.get("extra_logs"))
         return Turn([], feedback or None, _number(_mean(found.get("rewards"))), bool(found.get("done")), numbers)
 
-    def close(self) -> None:
-        return None
+    def finish(self) -> Turn:
+        return Turn()
 
 
 def _mean(value: Any) -> Any:
@@ -276,7 +278,7 @@ class _VerlTools(_Tools):
     def __init__(self, classes: Mapping[str, Any]):
         super().__init__({})
         self.classes, self.numbers = classes, dict[str, float]()
-        self.reward, self.row = 0.0, dict[str, Any]()
+        self.reward, self.row = 0.0, dict[str, Any]()  # of the turn
         self.instances = dict[str, str]()
 
     def _given(self, name: str, what: str) -> dict[str, Any]:
@@ -300,16 +302,15 @@ class _VerlTools(_Tools):
 
     def step(self, action: Message) -> Turn:
         self.reward, self.numbers = 0.0, {}
-        found = super().step(action)
-        if found.done:
-            for name, tool in self.classes.items():
-                given = self._given(name, "calc_reward_kwargs")
-                self.reward += _number(_result(tool.calc_reward(self.instances[name], **given)))
-        return Turn(found.messages, None, self.reward, found.done, dict(self.numbers), found.failed_calls)
+        return replace(super().step(action), reward=self.reward, numbers=dict(self.numbers))
 
-    def close(self) -> None:
-        for name, instance in self.instances.items():
-            _result(self.classes[name].release(instance, **self._given(name, "release_kwargs")))
+    def finish(self) -> Turn:
+        reward = 0.0
+        for name, tool in self.classes.items():
+            of_tool = self._given(name, "calc_reward_kwargs"), self._given(name, "release_kwargs")
+            reward += _number(_result(tool.calc_reward(self.instances[name], **of_tool[0])))
+            _result(tool.release(self.instances[name], **of_tool[1]))
+        return Turn(reward=reward)
 
 
 def _verl_form(path: str) -> Form:

@@ -30,7 +30,6 @@ from dschat_ppo.errors import attempt
 from dschat_ppo.rewards.worker_pool import START_SECONDS, CallError, outlive_signals, restore_signals
 
 MOST_BYTES = 2**24  # of a reply
-CLOSE_SECONDS = 60  # in which an environment closes
 _START_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from dschat_ppo.episodes.processes import main; main(int(sys.argv[2]), sys.argv[3])"
@@ -87,6 +86,10 @@ class Episodes:
     def step(self, number: int, action: dict[str, Any]) -> None:
         """Send the model's message to an episode; the turn that answers it comes by `poll`."""
         self._ask(number, ("step", action))
+
+    def finish(self, number: int) -> None:
+        """Let an episode end; its last turn comes by `poll`."""
+        self._ask(number, ("finish",))
 
     def _ask(self, number: int, request: tuple[Any, ...]) -> None:
         self._waiting.append((number, pickle.dumps(request)))
@@ -168,7 +171,7 @@ class Episodes:
         return CallError(cause)
 
     def end(self, number: int) -> None:
-        """End an episode that has answered; its process calls `close` of the environment and ends."""
+        """End the process of an episode that has answered."""
         self._sockets.pop(number).close()
         self._groups.pop(number, None)
 
@@ -242,11 +245,6 @@ def _serve(form: Form, trainer: socket.socket) -> None:
                 _reply(replies, "error", cause_of(tried.problem, None))
                 continue
             _reply(replies, "value", value)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(CLOSE_SECONDS)
-        with attempt(also_exits=True):
-            if environment is not None:
-                environment.close()
 
 
 def _reply(replies: BinaryIO, kind: str, value: Any) -> None:

@@ -154,6 +154,7 @@ def test_functions_of_trl(write):
     wrong = episode.step(say("", call("multiply", a=6)))
     assert wrong.failed_calls == 1 and "TypeError: multiply() missing 1 required" in wrong.messages[0]["content"]
     assert episode.step(say("It is 42.")) == Turn(done=True)
+    assert episode.finish() == Turn()
 
 
 def test_gymnasium(write):
@@ -201,8 +202,8 @@ def test_tools_of_verl(write):
     message = {"role": "tool", "name": "check", "content": "check got 1"}
     for episode, reward in ((one, 1.0), (two, 0.0)):
         assert episode.step(say("", call("check", answer="1"))) == Turn([message], None, -0.05, False, {"calls": 1.0})
-        assert episode.step(say("done")) == Turn([], None, reward, True, {})
-        episode.close()
+        assert episode.step(say("done")) == Turn(done=True)
+        assert episode.finish() == Turn(reward=reward)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ class Counter:
         self.count = start
         return f"The counter is at {start}."
 
+    def get_reward(self):
+        return self.count / 2
+
     def add(self, number: int) -> int:
         """Add to the counter.
 
@@ -78,7 +81,9 @@ def test_each_episode_has_a_state_of_its_own(episodes):
     second = answers(episodes, 10)
     assert [second[n].messages[0]["content"] for n in range(10)] == [str(2 * n) for n in range(10)]
     episodes.step(3, {"role": "assistant", "content": "done"})
-    assert answers(episodes, 1) == {3: Turn([], done=True)}
+    assert answers(episodes, 1) == {3: Turn(done=True)}
+    episodes.finish(3)
+    assert answers(episodes, 1) == {3: Turn(reward=3.0)}
     episodes.end(3)
 
 

@@ -1,0 +1,117 @@
+"""The turns of the episodes of one rollout: what happens between the token that ends an action and the next one that the
+model chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.data.examples import Message
+from dschat_ppo.data.templates import without_final
+from dschat_ppo.episodes.environments import Turn
+from dschat_ppo.episodes.observations import ObservationTokens
+from dschat_ppo.episodes.processes import Episodes
+from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
+from dschat_ppo.rewards.worker_pool import CallError
+
+WAIT_SECONDS = 1.0
+
+
+@dataclass
+class Record:
+    """One episode. Response tokens are numbered from 0."""
+
+    messages: list[Message] = field(default_factory=list)  # actions and observations
+    ends: list[int] = field(default_factory=list)  # the last token of each action
+    rewards: list[float] = field(default_factory=list)  # of each action
+    numbers: dict[str, float] = field(default_factory=dict)
+    failed_calls: int = 0
+    problem: str = ""  # why its environment could not go on; "" if it did not fail
+
+
+class EpisodeTurns:
+    """Asks the environments of one rollout, whose episodes have begun; `records` has one entry for each sequence.
+
+    A sequence is in the hands of the engine, which generates its action, or of its environment, from `end_turn` until
+    `observed` returns it. An episode ends when its environment says so or fails, after `most` actions, or when `cut`.
+    """
+
+    def __init__(
+        self, episodes: Episodes, observations: ObservationTokens, tokenizer: PreTrainedTokenizerBase, most: int,
+        records: Sequence[Record],
+    ):  # fmt: skip
+        self.episodes, self.observations, self.tokenizer, self.most = episodes, observations, tokenizer, most
+        self.records = records
+        self._answers = list[tuple[int, Turn | CallError]]()  # that no environment was asked for
+        self._finishing = set[int]()
+
+    def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
+        """The model has ended an action of tokens `ids`, the last of which is response token `end`."""
+        record, tools = self._begun(sequence, end), self.observations.tools
+        text, _ = without_final(self.tokenizer, self.tokenizer.decode(ids, skip_special_tokens=not tools))
+        try:
+            action = parse_action(self.tokenizer, text, tools)
+        except MalformedCallError as problem:
+            record.messages.append({"role": "assistant", "content": text})
+            answer = {"role": "tool", "name": "error", "content": f"error: {problem}"}
+            self._answers.append((sequence, Turn([answer], failed_calls=1)))
+            return
+        record.messages.append(action)
+        self.episodes.step(sequence, action)
+
+    def cut(self, sequence: int, end: int) -> None:
+        """A limit has ended the episode in the middle of an action, or before one."""
+        self._begun(sequence, end)
+        self._finish(sequence)
+
+    def _begun(self, sequence: int, end: int) -> Record:
+        record = self.records[sequence]
+        record.ends.append(end)
+        record.rewards.append(0.0)
+        return record
+
+    def _finish(self, sequence: int) -> None:
+        self._finishing.add(sequence)
+        self.episodes.finish(sequence)
+
+    def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
+        """The sequences whose environments have answered, with the tokens of the observation; [] if the episode has
+        ended. With `wait`, at least one, unless none is in the hands of an environment."""
+        found = list[tuple[int, list[int]]]()
+        while True:
+            answers, self._answers = self._answers, []
+            answers += self.episodes.poll(WAIT_SECONDS if wait and not answers else 0.0)
+            for sequence, turn in answers:
+                self._read(sequence, turn, found)
+            if found or not wait or self.episodes.busy == len(self._finishing):
+                return found
+
+    def _read(self, sequence: int, turn: Turn | CallError, found: list[tuple[int, list[int]]]) -> None:
+        """Note the answer of an environment, and what the engine does with it in `found`."""
+        record, is_last = self.records[sequence], sequence in self._finishing
+        if isinstance(turn, CallError):  # its process has ended
+            record.problem = str(turn)
+            self._finishing.discard(sequence)
+            if not is_last:
+                found.append((sequence, []))
+            return
+        record.rewards[-1] += turn.reward
+        record.numbers |= turn.numbers
+        record.failed_calls += turn.failed_calls
+        if is_last:
+            self._finishing.discard(sequence)
+            self.episodes.end(sequence)
+            return
+        record.messages += turn.messages or ([{"role": "user", "content": turn.text}] if turn.text else [])
+        tokens = [] if turn.done or len(record.ends) >= self.most else self.observations(turn)
+        if not tokens:
+            self._finish(sequence)
+        found.append((sequence, tokens))
+
+    def finish(self) -> None:
+        """Wait for the last rewards of all episodes, which have ended."""
+        while self._finishing:
+            for sequence, turn in self.episodes.poll(WAIT_SECONDS):
+                self._read(sequence, turn, [])
