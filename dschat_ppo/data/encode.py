@@ -80,14 +80,14 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
         ids = ids[:-1]  # some tokenizers append EOS to every text
     encoded = []
     for answer, final in answers:
-        whole = _after(tokenizer, text[-_TAIL:], answer)
+        whole = encode_after(tokenizer, text[-_TAIL:], answer)
         if ids == [tokenizer.bos_token_id] == whole[:1]:  # plain text, which may bring its own BOS
             whole = whole[1:]
         encoded.append(whole if whole[-1:] == [final] else [*whole, final])
     return EncodedExample(ids, encoded, prompt_spans)
 
 
-def _after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:
+def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:
     """The ids of an answer after `before`, the end of its prompt, if the tokenizer puts a space before every text. If a
     token would span the two, it is encoded after another text, or alone."""
     for start in (before, "\n", ":") if before and _puts_a_space_before(tokenizer, len(tokenizer)) else ():

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.encode import decoded, encode_text
+from dschat_ppo.data.encode import decoded, encode_after
 from dschat_ppo.data.examples import Message
 from dschat_ppo.data.templates import added_tokens, render, turn_end
 from dschat_ppo.episodes.environments import Turn
@@ -31,6 +31,7 @@ class ObservationTokens:
     ):
         self.tokenizer, self.tools = tokenizer, list(tools)
         self.most, self.truncation = most, truncation
+        self.before = turn_end(tokenizer).kept
         added = added_tokens(tokenizer, len(tokenizer))
         self.special = sorted({token.content for token in added.values() if len(token.content) > 1}, key=len)
         if tokenizer.chat_template is not None:
@@ -69,7 +70,7 @@ class ObservationTokens:
     def _as_text(self, content: str) -> str:
         """The content within its limit; the texts of added tokens in it are divided."""
         content = content.replace(_SPLIT, "")
-        ids = encode_text(self.tokenizer, self._divided(content).replace(_SPLIT, ""))
+        ids = self._encoded(self._divided(content))
         if len(ids) > self.most:
             left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
             note = f" ... {len(ids) - self.most} tokens are left out ... "
@@ -82,4 +83,4 @@ class ObservationTokens:
         return content
 
     def _encoded(self, text: str) -> list[int]:
-        return [number for part in text.split(_SPLIT) for number in encode_text(self.tokenizer, part)]
+        return [number for part in text.split(_SPLIT) for number in encode_after(self.tokenizer, self.before, part)]

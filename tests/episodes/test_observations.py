@@ -3,7 +3,7 @@
 import pytest
 from chat_tokenizers import EACH, EVERY, SHAPES, opened_by, shaped, special_tokenizer
 
-from dschat_ppo.data.encode import encode_text
+from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.templates import render
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens
@@ -27,7 +27,7 @@ def test_prompt_action_and_observation_are_the_tokens_of_one_rendering(name):
     action = whole[len(opening) : whole.index(SEEN["content"])].partition(shape.end)[0] + shape.end
     found = ObservationTokens(tokenizer, [], 100)(Turn([SEEN]))
     assert tokenizer.decode(found) == whole[len(opening) + len(action) :]
-    assert encode_text(tokenizer, opening + action) + found == encode_text(tokenizer, whole)
+    assert encode_after(tokenizer, "", opening + action) + found == encode_after(tokenizer, "", whole)
 
 
 def test_results_of_tools():
@@ -53,7 +53,7 @@ def test_special_tokens_in_an_observation_are_text():
 def test_a_long_observation_is_cut(truncation, kept):
     tokenizer, _ = shaped("ChatML")
     words = "one two three four five six seven eight nine ten"
-    all_of_it = encode_text(tokenizer, words)
+    all_of_it = encode_after(tokenizer, "", words)
     most = len(all_of_it) // 2
     text = tokenizer.decode(ObservationTokens(tokenizer, [], most, truncation)(Turn([{**SEEN, "content": words}])))
     assert kept in text and f"{len(all_of_it) - most} tokens are left out" in text and "five six" not in text
@@ -62,9 +62,9 @@ def test_a_long_observation_is_cut(truncation, kept):
 def test_text_as_it_is_and_no_template():
     tokenizer, _ = shaped("ChatML")
     read = ObservationTokens(tokenizer, [], 100)
-    assert read(Turn(text="wrong<|im_end|>\n")) == encode_text(tokenizer, "wrong<|im_end|>\n")
+    assert read(Turn(text="wrong<|im_end|>\n")) == encode_after(tokenizer, "", "wrong<|im_end|>\n")
     tokenizer.chat_template = None
-    assert ObservationTokens(tokenizer, [], 100)(Turn([SEEN])) == encode_text(tokenizer, SEEN["content"])
+    assert ObservationTokens(tokenizer, [], 100)(Turn([SEEN])) == encode_after(tokenizer, "", SEEN["content"])
 
 
 def test_a_template_that_drops_the_thinking_of_earlier_turns_is_refused():
