@@ -43,7 +43,9 @@ class ObservationTokens:
         end-of-turn token."""
         if turn.text is not None:
             return self._encoded(turn.text)
-        messages = [{**message, "content": self._as_text(str(message.get("content") or ""))} for message in turn.messages]
+        messages = [
+            {**message, "content": self._as_text(str(message.get("content") or ""))} for message in turn.messages
+        ]
         if self.tokenizer.chat_template is None:
             return self._encoded("".join(message["content"] for message in messages))
         return self._encoded(self._between(messages, "An answer."))
@@ -74,7 +76,9 @@ class ObservationTokens:
         if len(ids) > self.most:
             left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
             note = f" ... {len(ids) - self.most} tokens are left out ... "
-            content = decoded(self.tokenizer, ids[:left]) + note + decoded(self.tokenizer, ids[len(ids) - self.most + left :])
+            content = (
+                decoded(self.tokenizer, ids[:left]) + note + decoded(self.tokenizer, ids[len(ids) - self.most + left :])
+            )
         return self._divided(content)
 
     def _divided(self, content: str) -> str:

@@ -62,8 +62,12 @@ class EpisodeTurns:
         self.episodes.step(sequence, action)
 
     def cut(self, sequence: int, end: int) -> None:
-        """A limit has ended the episode in the middle of an action, or before one."""
+        """A limit has ended the episode in the middle of an action."""
         self._begun(sequence, end)
+        self._finish(sequence)
+
+    def stop(self, sequence: int) -> None:
+        """A limit has ended the episode after an observation."""
         self._finish(sequence)
 
     def _begun(self, sequence: int, end: int) -> Record:
