@@ -1,4 +1,4 @@
-"""The turns of the episodes of one rollout: what happens between the token that ends an action and the next one that the
+"""The turns of the episodes of one rollout: what happens between the token that ends an action and the next token that the
 model chooses."""
 
 from __future__ import annotations
