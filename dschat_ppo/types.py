@@ -71,6 +71,7 @@ class Rollout:
     finish_reason: Tensor  # (B,) int8, a `FinishReason`
     # (B,) int64, tokens of an episode after its prompt, chosen or observed; None where there are no observations
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
+    turn_rewards: Tensor | None = field(default=None, kw_only=True)  # (B, R) fp32, on the last token of each action
 
     @property
     def response_lengths(self) -> Tensor:

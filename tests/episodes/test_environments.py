@@ -79,7 +79,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
         super().__init__(AgentInstance)
 '''
 
-VERL = '''
+VERL = """
 from uuid import uuid4
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -102,7 +102,7 @@ class Gsm8k(BaseTool):
         return self._state[instance_id]["reward"]
     async def release(self, instance_id, **kwargs):
         del self._state[instance_id]
-'''
+"""
 
 YAML = """
 tools:
@@ -143,7 +143,10 @@ def test_functions_of_trl(write):
     path = write("trl_tools.py", TOOLS)
     form = form_of(tools=[f"{path}:multiply", f"{path}:wait"])
     assert [tool["function"]["name"] for tool in form.tools] == ["multiply", "wait"]
-    assert form.tools[0]["function"]["parameters"]["properties"]["a"] == {"type": "integer", "description": "one factor."}
+    assert form.tools[0]["function"]["parameters"]["properties"]["a"] == {
+        "type": "integer",
+        "description": "one factor.",
+    }
     episode = form.make()
     assert episode.reset({"question": "?"}, 0) == Turn()
     turn = episode.step(say("", call("multiply", a=6, b=7), call("wait", seconds=0.0), call("divide", a=1)))

@@ -12,7 +12,9 @@ from dschat_ppo.errors import UserError
 ASK, SAY = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the hall."}
 SEEN = {"role": "user", "content": "No, that is wrong."}
 WITH_TOOLS = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + EACH + "<|im_start|>{{ m.role }}\n"
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    + EACH
+    + "<|im_start|>{{ m.role }}\n"
     "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n" + EVERY + opened_by("<|im_start|>assistant\n")
 )
@@ -68,7 +70,11 @@ def test_text_as_it_is_and_no_template():
 
 
 def test_a_template_that_drops_the_thinking_of_earlier_turns_is_refused():
-    drops = EACH + "<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
-    tokenizer = special_tokenizer(drops + EVERY + opened_by("<|im_start|>assistant\n"), "</s>", ("<|im_start|>", "<|im_end|>"))
+    drops = (
+        EACH + "<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
+    )
+    tokenizer = special_tokenizer(
+        drops + EVERY + opened_by("<|im_start|>assistant\n"), "</s>", ("<|im_start|>", "<|im_end|>")
+    )
     with pytest.raises(UserError, match="renders a turn of the model differently once another message follows"):
         ObservationTokens(tokenizer, [], 100)

@@ -1,0 +1,51 @@
+"""Flags of episodes: tools and environments of step 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dschat_ppo.config.schema import flag, positive, refuse, require_used
+
+
+@dataclass(frozen=True)
+class EnvironmentFlags:
+    """Tools and environments: an answer becomes an episode of several turns (docs/environments.md)."""
+
+    # fmt: off
+    environment: str | None = flag(None,
+        "environment, FILE.py:CLASS or MODULE:CLASS: a class of TRL, Gymnasium, SkyRL-Gym or OpenRLHF")
+    tools: list[str] = flag([],
+        "tools, FILE.py:FUNCTION or MODULE:FUNCTION each: functions with type hints and a docstring that describes "
+        "their arguments; beside an environment of TRL, whose methods are tools, too")
+    tool_config: str | None = flag(None, "tools of verl: a YAML file with class_name, config and tool_schema of each")
+    agent_func_path: str | None = flag(None, "environment of OpenRLHF: a file with a class AgentInstance")
+    max_turns: int = positive(8, "most answers of the model in an episode; --max_answer_seq_len counts all tokens of it")
+    max_observation_tokens: int = positive(512, "most tokens of the content of one message of an environment or tool")
+    observation_truncation: Literal["left", "middle", "right"] = flag("middle", "where a longer one is cut")
+    environment_workers: int = positive(32, "most calls of environments that run at a time on each rank")
+    environment_timeout: float = positive(60.0, "timeout of a call, in seconds; it ends the episode")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        alone = [name for name in ("environment", "tool_config", "agent_func_path") if vars(self)[name] is not None]
+        refuse({
+            f"{' and '.join(f'--{name}' for name in alone)}: name one of them": len(alone) > 1,
+            f"--tools beside --{alone[0] if alone else ''}: its environment has no other tools; omit one of the two":
+                bool(self.tools) and bool(alone) and alone != ["environment"],
+        })  # fmt: skip
+        settings = "max_turns max_observation_tokens observation_truncation environment_workers environment_timeout"
+        require_used(self, [(self.is_used, "--environment, --tools, --tool_config or --agent_func_path", settings)])
+
+    @property
+    def is_used(self) -> bool:
+        """Whether answers are episodes."""
+        return bool(self.tools or self.environment or self.tool_config or self.agent_func_path)
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The arguments of `episodes.environments.form_of`."""
+        return {
+            "environment": self.environment, "tools": self.tools, "tool_config": self.tool_config,
+            "agent": self.agent_func_path,
+        }  # fmt: skip
