@@ -79,6 +79,12 @@ class Rollout:
         return self.response_mask.sum(dim=1) if self.episode_lengths is None else self.episode_lengths
 
     @property
+    def real_mask(self) -> Tensor:
+        """(B, R) bool, True on the tokens after the prompt, chosen or observed."""
+        columns = torch.arange(self.response_ids.shape[1], device=self.response_ids.device)
+        return columns < self.response_lengths.unsqueeze(1)
+
+    @property
     def ended(self) -> Tensor:
         """(B,) bool, True for answers that ended by themselves, False for truncated ones."""
         return self.finish_reason != FinishReason.LENGTH

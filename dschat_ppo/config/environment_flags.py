@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_ppo.config.schema import flag, positive, refuse, require_used
+from dschat_ppo.config.schema import finite, flag, positive, refuse, require_used
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class EnvironmentFlags:
     max_observation_tokens: int = positive(512, "most tokens of the content of one message of an environment or tool")
     observation_truncation: Literal["left", "middle", "right"] = flag("middle", "where a longer one is cut")
     environment_workers: int = positive(32, "most calls of environments that run at a time on each rank")
+    environment_reward_weight: float = finite(1.0, "weight of the reward of the environment; 0 = only log it")
     environment_timeout: float = positive(60.0, "timeout of a call, in seconds; it ends the episode")
     # fmt: on
 
@@ -41,6 +42,17 @@ class EnvironmentFlags:
     def is_used(self) -> bool:
         """Whether answers are episodes."""
         return bool(self.tools or self.environment or self.tool_config or self.agent_func_path)
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether there is an environment; tools alone score nothing."""
+        return self.is_used and bool(self.environment or self.tool_config or self.agent_func_path)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The flags that name environments and tools -> their values."""
+        names = ("environment", "tools", "tool_config", "agent_func_path")
+        return {name: vars(self)[name] for name in names if vars(self)[name]}
 
     @property
     def names(self) -> dict[str, Any]:

@@ -175,10 +175,15 @@ class Episodes:
         self._sockets.pop(number).close()
         self._groups.pop(number, None)
 
-    def close(self) -> None:
-        """End all episodes and the server."""
+    def end_all(self) -> None:
+        """End all episodes, also in the middle of a call."""
+        self._waiting.clear()
         for number in list(self._sockets):
             self._fail(number, "the rollout has ended")
+
+    def close(self) -> None:
+        """End all episodes and the server."""
+        self.end_all()
         self._selector.close()
         self._control.close()
         with suppress(ProcessLookupError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.hybrid_engine import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.engine.router_term import router_top_k
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
@@ -217,7 +219,11 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     check_stop_ids(ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    rows = prepare(config.step_data, tokenizer)
+    data = config.step_data
+    if config.environment.is_used:
+        with closing(EpisodeRollouts(config.environment, tokenizer)) as episodes:
+            data = replace(data, tools=episodes.tools)
+    rows = prepare(data, tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)

@@ -26,6 +26,7 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.data.batches import IndexStream, collate_prompts
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import RolloutCancelled, UserError
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
@@ -76,8 +77,10 @@ class RolloutGenerator:
     checks the generation engine on the model."""
 
     def __init__(
-        self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int
-    ):
+        self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int,
+        episodes: EpisodeRollouts | None = None,
+    ):  # fmt: skip
+        self.episodes = episodes
         self.hybrid = hybrid
         self.prompts = prompts
         self.pad_id = filler_id(tokenizer)
@@ -113,17 +116,24 @@ class RolloutGenerator:
             shares = dist.gather_objects((indices, seeds), parallel.group)
             indices = [index for share, _ in shares for index in share]
             seeds, place = torch.cat([seeds for _, seeds in shares]), parallel.rank
-        batch = to_device(
-            collate_prompts(self.prompts if prompts is None else prompts, indices, self.pad_id), self.device
-        )
+        rows, turns = self.prompts if prompts is None else prompts, None
+        if self.episodes is None:
+            batch = collate_prompts(rows, indices, self.pad_id)
+        else:
+            batch, turns = self.episodes.begin(rows, indices, seeds)
+            config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
+        batch = to_device(batch, self.device)
         with self.hybrid.generating() as model:
             largest = self.hybrid.max_over_ranks
             if parallel is not None and largest is not None and config.rows == 0:  # as many for each rank of a group
                 length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
                 config = replace(config, rows=-largest(-rows_for_memory(model, length)))
             rollout = generate(
-                model, batch, seeds.to(self.device), config, largest, cancelled=cancelled, graphs=self.graphs
-            )
+                model, batch, seeds.to(self.device), config, largest, cancelled=cancelled, graphs=self.graphs,
+                turns=turns,
+            )  # fmt: skip
+        if self.episodes is not None and turns is not None:
+            return self.episodes.end(rollout, turns, cancelled())
         if parallel is None:
             return rollout
         rows = torch.arange(own * config.samples, device=self.device)
@@ -238,6 +248,8 @@ class ExperienceCollection:
             if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:
                 return None
         self.metrics = {"reward/function_faults": float(self._faults)}
+        if self.generator.episodes is not None:
+            self.metrics |= self.generator.episodes.take_metrics()
         self.metrics |= {f"reward/{name}": mean for name, mean in number_means(self._numbers).items()}
         if self.pool is not None:
             self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)

@@ -14,7 +14,7 @@ from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
 from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo.score import answers_of, texts_of
-from dschat_ppo.types import FinishReason, ScoredRollout, select_rows, to_device
+from dschat_ppo.types import FinishReason, ScoredRollout, row_lengths, select_rows, to_device
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def sample_lines(
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
     answers = answers_of(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
-    tokens = lengths + rows.prompt_mask.sum(dim=1)
+    tokens = row_lengths(rows)
     kl: list[float | None] = [None] * len(answers)
     if rows.ref_logprobs is not None:
         kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
