@@ -20,7 +20,7 @@ class EnvironmentFlags:
         "their arguments; beside an environment of TRL, whose methods are tools, too")
     tool_config: str | None = flag(None, "tools of verl: a YAML file with class_name, config and tool_schema of each")
     agent_func_path: str | None = flag(None, "environment of OpenRLHF: a file with a class AgentInstance")
-    max_turns: int = positive(8, "most answers of the model in an episode; --max_answer_seq_len counts all tokens of it")
+    max_turns: int = positive(8, "most answers of the model in an episode; --max_answer_seq_len counts all its tokens")
     max_observation_tokens: int = positive(512, "most tokens of the content of one message of an environment or tool")
     observation_truncation: Literal["left", "middle", "right"] = flag("middle", "where a longer one is cut")
     environment_workers: int = positive(32, "most calls of environments that run at a time on each rank")

@@ -1,5 +1,5 @@
-"""The turns of the episodes of one rollout: what happens between the token that ends an action and the next token that the
-model chooses."""
+"""The turns of the episodes of a rollout: what happens between the token that ends an action and the next token that
+the model chooses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Episodes in generation: the same tokens and log-probs as a loop that reads the whole history for every token, whatever
-the environments answer, in whatever order."""
+"""Episodes in generation: the same tokens and log-probs as a loop that reads the whole history for every token,
+whatever the environments answer, in whatever order."""
 
 import random
 from functools import cache
