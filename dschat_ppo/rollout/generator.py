@@ -94,6 +94,8 @@ def generate(
     static = (static or turns is not None and max_over_ranks is None) and not has_states(model.config)
     if turns is not None and not (static and config.engine == "continuous"):
         return _generate_turn_by_turn(model, prompts, seeds, config, max_over_ranks, limits, cancelled, turns)
+    if turns is not None and not on_gpu:
+        graphs = None
     with ExitStack() as stack:
         if config.prepack and max_over_ranks is None and can_prepack(model):
             stack.enter_context(fused(model))
