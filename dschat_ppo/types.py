@@ -161,6 +161,14 @@ def response_slots(rows: Rollout) -> Tensor:
     return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)
 
 
+def chosen_columns(rows: Rollout, width: int, shift: int = 0) -> Tensor:
+    """(B, `width`) bool: the columns of `full_sequences` that hold tokens that the policy chose, or those `shift`
+    before them."""
+    columns = (response_slots(rows) - shift).clamp_min(0)  # (B, R); several are equal in the padding
+    counts = torch.zeros(len(columns), width, dtype=torch.int64, device=columns.device)
+    return counts.scatter_add_(1, columns, rows.response_mask.long()) > 0
+
+
 def tensors_of(rows: Any) -> dict[str, Tensor]:
     """The fields of a record as name -> tensor, without those that are None."""
     values = {f.name: getattr(rows, f.name) for f in fields(rows)}

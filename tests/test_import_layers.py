@@ -17,7 +17,7 @@ LAYERS = [
     {"cpu_kernels", "gpu_kernels"},
     {"data", "models", "monitor"},
     {"checkpoint", "engine", "html_report", "rewards"},
-    {"nonfinite", "rollout", "run"},
+    {"episodes", "nonfinite", "rollout", "run"},
     {"planner"},
     {"ppo", "supervised"},
     {"tools"},

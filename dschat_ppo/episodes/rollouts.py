@@ -20,8 +20,8 @@ from dschat_ppo.data.batches import left_padded
 from dschat_ppo.data.encode import encode_after, encode_prompt
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Row
 from dschat_ppo.episodes.environments import Turn
+from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.observations import ObservationTokens
-from dschat_ppo.episodes.processes import Episodes
 from dschat_ppo.episodes.turns import WAIT_SECONDS, EpisodeTurns, Record
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.tokenizers import filler_id

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.data.examples import Message
 from dschat_ppo.data.templates import without_final
 from dschat_ppo.episodes.environments import Turn
+from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.observations import ObservationTokens
-from dschat_ppo.episodes.processes import Episodes
 from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
 from dschat_ppo.rewards.worker_pool import CallError
 

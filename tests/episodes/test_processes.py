@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.processes import Episodes
+from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.rewards.worker_pool import CallError
 
 FILE = '''

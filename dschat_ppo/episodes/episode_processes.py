@@ -32,7 +32,7 @@ from dschat_ppo.rewards.worker_pool import START_SECONDS, CallError, outlive_sig
 MOST_BYTES = 2**24  # of a reply
 _START_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dschat_ppo.episodes.processes import main; main(int(sys.argv[2]), sys.argv[3])"
+    "from dschat_ppo.episodes.episode_processes import main; main(int(sys.argv[2]), sys.argv[3])"
 )
 
 

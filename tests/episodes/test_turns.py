@@ -1,0 +1,96 @@
+"""What happens between two actions: rewards, limits and calls that cannot be read."""
+
+import pytest
+from chat_tokenizers import shaped
+
+from dschat_ppo.episodes.environments import Turn
+from dschat_ppo.episodes.observations import ObservationTokens
+from dschat_ppo.episodes.turns import EpisodeTurns, Record
+from dschat_ppo.rewards.worker_pool import CallError
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+
+
+class Answers:
+    """Environments that answer at once, with the next of their turns."""
+
+    def __init__(self, **turns):
+        self.turns, self.asked, self.replies, self.ended = turns, [], [], []
+
+    @property
+    def busy(self):
+        return len(self.replies)
+
+    def step(self, number, action):
+        self.asked.append(action)
+        self.replies.append((number, self.turns["steps"].pop(0)))
+
+    def finish(self, number):
+        self.replies.append((number, self.turns.get("last", Turn())))
+
+    def poll(self, seconds):
+        found, self.replies = self.replies, []
+        return found
+
+    def end(self, number):
+        self.ended.append(number)
+
+
+def turns_of(tools=(), most=3, **turns):
+    tokenizer, _ = shaped("ChatML")
+    answers, record = Answers(**turns), Record()
+    read = ObservationTokens(tokenizer, list(tools), 100)
+    return EpisodeTurns(answers, read, tokenizer, most, [record]), answers, record, tokenizer
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_rewards_of_turns_and_of_the_end_belong_to_their_actions():
+    turns, answers, record, tokenizer = turns_of(
+        steps=[Turn(user("again"), reward=0.5, numbers={"n": 1.0}), Turn(user("right"), reward=1.0, done=True)],
+        last=Turn(reward=0.25, numbers={"m": 2.0}),
+    )  # fmt: skip
+    turns.end_turn(0, tokenizer.encode("first<|im_end|>"), 4)
+    [(number, tokens)] = turns.observed(True)
+    assert number == 0
+    assert tokenizer.decode(tokens) == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    turns.end_turn(0, tokenizer.encode("second<|im_end|>"), 19)
+    assert turns.observed(True) == [(0, [])] and answers.ended == []
+    turns.finish()
+    assert answers.ended == [0] and [action["content"] for action in answers.asked] == ["first", "second"]
+    assert (record.ends, record.rewards, record.numbers) == ([4, 19], [0.5, 1.25], {"n": 1.0, "m": 2.0})
+    assert [message["content"] for message in record.messages] == ["first", "again", "second", "right"]
+
+
+def test_an_episode_ends_after_the_most_turns_or_where_a_limit_cuts_it():
+    turns, answers, record, tokenizer = turns_of(most=1, steps=[Turn(user("again"))], last=Turn(reward=2.0))
+    turns.end_turn(0, tokenizer.encode("x<|im_end|>"), 1)
+    assert turns.observed(True) == [(0, [])]
+    turns.finish()
+    assert record.rewards == [2.0]
+    turns, answers, record, tokenizer = turns_of(last=Turn(reward=3.0))
+    turns.cut(0, 7)
+    turns.finish()
+    assert (record.ends, record.rewards, answers.asked, answers.ended) == ([7], [3.0], [], [0])
+
+
+def test_a_call_that_cannot_be_read_is_answered_without_the_environment():
+    turns, answers, record, tokenizer = turns_of(tools=[TOOL], steps=[])
+    turns.end_turn(0, tokenizer.encode("<tool_call>look(</tool_call><|im_end|>"), 9)
+    [(_, tokens)] = turns.observed(True)
+    assert "error: the tool call is not valid JSON" in tokenizer.decode(tokens)
+    assert (answers.asked, record.failed_calls, record.rewards) == ([], 1, [0.0])
+
+
+@pytest.mark.parametrize("when", ["step", "end"])
+def test_an_environment_that_fails_ends_its_episode(when):
+    failure = CallError("took longer than 2 s")
+    steps = [failure] if when == "step" else [Turn(done=True, reward=1.0)]
+    turns, answers, record, tokenizer = turns_of(steps=steps, last=failure)
+    turns.end_turn(0, tokenizer.encode("x<|im_end|>"), 1)
+    assert turns.observed(True) == [(0, [])]
+    turns.finish()
+    assert record.problem == "took longer than 2 s" and record.rewards == [float(when == "end")]
+    assert answers.ended == [], "its process has ended already"
