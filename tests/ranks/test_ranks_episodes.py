@@ -65,4 +65,5 @@ def test_the_numbers_do_not_depend_on_the_layout(runs, name):
     for row, other in zip(expected, found, strict=True):
         for key in row:
             if key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout") and "diff" not in key:
-                np.testing.assert_allclose(other[key], row[key], rtol=2e-3, atol=2e-5, err_msg=key)
+                atol = 2e-4 if key.endswith("_max") else 2e-5
+                np.testing.assert_allclose(other[key], row[key], rtol=2e-3, atol=atol, err_msg=key)
