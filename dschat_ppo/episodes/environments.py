@@ -318,7 +318,7 @@ def _verl_form(path: str) -> Form:
 
     with open(path, encoding="utf-8") as file:
         listed = yaml.safe_load(file)["tools"]
-    names = {
+    names: dict[str, dict[str, Any]] = {
         "verl.tools.base_tool": {"BaseTool": _BaseTool},
         "verl.tools.schemas": {"OpenAIFunctionToolSchema": _Record, "ToolResponse": _Record},
         "verl.utils.rollout_trace": {"rollout_trace_op": lambda function: function},

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.own_functions import cause_of
@@ -252,5 +252,5 @@ def _serve(form: Form, trainer: socket.socket) -> None:
             _reply(replies, "value", value)
 
 
-def _reply(replies: BinaryIO, kind: str, value: Any) -> None:
+def _reply(replies: socket.SocketIO, kind: str, value: Any) -> None:
     replies.write(json.dumps({kind: value}).encode() + b"\n")

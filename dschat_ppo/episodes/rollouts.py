@@ -76,8 +76,8 @@ class EpisodeRollouts:
     def _prompt(self, ids: list[int], row: Row, opening: Any) -> list[int]:
         """The tokens of a row's prompt, with what its environment says first: in the last message, as TRL has it, or
         after a text."""
+        messages: Any = row.get(MESSAGES)
         said = "".join(str(message.get("content") or "") for message in opening.messages)
-        messages = row.get(MESSAGES)
         if opening.text or (said and messages is None):
             return [*ids, *encode_after(self.tokenizer, str(row.get("prompt")), opening.text or said)]
         if not said:

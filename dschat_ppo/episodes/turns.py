@@ -50,7 +50,7 @@ class EpisodeTurns:
     def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
         """The model has ended an action of tokens `ids`, the last of which is response token `end`."""
         record, tools = self._begun(sequence, end), self.observations.tools
-        text, _ = without_final(self.tokenizer, self.tokenizer.decode(ids, skip_special_tokens=not tools))
+        text, _ = without_final(self.tokenizer, str(self.tokenizer.decode(ids, skip_special_tokens=not tools)))
         try:
             action = parse_action(self.tokenizer, text, tools)
         except MalformedCallError as problem:

@@ -26,7 +26,7 @@ from dschat_ppo.rollout.kv_cache import (
     RowStates,
     warn_of_memory,
 )
-from dschat_ppo.rollout.running_batches import RunningBatches, RunningPool
+from dschat_ppo.rollout.running_batches import Rows, RunningBatches, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import FinishReason
@@ -156,6 +156,7 @@ class ContinuousBatching:
             self._idle_pass()
             return
         # Generate.
+        rows: Rows
         if isinstance(running, RunningPool):
             assert self.graphed is not None
             if stopped := running.stop_for_slots():
@@ -164,9 +165,10 @@ class ContinuousBatching:
             rows, tokens = running.active, POLL
             if not len(rows):
                 return
-            finished = self.graphed.run(rows, self.rows)
+            finished = self.graphed.run(running.active, self.rows)
         else:
-            inputs, rows, tokens = running.next_step(self.device), running.rows, 1
+            inputs, tokens = running.next_step(self.device), 1
+            rows = running.rows
             if self.states is not None:
                 self.cache = self.states.of(rows.sequences)
             finished = self._generate_tokens(*inputs).cpu().numpy()
@@ -221,9 +223,9 @@ class ContinuousBatching:
         for first in range(0, len(fed), FED_TOKENS):
             part = fed.select(np.arange(first, min(first + FED_TOKENS, len(fed))))
             columns = [part.sequences, part.positions, part.slots, part.starts, part.prefixes, part.prefix_lengths]
-            sequences, positions, *places = torch.from_numpy(np.stack(columns)).to(self.device)
+            sequences, positions, own, starts, prefixes, shared = torch.from_numpy(np.stack(columns)).to(self.device)
             longest, shares = int(part.positions.max()) + 1, bool(part.prefix_lengths.any())
-            self.attention.metadata = [PooledMetadata(running.pool, *places, longest, shares)]
+            self.attention.metadata = [PooledMetadata(running.pool, own, starts, prefixes, shared, longest, shares)]
             ids = buffers.token_ids.view(-1)[sequences * buffers.width + positions]
             self._forward(ids.unsqueeze(1), positions.unsqueeze(1), self.cache)
         for sequence, position in zip(rows.sequences.tolist(), (rows.positions + number).tolist(), strict=True):
