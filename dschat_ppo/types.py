@@ -76,7 +76,7 @@ class Rollout:
     @property
     def response_lengths(self) -> Tensor:
         """(B,) int64, tokens after the prompt, of both kinds."""
-        return self.response_mask.count_nonzero(dim=1) if self.episode_lengths is None else self.episode_lengths
+        return self.response_mask.sum(dim=1) if self.episode_lengths is None else self.episode_lengths
 
     @property
     def real_mask(self) -> Tensor:
