@@ -42,6 +42,9 @@ class EpisodeRollouts:
         except CallError as problem:
             raise UserError(f"{given}: cannot be used: {problem}") from None
         self.tools = self.episodes.tools
+        if self.tools and tokenizer.chat_template is None:
+            self.close()
+            raise UserError(f"{given}: a chat template describes tools to the model; give one with --chat_template")
         self.observations = ObservationTokens(
             tokenizer, self.tools, flags.max_observation_tokens, flags.observation_truncation
         )

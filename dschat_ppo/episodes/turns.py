@@ -14,6 +14,7 @@ from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
+from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.worker_pool import CallError
 
 WAIT_SECONDS = 1.0
@@ -109,7 +110,12 @@ class EpisodeTurns:
             self.episodes.end(sequence)
             return
         record.messages += turn.messages or ([{"role": "user", "content": turn.text}] if turn.text else [])
-        tokens = [] if turn.done or len(record.ends) >= self.most else self.observations(turn)
+        tokens = list[int]()
+        if not turn.done and len(record.ends) < self.most:
+            try:
+                tokens = self.observations(turn)
+            except UserError as problem:  # of the template or the tokenizer; other ranks go on
+                record.problem = f"answered what cannot be rendered: {problem}"
         if not tokens:
             self._finish(sequence)
         found.append((sequence, tokens))

@@ -84,6 +84,14 @@ def test_a_call_that_cannot_be_read_is_answered_without_the_environment():
     assert (answers.asked, record.failed_calls, record.rewards) == ([], 1, [0.0])
 
 
+def test_an_observation_that_cannot_be_rendered_ends_the_episode():
+    turns, answers, record, tokenizer = turns_of(steps=[Turn(user("\ud800"), reward=1.0)])
+    turns.end_turn(0, tokenizer.encode("x<|im_end|>"), 1)
+    assert turns.observed(True) == [(0, [])]
+    turns.finish()
+    assert record.problem.startswith("answered what cannot be rendered: ") and record.rewards == [1.0]
+
+
 @pytest.mark.parametrize("when", ["step", "end"])
 def test_an_environment_that_fails_ends_its_episode(when):
     failure = CallError("took longer than 2 s")
