@@ -36,7 +36,10 @@ class EnvironmentFlags:
                 bool(self.tools) and bool(alone) and alone != ["environment"],
         })  # fmt: skip
         settings = "max_turns max_observation_tokens observation_truncation environment_workers environment_timeout"
-        require_used(self, [(self.is_used, "--environment, --tools, --tool_config or --agent_func_path", settings)])
+        require_used(self, [
+            (self.is_used, "--environment, --tools, --tool_config or --agent_func_path", settings),
+            (self.gives_reward, "--environment, --tool_config or --agent_func_path", "environment_reward_weight"),
+        ])  # fmt: skip
 
     @property
     def is_used(self) -> bool:
@@ -53,6 +56,14 @@ class EnvironmentFlags:
         """The flags that name environments and tools -> their values."""
         names = ("environment", "tools", "tool_config", "agent_func_path")
         return {name: vars(self)[name] for name in names if vars(self)[name]}
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """(flag with its value, file) of each file among them."""
+        found = [(f"--{flag}", value) for flag, named in self.given.items()
+                 for value in ([named] if isinstance(named, str) else named)]  # fmt: skip
+        paths = [(f"{flag} {value}", value.rpartition(":")[0] or value) for flag, value in found]
+        return [(flag, path) for flag, path in paths if path.endswith((".py", ".yaml", ".yml"))]
 
     @property
     def names(self) -> dict[str, Any]:

@@ -22,8 +22,9 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Protocol, SupportsFloat
 
@@ -32,7 +33,6 @@ from dschat_ppo.errors import attempt
 from dschat_ppo.rewards.call_forms import clean_name
 
 Message = dict[str, Any]
-_LOOP = asyncio.new_event_loop()
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,21 @@ def _methods(instance: Any) -> list[Callable[..., Any]]:
             if n not in ("reset", "get_reward", "close") and inspect.isroutine(getattr(type(instance), n))]  # fmt: skip
 
 
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process; forks of one loop would take each other's wake-ups."""
+    return asyncio.new_event_loop()
+
+
 def _result(value: Any) -> Any:
     """A value, or what a coroutine returns."""
-    return _LOOP.run_until_complete(value) if inspect.isawaitable(value) else value
+    return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 def _content(value: Any) -> str:
     """What a tool returned, as the content of a message."""
     if isinstance(value, str):
-        return value
+        return value.encode("utf-8", "replace").decode()
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -155,9 +161,13 @@ def _number(value: Any) -> float:
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    found = values if isinstance(values, Mapping) else {}
-    return {clean_name(key): float(value) for key, value in found.items()
-            if isinstance(value, SupportsFloat) and math.isfinite(float(value))}  # fmt: skip
+    """The finite numbers of a record."""
+    numbers = dict[str, float]()
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # of arrays
+            if isinstance(value, SupportsFloat) and math.isfinite(float(value)):
+                numbers[clean_name(key)] = float(value)
+    return numbers
 
 
 class _Tools:
@@ -190,8 +200,11 @@ class _Tools:
         return f"error: {cause_of(tried.problem, None)}", False
 
     def finish(self) -> Turn:
-        reward = getattr(self.instance, "get_reward", None)
-        return Turn(reward=_number(None if reward is None else _result(reward())))
+        reward, close = (getattr(self.instance, name, None) for name in ("get_reward", "close"))
+        found = Turn(reward=_number(None if reward is None else _result(reward())))
+        if close is not None:
+            _result(close())
+        return found
 
 
 class _Gym:
@@ -216,7 +229,8 @@ class _Gym:
     def step(self, action: Message) -> Turn:
         found = _result(self.instance.step(action.get("content") or ""))
         if isinstance(found, tuple):
-            observation, reward, *ends, info = found
+            observation, reward, *ends = found
+            info = ends.pop() if len(ends) > 1 else {}
             return Turn(_read(observation), None, _number(reward), any(ends), _numbers(info))
         found = found if isinstance(found, Mapping) else vars(found)
         observation = found.get("observations", found.get("observation"))
@@ -290,10 +304,10 @@ class _VerlTools(_Tools):
         for name, tool in self.classes.items():
             made = _result(tool.create(None, **self._given(name, "create_kwargs")))
             self.instances[name] = made[0] if isinstance(made, tuple) else made
-            self.tools[name] = lambda name=name, **arguments: self._execute(name, arguments)
+            self.tools[name] = partial(self._execute, name)
         return Turn()
 
-    def _execute(self, name: str, arguments: dict[str, Any]) -> str:
+    def _execute(self, name: str, /, **arguments: Any) -> str:
         given = self._given(name, "execute_kwargs")
         response, reward, metrics = _result(self.classes[name].execute(self.instances[name], arguments, **given))
         self.reward += _number(reward)

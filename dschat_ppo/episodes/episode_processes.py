@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import selectors
 import signal
 import socket
@@ -64,6 +65,9 @@ class Episodes:
         self._groups = dict[int, int]()  # its process group
         self._waiting = deque[tuple[int, bytes]]()
         self._calls = dict[int, _Call]()
+        self._failed = list[tuple[int, CallError]]()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a file for each episode
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         self._selector = selectors.DefaultSelector()
         try:
             self._control.settimeout(START_SECONDS)
@@ -76,9 +80,13 @@ class Episodes:
 
     def start(self, number: int, row: dict[str, Any], seed: int) -> None:
         """Begin episode `number`; its first turn comes by `poll`."""
-        ours, theirs = socket.socketpair()
-        socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-        theirs.close()
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except OSError as problem:
+            self._failed.append((number, CallError(f"could not be started ({problem.strerror})")))
+            return
         ours.setblocking(False)
         self._sockets[number] = ours
         self._ask(number, ("reset", row, seed))
@@ -109,7 +117,8 @@ class Episodes:
     def poll(self, seconds: float = 0.0) -> list[tuple[int, Turn | CallError]]:
         """The episodes that answered since the last call, with their turns. Waits up to `seconds` for the first one. An
         episode whose call failed, by an exception, its time, its process or an invalid reply, has ended."""
-        found, last = list[tuple[int, Turn | CallError]](), time.monotonic() + seconds
+        found, last = list[tuple[int, Turn | CallError]](self._failed), time.monotonic() + seconds
+        self._failed.clear()
         while self._calls:
             now = time.monotonic()
             ends = min(call.end for call in self._calls.values())
@@ -178,6 +187,11 @@ class Episodes:
     def end_all(self) -> None:
         """End all episodes, also in the middle of a call."""
         self._waiting.clear()
+        for number, ours in self._sockets.items():
+            if number not in self._groups:
+                ours.settimeout(1.0)
+                with suppress(OSError, ValueError):
+                    self._groups[number] = int(ours.recv(2**10).partition(b"\n")[0])
         for number in list(self._sockets):
             self._fail(number, "the rollout has ended")
 
@@ -220,14 +234,18 @@ def main(control: int, names: str) -> None:
         _, numbers, *_ = socket.recv_fds(parent, 1, 1)
         if not numbers:
             return None  # the trainer has ended
-        if os.fork() == 0:
+        try:
+            process = os.fork()
+        except OSError:  # its episode finds the socket closed
+            process = -1
+        if process == 0:
             parent.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             restore_signals()
             signal_when_parent_ends(signal.SIGKILL)
             os.setsid()
             _serve(form, socket.socket(fileno=numbers[0]))
-            os._exit(0)
+            os.killpg(0, signal.SIGKILL)  # with all that the environment has started
         os.close(numbers[0])
 
 
@@ -239,17 +257,19 @@ def _serve(form: Form, trainer: socket.socket) -> None:
         while True:
             try:
                 method, *arguments = pickle.load(requests)
-            except EOFError:
+            except (EOFError, OSError):  # OSError: the trainer has ended the episode
                 break
             with attempt(also_exits=True) as tried:
                 environment = environment or form.make()
-                value: Any = asdict(getattr(environment, method)(*arguments))
+                reply = json.dumps({"value": asdict(getattr(environment, method)(*arguments))}).encode() + b"\n"
             if os.getpid() != process:  # a fork of the user's code returned
                 os._exit(1)
             if tried.problem is not None:
-                _reply(replies, "error", cause_of(tried.problem, None))
-                continue
-            _reply(replies, "value", value)
+                reply = json.dumps({"error": cause_of(tried.problem, None)}).encode() + b"\n"
+            try:
+                replies.write(reply)
+            except OSError:
+                break
 
 
 def _reply(replies: socket.SocketIO, kind: str, value: Any) -> None:

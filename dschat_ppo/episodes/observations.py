@@ -19,6 +19,7 @@ from dschat_ppo.errors import UserError
 
 Truncation = Literal["left", "middle", "right"]
 _SPLIT = "\ue000"  # private use: divides the text of an added token, so that it is encoded as text
+_LONGEST = 64  # characters of a token
 _THOUGHT = "<think>\nA thought.\n</think>\n\n"
 
 
@@ -36,23 +37,40 @@ class ObservationTokens:
         self.special = sorted({token.content for token in added.values() if len(token.content) > 1}, key=len)
         if tokenizer.chat_template is not None:
             role = "tool" if tools else "user"
-            self._between([{"role": role, "name": "f", "content": "An observation."}], _THOUGHT + "An answer.")
+            seen = self._between([{"role": role, "name": "f", "content": "An observation."}], _THOUGHT + "An answer.")
+            if "An observation." not in seen:
+                raise UserError(f"the chat template leaves out messages of the {role}; take another (--chat_template)")
 
-    def __call__(self, turn: Turn) -> list[int]:
-        """The tokens that follow an action, with the opening of the model's next turn. The action ended with the
-        end-of-turn token."""
+    def __call__(self, turn: Turn, ended: bool = True) -> list[int]:
+        """The tokens that follow an action, with the opening of the model's next turn. Unless the action `ended` with
+        the end-of-turn token, what ends a turn in the template comes first."""
         if turn.text is not None:
-            return self._encoded(turn.text)
+            return self._cut(self._encoded(turn.text))
         messages = [
             {**message, "content": self._as_text(str(message.get("content") or ""))} for message in turn.messages
         ]
         if self.tokenizer.chat_template is None:
             return self._encoded("".join(message["content"] for message in messages))
-        return self._encoded(self._between(messages, "An answer."))
+        ids = self._encoded(self._between(messages, "An answer."))
+        return ids if ended else [*encode_after(self.tokenizer, "", self.before), *ids]
+
+    def opening(self, messages: Sequence[Message], said: str, tools: Sequence[Any]) -> list[int]:
+        """The tokens of a prompt with `said` at the end of its last message, as TRL has it."""
+        whole = "\n\n".join(filter(None, [messages[-1].get("content"), self._as_text(said)]))
+        last = {**messages[-1], "content": whole}
+        return self._encoded(render(self.tokenizer, [*messages[:-1], last], open_answer=True, tools=[*tools] or None))
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """At most `most` ids, without those at the place of the truncation."""
+        left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
+        return ids if len(ids) <= self.most else ids[:left] + ids[len(ids) - self.most + left :]
 
     def _between(self, messages: Sequence[Message], answer: str) -> str:
         """What the template writes between an answer and the next one, with `messages` between them."""
-        calls = [{"type": "function", "function": {"name": message.get("name", "f"), "arguments": {}}}
+        messages = [{**message, "tool_call_id": f"call{number:05}"} if message["role"] == "tool" else message
+                    for number, message in enumerate(messages)]  # fmt: skip
+        calls = [{"type": "function", "id": message["tool_call_id"],
+                  "function": {"name": message.get("name", "f"), "arguments": {}}}
                  for message in messages if message["role"] == "tool"]  # fmt: skip
         before: list[Message] = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
         if calls:
@@ -72,13 +90,14 @@ class ObservationTokens:
     def _as_text(self, content: str) -> str:
         """The content within its limit; the texts of added tokens in it are divided."""
         content = content.replace(_SPLIT, "")
+        ends = _LONGEST * self.most  # characters that matter: a long text takes the tokenizer minutes
+        if len(content) > 2 * ends:
+            content = content[:ends] + content[-ends:]
         ids = self._encoded(self._divided(content))
         if len(ids) > self.most:
             left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
-            note = f" ... {len(ids) - self.most} tokens are left out ... "
-            content = (
-                decoded(self.tokenizer, ids[:left]) + note + decoded(self.tokenizer, ids[len(ids) - self.most + left :])
-            )
+            first, last = ids[:left], ids[len(ids) - self.most + left :]
+            content = " ... ".join(decoded(self.tokenizer, part) for part in (first, last)).strip()
         return self._divided(content)
 
     def _divided(self, content: str) -> str:

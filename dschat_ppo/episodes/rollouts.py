@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.batches import left_padded
-from dschat_ppo.data.encode import encode_after, encode_prompt
+from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Row
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
@@ -34,8 +34,8 @@ MOST_WARNINGS = 3
 class EpisodeRollouts:
     """The environments of this rank. `tools`: JSON schemas for the chat template."""
 
-    def __init__(self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase):
-        self.flags, self.tokenizer = flags, tokenizer
+    def __init__(self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, longest: int):
+        self.flags, self.tokenizer, self.longest = flags, tokenizer, longest  # tokens of a prompt
         given = " ".join(f"--{name} {value}" for name, value in flags.given.items())
         try:
             self.episodes = Episodes(flags.names, flags.environment_timeout, flags.environment_workers)
@@ -48,48 +48,58 @@ class EpisodeRollouts:
         self.observations = ObservationTokens(
             tokenizer, self.tools, flags.max_observation_tokens, flags.observation_truncation
         )
-        self._sums: Counter[str] = Counter()
+        self._numbers = list[dict[str, float]]()
 
-    def begin(self, rows: Dataset, indices: Sequence[int], seeds: Tensor) -> tuple[PromptBatch, EpisodeTurns]:
-        """Begin the episodes of the token rows at `indices`, of each as many as there are `seeds` (B,) int64; the
-        environments of one row get the same seed. The prompts: one for each row, or for each episode if some of a row
-        begin in different ways."""
-        samples, data = len(seeds) // len(indices), rows[list(indices)]
+    def begin(
+        self, rows: Dataset, indices: Sequence[int], samples: int, seeds: Sequence[int], cancelled: Callable[[], bool]
+    ) -> tuple[PromptBatch, EpisodeTurns]:
+        """Begin `samples` episodes of each of the token rows at `indices`; those of one row get its seed. The prompts:
+        one for each row, or for each episode if some of a row begin in different ways. An episode that does not begin
+        has its plain prompt and no turns; if none of any rank begins, that is a `UserError`. Collective."""
+        data = rows[list(indices)]
         of_rows: list[Row] = [json.loads(text) for text in data["row"]]
-        for number in range(len(seeds)):
+        count = len(indices) * samples
+        for number in range(count):
             row = {key: value for key, value in of_rows[number // samples].items() if not key.startswith("_")}
-            self.episodes.start(number, row, int(seeds[number - number % samples]) & 0x7FFFFFFF)
+            self.episodes.start(number, row, seeds[number // samples] & 0x7FFFFFFF)
         openings = dict[int, Turn | CallError]()
-        while len(openings) < len(seeds):
+        while len(openings) < count and not cancelled():
             openings |= dict(self.episodes.poll(WAIT_SECONDS))
-        problem = next((str(turn) for turn in openings.values() if isinstance(turn, CallError)), None)
-        if (first := dist.first_problem(problem)) is not None:
-            raise UserError(f"{' '.join(f'--{name}' for name in self.flags.given)}: no episode begins: {first}")
-        prompts = [
-            self._prompt(data["prompt_ids"][number // samples], of_rows[number // samples], openings[number])
-            for number in range(len(seeds))
-        ]
+        prompts, records = list[list[int]](), list[Record]()
+        for number in range(count):
+            ids, record = data["prompt_ids"][number // samples], Record()
+            try:
+                ids = self._prompt(ids, of_rows[number // samples], openings.get(number, CallError("did not begin")))
+            except (CallError, UserError) as problem:
+                record.problem = str(problem)
+            prompts.append(ids)
+            records.append(record)
+        problems = sum(dist.gather_objects([record.problem for record in records]), list[str]())
+        if all(problems) and not any(dist.gather_objects(cancelled())):
+            raise UserError(f"{' '.join(f'--{name}' for name in self.flags.given)}: no episode begins: {problems[0]}")
         leaders = prompts[::samples]
         alike = all(prompt == leaders[number // samples] for number, prompt in enumerate(prompts))
-        turns = EpisodeTurns(
-            self.episodes, self.observations, self.tokenizer, self.flags.max_turns, [Record() for _ in prompts]
-        )
+        turns = EpisodeTurns(self.episodes, self.observations, self.tokenizer, self.flags.max_turns, records)
         return left_padded(leaders if alike else prompts, filler_id(self.tokenizer)), turns
 
-    def _prompt(self, ids: list[int], row: Row, opening: Any) -> list[int]:
+    def _prompt(self, ids: list[int], row: Row, opening: Turn | CallError) -> list[int]:
         """The tokens of a row's prompt, with what its environment says first: in the last message, as TRL has it, or
         after a text."""
-        messages: Any = row.get(MESSAGES)
+        if isinstance(opening, CallError):
+            raise opening
         said = "".join(str(message.get("content") or "") for message in opening.messages)
+        messages: Any = row.get(MESSAGES)
         if opening.text or (said and messages is None):
-            return [*ids, *encode_after(self.tokenizer, str(row.get("prompt")), opening.text or said)]
-        if not said:
-            return ids
-        last = {**messages[-1], "content": "\n\n".join(filter(None, [messages[-1].get("content"), said]))}
-        return encode_prompt(self.tokenizer, [*messages[:-1], last], [*(row.get(TOOLS) or ()), *self.tools] or None)
+            ids = [*ids, *encode_after(self.tokenizer, str(row.get("prompt")), opening.text or said)]
+        elif said:
+            ids = self.observations.opening(messages, said, [*(row.get(TOOLS) or ()), *self.tools])
+        if len(ids) > self.longest:
+            raise CallError(f"begins with a prompt of {len(ids)} tokens (--max_prompt_seq_len {self.longest})")
+        return ids
 
-    def end(self, rollout: Rollout, turns: EpisodeTurns, cancelled: bool) -> Rollout:
-        """The rollout with the rewards of its turns, each on the last token of its action."""
+    def end(self, rollout: Rollout, turns: EpisodeTurns, cancelled: bool, counts: bool) -> Rollout:
+        """The rollout with the rewards of its turns, each on the last token of its action. Its episodes enter the
+        metrics if it `counts`."""
         if not cancelled:
             turns.finish()
         self.episodes.end_all()
@@ -97,10 +107,11 @@ class EpisodeRollouts:
         for row, record in enumerate(turns.records if not cancelled else ()):
             for end, reward in zip(record.ends, record.rewards, strict=True):
                 rewards[row, end] = reward
-            self._sums.update({
-                "episodes": 1, "turns": len(record.ends), "failed_calls": record.failed_calls,
-                "failures": int(bool(record.problem)),
-            })  # fmt: skip
+            if counts:
+                self._numbers.append({
+                    "turns": len(record.ends), "failed_calls": record.failed_calls, "failures": bool(record.problem),
+                    **record.numbers,
+                })  # fmt: skip
         problems = [(row, record.problem) for row, record in enumerate(turns.records) if record.problem]
         for row, problem in problems[:MOST_WARNINGS]:
             print_line(f"warning: rank {dist.rank()}: the environment of row {row} {problem}; its episode ended there")
@@ -110,13 +121,13 @@ class EpisodeRollouts:
         return replace(rollout, episode_lengths=rollout.response_lengths, turn_rewards=rewards)
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the episodes of all ranks since the last call. Collective."""
-        sums: Counter[str] = Counter()
-        for of_rank in dist.gather_objects(self._sums):
-            sums.update(of_rank)
-        self._sums.clear()
-        count = max(1, sums.pop("episodes", 0))
-        return {f"episode/{name}": sums[name] / count for name in ("turns", "failed_calls", "failures")}
+        """Means over the episodes of all ranks since the last call, of what they have. Collective."""
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        for numbers in (numbers for of_rank in dist.gather_objects(self._numbers) for numbers in of_rank):
+            for name, number in numbers.items():
+                found[name].append(float(number))
+        self._numbers.clear()
+        return {f"episode/{name}": math.fsum(values) / len(values) for name, values in sorted(found.items())}
 
     def close(self) -> None:
         """End the processes."""

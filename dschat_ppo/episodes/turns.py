@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Message
-from dschat_ppo.data.templates import without_final
+from dschat_ppo.data.templates import turn_end, without_final
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.observations import ObservationTokens
@@ -47,13 +47,22 @@ class EpisodeTurns:
         self.records = records
         self._answers = list[tuple[int, Turn | CallError]]()  # that no environment was asked for
         self._finishing = set[int]()
+        self.gone = {number for number, record in enumerate(records) if record.problem}  # without a process
+        self._ended = dict[int, bool]()  # whether the last action of a sequence has an end-of-turn token
+        self._end = turn_end(tokenizer).token
 
     def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
         """The model has ended an action of tokens `ids`, the last of which is response token `end`."""
         record, tools = self._begun(sequence, end), self.observations.tools
+        if sequence in self.gone:
+            self._answers.append((sequence, CallError(record.problem)))
+            return
+        self._ended[sequence] = ids[-1] == self._end
         text, _ = without_final(self.tokenizer, str(self.tokenizer.decode(ids, skip_special_tokens=not tools)))
         try:
-            action = parse_action(self.tokenizer, text, tools)
+            action: Message = {"role": "assistant", "content": text}
+            if tools:
+                action = parse_action(self.tokenizer, text, tools)
         except MalformedCallError as problem:
             record.messages.append({"role": "assistant", "content": text})
             answer = {"role": "tool", "name": "error", "content": f"error: {problem}"}
@@ -78,26 +87,26 @@ class EpisodeTurns:
         return record
 
     def _finish(self, sequence: int) -> None:
-        self._finishing.add(sequence)
-        self.episodes.finish(sequence)
+        if sequence not in self.gone:
+            self._finishing.add(sequence)
+            self.episodes.finish(sequence)
 
     def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
         """The sequences whose environments have answered, with the tokens of the observation; [] if the episode has
-        ended. With `wait`, at least one, unless none is in the hands of an environment."""
+        ended. With `wait`, for a second until there is one."""
         found = list[tuple[int, list[int]]]()
-        while True:
-            answers, self._answers = self._answers, []
-            answers += self.episodes.poll(WAIT_SECONDS if wait and not answers else 0.0)
-            for sequence, turn in answers:
-                self._read(sequence, turn, found)
-            if found or not wait or self.episodes.busy == len(self._finishing):
-                return found
+        answers, self._answers = self._answers, []
+        answers += self.episodes.poll(WAIT_SECONDS if wait and not answers else 0.0)
+        for sequence, turn in answers:
+            self._read(sequence, turn, found)
+        return found
 
     def _read(self, sequence: int, turn: Turn | CallError, found: list[tuple[int, list[int]]]) -> None:
         """Note the answer of an environment, and what the engine does with it in `found`."""
         record, is_last = self.records[sequence], sequence in self._finishing
         if isinstance(turn, CallError):  # its process has ended
             record.problem = str(turn)
+            self.gone.add(sequence)
             self._finishing.discard(sequence)
             if not is_last:
                 found.append((sequence, []))
@@ -113,7 +122,7 @@ class EpisodeTurns:
         tokens = list[int]()
         if not turn.done and len(record.ends) < self.most:
             try:
-                tokens = self.observations(turn)
+                tokens = self.observations(turn, self._ended.get(sequence, True))
             except UserError as problem:  # of the template or the tokenizer; other ranks go on
                 record.problem = f"answered what cannot be rendered: {problem}"
         if not tokens:

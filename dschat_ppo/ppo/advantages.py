@@ -67,8 +67,9 @@ class AdvantageComputation:
         self.used_kl_coef = self.kl_coef.value
         scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)  # (N,)
         if flags.overlong_buffer:
-            lengths = mask.sum(dim=1)
-            scores = scores + overlong_penalty(lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty)
+            scores = scores + overlong_penalty(
+                rows.response_lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty
+            )
         rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
         loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
         numbers = torch.arange(len(mask), device=mask.device)

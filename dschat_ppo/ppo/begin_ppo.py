@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_config import PPOConfig
+from dschat_ppo.data.examples import MESSAGES
 from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
@@ -221,9 +223,11 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     announce("prepare data")
     data = config.step_data
     if config.environment.is_used:
-        with closing(EpisodeRollouts(config.environment, tokenizer)) as episodes:
+        with closing(EpisodeRollouts(config.environment, tokenizer, ppo.max_prompt_seq_len)) as episodes:
             data = replace(data, tools=episodes.tools)
     rows = prepare(data, tokenizer)
+    if data.tools and MESSAGES not in json.loads(rows.at_hand[0]["row"]):
+        raise UserError("--data_path: tools are described by the chat template, so prompts must be chat messages")
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
@@ -278,6 +282,7 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
                 ("--advantage_estimator", config.algorithm.advantage_estimator),
                 ("--policy_loss", config.algorithm.policy_loss),
             ),
+            *config.environment.files,
             *function_files("--reward_function", config.rewards.reward_function),
             *function_files("--eval_reward_function", [evaluated_by] if evaluated_by else []),
         ],

@@ -108,7 +108,7 @@ class RolloutGenerator:
         which start at `first` (None: after those of the ranks before), so it does not depend on the rank. Once
         `cancelled` returns True, this rank stops generating, and its answers are to be discarded.
         """
-        config = config or self.config
+        counts, config = prompts is config is None, config or self.config
         first = dist.rank() * len(indices) * config.samples if first is None else first
         own, seeds = len(indices), row_seeds(first, len(indices) * config.samples, self.seed, *path)
         place, parallel = 0, self.hybrid.parallel
@@ -120,7 +120,8 @@ class RolloutGenerator:
         if self.episodes is None:
             batch = collate_prompts(rows, indices, self.pad_id)
         else:
-            batch, turns = self.episodes.begin(rows, indices, seeds)
+            of_prompts = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
+            batch, turns = self.episodes.begin(rows, indices, config.samples, of_prompts, cancelled)
             config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
         batch = to_device(batch, self.device)
         with self.hybrid.generating() as model:
@@ -133,7 +134,7 @@ class RolloutGenerator:
                 turns=turns,
             )  # fmt: skip
         if self.episodes is not None and turns is not None:
-            return self.episodes.end(rollout, turns, cancelled())
+            return self.episodes.end(rollout, turns, cancelled(), counts)
         if parallel is None:
             return rollout
         rows = torch.arange(own * config.samples, device=self.device)

@@ -55,7 +55,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         episodes, flags = None, config.environment
         if flags.is_used:
-            episodes = at_end.enter_context(closing(EpisodeRollouts(flags, tokenizer)))
+            episodes = at_end.enter_context(closing(EpisodeRollouts(flags, tokenizer, config.ppo.max_prompt_seq_len)))
         weight = flags.environment_reward_weight if flags.gives_reward else None
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned, weight)))
         components = PPOComponents(config, plan, rows, tokenizer, engines, rewards, begun.texts, episodes)

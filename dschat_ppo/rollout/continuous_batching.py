@@ -35,7 +35,7 @@ MaxOverRanks = Callable[[int], int]
 
 MAX_PREFILL_TOKENS = 8192  # of one forward pass
 MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
-FED_TOKENS = 256  # of observations, in one forward pass
+FED_KEYS = 2**18  # that the tokens of observations in one forward pass attend to
 POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
 
 
@@ -174,7 +174,9 @@ class ContinuousBatching:
             finished = self._generate_tokens(*inputs).cpu().numpy()
         if self.buffers.stopping.stop_strings:
             counts = rows.positions + 1 - lengths[rows.sequences]  # response tokens before the new ones
-            finished = finished | self.buffers.find_stop_strings(rows.sequences, counts, tokens)
+            finished = finished | self.buffers.find_stop_strings(
+                rows.sequences, counts, tokens, self.turn_starts[rows.sequences]
+            )
         if self.turns is None:
             running.advance(finished, tokens)
         else:
@@ -220,8 +222,9 @@ class ContinuousBatching:
         number = np.array([counts[sequence] for sequence in rows.sequences.tolist()], dtype=np.int64)
         fed = rows.select(np.repeat(np.arange(len(rows)), number))
         fed.positions += np.arange(len(fed)) - np.repeat(np.cumsum(number) - number, number)
-        for first in range(0, len(fed), FED_TOKENS):
-            part = fed.select(np.arange(first, min(first + FED_TOKENS, len(fed))))
+        size = max(1, FED_KEYS // int(fed.positions.max(initial=1)))
+        for first in range(0, len(fed), size):
+            part = fed.select(np.arange(first, min(first + size, len(fed))))
             columns = [part.sequences, part.positions, part.slots, part.starts, part.prefixes, part.prefix_lengths]
             sequences, positions, own, starts, prefixes, shared = torch.from_numpy(np.stack(columns)).to(self.device)
             longest, shares = int(part.positions.max()) + 1, bool(part.prefix_lengths.any())

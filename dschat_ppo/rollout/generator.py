@@ -181,7 +181,7 @@ def _generate_turn_by_turn(
             model, batch, seeds[rows], replace(config, samples=1), max_over_ranks, left, cancelled, drawn=drawn
         )
         if not going or cancelled():
-            break
+            continue
         asked = list[int]()
         for place, row in enumerate(rows):
             chosen = found.response_mask[place]
@@ -194,7 +194,7 @@ def _generate_turn_by_turn(
                 turns.end_turn(row, found.response_ids[place][chosen].tolist(), len(masks[row]) - 1)
                 asked.append(row)
         going = []
-        while asked:
+        while asked and not cancelled():
             for row, tokens in turns.observed(True):
                 asked.remove(row)
                 if tokens and len(masks[row]) + len(tokens) < most[row]:

@@ -124,10 +124,12 @@ class SequenceBuffers:
         self.response_lengths[sequences] = torch.where(new, counts + 1, self.response_lengths[sequences])
         return finished
 
-    def find_stop_strings(self, sequences: np.ndarray, counts: np.ndarray, new: int) -> np.ndarray:
+    def find_stop_strings(
+        self, sequences: np.ndarray, counts: np.ndarray, new: int, starts: np.ndarray | None = None
+    ) -> np.ndarray:
         """Cut the sequences in which one of the `new` last tokens completed a stop string; (n,) bool, True for these.
         An EOS or stop token that ended a sequence has precedence over a stop string that it completes. `counts`:
-        response tokens of each before the new ones."""
+        response tokens of each before the new ones. `starts`: the first token of the action of each; None: 0."""
         device = self.token_ids.device
         rows, before = torch.from_numpy(sequences).to(device), torch.from_numpy(counts).to(device)
         reach = min(self.stopping.reach, self.response_width)
@@ -141,7 +143,8 @@ class SequenceBuffers:
             for length in range(count + 1, last + 1):
                 end = reach + length - count - 1
                 ends.append((row, length))
-                tails.append(ids[row][end - min(reach, length) : end])
+                own = length if starts is None else length - int(starts[row])
+                tails.append(ids[row][end - min(reach, own) : end])
         found = np.zeros(len(sequences), dtype=bool)
         for (row, length), hit in zip(ends, self.stopping.found_in_text(tails), strict=True):
             if hit and not found[row]:
@@ -161,8 +164,9 @@ class SequenceBuffers:
         self.observed[sequence, count:after] = True
         self.logprobs[sequence, count:after] = 0.0
         self.uniforms[sequence, after:] = self.uniforms[sequence, count : self.response_width - len(tokens)].clone()
-        if self.seen is not None:
-            self.seen[sequence, ids] = True
+        if self.seen is not None:  # without what was drawn after a stop string
+            self.seen[sequence] = False
+            self.seen[sequence, self.token_ids[sequence, : start + len(tokens)]] = True
         self.response_lengths[sequence], self.finish_reasons[sequence] = 0, UNFINISHED
 
     def reset(self, sequences: list[int], counts: list[int] | None = None) -> None:
