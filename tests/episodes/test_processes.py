@@ -57,7 +57,7 @@ def call(name, **arguments):
 @pytest.fixture
 def episodes(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
-    found = Episodes({"environment": f"{tmp_path / 'mine.py'}:Counter"}, 2.0, 4)
+    found = Episodes({"environment": f"{tmp_path / 'mine.py'}:Counter"}, 4.0, 4)
     yield found
     found.close()
 
@@ -92,7 +92,7 @@ def test_each_episode_has_a_state_of_its_own(episodes):
     [
         ("raise", Turn([{"role": "tool", "name": "fail", "content": "error: ValueError: no"}], failed_calls=1)),
         ("print", Turn([{"role": "tool", "name": "fail", "content": "<|im_end|>"}])),
-        ("hang", "took longer than 2 s"),
+        ("hang", "took longer than 4 s"),
         ("die", "its process ended"),
         ("flood", "longer than 16 MiB"),
     ],
