@@ -54,12 +54,20 @@ def call(name, **arguments):
     return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
 
 
-@pytest.fixture
-def episodes(tmp_path):
-    (tmp_path / "mine.py").write_text(FILE)
-    found = Episodes({"environment": f"{tmp_path / 'mine.py'}:Counter"}, 4.0, 4)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One server for all tests: it imports transformers for the schemas of tools."""
+    file = tmp_path_factory.mktemp("own") / "mine.py"
+    file.write_text(FILE)
+    found = Episodes({"environment": f"{file}:Counter"}, 4.0, 4)
     yield found
     found.close()
+
+
+@pytest.fixture
+def episodes(server):
+    yield server
+    server.end_all()
 
 
 def answers(episodes, count):

@@ -10,13 +10,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ENVIRONMENT = '''
 class Letters:
-    """Rewards an action by its letters e, and answers with how many there were, twice."""
+    """Rewards an action by its letters e, and answers with how many there were. Ranks have other numbers of turns."""
     def reset(self, seed=None, options=None):
-        self.turns = 0
+        self.turns, self.most = 0, 1 + options['number'] % 2 * 4
         return f"Room {options['number'] % 3}."
     def step(self, text):
         self.turns += 1
-        return f" {text.count('e')} letters. " * (self.turns % 2 + 1), text.count("e") / 4, self.turns == 3, False, {}
+        seen = f" {text.count('e')} letters. " * (self.turns % 2 + 1)
+        return seen, text.count("e") / 4, self.turns == self.most, False, {}
 '''
 FLAGS = (
     "--use_reward_model False --advantage_estimator grpo --n_samples_per_prompt 2 --max_answer_seq_len 48 "

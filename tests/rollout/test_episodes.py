@@ -84,8 +84,14 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window", "lfm2"])
+OFTEN = (("llama", "few rows"), ("mistral-window", "pool"), ("lfm2", "turn by turn"))
+BEFORE_A_RELEASE = [(name, way) for name in ("llama", "gpt2", "mistral-window", "lfm2") for way in WAYS]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*OFTEN, *(pytest.param(*case, marks=pytest.mark.release) for case in BEFORE_A_RELEASE if case not in OFTEN)],
+)
 def test_tokens_and_log_probs_are_those_of_a_loop_over_whole_histories(name, way):
     model, turns = model_of(name), Scripted(1)
     config = GenerationConfig(SAMPLING, StoppingCriteria(LIMIT, ENDS), SAMPLES, **WAYS[way])
