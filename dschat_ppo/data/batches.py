@@ -139,11 +139,6 @@ def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_pro
 
 def collate_prompts(rows: Dataset, indices: Sequence[int], pad_id: int) -> PromptBatch:
     """Left-padded prompts."""
-    return left_padded([rows[i]["prompt_ids"] for i in indices], pad_id)
-
-
-def left_padded(prompts: Sequence[list[int]], pad_id: int) -> PromptBatch:
-    """Prompts of different lengths as a batch."""
-    reversed_ids, lengths = right_padded([ids[::-1] for ids in prompts], pad_id)
+    reversed_ids, lengths = right_padded([rows[i]["prompt_ids"][::-1] for i in indices], pad_id)
     reversed_mask = torch.arange(reversed_ids.shape[1]) < lengths.unsqueeze(1)
     return PromptBatch(reversed_ids.flip(1), reversed_mask.flip(1))

@@ -141,6 +141,8 @@ def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSetting
     if use == "steps":
         example = joined_steps(example, step.step_separator)
     if step.tools:
+        if isinstance(example.prompt, str):
+            raise UserError("the chat template describes tools to the model, so the prompt must be chat messages")
         example = replace(example, tools=[*(example.tools or ()), *step.tools])
     ids = encode_example(settings.tokenizer, example, step.all_turns)
     if any(len(answer) <= 1 for answer in ids.answers):

@@ -184,10 +184,11 @@ class _Tools:
     def step(self, action: Message) -> Turn:
         messages, failed = list[Message](), 0
         calls = action.get("tool_calls") or ()
-        for call in (part["function"] for part in calls):
+        for made in calls:
+            call, known = made["function"], {"tool_call_id": made["id"]} if made.get("id") else {}
             content, is_right = self.call(call["name"], call["arguments"])
             failed += not is_right
-            messages.append({"role": "tool", "name": call["name"], "content": content})
+            messages.append({"role": "tool", "name": call["name"], "content": content, **known})
         return Turn(messages, done=not calls, failed_calls=failed)
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:

@@ -7,6 +7,8 @@ a short conversation differ, with and without the observation; a template that c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,7 @@ from dschat_ppo.errors import UserError
 Truncation = Literal["left", "middle", "right"]
 _SPLIT = "\ue000"  # private use: divides the text of an added token, so that it is encoded as text
 _LONGEST = 64  # characters of a token
+_SEEN = "An observation."
 _THOUGHT = "<think>\nA thought.\n</think>\n\n"
 
 
@@ -37,8 +40,8 @@ class ObservationTokens:
         self.special = sorted({token.content for token in added.values() if len(token.content) > 1}, key=len)
         if tokenizer.chat_template is not None:
             role = "tool" if tools else "user"
-            seen = self._between([{"role": role, "name": "f", "content": "An observation."}], _THOUGHT + "An answer.")
-            if "An observation." not in seen:
+            seen = self.between([{"role": role, "name": "f", "content": _SEEN}], _THOUGHT + "An answer.")
+            if _SEEN not in seen:
                 raise UserError(f"the chat template leaves out messages of the {role}; take another (--chat_template)")
 
     def __call__(self, turn: Turn, ended: bool = True) -> list[int]:
@@ -51,7 +54,7 @@ class ObservationTokens:
         ]
         if self.tokenizer.chat_template is None:
             return self._encoded("".join(message["content"] for message in messages))
-        ids = self._encoded(self._between(messages, "An answer."))
+        ids = self._encoded(self.between(messages))
         return ids if ended else [*encode_after(self.tokenizer, "", self.before), *ids]
 
     def opening(self, messages: Sequence[Message], said: str, tools: Sequence[Any]) -> list[int]:
@@ -65,9 +68,9 @@ class ObservationTokens:
         left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
         return ids if len(ids) <= self.most else ids[:left] + ids[len(ids) - self.most + left :]
 
-    def _between(self, messages: Sequence[Message], answer: str) -> str:
+    def between(self, messages: Sequence[Message], answer: str = "An answer.") -> str:
         """What the template writes between an answer and the next one, with `messages` between them."""
-        messages = [{**message, "tool_call_id": f"call{number:05}"} if message["role"] == "tool" else message
+        messages = [{"tool_call_id": f"call{number:05}", **message} if message["role"] == "tool" else message
                     for number, message in enumerate(messages)]  # fmt: skip
         calls = [{"type": "function", "id": message["tool_call_id"],
                   "function": {"name": message.get("name", "f"), "arguments": {}}}
@@ -107,3 +110,29 @@ class ObservationTokens:
 
     def _encoded(self, text: str) -> list[int]:
         return [number for part in text.split(_SPLIT) for number in encode_after(self.tokenizer, self.before, part)]
+
+
+def observed_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of an observation's tokens, without special tokens and without what the chat template writes around its
+    content."""
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+    for before, after in _around(tokenizer, str(tokenizer.chat_template)):
+        if text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after):
+            return text[len(before) : len(text) - len(after)].strip()
+    return text
+
+
+@lru_cache(maxsize=16)
+def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> list[tuple[str, str]]:
+    """What the template writes before and after the content of a tool, and of a user; the longer of the two first.
+    Cached; `template` is an argument because a tokenizer can change."""
+    found = list[tuple[str, str]]()
+    for role in ("tool", "user"):
+        with suppress(UserError):  # a template that refuses such messages
+            between = ObservationTokens(tokenizer, [], 1).between([{"role": role, "name": "f", "content": _SEEN}])
+            before, _, after = (
+                str(tokenizer.decode(encode_after(tokenizer, "", part), skip_special_tokens=True))
+                for part in between.partition(_SEEN)
+            )
+            found.append((before.lstrip(), after.rstrip()))
+    return sorted(found, key=lambda texts: -len(texts[0] + texts[1]))

@@ -6,6 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.environment_flags import EnvironmentFlags
-from dschat_ppo.data.batches import left_padded
+from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Row
 from dschat_ppo.episodes.environments import Turn
@@ -29,6 +30,17 @@ from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.types import PromptBatch, Rollout
 
 MOST_WARNINGS = 3
+
+
+def described_tools(
+    flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> Sequence[dict[str, Any]]:
+    """JSON schemas of what the environment offers to the model; () without one. `UserError` if it cannot be used; see
+    `EpisodeRollouts` for the arguments."""
+    if not flags.is_used:
+        return ()
+    with closing(EpisodeRollouts(flags, tokenizer, longest)) as episodes:
+        return episodes.tools
 
 
 class EpisodeRollouts:
@@ -79,8 +91,10 @@ class EpisodeRollouts:
             raise UserError(f"{' '.join(f'--{name}' for name in self.flags.given)}: no episode begins: {problems[0]}")
         leaders = prompts[::samples]
         alike = all(prompt == leaders[number // samples] for number, prompt in enumerate(prompts))
+        begun = leaders if alike else prompts
         turns = EpisodeTurns(self.episodes, self.observations, self.tokenizer, self.flags.max_turns, records)
-        return left_padded(leaders if alike else prompts, filler_id(self.tokenizer)), turns
+        batch = collate_prompts(Dataset.from_dict({"prompt_ids": begun}), range(len(begun)), filler_id(self.tokenizer))
+        return batch, turns
 
     def _prompt(self, ids: list[int], row: Row, opening: Turn | CallError) -> list[int]:
         """The tokens of a row's prompt, with what its environment says first: in the last message, as TRL has it, or

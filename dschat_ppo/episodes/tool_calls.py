@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ _CALLS = re.compile(
 )
 _TAGS = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\](.*)", re.DOTALL)  # Mistral since November 2024
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL)  # Mistral since November 2024
 
 
 class MalformedCallError(ValueError):
@@ -44,23 +45,40 @@ def parse_action(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any]
         calls, content = _calls_of(text), ""
     message: Message = {"role": "assistant", "content": content.rstrip() if calls else text}
     if calls:
-        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        message["tool_calls"] = calls
     return message
 
 
+def said_and_called(text: str) -> tuple[str, str]:
+    """The part of a message before its tool calls in the common formats, and the rest of it."""
+    if (match := _CALLS.search(text)) is not None:
+        return text[: match.start()].rstrip(), text[match.start() :]
+    if text.lstrip().startswith("{"):
+        with suppress(MalformedCallError):
+            _calls_of(text)
+            return "", text
+    return text, ""
+
+
 def _calls_of(text: str) -> list[dict[str, Any]]:
-    """The calls of one mark: `{"name": ..., "arguments": {...}}` each."""
+    """The calls of one mark, as in transformers' chats."""
     if (tags := _TAGS.fullmatch(text)) is not None:
-        return [{"name": tags[1], "arguments": {name: _value(value) for name, value in _PARAMETER.findall(tags[2])}}]
+        return [_call(tags[1], {name: _value(value) for name, value in _PARAMETER.findall(tags[2])})]
     if (named := _NAMED.fullmatch(text)) is not None:
-        return [{"name": named[1], "arguments": _arguments(_json(named[2]))}]
+        return [_call(named[1], _json(named[3]), named[2])]
     found = _json(text)
     calls = []
     for call in found if isinstance(found, list) else [found]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise MalformedCallError('a tool call is a JSON object with "name" and "arguments"')
-        calls.append({"name": call["name"], "arguments": _arguments(call.get("arguments", call.get("parameters")))})
+        calls.append(_call(call["name"], call.get("arguments", call.get("parameters")), call.get("id")))
     return calls
+
+
+def _call(name: str, arguments: Any, number: Any = None) -> dict[str, Any]:
+    """A call; `number`: the id by which the model names it."""
+    known = {"id": str(number)} if number else {}
+    return {"type": "function", **known, "function": {"name": name, "arguments": _arguments(arguments)}}
 
 
 def _json(text: str) -> Any:

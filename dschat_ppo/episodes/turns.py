@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,18 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.worker_pool import CallError
 
 WAIT_SECONDS = 1.0
+
+
+def read_action(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], tools: list[dict[str, Any]]
+) -> tuple[Message, Turn | None]:
+    """The message that the tokens of an action are, and what answers it if its tool calls cannot be read."""
+    text, _ = without_final(tokenizer, str(tokenizer.decode(ids, skip_special_tokens=not tools)))
+    try:
+        return parse_action(tokenizer, text, tools) if tools else {"role": "assistant", "content": text}, None
+    except MalformedCallError as problem:
+        answer = {"role": "tool", "name": "error", "content": f"error: {problem}"}
+        return {"role": "assistant", "content": text}, Turn([answer], failed_calls=1)
 
 
 @dataclass
@@ -58,18 +71,12 @@ class EpisodeTurns:
             self._answers.append((sequence, CallError(record.problem)))
             return
         self._ended[sequence] = ids[-1] == self._end
-        text, _ = without_final(self.tokenizer, str(self.tokenizer.decode(ids, skip_special_tokens=not tools)))
-        try:
-            action: Message = {"role": "assistant", "content": text}
-            if tools:
-                action = parse_action(self.tokenizer, text, tools)
-        except MalformedCallError as problem:
-            record.messages.append({"role": "assistant", "content": text})
-            answer = {"role": "tool", "name": "error", "content": f"error: {problem}"}
-            self._answers.append((sequence, Turn([answer], failed_calls=1)))
-            return
+        action, answer = read_action(self.tokenizer, ids, tools)
         record.messages.append(action)
-        self.episodes.step(sequence, action)
+        if answer is not None:
+            self._answers.append((sequence, answer))
+        else:
+            self.episodes.step(sequence, action)
 
     def cut(self, sequence: int, end: int) -> None:
         """A limit has ended the episode in the middle of an action."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,14 +17,13 @@ from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.data.examples import MESSAGES
 from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.hybrid_engine import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.engine.router_term import router_top_k
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
+from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
@@ -221,13 +218,8 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     check_stop_ids(ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    data = config.step_data
-    if config.environment.is_used:
-        with closing(EpisodeRollouts(config.environment, tokenizer, ppo.max_prompt_seq_len)) as episodes:
-            data = replace(data, tools=episodes.tools)
-    rows = prepare(data, tokenizer)
-    if data.tools and MESSAGES not in json.loads(rows.at_hand[0]["row"]):
-        raise UserError("--data_path: tools are described by the chat template, so prompts must be chat messages")
+    tools = described_tools(config.environment, tokenizer, ppo.max_prompt_seq_len)
+    rows = prepare(replace(config.step_data, tools=tools), tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)

@@ -107,7 +107,7 @@ class RewardRequests:
 
     def __init__(self, prompts=3, scores=None, faults=0):
         self.prompts, self.scores, self.faults = Dataset.from_dict({"row": ["{}"] * prompts}), scores, faults
-        self.mixture, self.names = self, ["number"]
+        self.mixture, self.names, self.tokenizer = self, ["number"], None
 
     def request(self, rollout, indices, steps_done):
         self.step = steps_done
