@@ -43,9 +43,9 @@ class EpisodeModel(ChatModel):
         before = self.drawn.get(contents[:-1]) if self.tools else None
         if before is None or not self.is_waiting:
             ids, opening = self._begin(messages, int(row_seeds(number, 1, settings.seed)))
-            if opening:
+            if opening and before is None:
                 yield Token("", "", aside=f"[environment] {opening}")
-        if before is not None:  # what the model drew is not encoded again
+        if before is not None:  # what the model drew is not encoded again; an environment that failed begins anew
             ids = [*before, *self.messages(Turn([messages[-1]]), self._has_ended(before))]
         left, text, remark, reward = settings.max_tokens, "", "", 0.0
         try:
@@ -57,11 +57,10 @@ class EpisodeModel(ChatModel):
                     yield token
                 if remark := token.note:  # a limit cut it
                     break
-                action, seen = read_action(self.tokenizer, ids[start:], self.tools)
+                action, answer = read_action(self.tokenizer, ids[start:], self.tools)
                 for call in (part["function"] for part in action.get("tool_calls", ())):
                     yield Token("", "", aside=f"[call] {call['name']} {json.dumps(call['arguments'])}")
-                if seen is None:
-                    seen = self._ask("step", action)
+                seen = self._ask("step", action) if answer is None else answer
                 if isinstance(seen, CallError):
                     remark = f"the environment {seen}"
                     break
@@ -88,7 +87,7 @@ class EpisodeModel(ChatModel):
         that is a JSON object is the data row, and its `prompt` the message."""
         row, [*earlier, last] = dict[str, Any](), messages
         if self.flags.gives_reward:
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 row = found if isinstance(found := json.loads(last["content"]), dict) else {}
         row = {**row, "prompt": row.get("prompt", "") if row else last["content"]}
         if not isinstance(row["prompt"], str):

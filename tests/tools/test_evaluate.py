@@ -117,7 +117,7 @@ class Letters:
         return "Go."
     def step(self, text):
         self.turns += 1
-        return f"{text.count('e')} letters.", text.count("e") / 4, self.turns == 3, False, {"letters": len(text)}
+        return f"{text.count('h')} letters.", text.count("h") / 4, self.turns == 3, False, {"letters": len(text)}
 """
 
 
@@ -135,11 +135,11 @@ def test_answers_are_episodes_of_an_environment(assets, tmp_path, monkeypatch):
             said = [turn for turn in turns if turn["role"] == "model"]
             assert [turn["role"] for turn in turns] == (["model", "environment"] * len(said))[: 2 * len(said) - 1]
             assert [turn["text"] for turn in turns if turn["role"] == "environment"] == [
-                f"{turn['text'].count('e')} letters." for turn in said[:-1]
+                f"{turn['text'].count('h')} letters." for turn in said[:-1]
             ]
             ended = said[:-1]  # a limit may have cut the last one, which then has no reward
-            assert all(turn["reward"] == turn["text"].count("e") / 4 for turn in ended)
-            assert score == sum(turn["reward"] for turn in said) if turns else score in (0, answer.count("e") / 4)
+            assert all(turn["reward"] == turn["text"].count("h") / 4 for turn in ended)
+            assert score == sum(turn["reward"] for turn in said) if turns else score in (0, answer.count("h") / 4)
             turned += len(said) > 1
     assert turned > 5
     assert sampled.metrics["episode/turns"] > 1 and sampled.metrics["episode/failures"] == 0
