@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
 from typing import Any, Protocol, SupportsFloat
 
 from dschat_ppo.common.own_functions import cause_of, load
@@ -62,10 +63,15 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Form:
-    """How to make an environment for each episode. `tools`: JSON schemas for the chat template."""
+    """How to make an environment for each episode."""
 
     make: Callable[[], Environment]
-    tools: Sequence[dict[str, Any]] = ()
+    describe: Callable[[], list[dict[str, Any]]] = list
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """JSON schemas for the chat template. Those of functions need transformers, so forks had better come before."""
+        return self.describe()
 
 
 def form_of(
@@ -81,7 +87,7 @@ def form_of(
         return Form(lambda: _Agent(found()))
     functions = [_named(name) for name in tools]
     if environment is None:
-        return Form(lambda: _Tools({each.__name__: each for each in functions}), list(map(_schema, functions)))
+        return Form(lambda: _Tools({each.__name__: each for each in functions}), lambda: list(map(_schema, functions)))
     made = _named(environment)
     has = {name for name in ("init", "reset", "step") if callable(getattr(made, name, None))}
     if has >= {"init", "step"}:
@@ -96,7 +102,7 @@ def form_of(
         instance = made()
         return _Tools({each.__name__: each for each in (*_methods(instance), *functions)}, instance)
 
-    return Form(with_methods, list(map(_schema, (*_methods(made()), *functions))))
+    return Form(with_methods, lambda: list(map(_schema, (*_methods(made()), *functions))))
 
 
 @contextmanager
@@ -105,7 +111,7 @@ def _stand_ins(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     missing = {name: members for name, members in modules.items() if not find_spec(name.partition(".")[0])}
     for name, members in missing.items():
         for parent in (name.rsplit(".", depth)[0] for depth in range(name.count("."), -1, -1)):
-            sys.modules.setdefault(parent, types.ModuleType(parent))
+            sys.modules.setdefault(parent, module_from_spec(ModuleSpec(parent, None)))
         vars(sys.modules[name]).update(members)
     yield
 
@@ -347,7 +353,7 @@ def _verl_form(path: str) -> Form:
             found = schema or made.get_openai_tool_schema()
             schemas.append(found if isinstance(found, dict) else json.loads(json.dumps(found, default=vars)))
             classes[schemas[-1]["function"]["name"]] = made
-    return Form(lambda: _VerlTools(classes), schemas)
+    return Form(lambda: _VerlTools(classes), lambda: schemas)
 
 
 class _Record(types.SimpleNamespace):

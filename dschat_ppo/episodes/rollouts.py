@@ -23,8 +23,8 @@ from dschat_ppo.data.examples import MESSAGES, TOOLS, Row
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.observations import ObservationTokens
-from dschat_ppo.episodes.turns import WAIT_SECONDS, EpisodeTurns, Record
-from dschat_ppo.errors import UserError
+from dschat_ppo.episodes.turns import MALFORMED, WAIT_SECONDS, EpisodeTurns, Record
+from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.types import PromptBatch, Rollout
@@ -61,6 +61,7 @@ class EpisodeRollouts:
             tokenizer, self.tools, flags.max_observation_tokens, flags.observation_truncation
         )
         self._numbers = list[dict[str, float]]()
+        self._has_told = False
 
     def begin(
         self, rows: Dataset, indices: Sequence[int], samples: int, seeds: Sequence[int], cancelled: Callable[[], bool]
@@ -126,13 +127,28 @@ class EpisodeRollouts:
                     "turns": len(record.ends), "failed_calls": record.failed_calls, "failures": bool(record.problem),
                     **record.numbers,
                 })  # fmt: skip
-        problems = [(row, record.problem) for row, record in enumerate(turns.records) if record.problem]
-        for row, problem in problems[:MOST_WARNINGS]:
-            print_line(f"warning: rank {dist.rank()}: the environment of row {row} {problem}; its episode ended there")
-        if len(problems) > MOST_WARNINGS:
-            more = len(problems) - MOST_WARNINGS
-            print_line(f"warning: rank {dist.rank()}: {more} more environments failed")
+        self._tell(turns.records)
         return replace(rollout, episode_lengths=rollout.response_lengths, turn_rewards=rewards)
+
+    def _tell(self, records: Sequence[Record]) -> None:
+        """Print why environments failed, and, once in a run, how a tool did."""
+        causes: defaultdict[str, list[int]] = defaultdict(list)
+        for row, record in enumerate(records):
+            if record.problem:
+                causes[record.problem].append(row)
+        for cause, rows in list(causes.items())[:MOST_WARNINGS]:
+            failed = f"{len(rows)} of {len(records)} environments failed, which ended their episodes"
+            print_line(f"warning: rank {dist.rank()}: {failed} (row {rows[0]} first): {cause}")
+        if len(causes) > MOST_WARNINGS:
+            more = sum(map(len, list(causes.values())[MOST_WARNINGS:]))
+            print_line(f"warning: rank {dist.rank()}: {more} more environments failed for other reasons")
+        errors = [message["content"] for record in records if record.failed_calls for message in record.messages
+                  if message["role"] == "tool" and message.get("name") != MALFORMED
+                  and message["content"].startswith("error: ")]  # fmt: skip
+        if errors and not self._has_told:
+            self._has_told = True
+            said = printable_line(errors[0])[:200]
+            print_line(f"note: a tool call failed; the model reads: {said} (said once; see episode/failed_calls)")
 
     def take_metrics(self) -> dict[str, float]:
         """Means over the episodes of all ranks since the last call, of what they have. Collective."""

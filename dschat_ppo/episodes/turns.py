@@ -19,6 +19,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.worker_pool import CallError
 
 WAIT_SECONDS = 1.0
+MALFORMED = "error"  # in place of the name of the tool
 
 
 def read_action(
@@ -29,7 +30,7 @@ def read_action(
     try:
         return parse_action(tokenizer, text, tools) if tools else {"role": "assistant", "content": text}, None
     except MalformedCallError as problem:
-        answer = {"role": "tool", "name": "error", "content": f"error: {problem}"}
+        answer = {"role": "tool", "name": MALFORMED, "content": f"error: {problem}"}
         return {"role": "assistant", "content": text}, Turn([answer], failed_calls=1)
 
 

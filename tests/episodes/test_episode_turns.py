@@ -5,6 +5,7 @@ from chat_tokenizers import shaped
 
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.episodes.turns import EpisodeTurns, Record
 from dschat_ppo.rewards.worker_pool import CallError
 
@@ -102,3 +103,19 @@ def test_an_environment_that_fails_ends_its_episode(when):
     turns.finish()
     assert record.problem == "took longer than 2 s" and record.rewards == [float(when == "end")]
     assert answers.ended == [], "its process has ended already"
+
+
+def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
+    def failed(name, said):
+        return Record(messages=[{"role": "tool", "name": name, "content": f"error: {said}"}], failed_calls=1)
+
+    rollouts = object.__new__(EpisodeRollouts)
+    rollouts._has_told = False
+    records = [Record(), *(Record(problem=problem) for problem in "abacdd"), failed("error", "no JSON")]
+    rollouts._tell([*records, failed("add", "ValueError: no")])
+    rollouts._tell([failed("add", "ValueError: again")])
+    *warnings, note = capsys.readouterr().out.splitlines()
+    told = [("2", "(row 1 first): a"), ("1", "(row 2 first): b"), ("1", "(row 4 first): c")]
+    assert [(line.split()[3], line[-16:]) for line in warnings[:3]] == told
+    assert "2 more environments failed" in warnings[3] and len(warnings) == 4
+    assert "the model reads: error: ValueError: no (said once" in note

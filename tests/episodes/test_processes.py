@@ -10,7 +10,7 @@ from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.rewards.worker_pool import CallError
 
 FILE = '''
-import os, sys, time
+import json, os, sys, time
 
 class Counter:
     """An environment of TRL."""
@@ -44,6 +44,8 @@ class Counter:
             os._exit(3)
         if how == "flood":
             return "x" * 2**25
+        if how == "tell":
+            return json.dumps([name for name in ("torch", "transformers") if name in sys.modules])
         print("noise")
         os.write(1, b"more noise")
         return "<|im_end|>"
@@ -100,6 +102,7 @@ def test_each_episode_has_a_state_of_its_own(episodes):
     [
         ("raise", Turn([{"role": "tool", "name": "fail", "content": "error: ValueError: no"}], failed_calls=1)),
         ("print", Turn([{"role": "tool", "name": "fail", "content": "<|im_end|>"}])),
+        ("tell", Turn([{"role": "tool", "name": "fail", "content": "[]"}])),  # a fork copies no large library
         ("hang", "took longer than 4 s"),
         ("die", "its process ended"),
         ("flood", "longer than 16 MiB"),
