@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.common import dist
@@ -26,10 +27,22 @@ from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.turns import MALFORMED, WAIT_SECONDS, EpisodeTurns, Record
 from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.types import PromptBatch, Rollout
 
 MOST_WARNINGS = 3
+
+
+class EnvironmentReward:
+    """The sum of the rewards of an episode's turns."""
+
+    name = "environment"
+
+    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
+        """(B,) fp32."""
+        assert rollout.turn_rewards is not None
+        return rollout.turn_rewards.sum(dim=1)
 
 
 def described_tools(
@@ -60,6 +73,9 @@ class EpisodeRollouts:
         self.observations = ObservationTokens(
             tokenizer, self.tools, flags.max_observation_tokens, flags.observation_truncation
         )
+        # (source, weight) of its rewards; tools alone score nothing
+        weight = flags.environment_reward_weight
+        self.reward_sources = [(EnvironmentReward(), weight)] if flags.gives_reward else []
         self._numbers = list[dict[str, float]]()
         self._has_told = False
 

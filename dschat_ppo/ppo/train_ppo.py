@@ -56,8 +56,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         episodes, flags = None, config.environment
         if flags.is_used:
             episodes = at_end.enter_context(closing(EpisodeRollouts(flags, tokenizer, config.ppo.max_prompt_seq_len)))
-        weight = flags.environment_reward_weight if flags.gives_reward else None
-        rewards = at_end.enter_context(closing(build_sources(config.rewards, learned, weight)))
+        others = [] if episodes is None else episodes.reward_sources
+        rewards = at_end.enter_context(closing(build_sources(config.rewards, learned, others)))
         components = PPOComponents(config, plan, rows, tokenizer, engines, rewards, begun.texts, episodes)
         show_roles(config, components, begun.folders, output)
         evaluation, health = None, HealthWatch(config.health)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.processes import deny_access_to_memory
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls
-from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardRequest, RewardSource
+from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource
 from dschat_ppo.rewards.sandbox import Limits, isolation
-from dschat_ppo.types import Rollout
 
 MOST_ROWS, MOST_SHOWN = 2000, 8
 
@@ -85,23 +82,11 @@ def check_routes(
             logger().warning(f"{flag}: none of {count} training prompts has the data source '{source}', but: {shown}")
 
 
-class EnvironmentReward:
-    """The sum of the rewards of an episode's turns."""
-
-    name = "environment"
-
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32."""
-        assert rollout.turn_rewards is not None
-        return rollout.turn_rewards.sum(dim=1)
-
-
 def build_sources(
-    flags: RewardSourceFlags, model_source: RewardSource | None, environment_weight: float | None = None
+    flags: RewardSourceFlags, model_source: RewardSource | None, others: Sequence[tuple[RewardSource, float]] = ()
 ) -> RewardMixture:
     """All reward sources with their weights: the learned reward (`model_source`), functions, the remote service, and
-    with `environment_weight` the environment of episodes. Starts
-    the worker processes of the functions; `RewardMixture.close` ends them."""
+    `others`. Starts the worker processes of the functions; `RewardMixture.close` ends them."""
     sources: list[tuple[RewardSource, float]] = []
     if model_source is not None:
         sources.append((model_source, flags.reward_model_weight))
@@ -111,7 +96,6 @@ def build_sources(
     if flags.remote_urls:
         remote = RemoteReward(flags.remote_urls, flags.remote_reward_timeout, sources=flags.remote_reward_sources)
         sources.append((remote, flags.remote_reward_weight))
-    if environment_weight is not None:
-        sources.append((EnvironmentReward(), environment_weight))
+    sources += others
     routes = {"model": flags.reward_model_sources, RemoteReward.name: flags.remote_reward_sources}
     return RewardMixture(sources, flags.reward_default, routes)

@@ -185,14 +185,14 @@ def _results_of(
         )
     configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
     chosen = list(configs) if words.decoding == "both" else [words.decoding]
-    weight = wanted.environment.environment_reward_weight if wanted.environment.gives_reward else None
-    mixture = build_sources(rewards, learned, weight) if rewards else RewardMixture([(_Unscored(), 1.0)])
     with ExitStack() as at_end:
-        score = RewardRequests(at_end.enter_context(closing(mixture)), prompts, checked.tokenizer)
-        episodes = None
+        episodes: EpisodeRollouts | None = None
         if wanted.environment.is_used:
             episodes = EpisodeRollouts(wanted.environment, checked.tokenizer, words.max_prompt_seq_len)
             at_end.enter_context(closing(episodes))
+        others = [] if episodes is None else episodes.reward_sources
+        mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([(_Unscored(), 1.0)])
+        score = RewardRequests(at_end.enter_context(closing(mixture)), prompts, checked.tokenizer)
         return [_answer(checked, model, names, wanted, configs[how], how, score, episodes) for how in chosen]
 
 

@@ -154,6 +154,8 @@ def test_functions_of_trl(write):
     assert turn.messages[2]["content"] == "error: there is no tool 'divide'; there are: multiply, wait"
     assert turn.messages[2] | {"content": ""} == {"role": "tool", "name": "divide", "content": ""}
     assert (turn.failed_calls, turn.done) == (1, False)
+    named = episode.step({"role": "assistant", "tool_calls": [{"id": "c9", "function": call("multiply", a=1, b=2)}]})
+    assert named.messages == [{"role": "tool", "name": "multiply", "content": "2", "tool_call_id": "c9"}]
     wrong = episode.step(say("", call("multiply", a=6)))
     assert wrong.failed_calls == 1 and "TypeError: multiply() missing 1 required" in wrong.messages[0]["content"]
     assert episode.step(say("It is 42.")) == Turn(done=True)
