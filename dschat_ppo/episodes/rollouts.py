@@ -70,9 +70,13 @@ class EpisodeRollouts:
         if self.tools and tokenizer.chat_template is None:
             self.close()
             raise UserError(f"{given}: a chat template describes tools to the model; give one with --chat_template")
-        self.observations = ObservationTokens(
-            tokenizer, self.tools, flags.max_observation_tokens, flags.observation_truncation
-        )
+        try:
+            self.observations = ObservationTokens(
+                tokenizer, self.tools, flags.max_observation_tokens, flags.observation_truncation
+            )
+        except UserError as problem:
+            self.close()
+            raise UserError(f"{given}, with the chat template (--chat_template): {problem}") from None
         # (source, weight) of its rewards; tools alone score nothing
         weight = flags.environment_reward_weight
         self.reward_sources = [(EnvironmentReward(), weight)] if flags.gives_reward else []
