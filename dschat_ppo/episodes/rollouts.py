@@ -127,7 +127,7 @@ class EpisodeRollouts:
         if opening.text or (said and messages is None):
             ids = [*ids, *encode_after(self.tokenizer, str(row.get("prompt")), opening.text or said)]
         elif said:
-            ids = self.observations.opening(messages, said, [*(row.get(TOOLS) or ()), *self.tools])
+            ids = self.observations.opening(messages, said, row.get(TOOLS) or ())  # with those of the environment
         if len(ids) > self.longest:
             raise CallError(f"begins with a prompt of {len(ids)} tokens (--max_prompt_seq_len {self.longest})")
         return ids

@@ -1,12 +1,19 @@
 """Tokens of observations: those of one rendering of the whole conversation, whatever the observation holds."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 from chat_tokenizers import EACH, EVERY, SHAPES, opened_by, shaped, special_tokenizer
 
+from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_after
+from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import render
+from dschat_ppo.data.tokenise import row_text
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import UserError
 
 ASK, SAY = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the hall."}
@@ -78,3 +85,15 @@ def test_a_template_that_drops_the_thinking_of_earlier_turns_is_refused():
     )
     with pytest.raises(UserError, match="renders a turn of the model differently once another message follows"):
         ObservationTokens(tokenizer, [], 100)
+
+
+def test_a_prompt_with_what_its_environment_says_lists_each_tool_once():
+    tokenizer = special_tokenizer(WITH_TOOLS, "</s>", ("<|im_start|>", "<|im_end|>"))
+    rollouts = object.__new__(EpisodeRollouts)
+    rollouts.longest, rollouts.tools = 1000, [TOOL]
+    rollouts.observations = ObservationTokens(tokenizer, [TOOL], 100)
+    settings = SimpleNamespace(source="", step=SimpleNamespace(flags=DataFlags(["x.jsonl"])))
+    row = json.loads(row_text({}, Example([ASK], [], tools=[TOOL]), settings))  # as prompts are tokenised
+    found = tokenizer.decode(rollouts._prompt([], row, Turn([{"role": "user", "content": "Look."}])))
+    expected = render(tokenizer, [{"role": "user", "content": "Where?\n\nLook."}], open_answer=True, tools=[TOOL])
+    assert found == expected and found.count("look") == 1
