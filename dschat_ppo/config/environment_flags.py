@@ -25,6 +25,8 @@ class EnvironmentFlags:
     observation_truncation: Literal["left", "middle", "right"] = flag("middle", "where a longer one is cut")
     environment_workers: int = positive(32, "most calls of environments that run at a time on each rank")
     environment_reward_weight: float = finite(1.0, "weight of the reward of the environment; 0 = only log it")
+    turn_reward: Literal["sum", "to_go"] = flag("sum",
+        "what the tokens of a turn are credited with: all rewards of the episode, or the rewards from the turn on")
     environment_timeout: float = positive(60.0, "timeout of a call, in seconds; it ends the episode")
     # fmt: on
 
@@ -38,7 +40,8 @@ class EnvironmentFlags:
         settings = "max_turns max_observation_tokens observation_truncation environment_workers environment_timeout"
         require_used(self, [
             (self.is_used, "--environment, --tools, --tool_config or --agent_func_path", settings),
-            (self.gives_reward, "--environment, --tool_config or --agent_func_path", "environment_reward_weight"),
+            (self.gives_reward, "--environment, --tool_config or --agent_func_path",
+             "environment_reward_weight turn_reward"),
         ])  # fmt: skip
 
     @property
@@ -50,6 +53,11 @@ class EnvironmentFlags:
     def gives_reward(self) -> bool:
         """Whether there is an environment; tools alone score nothing."""
         return self.is_used and bool(self.environment or self.tool_config or self.agent_func_path)
+
+    @property
+    def to_go_weight(self) -> float | None:
+        """The weight of rewards that are credited turn by turn; None if an episode has one score."""
+        return self.environment_reward_weight if self.turn_reward == "to_go" else None
 
     @property
     def given(self) -> dict[str, Any]:

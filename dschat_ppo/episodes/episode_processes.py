@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dschat_ppo.common import ranks
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.own_functions import cause_of
 from dschat_ppo.common.processes import signal_when_parent_ends
@@ -86,6 +87,7 @@ class Episodes:
             with theirs:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         except OSError as problem:
+            self._require_server()
             self._failed.append((number, CallError(f"could not be started ({problem.strerror})")))
             return
         ours.setblocking(False)
@@ -109,11 +111,6 @@ class Episodes:
             number, request = self._waiting.popleft()
             self._calls[number] = _Call(memoryview(request), time.monotonic() + self.seconds)
             self._selector.register(self._sockets[number], selectors.EVENT_READ | selectors.EVENT_WRITE, number)
-
-    @property
-    def busy(self) -> int:
-        """Calls without a reply."""
-        return len(self._calls) + len(self._waiting)
 
     def poll(self, seconds: float = 0.0) -> list[tuple[int, Turn | CallError]]:
         """The episodes that answered since the last call, with their turns. Waits up to `seconds` for the first one. An
@@ -150,6 +147,7 @@ class Episodes:
                     raise ConnectionResetError
                 call.reply += part
         except (BrokenPipeError, ConnectionResetError):
+            self._require_server()
             return self._fail(number, "its process ended (a crash, os._exit, or out of memory)")
         if number not in self._groups and b"\n" in call.reply:  # the first line of an episode is its process group
             group, _, call.reply = call.reply.partition(b"\n")
@@ -166,6 +164,14 @@ class Episodes:
             return self._fail(number, "its process sent an invalid reply")
         self._end_call(number)
         return turn
+
+    def _require_server(self) -> None:
+        """`RuntimeError` if the server has ended, which ends all its episodes: not an environment has failed."""
+        if (code := self._process.poll()) is not None:
+            raise RuntimeError(
+                f"the process that runs the environments of rank {ranks.rank()} ended (exit code {code}; -9: killed "
+                "or out of memory); run the same command again to resume"
+            )
 
     def _end_call(self, number: int) -> None:
         if self._calls.pop(number, None) is not None:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.examples import MESSAGES, TOOLS, Row
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
+from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
 from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.turns import MALFORMED, WAIT_SECONDS, EpisodeTurns, Record
 from dschat_ppo.errors import UserError, printable_line
@@ -57,16 +59,22 @@ def described_tools(
 
 
 class EpisodeRollouts:
-    """The environments of this rank. `tools`: JSON schemas for the chat template."""
+    """The environments of this rank. `tools`: JSON schemas for the chat template. `output`: the folder of the run, for
+    its journal; None: without one."""
 
-    def __init__(self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, longest: int):
+    def __init__(
+        self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, longest: int, output: Path | None = None
+    ):
         self.flags, self.tokenizer, self.longest = flags, tokenizer, longest  # tokens of a prompt
         given = " ".join(f"--{name} {value}" for name, value in flags.given.items())
         try:
-            self.episodes = Episodes(flags.names, flags.environment_timeout, flags.environment_workers)
+            processes = Episodes(flags.names, flags.environment_timeout, flags.environment_workers)
         except CallError as problem:
             raise UserError(f"{given}: cannot be used: {problem}") from None
-        self.tools = self.episodes.tools
+        self.tools, self.journalled = processes.tools, None
+        if output is not None:
+            self.journalled = JournalledEpisodes(processes, Journal(output), has_state=flags.gives_reward)
+        self.episodes = self.journalled or processes
         if self.tools and tokenizer.chat_template is None:
             self.close()
             raise UserError(f"{given}: a chat template describes tools to the model; give one with --chat_template")
@@ -84,14 +92,18 @@ class EpisodeRollouts:
         self._has_told = False
 
     def begin(
-        self, rows: Dataset, indices: Sequence[int], samples: int, seeds: Sequence[int], cancelled: Callable[[], bool]
-    ) -> tuple[PromptBatch, EpisodeTurns]:
-        """Begin `samples` episodes of each of the token rows at `indices`; those of one row get its seed. The prompts:
+        self, rows: Dataset, indices: Sequence[int], samples: int, seeds: Sequence[int], cancelled: Callable[[], bool],
+        step: int, rollout: str, first: int,
+    ) -> tuple[PromptBatch, EpisodeTurns]:  # fmt: skip
+        """Begin `samples` episodes of each of the token rows at `indices`; those of one row get its seed. The journal
+        knows them by the PPO step, the name of the rollout and their numbers, which start at `first`. The prompts:
         one for each row, or for each episode if some of a row begin in different ways. An episode that does not begin
         has its plain prompt and no turns; if none of any rank begins, that is a `UserError`. Collective."""
         data = rows[list(indices)]
         of_rows: list[Row] = [json.loads(text) for text in data["row"]]
         count = len(indices) * samples
+        if self.journalled is not None:
+            self.journalled.begin(step, rollout, first)
         for number in range(count):
             row = {key: value for key, value in of_rows[number // samples].items() if not key.startswith("_")}
             self.episodes.start(number, row, seeds[number // samples] & 0x7FFFFFFF)

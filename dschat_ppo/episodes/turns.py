@@ -13,6 +13,7 @@ from dschat_ppo.data.examples import Message
 from dschat_ppo.data.templates import turn_end, without_final
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
+from dschat_ppo.episodes.journal import JournalledEpisodes
 from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
 from dschat_ppo.errors import UserError
@@ -54,8 +55,8 @@ class EpisodeTurns:
     """
 
     def __init__(
-        self, episodes: Episodes, observations: ObservationTokens, tokenizer: PreTrainedTokenizerBase, most: int,
-        records: Sequence[Record],
+        self, episodes: Episodes | JournalledEpisodes, observations: ObservationTokens,
+        tokenizer: PreTrainedTokenizerBase, most: int, records: Sequence[Record],
     ):  # fmt: skip
         self.episodes, self.observations, self.tokenizer, self.most = episodes, observations, tokenizer, most
         self.records = records

@@ -100,13 +100,14 @@ class RolloutGenerator:
 
     def answer(
         self, indices: list[int], *path: int, prompts: Dataset | None = None, config: GenerationConfig | None = None,
-        first: int | None = None, cancelled: Callable[[], bool] = never,
+        first: int | None = None, cancelled: Callable[[], bool] = never, step: int | None = None,
     ) -> Rollout:  # fmt: skip
         """Answer the prompts at `indices`, at least one and as many on every rank. Collective.
 
         An answer's seed is derived from the run's seed, `path` (the step, ...) and the answer's number over all ranks,
         which start at `first` (None: after those of the ranks before), so it does not depend on the rank. Once
-        `cancelled` returns True, this rank stops generating, and its answers are to be discarded.
+        `cancelled` returns True, this rank stops generating, and its answers are to be discarded. `step`: the PPO step
+        (None: the first number of `path`).
         """
         counts, config = prompts is config is None, config or self.config
         first = dist.rank() * len(indices) * config.samples if first is None else first
@@ -121,7 +122,11 @@ class RolloutGenerator:
             batch = collate_prompts(rows, indices, self.pad_id)
         else:
             of_prompts = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
-            batch, turns = self.episodes.begin(rows, indices, config.samples, of_prompts, cancelled)
+            name = "/".join(map(str, ("sampled" if counts else "greedy" if prompts is None else "evaluation", *path)))
+            step = path[0] if step is None else step
+            batch, turns = self.episodes.begin(
+                rows, indices, config.samples, of_prompts, cancelled, step, name, first
+            )  # fmt: skip
             config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
         batch = to_device(batch, self.device)
         with self.hybrid.generating() as model:

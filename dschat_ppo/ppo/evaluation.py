@@ -206,7 +206,9 @@ class Evaluation:
         """Answers to some prompts, with their scores; each list entry is one prompt."""
         samples = self.config.samples
         first = indices[0] * samples  # answers depend neither on batches nor on ranks
-        rollout = self.generator.answer(indices, STREAM, 0, 0, prompts=prompts, config=self.config, first=first)
+        rollout = self.generator.answer(
+            indices, STREAM, 0, 0, prompts=prompts, config=self.config, first=first, step=step
+        )
         request = self.requests.request(rollout, indices, step)
         scores = self.requests.mixture(request, rollout)
         kl = None

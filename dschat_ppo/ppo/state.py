@@ -135,8 +135,9 @@ class PPOComponents:
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
         logger().info(f"old log-probs: {describe(self.old_logprobs, reason)}")
         self.shaping = AdvantageComputation(
-            algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts
-        )
+            algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts,
+            config.environment.to_go_weight,
+        )  # fmt: skip
         late_ends = generator.config.stopping.late_ends
         passes = ForwardPasses(
             engines.actor, engines.reference, None if self.old_logprobs == "update" else engines.critic,

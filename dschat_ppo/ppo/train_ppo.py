@@ -55,7 +55,9 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         episodes, flags = None, config.environment
         if flags.is_used:
-            episodes = at_end.enter_context(closing(EpisodeRollouts(flags, tokenizer, config.ppo.max_prompt_seq_len)))
+            journal = None if session is None else output  # an evaluation alone is not resumed
+            found = EpisodeRollouts(flags, tokenizer, config.ppo.max_prompt_seq_len, journal)
+            episodes = at_end.enter_context(closing(found))
         others = [] if episodes is None else episodes.reward_sources
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned, others)))
         components = PPOComponents(config, plan, rows, tokenizer, engines, rewards, begun.texts, episodes)

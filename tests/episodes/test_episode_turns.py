@@ -18,10 +18,6 @@ class Answers:
     def __init__(self, **turns):
         self.turns, self.asked, self.replies, self.ended = turns, [], [], []
 
-    @property
-    def busy(self):
-        return len(self.replies)
-
     def step(self, number, action):
         self.asked.append(action)
         self.replies.append((number, self.turns["steps"].pop(0)))

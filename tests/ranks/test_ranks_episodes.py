@@ -9,12 +9,26 @@ from launch import forked, metrics_of, succeed
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ENVIRONMENT = '''
+import os, signal, pathlib, psutil
+FOLDER = pathlib.Path(__file__).parent
+
+def note(word):
+    with (FOLDER / "calls").open("a") as file:
+        file.write(word + "\\n")
+    if (FOLDER / "most").exists() and len((FOLDER / "calls").read_text().split()) == int((FOLDER / "most").read_text()):
+        rank = psutil.Process(os.getppid()).parent().pid  # this process is a fork of the server of the rank
+        os.kill(rank, signal.SIGKILL)
+
 class Letters:
     """Rewards an action by its letters e, and answers with how many there were. Ranks have other numbers of turns."""
     def reset(self, seed=None, options=None):
+        note("reset")
         self.turns, self.most = 0, 1 + options['number'] % 2 * 4
         return f"Room {options['number'] % 3}."
+    def close(self):
+        note("close")
     def step(self, text):
+        note("step")
         self.turns += 1
         seen = f" {text.count('e')} letters. " * (self.turns % 2 + 1)
         return seen, text.count("e") / 4, self.turns == self.most, False, {}
@@ -43,14 +57,16 @@ def runs(assets, tmp_path_factory):
     for name, (ranks, words) in LAYOUTS.items():
         given = ["--actor_model_name_or_path", assets / "lm", "--data_path", folder / "rows.jsonl"]
         given += ["--environment", f"{folder / 'letters.py'}:Letters", "--output_dir", folder / name]
+        (folder / "calls").unlink(missing_ok=True)
         succeed(forked(ranks, "training/step3_ppo/main.py", *given, *FLAGS, *words.split()))
         samples = [json.loads(line) for line in (folder / name / "samples.jsonl").read_text().splitlines()]
-        found[name] = metrics_of(folder / name), samples
+        calls = (folder / "calls").read_text().split()
+        found[name] = metrics_of(folder / name), samples, calls
     return found
 
 
 def test_answers_are_episodes(runs):
-    metrics, samples = runs["one"]
+    metrics, samples, _ = runs["one"]
     assert metrics[-1]["episode/turns"] > 1.2 and metrics[-1]["episode/failures"] == 0
     assert any("letters." in sample["answer"] for sample in samples)
     assert all("Room " in sample["prompt"] for sample in samples)
@@ -61,10 +77,44 @@ def test_answers_are_episodes(runs):
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
 def test_the_numbers_do_not_depend_on_the_layout(runs, name):
-    (expected, samples), (found, others) = runs["one"], runs[name]
+    (expected, samples, _), (found, others, _) = runs["one"], runs[name]
     assert [each["answer"] for each in samples] == [each["answer"] for each in others]
     for row, other in zip(expected, found, strict=True):
         for key in row:
             if key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout") and "diff" not in key:
                 atol = 2e-4 if key.endswith("_max") else 2e-5
                 np.testing.assert_allclose(other[key], row[key], rtol=2e-3, atol=atol, err_msg=key)
+
+
+def test_a_run_that_is_killed_during_a_turn_resumes_and_asks_no_environment_again(runs, assets, tmp_path):
+    """Only the episodes that had not ended are played again, and the numbers are those of the uninterrupted run."""
+    rows = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
+    (tmp_path / "letters.py").write_text(ENVIRONMENT)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"number": n}) + "\n" for n, row in enumerate(rows)))
+    words = ["--actor_model_name_or_path", assets / "lm", "--data_path", tmp_path / "rows.jsonl", *FLAGS]
+    words += [
+        "--environment",
+        f"{tmp_path / 'letters.py'}:Letters",
+        "--output_dir",
+        tmp_path / "out",
+        "--save_steps",
+        1,
+    ]
+    words += LAYOUTS["one"][1].split()
+    whole = runs["one"][2]
+    episodes = whole.count("close") // 2  # of each of the two steps
+    (tmp_path / "most").write_text(str(len(whole) - episodes // 2))
+    killed = forked(1, "training/step3_ppo/main.py", *words)
+    assert killed.returncode != 0
+    before = (tmp_path / "calls").read_text().split()
+    assert before.count("reset") == 2 * episodes and before.count("close") > episodes
+    succeed(forked(1, "training/step3_ppo/main.py", *words))
+    after = (tmp_path / "calls").read_text().split()[len(before) :]
+    assert 0 < after.count("reset") <= 2 * episodes - before.count("close") + 1, "the last answer was under way"
+    metrics, samples = runs["one"][:2]
+    for row, found in zip(metrics, metrics_of(tmp_path / "out"), strict=True):
+        for key in row:
+            if key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout") and "diff" not in key:
+                assert found[key] == row[key], key
+    assert samples == [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert not (tmp_path / "out" / "checkpoints").exists()
