@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from fault_outcomes import free_port
-from measure import markdown
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "training_scripts/examples/calculator"

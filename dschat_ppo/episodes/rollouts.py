@@ -93,7 +93,7 @@ class EpisodeRollouts:
 
     def begin(
         self, rows: Dataset, indices: Sequence[int], samples: int, seeds: Sequence[int], cancelled: Callable[[], bool],
-        step: int, rollout: str, first: int,
+        step: int = 0, rollout: str = "", first: int = 0,
     ) -> tuple[PromptBatch, EpisodeTurns]:  # fmt: skip
         """Begin `samples` episodes of each of the token rows at `indices`; those of one row get its seed. The journal
         knows them by the PPO step, the name of the rollout and their numbers, which start at `first`. The prompts:

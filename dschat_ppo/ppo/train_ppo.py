@@ -56,8 +56,8 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         episodes, flags = None, config.environment
         if flags.is_used:
             journal = None if session is None else output  # an evaluation alone is not resumed
-            found = EpisodeRollouts(flags, tokenizer, config.ppo.max_prompt_seq_len, journal)
-            episodes = at_end.enter_context(closing(found))
+            episodes = EpisodeRollouts(flags, tokenizer, config.ppo.max_prompt_seq_len, journal)
+            at_end.enter_context(closing(episodes))
         others = [] if episodes is None else episodes.reward_sources
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned, others)))
         components = PPOComponents(config, plan, rows, tokenizer, engines, rewards, begun.texts, episodes)

@@ -93,7 +93,7 @@ class Generator:
     def __init__(self):
         self.asked = []
 
-    def answer(self, indices, *path, prompts, config, first):
+    def answer(self, indices, *path, prompts, config, first, step):
         self.asked.append((list(indices), config, first, path))
         numbers = [index * config.samples + sample for index in indices for sample in range(config.samples)]
         mask = torch.arange(3) < torch.tensor([[number % 3 + 1] for number in numbers])
