@@ -3,7 +3,7 @@
     python benchmarks/tool_turns.py [--latencies 0 0.2 1] [--steps 4] [--work DIR] [--json FILE]
 
 Both train the SFT model of `training_scripts/examples/calculator`, which is made first (some minutes), in one process
-with two threads: 16 prompts a step, 8 answers each, one update, no KL, and the same functions as tool and reward. An
+with one thread: 16 prompts a step, 8 answers each, one update, no KL, and the same functions as tool and reward. An
 answer calls the tool up to a few times. Needs `pip install trl==1.16.0`.
 """
 
@@ -41,7 +41,7 @@ def calculate(expression: str) -> int:
 
 
 def ours(work: Path, tool: Path, steps: int) -> list[float]:
-    """Seconds of each step of `training/step3_ppo/main.py`."""
+    """Seconds of each step of `training/step3_ppo/main.py` after the first."""
     output = Path(tempfile.mkdtemp(dir=work))
     flags = (
         f"--actor_model_name_or_path {work}/sft --data_path {work}/task/data/prompts.jsonl --data_split 0,0,1 "
@@ -52,18 +52,18 @@ def ours(work: Path, tool: Path, steps: int) -> list[float]:
     )
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "1", "--master_port"]
     run([*command, str(free_port()), str(ROOT / "training/step3_ppo/main.py"), *flags.split()])
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row["time/step"] for row in rows if "time/step" in row]
+    ends = [json.loads(line)["time"] for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
 def run(command: list[str]) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
     subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
 
 
 def trl(work: Path, tool: Path, steps: int) -> list[float]:
-    """Seconds of each step of TRL's trainer, in a process of its own."""
+    """Seconds of each step of TRL's trainer after the first, in a process of its own."""
     result = tool.with_suffix(".json")
     run(
         [
@@ -89,8 +89,9 @@ def train_by_trl(work: Path, tool: Path, steps: int) -> list[float]:
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+    from trl.chat_template_utils import qwen3_template
 
-    ends = [time.perf_counter()]
+    ends = list[float]()
 
     class Times(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -101,7 +102,8 @@ def train_by_trl(work: Path, tool: Path, steps: int) -> list[float]:
         return [float(functions.right_sum(text, right)) for text, right in zip(said, answer, strict=True)]
 
     tokenizer = AutoTokenizer.from_pretrained(work / "sft", padding_side="left")
-    tokenizer.response_schema = CALLS
+    marks = json.dumps(qwen3_template).replace("<|im_start|>assistant\\n", "<|assistant|>").replace("im_end", "end")
+    tokenizer.response_template = json.loads(marks)
     GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(work / "sft"), reward_funcs=reward, tools=[functions.calculate],
         args=GRPOConfig(
@@ -113,28 +115,6 @@ def train_by_trl(work: Path, tool: Path, steps: int) -> list[float]:
         processing_class=tokenizer, callbacks=[Times()],
     ).train()  # fmt: skip
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
-
-
-CALLS = {  # how TRL finds the calls in what this model writes
-    "type": "object",
-    "properties": {
-        "role": {"const": "assistant"},
-        "content": {"type": "string", "x-regex": r"^(.*?)(?:<tool_call>|<\|end\|>|$)"},
-        "tool_calls": {
-            "type": "array", "x-regex-iterator": r"<tool_call>(.*?)</tool_call>",
-            "items": {
-                "type": "object", "x-parser": "json", "x-parser-args": {"transform": "{type: 'function', function: @}"},
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
-                    },
-                },
-            },
-        },
-    },
-}  # fmt: skip
 
 
 def main() -> None:
@@ -155,7 +135,7 @@ def main() -> None:
     for latency in chosen.latencies:
         tool = chosen.work / f"tool_{int(latency * 1000)}.py"
         tool.write_text(TOOL.format(folder=str(EXAMPLE), seconds=latency), encoding="utf-8")
-        speeds = [PROMPTS * ANSWERS / statistics.median(by(chosen.work, tool, chosen.steps)[1:]) for by in (ours, trl)]
+        speeds = [PROMPTS * ANSWERS / statistics.median(by(chosen.work, tool, chosen.steps)) for by in (ours, trl)]
         rows.append({"latency": latency, "ours": speeds[0], "trl": speeds[1], "ratio": speeds[0] / speeds[1]})
         print(rows[-1], flush=True)
     if chosen.json:
