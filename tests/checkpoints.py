@@ -15,18 +15,11 @@ def manifest_of(folder: Path, **changes: Any) -> Manifest:
     """The manifest of the files that are in `folder`."""
     files = {str(p.relative_to(folder)): describe_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     values = {
-        "kind": "ppo",
-        "step": 12,
-        "update": 3,
-        "world_size": 2,
+        "kind": "ppo", "step": 12, "update": 3, "world_size": 2,
         "config": {"learning_rate": 1e-5, "data_path": ["a b", "c"], "dropout": None},
-        "versions": {"dschat_ppo": "0.1.0", "torch": "2.13.0"},
-        "data": "0f" * 16,
-        "files": files,
-        "best": False,
-        "metrics_offset": 1234,
-        "saved_at": "2026-11-21T08:00:00+00:00",
-    }
+        "versions": {"dschat_ppo": "0.1.0", "torch": "2.13.0"}, "data": "0f" * 16, "files": files, "best": False,
+        "metrics_offset": 1234, "saved_at": "2026-11-21T08:00:00+00:00",
+    }  # fmt: skip
     return Manifest(**{**values, **changes})
 
 

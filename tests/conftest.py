@@ -56,18 +56,10 @@ def own_signals():
 
 def tiny_config(**changes) -> LlamaConfig:
     settings = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "initializer_range": 0.2,
-    }
+        "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 1,
+        "pad_token_id": 0, "initializer_range": 0.2,
+    }  # fmt: skip
     return LlamaConfig(**{**settings, **changes})
 
 

@@ -9,24 +9,12 @@ from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags
 from dschat_ppo.monitor.health import Event, HealthWatch
 
 PPO_STEP = {
-    "kl/ref_k1": 0.05,
-    "policy/clip_fraction": 0.1,
-    "policy/entropy": 2.0,
-    "policy/first_log_ratio_abs_mean": 0.001,
-    "policy/first_log_ratio_abs_max": 0.2,
-    "reward/score_std": 0.8,
-    "reward/score_mean": 1.0,
-    "reward/function_faults": 0.0,
-    "rollout/count": 64,
-    "rollout/distinct_share": 0.95,
-    "rollout/ended_share": 0.9,
-    "rollout/length_mean": 40.0,
-    "rollout/logprob_diff_mean": 0.002,
-    "value/explained_variance": 0.4,
-    "optim/grad_norm/actor": 0.5,
-    "optim/grad_norm/critic": 2.0,
-    "optim/nonfinite_skipped": 0.0,
-}
+    "kl/ref_k1": 0.05, "policy/clip_fraction": 0.1, "policy/entropy": 2.0, "policy/first_log_ratio_abs_mean": 0.001,
+    "policy/first_log_ratio_abs_max": 0.2, "reward/score_std": 0.8, "reward/score_mean": 1.0,
+    "reward/function_faults": 0.0, "rollout/count": 64, "rollout/distinct_share": 0.95, "rollout/ended_share": 0.9,
+    "rollout/length_mean": 40.0, "rollout/logprob_diff_mean": 0.002, "value/explained_variance": 0.4,
+    "optim/grad_norm/actor": 0.5, "optim/grad_norm/critic": 2.0, "optim/nonfinite_skipped": 0.0,
+}  # fmt: skip
 FIT_STEP = {"loss": 1.0, "accuracy": 0.8, "grad_norm": 1.0, "optim/nonfinite_skipped": 0.0}
 WINDOW = 10
 

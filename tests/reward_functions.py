@@ -84,23 +84,14 @@ def forge(reply):
 
 
 FAULTS = {
-    "garbage": lambda: forge(b"no JSON\n"),
-    "raise": lambda: 1 / 0,
-    "bare": lambda: fail(KeyError()),
-    "long": lambda: fail(RuntimeError("x" * 2**24)),
-    "lines": lambda: fail(OSError(" one\n\ttwo\n")),
-    "hang": lambda: time.sleep(60),
-    "exit": lambda: os._exit(0),
-    "quit": lambda: sys.exit(3),
+    "garbage": lambda: forge(b"no JSON\n"), "raise": lambda: 1 / 0, "bare": lambda: fail(KeyError()),
+    "long": lambda: fail(RuntimeError("x" * 2**24)), "lines": lambda: fail(OSError(" one\n\ttwo\n")),
+    "hang": lambda: time.sleep(60), "exit": lambda: os._exit(0), "quit": lambda: sys.exit(3),
     "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "surrogate": lambda: (_ for _ in ()).throw(ValueError("\ud800")),
-    "nan": lambda: float("nan"),
-    "inf": lambda: -float("inf"),
-    "huge": lambda: 1e39,
-    "text": lambda: "3",
-    "none": lambda: None,
+    "surrogate": lambda: (_ for _ in ()).throw(ValueError("\ud800")), "nan": lambda: float("nan"),
+    "inf": lambda: -float("inf"), "huge": lambda: 1e39, "text": lambda: "3", "none": lambda: None,
     "complex": lambda: 1j,
-}
+}  # fmt: skip
 
 
 def faulty_row(response):

@@ -23,16 +23,11 @@ class PanicException(BaseException):  # noqa: N818  the one that Rust code raise
     pass
 
 
-@pytest.mark.parametrize(
-    ("problem", "message"),
-    [
-        (ValueError("first line\n   second line"), "first line second line"),
-        (KeyError("model"), "KeyError: 'model'"),
-        (ValueError("a \x1b[31mred\x00 \u202e\udcffé 一"), "a \\x1b[31mred\\x00 \\u202e\\udcffé 一"),
-        (AssertionError(), "AssertionError"),
-        (RuntimeError("a " * 900), ("a " * 900)[:MOST_CHARACTERS] + "..."),
-    ],
-)
+@pytest.mark.parametrize(("problem", "message"), [
+    (ValueError("first line\n   second line"), "first line second line"), (KeyError("model"), "KeyError: 'model'"),
+    (ValueError("a \x1b[31mred\x00 \u202e\udcffé 一"), "a \\x1b[31mred\\x00 \\u202e\\udcffé 一"),
+    (AssertionError(), "AssertionError"), (RuntimeError("a " * 900), ("a " * 900)[:MOST_CHARACTERS] + "..."),
+])  # fmt: skip
 def test_a_message_of_a_library_in_one_line(problem, message):
     assert in_one_line(problem) == message
 
@@ -90,23 +85,19 @@ def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, mea
         assert nearest_path(absolute) == (f"; did you mean {tmp_path / meant}?" if meant else "")
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("http://me:s3cret@host:5/a", "http://***@host:5/a"),
-        ("no reply of http://me:s3@cret@host/, https://tok@b/x?k=1", "no reply of http://***@host/, https://***@b/x?k=1"),
-        ("http://a/b,http://me:s3cret@c", "http://a/b,http://***@c"),
-        ("http://h/r?n=1&key=s3cret,http://i/r?Token=s3cret", "http://h/r?n=1&key=***,http://i/r?Token=***"),
-        ("judge.py:score?api_key=s3cret&n=2:0.5", "judge.py:score?api_key=***&n=2:0.5"),
-        ("judge.py:score?api_key=s3cret:0.5", "judge.py:score?api_key=***:0.5"),
-        (["http://a:b@c", 3], ["http://***@c", 3]),
-        *[(text, text) for text in (
-            3, None, "http://host:5000/get_reward", "data.jsonl@100", "http://host/path@2", "https://hub/@me/model",
-            "mine.py:f?key=answer&max_tokens=5", "me@host:/x",
-            "organisation/model@main", "http://h/r?monkey=1",
-        )],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "shown"), [
+    ("http://me:s3cret@host:5/a", "http://***@host:5/a"),
+    ("no reply of http://me:s3@cret@host/, https://tok@b/x?k=1", "no reply of http://***@host/, https://***@b/x?k=1"),
+    ("http://a/b,http://me:s3cret@c", "http://a/b,http://***@c"),
+    ("http://h/r?n=1&key=s3cret,http://i/r?Token=s3cret", "http://h/r?n=1&key=***,http://i/r?Token=***"),
+    ("judge.py:score?api_key=s3cret&n=2:0.5", "judge.py:score?api_key=***&n=2:0.5"),
+    ("judge.py:score?api_key=s3cret:0.5", "judge.py:score?api_key=***:0.5"), (["http://a:b@c", 3], ["http://***@c", 3]),
+    *[(text, text) for text in (
+        3, None, "http://host:5000/get_reward", "data.jsonl@100", "http://host/path@2", "https://hub/@me/model",
+        "mine.py:f?key=answer&max_tokens=5", "me@host:/x",
+        "organisation/model@main", "http://h/r?monkey=1",
+    )],
+])  # fmt: skip
 def test_credentials_are_hidden(text, shown):
     assert without_credentials(text) == shown
     assert str(UserError(text)) == str(shown) and without_credentials(shown) == shown

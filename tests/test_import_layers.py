@@ -12,18 +12,10 @@ import dschat_ppo
 ROOT = Path(dschat_ppo.__file__).parent
 LAYERS = [
     {"errors"},  # every layer may raise its exceptions
-    {"config", "types"},
-    {"algorithms", "common"},
-    {"cpu_kernels", "gpu_kernels"},
-    {"data", "models", "monitor"},
-    {"checkpoint", "engine", "html_report", "rewards"},
-    {"episodes", "nonfinite", "rollout", "run"},
-    {"planner"},
-    {"ppo", "supervised"},
-    {"tools"},
-    {"commands"},
-    {"__main__"},
-]
+    {"config", "types"}, {"algorithms", "common"}, {"cpu_kernels", "gpu_kernels"}, {"data", "models", "monitor"},
+    {"checkpoint", "engine", "html_report", "rewards"}, {"episodes", "nonfinite", "rollout", "run"}, {"planner"},
+    {"ppo", "supervised"}, {"tools"}, {"commands"}, {"__main__"},
+]  # fmt: skip
 LARGE = ("torch", "deepspeed", "datasets", "transformers", "tokenizers", "numpy")
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

@@ -36,10 +36,13 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 .venv/bin/python -m dschat_ppo.run.unused_gpu # a torch that cannot use this machine's GPU ends the script here
 echo "installing dschat_ppo and its dependencies; this may take minutes"
-.venv/bin/python -m pip install -q "$compile" -c constraints.txt -e ".${extra:+[$extra]}"
+triton=""
 if [ "$extra" = test ] && ! .venv/bin/python -c 'import triton' 2>/dev/null; then
     # Kernels for GPUs are tested without one. Triton lies by itself: each process would import it otherwise.
-    .venv/bin/python -m pip install -q "$compile" --target .venv/triton triton==3.6.0
+    .venv/bin/python -m pip install -q "$compile" --target .venv/triton triton==3.6.0 & # beside the others
+    triton=$!
 fi
+.venv/bin/python -m pip install -q "$compile" -c constraints.txt -e ".${extra:+[$extra]}"
+[ -z "$triton" ] || wait "$triton"
 sync # before the stamp that marks the installation as complete
 touch "$stamp-${extra:-plain}"

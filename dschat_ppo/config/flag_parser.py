@@ -15,10 +15,10 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from dschat_ppo.config.retired_flags import RETIRED, RETIRED_VALUES
-from dschat_ppo.config.schema import RANGES, default_of, is_own_function
+from dschat_ppo.config.schema import RANGES, default_of, is_own_function, types_of
 from dschat_ppo.errors import UserError, printable_line
 
 LONG_CHOICES = "NAME"  # shown in place of a long list of choices
@@ -198,7 +198,7 @@ def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], without: 
     group is the first line of its docstring."""
     for group in groups:
         section = parser.add_argument_group(group.__doc__.partition("\n")[0].removesuffix("."))
-        types = get_type_hints(group)
+        types = types_of(group)
         for field in dataclasses.fields(group):
             if field.name not in without:
                 _add_flag(section, field, types[field.name])

@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from dschat_ppo.errors import UserError, nearest_path
 
@@ -28,6 +28,8 @@ LORA_RATE = "not given: with --only_optimize_lora, a given {}"
 VALIDATE_ONLY = "evaluate once, write the results to validation/ in --output_dir, and train nothing"
 
 REQUIRED: Any = MISSING  # in place of the default of a flag that must be given
+
+types_of = cache(get_type_hints)  # of the fields of a class of flags, by name
 
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "positive": ("finite and above 0", lambda value: 0 < value < math.inf),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal
 
 from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.config.health_flags import HealthFlags
 from dschat_ppo.config.run_flags import AdapterFlags, ConsoleFlags, MemoryFlags, OldFlags, RunFlags, SafetyFlags
-from dschat_ppo.config.schema import default_of, fraction, not_negative, refuse
+from dschat_ppo.config.schema import default_of, fraction, not_negative, refuse, types_of
 from dschat_ppo.errors import without_credentials
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")  # the others are constant after the warm-up
@@ -158,7 +158,7 @@ class StepConfig(ABC):
 
 def groups_of(kind: type[StepConfig]) -> dict[str, Any]:
     """Name of a group of flags -> its dataclass; those of the step alone come first."""
-    hints, shared = get_type_hints(kind), {group.name for group in fields(StepConfig)}
+    hints, shared = types_of(kind), {group.name for group in fields(StepConfig)}
     return {name: hints[name] for name in sorted((group.name for group in fields(kind)), key=shared.__contains__)}
 
 

@@ -78,10 +78,11 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
     ids, prompt_spans = _encode(tokenizer, text, tuple(spans), not is_bare)
     if not is_bare and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]  # some tokenizers append EOS to every text
+    is_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id  # of a plain text, which may bring its own
     encoded = []
     for answer, final in answers:
         whole = encode_after(tokenizer, text[-_TAIL:], answer)
-        if ids == [tokenizer.bos_token_id] == whole[:1]:  # plain text, which may bring its own BOS
+        if is_bos and whole[:1] == ids:
             whole = whole[1:]
         encoded.append(whole if whole[-1:] == [final] else [*whole, final])
     return EncodedExample(ids, encoded, prompt_spans)

@@ -62,9 +62,9 @@ class Example:
 def value_at(row: Row, path: str) -> Any:
     """The value of a column, or of a field inside it: `reward_model.ground_truth`, `passages.0.text`. `UserError` if
     there is none. A column of whole numbers that lacks one is often stored as floats: NaN is None, and 3.0 is 3."""
-    value: Any = row
+    value: Any = row.get(path, row)
     done: list[str] = []
-    for part in [path] if path in row else path.split("."):
+    for part in () if path in row else path.split("."):
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):

@@ -164,8 +164,12 @@ def read_columns(cells: Cells, use: Use) -> Found:
             raise UserError("chosen and rejected answer different prompts")
         whole, prompt = whole if answers else joined, joined if prompt is None else prompt
         answers.append(answer["content"] if set(answer) == {"role", "content"} else answer)
-    pair = [cells.known(role) for role in (better, "rejected") if cells.has(role)]
-    if len(pair) == 2 and isinstance(prompt, str) and all(str(value).startswith(prompt) for value in pair):
+    if (
+        isinstance(prompt, str)
+        and better
+        and cells.has("rejected")
+        and all(str(cells.known(role)).startswith(prompt) for role in (better, "rejected"))
+    ):
         answers = [answer.removeprefix(prompt) if isinstance(answer, str) else answer for answer in answers]
     return whole or "", pair_of(answers[-1:] if use == "sft" else answers)
 

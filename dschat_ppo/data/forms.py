@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from dschat_ppo.common.own_functions import own_function, running_own
@@ -82,10 +83,15 @@ class Form:
     def name(self) -> str:
         return self.kind.name
 
-    @property
+    @cached_property
     def uses(self) -> tuple[Use, ...]:
         """What the form serves."""
         return self.kind.uses(self.columns)
+
+    @cached_property
+    def _watched_columns(self) -> frozenset[str]:
+        """The columns of rows that hold `watched`, which may be fields inside them."""
+        return frozenset(self.watched) | {name.split(".")[0] for name in self.watched}
 
     @property
     def identity(self) -> str:
@@ -114,8 +120,9 @@ class Form:
                 margin = margin_of(made) if "rejected" in self.columns else 0.0
                 truth = truth_of(made, self.truth, self.truth_pattern) if self.truth else None
                 tools = self._tools_of(made)
+                several = len(examples) > 1
                 found += [
-                    replace(one, prompt=prompt, margin=margin, truth=truth, tools=tools, context=context)
+                    Example(prompt, one.answers, margin, truth, tools, one.suffix * several, one.labels, context)
                     for one in examples
                 ]
             self.check_unused(made)
@@ -148,7 +155,7 @@ class Form:
                 found = [_example(prompt, pair) for pair in pairs]
                 if use == "unpaired" and found:
                     found = [_example(prompt, [best], (1.0,)), _example(prompt, [worst], (0.0,))]
-        return found if len(found) > 1 else [replace(one, suffix="") for one in found]
+        return found
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
         """The prompt as text or messages, as the rendering says, with the system message before it."""
@@ -170,6 +177,7 @@ class Form:
         """The tools of a row: of their column, or those beside the messages in one object. All must be equal."""
         given = [(self.tools, value_at(row, self.tools))] if self.tools and self.rendering == "chat" else []
         given += [(path, tools_beside(value_at(row, path))) for path in self.columns.values() if has_value(row, path)]
+        given = [(column, value) for column, value in given if value is not None]  # most rows have none
         found = [(column, tools) for column, value in given if (tools := read_tools(value, column))]
         for column, tools in found:
             if tools != found[0][1]:
@@ -180,6 +188,8 @@ class Form:
         """Refuse a row with content in a column that the form does not use. It is no loss if its lines stand in the
         columns that are used (a conversation beside its prompt and answer), or if it holds all of these but the
         rejected answer (the same as one text)."""
+        if self._watched_columns.isdisjoint(row):
+            return
         there = [name for name in self.watched if (name in row or "." in name) and has_value(row, name)]
         held = {name: from_json(value_at(row, name)) for name in there}
         held = {name: value for name, value in held.items() if _is_content(name, value)}

@@ -175,13 +175,20 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bo
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it differs."""
-    return tuple(dict.fromkeys((int(tokenizer.eos_token_id), turn_end(tokenizer).token)))
+    return tuple(_answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id)).values())
+
+
+@lru_cache(maxsize=16)
+def _answer_ends(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> dict[str, int]:
+    """Text -> id of the tokens that end an answer, EOS first; cached as `_turn_end`."""
+    ends = (eos_id, _turn_end(tokenizer, template, eos_id).token)
+    return {str(tokenizer.convert_ids_to_tokens(number)): number for number in ends}
 
 
 def without_final(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, int | None]:
     """(a text without the tokens at its end that end answers, and without white space around them; the id of the first
     of these tokens)."""
-    ends = {str(tokenizer.convert_ids_to_tokens(number)): number for number in answer_ends(tokenizer)}
+    ends = _answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id))
     first = None
     while (token := next(filter(text.rstrip().endswith, ends), None)) is not None:
         text, first = text.rstrip().removesuffix(token), ends[token]

@@ -13,12 +13,7 @@ from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES, PolicyLossS
 
 LENGTHS = (5, 3, 0, 1, 4)
 SETTINGS = PolicyLossSettings(
-    clip_eps_low=0.15,
-    clip_eps_high=0.3,
-    dual_clip=1.5,
-    sapo_tau_positive=0.8,
-    sapo_tau_negative=1.7,
-    kl_cov_coef=0.6,
+    clip_eps_low=0.15, clip_eps_high=0.3, dual_clip=1.5, sapo_tau_positive=0.8, sapo_tau_negative=1.7, kl_cov_coef=0.6
 )
 NAMES = ["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov"]
 

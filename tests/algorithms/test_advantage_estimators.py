@@ -26,14 +26,11 @@ PROMPTS = (7, -2, 7, 40, -2, 7, 7, 11)  # four rows of 7 (one of them empty), tw
 def inputs_of(mask, rewards=None, groups=None, **changes) -> AdvantageInputs:
     rows = mask.shape[0]
     settings = {
-        "rewards": normal(0, *mask.shape) if rewards is None else rewards,
-        "values": normal(1, *mask.shape),
+        "rewards": normal(0, *mask.shape) if rewards is None else rewards, "values": normal(1, *mask.shape),
         "response_mask": mask,
         "groups": torch.tensor(groups) if groups is not None else torch.zeros(rows, dtype=torch.int64),
-        "baselines": normal(2, rows),
-        "gamma": 0.9,
-        "lam": 0.8,
-    }
+        "baselines": normal(2, rows), "gamma": 0.9, "lam": 0.8,
+    }  # fmt: skip
     return AdvantageInputs(**{**settings, **changes})
 
 
@@ -330,15 +327,11 @@ def test_statistics_by_hand_without_the_empty_rows():
     assert groups.std(gaps).tolist() == pytest.approx([4.5**0.5] * 3 + [0.0] * 3)
 
 
-@pytest.mark.parametrize(
-    ("scores", "differ"),
-    [
-        ([1.0, 1.0, 2.0, 3.0], [False, False, True, True]),
-        ([0.0, 0.0, 0.0, 0.0], [False] * 4),
-        ([1.0, 1.0, float("nan"), 3.0], [False, False, True, True]),
-        ([1.0, 1.0, float("inf"), float("inf")], [False, False, True, True]),
-    ],
-)
+@pytest.mark.parametrize(("scores", "differ"), [
+    ([1.0, 1.0, 2.0, 3.0], [False, False, True, True]), ([0.0, 0.0, 0.0, 0.0], [False] * 4),
+    ([1.0, 1.0, float("nan"), 3.0], [False, False, True, True]),
+    ([1.0, 1.0, float("inf"), float("inf")], [False, False, True, True]),
+])  # fmt: skip
 def test_groups_differ_if_their_scores_are_unequal_or_not_finite(scores, differ):
     assert groups_that_differ(torch.tensor(scores), torch.tensor([4, 4, -1, -1])).tolist() == differ
     order = [2, 0, 3, 1]

@@ -39,15 +39,12 @@ def test_every_mode_matches_a_loop_whatever_the_padding_holds(mode, lengths, see
     assert found.item() == pytest.approx(by_loop(losses, mask, mode, denominators), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected", "weights"),
-    [
-        ("token_mean", (1 + 2 + 6 + 5) / 8, [[1 / 8] * 3, [0, 0, 0], [1 / 8, 0, 0]]),
-        ("seq_mean_token_sum", (9 + 5) / 4, [[1 / 4] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
-        ("seq_mean_token_mean", (3 + 5) / 4, [[1 / 12] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
-        ("constant", (9 + 5) / 40, [[1 / 40] * 3, [0, 0, 0], [1 / 40, 0, 0]]),
-    ],
-)
+@pytest.mark.parametrize(("mode", "expected", "weights"), [
+    ("token_mean", (1 + 2 + 6 + 5) / 8, [[1 / 8] * 3, [0, 0, 0], [1 / 8, 0, 0]]),
+    ("seq_mean_token_sum", (9 + 5) / 4, [[1 / 4] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
+    ("seq_mean_token_mean", (3 + 5) / 4, [[1 / 12] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
+    ("constant", (9 + 5) / 40, [[1 / 40] * 3, [0, 0, 0], [1 / 40, 0, 0]]),
+])  # fmt: skip
 def test_every_mode_by_hand_with_the_weight_of_each_token_as_gradient(mode, expected, weights):
     nan = float("nan")
     losses = torch.tensor([[1.0, 2.0, 6.0], [nan, nan, nan], [5.0, nan, nan]], requires_grad=True)

@@ -32,15 +32,12 @@ def log_weights(*rows) -> tuple[torch.Tensor, torch.Tensor]:
     return rollout + torch.tensor(rows).log(), rollout
 
 
-@pytest.mark.parametrize(
-    ("level", "how", "expected"),
-    [
-        ("token", "truncate", [[0.1, 0.5, 2.0, 2.0], [1.0, 1.9, 0.0, 0.0]]),
-        ("token", "mask", [[0.0, 0.5, 2.0, 0.0], [1.0, 1.9, 0.0, 0.0]]),
-        ("sequence", "truncate", [[0.3] * 4, [1.9, 1.9, 0.0, 0.0]]),  # 0.1 * 0.5 * 2 * 3
-        ("sequence", "mask", [[0.0] * 4, [1.9, 1.9, 0.0, 0.0]]),  # both bounds apply
-    ],
-)
+@pytest.mark.parametrize(("level", "how", "expected"), [
+    ("token", "truncate", [[0.1, 0.5, 2.0, 2.0], [1.0, 1.9, 0.0, 0.0]]),
+    ("token", "mask", [[0.0, 0.5, 2.0, 0.0], [1.0, 1.9, 0.0, 0.0]]),
+    ("sequence", "truncate", [[0.3] * 4, [1.9, 1.9, 0.0, 0.0]]),  # 0.1 * 0.5 * 2 * 3
+    ("sequence", "mask", [[0.0] * 4, [1.9, 1.9, 0.0, 0.0]]),  # both bounds apply
+])  # fmt: skip
 def test_importance_weights_by_hand(level, how, expected):
     old, rollout = log_weights([0.1, 0.5, 1.9999, 3.0], [1.0, 1.9, 7.0, 0.01])
     weights = importance_weights(old, rollout, ragged_mask([4, 2]), level, how, cap=2.0)

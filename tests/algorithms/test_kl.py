@@ -5,12 +5,7 @@ import math
 import pytest
 import torch
 
-from dschat_ppo.algorithms.kl import (
-    KL_ESTIMATORS,
-    kl_full,
-    kl_k3,
-    kl_loss,
-)
+from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full, kl_k3, kl_loss
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.0, -0.4], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.2, 0.4, 1.0, -1.0], dtype=torch.float64), dim=0)

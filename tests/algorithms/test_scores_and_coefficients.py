@@ -79,18 +79,13 @@ def test_running_scale_resumes_from_its_state():
 # Coefficients
 
 
-@pytest.mark.parametrize(
-    ("kl", "count", "expected"),
-    [
-        (6.0, 100, 0.5),  # at the target
-        (6.6, 100, 0.5 * (1 + 0.1 * 0.25)),
-        (5.4, 100, 0.5 * (1 - 0.1 * 0.25)),
-        (60.0, 100, 0.5 * (1 + 0.2 * 0.25)),  # bounded
-        (-3.0, 100, 0.5 * (1 - 0.2 * 0.25)),
-        (60.0, 400, 0.5 * 1.2),
-        (0.0, 9000, 0.5 * 0.8),  # never to zero or below
-    ],
-)
+@pytest.mark.parametrize(("kl", "count", "expected"), [
+    (6.0, 100, 0.5),  # at the target
+    (6.6, 100, 0.5 * (1 + 0.1 * 0.25)), (5.4, 100, 0.5 * (1 - 0.1 * 0.25)),
+    (60.0, 100, 0.5 * (1 + 0.2 * 0.25)),  # bounded
+    (-3.0, 100, 0.5 * (1 - 0.2 * 0.25)), (60.0, 400, 0.5 * 1.2),
+    (0.0, 9000, 0.5 * 0.8),  # never to zero or below
+])  # fmt: skip
 def test_adaptive_kl_by_hand(kl, count, expected):
     controller = AdaptiveKL(0.5, target=6.0, horizon=400)
     controller.update(kl, count)

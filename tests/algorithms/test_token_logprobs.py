@@ -64,11 +64,8 @@ def test_tokens_of_probability_zero_add_nothing(temperature):
 
 N, H, V = 37, 16, 1000
 HEADS = {
-    "plain": Head(),
-    "softcap": Head(softcap=3.0),
-    "scale": Head(scale=0.125),
-    "both": Head(scale=2.0, softcap=5.0),
-}
+    "plain": Head(), "softcap": Head(softcap=3.0), "scale": Head(scale=0.125), "both": Head(scale=2.0, softcap=5.0),
+}  # fmt: skip
 
 
 def inputs(dtype=torch.float32, with_bias=False, count=N):

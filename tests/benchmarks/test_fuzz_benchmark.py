@@ -36,20 +36,14 @@ def print_error(text: str, code: int = 2) -> int:
     return code
 
 
-@pytest.mark.parametrize(
-    ("body", "outcome"),
-    [
-        (lambda: 0, ("result", "")),
-        (lambda: print_error("error: --x: wrong"), ("error line", "")),
-        (lambda: print_error("error: differs:\n  a  1 -> 2", 4), ("error line", "")),
-        (lambda: print_error("error: a\nand more"), ("failed", "more than one line")),
-        (lambda: print_error("error: a\nerror: b"), ("failed", "2 error lines")),
-        (lambda: 2, ("failed", "0 error lines")),
-        (lambda: print_error("error: a", 1), ("failed", "exit code 1")),
-        (lambda: 1 // 0, ("failed", "traceback")),
-        (lambda: print_error("Traceback (most recent call last):", 0), ("failed", "traceback")),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), ("failed", "signal SIGTERM")),
-    ],
-)
+@pytest.mark.parametrize(("body", "outcome"), [
+    (lambda: 0, ("result", "")), (lambda: print_error("error: --x: wrong"), ("error line", "")),
+    (lambda: print_error("error: differs:\n  a  1 -> 2", 4), ("error line", "")),
+    (lambda: print_error("error: a\nand more"), ("failed", "more than one line")),
+    (lambda: print_error("error: a\nerror: b"), ("failed", "2 error lines")), (lambda: 2, ("failed", "0 error lines")),
+    (lambda: print_error("error: a", 1), ("failed", "exit code 1")), (lambda: 1 // 0, ("failed", "traceback")),
+    (lambda: print_error("Traceback (most recent call last):", 0), ("failed", "traceback")),
+    (lambda: os.kill(os.getpid(), signal.SIGTERM), ("failed", "signal SIGTERM")),
+])  # fmt: skip
 def test_the_end_of_a_case_is_judged(tmp_path, body, outcome):
     assert ends(tmp_path, body) == outcome

@@ -22,24 +22,21 @@ def changed(**parts):
     return json.loads(json.dumps(RECORDED | parts))
 
 
-@pytest.mark.parametrize(
-    ("found", "named"),
-    [
-        (changed(), []),
-        (
-            changed(metrics=[{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.2500000000000001, "new": 1}]),
-            ["run, step 2, loss: 0.25 in the recording, 0.2500000000000001 now"],
-        ),
-        (
-            changed(metrics=[{"step": 1, "loss": 0.5, "new": 1}]),
-            ["run, step 2: only in the recording"],
-        ),
-        (
-            changed(weights={"a": "3"}),
-            ["run, a: 1 in the recording, 3 now", "run, best/a: 2 in the recording, missing now"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("found", "named"), [
+    (changed(), []),
+    (
+        changed(metrics=[{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.2500000000000001, "new": 1}]),
+        ["run, step 2, loss: 0.25 in the recording, 0.2500000000000001 now"],
+    ),
+    (
+        changed(metrics=[{"step": 1, "loss": 0.5, "new": 1}]),
+        ["run, step 2: only in the recording"],
+    ),
+    (
+        changed(weights={"a": "3"}),
+        ["run, a: 1 in the recording, 3 now", "run, best/a: 2 in the recording, missing now"],
+    ),
+])  # fmt: skip
 def test_differences_are_named(found, named):
     assert list(trajectories.differences("run", found, RECORDED)) == named
 

@@ -16,14 +16,10 @@ from dschat_ppo.checkpoint.state_files import BackgroundWriter, host_copy, load_
 from dschat_ppo.errors import UserError
 
 STATE = {
-    "text": "é",
-    "whole": 2**70,
-    "number": 0.1,
-    "flag": True,
-    "nothing": None,
+    "text": "é", "whole": 2**70, "number": 0.1, "flag": True, "nothing": None,
     "nested": {"list": [1, (2.5, "x", [])], 7: {}},
     "tensors": [torch.arange(3), torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 4, dtype=torch.bool)],
-}
+}  # fmt: skip
 
 
 def test_a_state_is_loaded_as_it_was_saved(tmp_path):

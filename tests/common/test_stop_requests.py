@@ -55,7 +55,7 @@ else:  # as after `disown`: the terminal goes, and no signal comes
     watchdog.watch_ranks(FirstFailureRecord())
 bar = tqdm()
 file.touch()
-for _ in range(40):
+for _ in range(12):
     if stop_requests.requested():
         break
     time.sleep(0.05)

@@ -3,21 +3,13 @@
 # Flags of DeepSpeed-Chat: name -> (default, arguments that a script may give it). Switches take none.
 REQUIRED = "required"
 SHARED = {
-    "data_path": (["Dahoas/rm-static"], ["a.jsonl", "b.jsonl"]),
-    "data_split": ("2,4,4", ["1,0,0"]),
+    "data_path": (["Dahoas/rm-static"], ["a.jsonl", "b.jsonl"]), "data_split": ("2,4,4", ["1,0,0"]),
     "data_output_path": ("a folder under the temp dir", ["cache"]),
-    "lr_scheduler_type": ("cosine", ["constant_with_warmup"]),
-    "num_train_epochs": (1, ["3"]),
-    "gradient_accumulation_steps": (1, ["2"]),
-    "output_dir": (None, ["out"]),
-    "local_rank": (-1, ["0"]),
-    "dtype": ("fp16", ["fp16"]),
-    "compute_fp32_loss": (False, []),
-    "enable_tensorboard": (False, []),
-    "add_eot_token": (False, []),
-    "deepspeed": (False, []),
-    "deepspeed_config": (None, ["ds.json"]),
-}
+    "lr_scheduler_type": ("cosine", ["constant_with_warmup"]), "num_train_epochs": (1, ["3"]),
+    "gradient_accumulation_steps": (1, ["2"]), "output_dir": (None, ["out"]), "local_rank": (-1, ["0"]),
+    "dtype": ("fp16", ["fp16"]), "compute_fp32_loss": (False, []), "enable_tensorboard": (False, []),
+    "add_eot_token": (False, []), "deepspeed": (False, []), "deepspeed_config": (None, ["ds.json"]),
+}  # fmt: skip
 FIT = {
     **SHARED,
     "model_name_or_path": (REQUIRED, ["m"]),

@@ -37,14 +37,11 @@ def test_supervised_plan_by_hand(rows, world_size, micro_batch, accumulation, ep
     assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == (global_batch, per_epoch, total)
 
 
-@pytest.mark.parametrize(
-    ("epochs", "most", "total", "shown"),
-    [
-        (2.0, 0, 10, "10, 2 epochs"), (0.5, 0, 3, "3, 0.6 epochs"), (1.5, 0, 8, "8, 1.6 epochs"),
-        (0.6, 0, 3, "3, 0.6 epochs"), (1e-5, 0, 1, "1, 0.2 epochs"),
-        (2, 3, 3, "3, 0.6 epochs"), (2, 12, 12, "12, 2.4 epochs"),  # --max_steps replaces the epochs
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("epochs", "most", "total", "shown"), [
+    (2.0, 0, 10, "10, 2 epochs"), (0.5, 0, 3, "3, 0.6 epochs"), (1.5, 0, 8, "8, 1.6 epochs"),
+    (0.6, 0, 3, "3, 0.6 epochs"), (1e-5, 0, 1, "1, 0.2 epochs"), (2, 3, 3, "3, 0.6 epochs"),
+    (2, 12, 12, "12, 2.4 epochs"),  # --max_steps replaces the epochs
+])  # fmt: skip
 def test_fractions_of_an_epoch_are_rounded_up_to_optimizer_steps(epochs, most, total, shown):
     for ranks, shared, of_ranks in ((2, 1, "2 ranks"), (4, 2, "2 groups")):  # ranks that share rows count as one
         plan = SupervisedPlan(supervised_flags(4, 3, epochs), 100, ranks, shared=shared, max_steps=most)
@@ -128,14 +125,11 @@ def test_a_trial_ends_the_warm_up_of_the_critic_before_its_last_step(most, stop,
         plan_ppo(ppo_flags(**flags), 20, 1, 5)
 
 
-@pytest.mark.parametrize(
-    ("generation", "batches", "micro_batch", "accumulation", "shared", "numbers"),
-    [
-        (8, 1, 3, 1, 1, ("= 8 rows", "= 3", "Set --generation_batches 3")),
-        (4, 3, 4, 2, 1, ("= 12 rows", "= 8", "Set --generation_batches 4")),
-        (3, 1, 4, 1, 2, ("x 2 ranks that share rows = 6 rows per group", "= 4", "Set --generation_batches 2")),
-    ],
-)
+@pytest.mark.parametrize(("generation", "batches", "micro_batch", "accumulation", "shared", "numbers"), [
+    (8, 1, 3, 1, 1, ("= 8 rows", "= 3", "Set --generation_batches 3")),
+    (4, 3, 4, 2, 1, ("= 12 rows", "= 8", "Set --generation_batches 4")),
+    (3, 1, 4, 1, 2, ("x 2 ranks that share rows = 6 rows per group", "= 4", "Set --generation_batches 2")),
+])  # fmt: skip
 def test_a_ppo_step_must_be_a_whole_number_of_updates(generation, batches, micro_batch, accumulation, shared, numbers):
     flags = ppo_flags(
         per_device_generation_batch_size=generation, generation_batches=batches,

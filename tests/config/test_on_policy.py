@@ -20,17 +20,12 @@ def source(words: str = "", *models: dict, ranks: int = 1, shared: int = 1) -> t
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        GROUPS,
-        "--per_device_training_batch_size 1 --gradient_accumulation_steps 4",
-        "--max_log_ratio 0.1 --target_kl 0.1 --off_policy_delta 0.1 --kl_loss_coef 0.1 --kl_loss_estimator full",
-        "--kl_target 0.1 --entropy_target 1 --critic_warmup_rollouts 1 --actor_dropout 0 --router_loss_coef 0.1",
-        GROUPS + "--critic_dropout 0.1",  # there is no critic
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "", GROUPS, "--per_device_training_batch_size 1 --gradient_accumulation_steps 4",
+    "--max_log_ratio 0.1 --target_kl 0.1 --off_policy_delta 0.1 --kl_loss_coef 0.1 --kl_loss_estimator full",
+    "--kl_target 0.1 --entropy_target 1 --critic_warmup_rollouts 1 --actor_dropout 0 --router_loss_coef 0.1",
+    GROUPS + "--critic_dropout 0.1",  # there is no critic
+])  # fmt: skip
 def test_the_only_update_of_a_step_gives_them(words, dtype):
     assert source(f"{words} --dtype {dtype}") == ("update", None)
 
@@ -41,21 +36,17 @@ def test_rows_of_ranks_and_of_groups_that_share_rows_are_counted():
     assert source("--gradient_accumulation_steps 2", ranks=2, shared=2)[0] == "update"
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--ppo_epochs 2", "a PPO step makes 2 optimizer steps"),
-        ("--per_device_training_batch_size 1", "a PPO step makes 4 optimizer steps"),
-        (GROUPS + "--dynamic_sampling", "--dynamic_sampling keeps answers"),
-        ("--importance_correction token", "--importance_correction compares"),
-        ("--high_entropy_share 0.5", "--high_entropy_share selects tokens"),
-        ("--policy_loss clip_cov", "--policy_loss clip_cov selects tokens"),
-        ("--kl_estimator full", "--kl_estimator full compares"),
-        ("--actor_dropout 0.1", "--actor_dropout changes them"),
-        ("--critic_dropout 0.1", "--critic_dropout changes values"),
-        ("--actor_lora_dim 4 --lora_dropout 0.1", "--lora_dropout changes them"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), [
+    ("--ppo_epochs 2", "a PPO step makes 2 optimizer steps"),
+    ("--per_device_training_batch_size 1", "a PPO step makes 4 optimizer steps"),
+    (GROUPS + "--dynamic_sampling", "--dynamic_sampling keeps answers"),
+    ("--importance_correction token", "--importance_correction compares"),
+    ("--high_entropy_share 0.5", "--high_entropy_share selects tokens"),
+    ("--policy_loss clip_cov", "--policy_loss clip_cov selects tokens"),
+    ("--kl_estimator full", "--kl_estimator full compares"), ("--actor_dropout 0.1", "--actor_dropout changes them"),
+    ("--critic_dropout 0.1", "--critic_dropout changes values"),
+    ("--actor_lora_dim 4 --lora_dropout 0.1", "--lora_dropout changes them"),
+])  # fmt: skip
 def test_what_is_needed_before_the_update_is_scored(words, reason):
     in_bf16, why = source(f"{words} --dtype bf16")
     assert in_bf16 == "recompute" and why.startswith(reason)

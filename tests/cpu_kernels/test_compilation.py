@@ -18,12 +18,6 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def quick(monkeypatch, tmp_path_factory):
-    """A compiler that does not optimise: seconds less."""
-    monkeypatch.setenv("CXX", a_compiler(tmp_path_factory.mktemp("quick") / "cxx", 'exec c++ "$@" -O0'))
-
-
-@pytest.fixture
 def fresh():
     """Nothing is loaded in this process, before and after the test."""
     operations.kernels.cache_clear()
@@ -37,12 +31,23 @@ def a_compiler(path, body):
     return str(path)
 
 
-def test_it_is_compiled_once(folder, quick, monkeypatch):
-    made = operations.build(operations.cache_folder())
-    assert made.parent == folder and list(folder.iterdir()) == [made], "no temporary folder stays"
-    assert operations.load(made).swiglu.restype is None
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """A file of compiled kernels, by a compiler that does not optimise: seconds less."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+        patch.setenv("CXX", a_compiler(folder / "cxx", 'exec c++ "$@" -O0'))
+        return operations.build(operations.cache_folder())
+
+
+def test_it_is_compiled_once(library, monkeypatch):
+    folder = library.parent
+    assert folder.name == "dschat_ppo_kernels" and list(folder.iterdir()) == [library], "no temporary folder stays"
+    assert operations.load(library).swiglu.restype is None
+    monkeypatch.setenv("CXX", str(folder.parent / "cxx"))
     monkeypatch.setattr(operations, "_compile", lambda command: pytest.fail("compiled again"))
-    assert operations.build(folder) == made
+    assert operations.build(folder) == library
 
 
 def test_another_processor_source_header_or_flag_gets_a_file_of_its_own(monkeypatch, tmp_path):
@@ -56,20 +61,16 @@ def test_another_processor_source_header_or_flag_gets_a_file_of_its_own(monkeypa
     assert len(set(names)) == 6
 
 
-@pytest.mark.parametrize(
-    ("compiler", "reason"),
-    [
-        (None, "there is no C++ compiler: install g++, or name a compiler by CXX"),
-        ("missing", "CXX names 'no-such-compiler', which is not there: install g++"),
-        (
-            "echo 'In file x' >&2; echo 'bf16.h:1: error: no such thing' >&2; echo '  | ^~~' >&2; exit 1",
-            "failed: bf16.h:1: error: no such thing",
-        ),
-        ("exit 3", "failed: exit code 3"),
-        ('for last; do :; done; echo nothing >"$last"', "file too short"),  # loading fails
-    ],
-    ids=["none", "missing", "fails", "silent", "not a library"],
-)
+@pytest.mark.parametrize(("compiler", "reason"), [
+    (None, "there is no C++ compiler: install g++, or name a compiler by CXX"),
+    ("missing", "CXX names 'no-such-compiler', which is not there: install g++"),
+    (
+        "echo 'In file x' >&2; echo 'bf16.h:1: error: no such thing' >&2; echo '  | ^~~' >&2; exit 1",
+        "failed: bf16.h:1: error: no such thing",
+    ),
+    ("exit 3", "failed: exit code 3"),
+    ('for last; do :; done; echo nothing >"$last"', "file too short"),  # loading fails
+], ids=["none", "missing", "fails", "silent", "not a library"])  # fmt: skip
 def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, tmp_path, caplog, compiler, reason):
     monkeypatch.delenv("CXX", raising=False)
     if compiler is None:
@@ -84,10 +85,11 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
 
 
 @pytest.mark.parametrize("home", [pytest.param(True, marks=pytest.mark.release), False])
-def test_without_a_folder_each_process_compiles_for_itself(fresh, quick, home, monkeypatch, tmp_path, caplog):
+def test_without_a_folder_each_process_compiles_for_itself(fresh, library, home, monkeypatch, tmp_path, caplog):
     """A file is in the place of the folder, or the home is unknown."""
     monkeypatch.setattr(operations.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CXX", a_compiler(tmp_path / "cxx", f'for last; do :; done; cp "{library}" "$last"'))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file") if home else "")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)

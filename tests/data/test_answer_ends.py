@@ -61,14 +61,11 @@ def test_the_end_of_turn_token_is_found_in_the_template_and_stands_once(name):
 THINK = EACH + "<u>{{ m.content }}{{ '<e>' if m.role == 'assistant' }}" + EVERY + opened_by("<u><think>\n")
 
 
-@pytest.mark.parametrize(
-    ("template", "tokens", "answer"),
-    [
-        (EACH + "{{ m.role }}: {{ m.content }}\n" + EVERY + opened_by("assistant: "), ("<|im_end|>",), "Here.</s>"),
-        (CHATML, (), "Here.</s>"),  # generation cannot stop at a string of several tokens
-        (THINK, ("<u>", "<e>"), "Here.<e>"),  # renders the opening in two ways
-    ],
-)
+@pytest.mark.parametrize(("template", "tokens", "answer"), [
+    (EACH + "{{ m.role }}: {{ m.content }}\n" + EVERY + opened_by("assistant: "), ("<|im_end|>",), "Here.</s>"),
+    (CHATML, (), "Here.</s>"),  # generation cannot stop at a string of several tokens
+    (THINK, ("<u>", "<e>"), "Here.<e>"),  # renders the opening in two ways
+])  # fmt: skip
 def test_an_answer_ends_with_eos_if_the_template_has_no_token_of_its_own(template, tokens, answer):
     tokenizer = special_tokenizer(template, "</s>", tokens)
     assert tokenizer.decode(encode_answer(tokenizer, [ASK], "Here.")) == answer
@@ -108,16 +105,13 @@ DROPS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("opened", "answer", "expected"),
-    [
-        ("<think>\n", "<think>\nUm.</think>Here.", "Um.</think>Here."),
-        ("<think>\n", "Um.</think>Here.", "Um.</think>Here."),
-        ("", "<think>\nUm.</think>Here.", "<think>\nUm.</think>Here."),  # its template would drop what is trained
-        ("", "Here.", "Here."),
-        ("Answers:\n", "s:\nlamp", "s:\nlamp"),  # begins as the opening ends, and keeps its start
-    ],
-)
+@pytest.mark.parametrize(("opened", "answer", "expected"), [
+    ("<think>\n", "<think>\nUm.</think>Here.", "Um.</think>Here."),
+    ("<think>\n", "Um.</think>Here.", "Um.</think>Here."),
+    ("", "<think>\nUm.</think>Here.", "<think>\nUm.</think>Here."),  # its template would drop what is trained
+    ("", "Here.", "Here."),
+    ("Answers:\n", "s:\nlamp", "s:\nlamp"),  # begins as the opening ends, and keeps its start
+])  # fmt: skip
 def test_the_thinking_of_an_answer_is_kept_and_opened_once(opened, answer, expected):
     tokenizer = special_tokenizer(DROPS.replace("OPENED", opened), "</s>", MARKERS)
     assert tokenizer.decode(encode_answer(tokenizer, [ASK], answer)) == f"{expected}<|im_end|>"
@@ -129,14 +123,9 @@ def test_the_thinking_of_an_answer_is_kept_and_opened_once(opened, answer, expec
 # Each turn of a talk
 
 
-@pytest.mark.parametrize(
-    ("template", "earlier", "last"),
-    [
-        (OTHER_END, "[final]{}<|im_end|>", "[final]{}<|endoftext|>"),
-        (NEXT_ROLE, "{}<|user|>", "{}<|endoftext|>"),
-    ],
-    ids=["gpt-oss", "GLM"],
-)
+@pytest.mark.parametrize(("template", "earlier", "last"), [
+    (OTHER_END, "[final]{}<|im_end|>", "[final]{}<|endoftext|>"), (NEXT_ROLE, "{}<|user|>", "{}<|endoftext|>"),
+], ids=["gpt-oss", "GLM"])  # fmt: skip
 def test_each_trained_turn_ends_with_its_end_token(template, earlier, last):
     tokenizer = special_tokenizer(template, "<|endoftext|>", MARKERS)
     talk = [*TALK, {"role": "assistant", "content": "red."}, ASK]

@@ -40,13 +40,10 @@ SFT = Dataset.from_list([
 ])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("whole", "mask"),
-    [
-        (False, [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0] * 5]),
-        (True, [[0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0] * 5]),
-    ],
-)
+@pytest.mark.parametrize(("whole", "mask"), [
+    (False, [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0] * 5]),
+    (True, [[0, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0] * 5]),
+])  # fmt: skip
 @pytest.mark.parametrize("pad", [99, 0])  # 0 ends the answers too
 def test_sft_rows_are_padded_and_their_loss_covers_answers_or_all_but_the_first_token(whole, mask, pad):
     batch = collate_sft(SFT, [0, 1, 2, PADDING_ROW], pad, train_on_prompt=whole)
@@ -90,16 +87,13 @@ def test_prompts_are_left_padded():
     assert batch.prompt_mask.tolist() == [[False, False, True], [True, True, True]]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "expected"),
-    [
-        ("abcd", [3, 0, 1, 2]),
-        ("aaa", [2, 0, 1]),  # no other prompt is there
-        ("", []),
-        ("aabbbca", [3, 4, 0, 1, 6, 2, 5]),  # in the order of prompts: 0 1 6, 2 3 4, 5; three places back
-        ("abcdda", None),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "expected"), [
+    ("abcd", [3, 0, 1, 2]),
+    ("aaa", [2, 0, 1]),  # no other prompt is there
+    ("", []),
+    ("aabbbca", [3, 4, 0, 1, 6, 2, 5]),  # in the order of prompts: 0 1 6, 2 3 4, 5; three places back
+    ("abcdda", None),
+])  # fmt: skip
 def test_rows_borrow_from_other_prompts_and_every_answer_is_borrowed_once(prompts, expected):
     rows = Dataset.from_dict({"prompt_ids": [[ord(letter)] for letter in reversed(prompts)]})
     other = mismatched_rows(rows.select(reversed(range(len(rows))))).tolist()  # of a shuffled table
@@ -210,16 +204,13 @@ def test_the_prompt_of_a_pair_counts_once_for_each_answer(monkeypatch):
     assert (plan.capacity, plan.rows, plan.tokens.tolist()) == (12, 2, [9, 6, 6])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "capacity", "order", "packed"),
-    [
-        # 7 opens row 0 (room 3), 6 opens row 1 (room 4); 3 fills row 0 and not row 1; 3 goes into row 1 (room 1);
-        # 2 opens row 2 (room 8); 1 fills row 1.
-        ([3, 1, 7, 2, 6, 3], 10, [0, 5, 1, 2, 3, 4], [[2, 0], [4, 5, 1], [3]]),
-        ([2, 2, 2, 2], 4, [3, 1, 0, 2], [[3, 1], [0, 2]]),  # the order decides among samples of equal length
-        ([9, 2, 4], 4, [0, 1, 2], [[0], [2], [1]]),  # a sample over the capacity is a row by itself
-    ],
-)
+@pytest.mark.parametrize(("tokens", "capacity", "order", "packed"), [
+    # 7 opens row 0 (room 3), 6 opens row 1 (room 4); 3 fills row 0 and not row 1; 3 goes into row 1 (room 1);
+    # 2 opens row 2 (room 8); 1 fills row 1.
+    ([3, 1, 7, 2, 6, 3], 10, [0, 5, 1, 2, 3, 4], [[2, 0], [4, 5, 1], [3]]),
+    ([2, 2, 2, 2], 4, [3, 1, 0, 2], [[3, 1], [0, 2]]),  # the order decides among samples of equal length
+    ([9, 2, 4], 4, [0, 1, 2], [[0], [2], [1]]),  # a sample over the capacity is a row by itself
+])  # fmt: skip
 def test_the_longest_sample_comes_first_and_each_goes_into_the_fullest_row_with_room(tokens, capacity, order, packed):
     assert pack(np.array(tokens), capacity, order) == packed
 

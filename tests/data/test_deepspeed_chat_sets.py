@@ -81,27 +81,21 @@ def test_prompts_and_answers_are_those_of_deepspeed_chat(name):
         assert read([row], "preference", **given) == [Example(prompt, [chosen, rejected])]
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "pair"),
-    [
-        ("openai/webgpt_comparisons", {"score_0": -1}, [SECOND, FIRST]),
-        ("openai/webgpt_comparisons", {"score_0": "-0.5"}, [FIRST, SECOND]),  # equal scores: the first one
-        ("stanfordnlp/SHP", {"labels": 0}, [" Thus.", " So."]),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "pair"), [
+    ("openai/webgpt_comparisons", {"score_0": -1}, [SECOND, FIRST]),
+    ("openai/webgpt_comparisons", {"score_0": "-0.5"}, [FIRST, SECOND]),  # equal scores: the first one
+    ("stanfordnlp/SHP", {"labels": 0}, [" Thus.", " So."]),
+])  # fmt: skip
 def test_scores_and_labels_choose_the_better_answer(name, changes, pair):
     assert read([EXPECTED[name][0] | changes], "preference", name=name)[0].answers == pair
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("wangrui6/Zhihu-KOL", {"INSTRUCTION": None}, "'INSTRUCTION' is null"),
-        ("mkqa-Chinese", {"answers": {"zh_cn": [{"text": None}]}}, r"'answers\.zh_cn\.0\.text' is null"),
-        ("Hello-SimpleAI/HC3-Chinese", {"human_answers": []}, r"has no 'human_answers\.0'"),
-        ("openai/webgpt_comparisons", {"score_0": None}, "'score_0' is null; expected a number"),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "words"), [
+    ("wangrui6/Zhihu-KOL", {"INSTRUCTION": None}, "'INSTRUCTION' is null"),
+    ("mkqa-Chinese", {"answers": {"zh_cn": [{"text": None}]}}, r"'answers\.zh_cn\.0\.text' is null"),
+    ("Hello-SimpleAI/HC3-Chinese", {"human_answers": []}, r"has no 'human_answers\.0'"),
+    ("openai/webgpt_comparisons", {"score_0": None}, "'score_0' is null; expected a number"),
+])  # fmt: skip
 def test_rows_without_the_texts_are_bad(name, changes, words):
     row = EXPECTED[name][0]
     with pytest.raises(UserError, match=f"^{words}"):

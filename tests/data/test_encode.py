@@ -127,21 +127,15 @@ def ids(*tokens: str) -> list[int]:
     return [VOCABULARY.index(token) for token in tokens]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "separator", "ends"),
-    [
-        (["a", "\n", "b", "</s>"], "\n", [1, 3]),
-        (["a", ".\n", "b", ".", "</s>"], "\n", [1, 4]),  # the token has more than the separator
-        (["a", "\n", "\n", "b", "</s>"], "\n", [1, 4]),  # no step between the line breaks
-        (["a", "\n", "\n", "b", "</s>"], "\n\n", [2, 4]),  # completed by the second token
-        (["\n", "a", "\n", "b"], "\n", [2, 3]),  # cut off: no final token
-        (["a", "\n", "b", "\n", "</s>"], "\n", [1, 4]),  # the final token alone is no step
-        (["a", "\n", "b", "\n"], "\n", [1, 3]),
-        (["a", "b", "</s>"], "\n", [2]),
-        (["</s>"], "\n", [0]),
-        ([], "\n", []),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "separator", "ends"), [
+    (["a", "\n", "b", "</s>"], "\n", [1, 3]),
+    (["a", ".\n", "b", ".", "</s>"], "\n", [1, 4]),  # the token has more than the separator
+    (["a", "\n", "\n", "b", "</s>"], "\n", [1, 4]),  # no step between the line breaks
+    (["a", "\n", "\n", "b", "</s>"], "\n\n", [2, 4]),  # completed by the second token
+    (["\n", "a", "\n", "b"], "\n", [2, 3]),  # cut off: no final token
+    (["a", "\n", "b", "\n", "</s>"], "\n", [1, 4]),  # the final token alone is no step
+    (["a", "\n", "b", "\n"], "\n", [1, 3]), (["a", "b", "</s>"], "\n", [2]), (["</s>"], "\n", [0]), ([], "\n", []),
+])  # fmt: skip
 def test_ends_by_hand(merging, tokens, separator, ends):
     assert step_ends(merging, ids(*tokens), separator) == ends
 
@@ -165,15 +159,11 @@ def test_labels_belong_to_the_ends_of_steps(merging):
         labelled_ends(merging, ids("a", "b", "</s>"), (1.0, 0.0), "\n")
 
 
-@pytest.mark.parametrize(
-    ("steps", "labels", "problem"),
-    [
-        (["a", "b" + "\n" * 10**5 + "c"], (1.0, 0.0), "step 2 contains the separator .* choose another --step_sep"),
-        (["a", "\n \n"], (1.0, 0.0), "step 2 is empty"),
-        (["a", "b"], (math.nan, math.nan), "no step has a label"),
-        ([], (), "no step has a label"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "labels", "problem"), [
+    (["a", "b" + "\n" * 10**5 + "c"], (1.0, 0.0), "step 2 contains the separator .* choose another --step_sep"),
+    (["a", "\n \n"], (1.0, 0.0), "step 2 is empty"), (["a", "b"], (math.nan, math.nan), "no step has a label"),
+    ([], (), "no step has a label"),
+])  # fmt: skip
 def test_separators_at_the_ends_of_steps_are_removed_and_other_steps_cannot_be_joined(steps, labels, problem):
     joined = joined_steps(Example("Q:", ["\na\n\n", "b\n", " c"], labels=(1.0, 0.0, 1.0)), "\n")
     assert (joined.answers, joined.labels) == (["a\nb\n c"], (1.0, 0.0, 1.0))

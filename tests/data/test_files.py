@@ -117,21 +117,18 @@ def test_values_of_json_are_exactly_those_of_the_file(tmp_path, rows):
     assert json.dumps(list(load(tmp_path, tmp_path / "a.jsonl").train)) == json.dumps(rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "rows"),
-    [
-        ("nan.jsonl", b'{"p": NaN}\n', [{"p": None}]),
-        ("missing.jsonl", b'{"a": "x"}\n{"b": [1]}\n', [{"a": "x", "b": None}, {"a": None, "b": [1]}]),
-        ("one.json", json.dumps({"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}, indent=1).encode(),
-         [{"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}]),
-        ("one.jsonl", b'{"p": {"0": "a"}}', [{"p": {"0": "a"}}]),  # no columns: each line is a row
-        ("pandas.csv", b",p\n0,Gr\xc3\xbc\xc3\x9fe\n", [{"Unnamed: 0": "0", "p": "Grüße"}]),
-        ("long.csv", b"p,q\n" + b"x" * 300_000 + b",1\n", [{"p": "x" * 300_000, "q": "1"}]),
-        ("a.txt", "\ufeffone\r\n\n  \n two \nfour".encode(), [{"text": "one"}, {"text": " two "}, {"text": "four"}]),
-        ("kinds.parquet", parquet(pa.table({"c": pa.array(["x"]).dictionary_encode(), "b": [b"xyz"]})),
-         [{"c": "x", "b": {"bytes": 3}}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "rows"), [
+    ("nan.jsonl", b'{"p": NaN}\n', [{"p": None}]),
+    ("missing.jsonl", b'{"a": "x"}\n{"b": [1]}\n', [{"a": "x", "b": None}, {"a": None, "b": [1]}]),
+    ("one.json", json.dumps({"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}, indent=1).encode(),
+     [{"messages": [TURN, TURN], "tools": [{"a": 1}, {"a": 2}]}]),
+    ("one.jsonl", b'{"p": {"0": "a"}}', [{"p": {"0": "a"}}]),  # no columns: each line is a row
+    ("pandas.csv", b",p\n0,Gr\xc3\xbc\xc3\x9fe\n", [{"Unnamed: 0": "0", "p": "Grüße"}]),
+    ("long.csv", b"p,q\n" + b"x" * 300_000 + b",1\n", [{"p": "x" * 300_000, "q": "1"}]),
+    ("a.txt", "\ufeffone\r\n\n  \n two \nfour".encode(), [{"text": "one"}, {"text": " two "}, {"text": "four"}]),
+    ("kinds.parquet", parquet(pa.table({"c": pa.array(["x"]).dictionary_encode(), "b": [b"xyz"]})),
+     [{"c": "x", "b": {"bytes": 3}}]),
+])  # fmt: skip
 def test_rows_of_a_file(tmp_path, name, content, rows):
     (tmp_path / name).write_bytes(content)
     assert list(load(tmp_path, tmp_path / name).train) == rows
@@ -194,26 +191,22 @@ def test_what_cannot_be_read_is_a_bad_row(tmp_path, monkeypatch, kind, row, caus
     assert batches(path, one.place) == [wrong, other] and batches(path, wrong.place) == [other]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.xlsx", b"text", r"'\.xlsx' files are not supported; use one of \.json, .*\.gz"),
-        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer, .*git lfs pull"),
-        ("bad.jsonl", b"abc\ndef\n", "every row is bad; the first: .*bad.jsonl, row 1 is not JSON"),
-        ("cut.json", b'[{"p": "a"}, {"p": "b', r"is not JSON \(Unterminated string .*column 20 .*'; a .json "),
-        ("several.json", b'{\n"p": "a"}\n{\n"p": "b"}\n', r"is not JSON \(Extra data: line 3 .*on each line$"),
-        ("header.csv", b"caf\xe9,q\n1,2\n", "is not UTF-8 text"),
-        ("same.csv", b"a,b,a\n1,2,3\n", "several columns have the same name: a, b, a"),
-        ("quote.csv", b'p,q\n1,2\n"a" b,c\n', r"line 3 is not CSV \(',' expected after '\"'\); text with"),
-        ("open.csv", b"p,q\n1,2\n" + b'"open,b\n' + b"3,4\n" * 9, r"line 12 is not CSV \(unexpected end of data\)"),
-        ("cut.parquet", parquet()[:-20], "cannot be read: "),
-        ("not_utf8.parquet", not_utf8(), "cannot be read: .*UTF8"),
-        ("cut.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:-9], "cannot be read: Truncated"),
-        *((name, content, "the data set is empty$") for name, content in [
-            ("zero.jsonl", b""), ("blank.jsonl", b"\n\n"), ("list.json", b"[]"), ("header.csv", b"p,q\n"),
-            ("rows.parquet", parquet(TABLE[:0])), ("zero.csv", b"")]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("a.xlsx", b"text", r"'\.xlsx' files are not supported; use one of \.json, .*\.gz"),
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "is a Git LFS pointer, .*git lfs pull"),
+    ("bad.jsonl", b"abc\ndef\n", "every row is bad; the first: .*bad.jsonl, row 1 is not JSON"),
+    ("cut.json", b'[{"p": "a"}, {"p": "b', r"is not JSON \(Unterminated string .*column 20 .*'; a .json "),
+    ("several.json", b'{\n"p": "a"}\n{\n"p": "b"}\n', r"is not JSON \(Extra data: line 3 .*on each line$"),
+    ("header.csv", b"caf\xe9,q\n1,2\n", "is not UTF-8 text"),
+    ("same.csv", b"a,b,a\n1,2,3\n", "several columns have the same name: a, b, a"),
+    ("quote.csv", b'p,q\n1,2\n"a" b,c\n', r"line 3 is not CSV \(',' expected after '\"'\); text with"),
+    ("open.csv", b"p,q\n1,2\n" + b'"open,b\n' + b"3,4\n" * 9, r"line 12 is not CSV \(unexpected end of data\)"),
+    ("cut.parquet", parquet()[:-20], "cannot be read: "), ("not_utf8.parquet", not_utf8(), "cannot be read: .*UTF8"),
+    ("cut.jsonl.gz", gzip.compress(CONTENT["a.jsonl"])[:-9], "cannot be read: Truncated"),
+    *((name, content, "the data set is empty$") for name, content in [
+        ("zero.jsonl", b""), ("blank.jsonl", b"\n\n"), ("list.json", b"[]"), ("header.csv", b"p,q\n"),
+        ("rows.parquet", parquet(TABLE[:0])), ("zero.csv", b"")]),
+])  # fmt: skip
 def test_a_malformed_file_is_an_error(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=f"^--data_path {tmp_path / name}: {words}") as problem:

@@ -140,19 +140,12 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
         assert MARK in str(found) or of_rewards or is_told or form.name == "kto", column
 
 
-@pytest.mark.parametrize(
-    ("column", "empty", "value"),
-    [
-        ("images", [], ["a.png"]),
-        ("loss_mask", None, [0]),
-        ("weight", 1, 0),
-        ("train", True, "false"),
-        ("loss", 0.7, 0),
-        ("input", "", MARK),
-        ("thinking", "a", MARK),  # a copy in the first rows
-        ("input", "Q:", MARK),
-    ],
-)
+@pytest.mark.parametrize(("column", "empty", "value"), [
+    ("images", [], ["a.png"]), ("loss_mask", None, [0]), ("weight", 1, 0), ("train", True, "false"), ("loss", 0.7, 0),
+    ("input", "", MARK),
+    ("thinking", "a", MARK),  # a copy in the first rows
+    ("input", "Q:", MARK),
+])  # fmt: skip
 @pytest.mark.parametrize("use", ["sft", "prompt"])
 def test_content_that_comes_after_the_first_rows_is_refused_too(column, empty, value, use):
     row = {"prompt": "Q: ", "response": "a", column: empty}
@@ -174,14 +167,11 @@ def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
             assert form.read(other, use) == form.read(one, use)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"loss_mask": [1, 1.0]}, {"weights": [[1], True]}, {"weight": "1"}, {"weight": math.nan}, {"context": math.nan},
-        {"train": True}, {"training": "train"}, {"loss": 1.37}, {"reasoning": "on"}, {"thinking": False},
-        {"id": 7, "category": "maths", "score_chosen": 2.5},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("more", [
+    {"loss_mask": [1, 1.0]}, {"weights": [[1], True]}, {"weight": "1"}, {"weight": math.nan}, {"context": math.nan},
+    {"train": True}, {"training": "train"}, {"loss": 1.37}, {"reasoning": "on"}, {"thinking": False},
+    {"id": 7, "category": "maths", "score_chosen": 2.5},
+])  # fmt: skip
 def test_columns_that_change_nothing_are_named_as_unused(more):
     row = {"prompt": "Q:", "response": "a"}
     found = form_of([row | more])
@@ -237,15 +227,12 @@ def test_the_better_answer_is_named_by_its_place_the_end_of_its_column_or_the_co
     assert [one.answers[0] for one in read(rows, "preference")] == ["Here.", "No.", "No.", "Here.", "No.", "No."]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [user("Count to 10."), assistant("It is 10.")], "weight": 0},
-        {"messages": [user("a"), assistant("b")], "functions": '[{"name": "f"}]'},
-        {"prompt": "Why?", "chosen": " So.", "rejected": " No.", "history": ["Hi", "Hello", "Why?"]},
-        {"question": "the hill", "answer": "Brocken", "context": "We speak of the hill in the Harz."},
-    ],
-)
+@pytest.mark.parametrize("row", [
+    {"messages": [user("Count to 10."), assistant("It is 10.")], "weight": 0},
+    {"messages": [user("a"), assistant("b")], "functions": '[{"name": "f"}]'},
+    {"prompt": "Why?", "chosen": " So.", "rejected": " No.", "history": ["Hi", "Hello", "Why?"]},
+    {"question": "the hill", "answer": "Brocken", "context": "We speak of the hill in the Harz."},
+])  # fmt: skip
 def test_what_stands_in_the_texts_by_chance_is_no_copy_of_them(row):
     """Digits of a weight are in a number, and the prompt is in what surrounds it; the rest would be lost."""
     with pytest.raises(UserError, match="--ignore_columns"):

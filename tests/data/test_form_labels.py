@@ -8,18 +8,15 @@ from form_fixtures import ASK, HALL, KTO, PRM800K, SHEPHERD, STEPS, form_of, rea
 from dschat_ppo.data.examples import Example
 
 
-@pytest.mark.parametrize(
-    ("row", "pairs"),
-    [
-        ({"answers": ["a", "b"], "ranks": [2, 1]}, [["b", "a"]]),
-        ({"responses": ["a", "b", "c"], "scores": [0, 0, 1]}, [["c", "a"], ["c", "b"]]),
-        ({"responses": ["a", "b"], "scores": [1, 1]}, []),
-        ({"responses": [{"text": "a", "score": -1}, {"text": "b", "score": 0.5}]}, [["b", "a"]]),
-        # raw UltraFeedback; a rank comes before a score
-        ({"completions": [{"response": "a", "overall_score": 3}, {"response": "b", "overall_score": 8}]}, [["b", "a"]]),
-        ({"answers": [{"answer": "a", "rank": 1, "score": 0}, {"answer": "b", "rank": 2, "score": 9}]}, [["a", "b"]]),
-    ],
-)
+@pytest.mark.parametrize(("row", "pairs"), [
+    ({"answers": ["a", "b"], "ranks": [2, 1]}, [["b", "a"]]),
+    ({"responses": ["a", "b", "c"], "scores": [0, 0, 1]}, [["c", "a"], ["c", "b"]]),
+    ({"responses": ["a", "b"], "scores": [1, 1]}, []),
+    ({"responses": [{"text": "a", "score": -1}, {"text": "b", "score": 0.5}]}, [["b", "a"]]),
+    # raw UltraFeedback; a rank comes before a score
+    ({"completions": [{"response": "a", "overall_score": 3}, {"response": "b", "overall_score": 8}]}, [["b", "a"]]),
+    ({"answers": [{"answer": "a", "rank": 1, "score": 0}, {"answer": "b", "rank": 2, "score": 9}]}, [["a", "b"]]),
+])  # fmt: skip
 def test_every_pair_of_different_rank(row, pairs):
     row = {"prompt": "Q:", **row}
     assert form_of([row]).name == "ranked"

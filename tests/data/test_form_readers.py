@@ -45,26 +45,23 @@ TURNS = [user("Where is the lamp?"), assistant("Which one?"), user("The red one.
 KIND, ASKED = system("Be kind."), [assistant("Which?"), user("Red.")]
 
 
-@pytest.mark.parametrize(
-    ("row", "flags", "prompt", "answers"),
-    [
-        ({"prompt": "a", "chosen": "b", "worse": "c"}, {"rejected_column": "worse", "apply_chat_template": False}, "a",
-         ["b", "c"]),
-        ({"chosen": f"{HH} In the hall.", "rejected": f"{HH} No."}, {"apply_chat_template": True}, TURNS,
-         ["In the hall.", "No."]),
-        # an answer given as messages is their last turn, and those before it belong to the prompt
-        ({"prompt": [ASK], "chosen": [ASK, HALL], "rejected": "No."}, {}, [ASK], ["In the hall.", "No."]),
-        ({"prompt": [ASK], "chosen": [KIND, ASK, HALL], "rejected": [KIND, ASK, ROOF]}, {}, [KIND, ASK],
-         ["In the hall.", "On the roof."]),
-        ({"prompt": [ASK], "chosen": [*ASKED, HALL], "rejected": [*ASKED, ROOF]}, {}, [ASK, *ASKED],
-         ["In the hall.", "On the roof."]),
-        # prompts that both answers repeat are read once
-        ({"prompt": "Q: a\nA:", "chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"}, {}, "Q: a\nA:", [" yes", " no"]),
-        # implicit prompts are cut where TRL cuts them: characters, not words
-        ({"chosen": "The sky is blue", "rejected": "The sky is black"}, {}, "The sky is bl", ["ue", "ack"]),
-        ({"chosen": "Q: a", "rejected": "Q: a b"}, {}, "Q: ", ["a", "a b"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "flags", "prompt", "answers"), [
+    ({"prompt": "a", "chosen": "b", "worse": "c"}, {"rejected_column": "worse", "apply_chat_template": False}, "a",
+     ["b", "c"]),
+    ({"chosen": f"{HH} In the hall.", "rejected": f"{HH} No."}, {"apply_chat_template": True}, TURNS,
+     ["In the hall.", "No."]),
+    # an answer given as messages is their last turn, and those before it belong to the prompt
+    ({"prompt": [ASK], "chosen": [ASK, HALL], "rejected": "No."}, {}, [ASK], ["In the hall.", "No."]),
+    ({"prompt": [ASK], "chosen": [KIND, ASK, HALL], "rejected": [KIND, ASK, ROOF]}, {}, [KIND, ASK],
+     ["In the hall.", "On the roof."]),
+    ({"prompt": [ASK], "chosen": [*ASKED, HALL], "rejected": [*ASKED, ROOF]}, {}, [ASK, *ASKED],
+     ["In the hall.", "On the roof."]),
+    # prompts that both answers repeat are read once
+    ({"prompt": "Q: a\nA:", "chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"}, {}, "Q: a\nA:", [" yes", " no"]),
+    # implicit prompts are cut where TRL cuts them: characters, not words
+    ({"chosen": "The sky is blue", "rejected": "The sky is black"}, {}, "The sky is bl", ["ue", "ack"]),
+    ({"chosen": "Q: a", "rejected": "Q: a b"}, {}, "Q: ", ["a", "a b"]),
+])  # fmt: skip
 def test_prompts_and_answers_of_pairs(row, flags, prompt, answers):
     assert read([row], "preference", **flags) == [Example(prompt, answers)]
     assert read([row], "sft", **flags) == [Example(prompt, answers[:1])]
@@ -146,16 +143,13 @@ def test_bad_rows_are_named_with_what_is_wrong(case):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("row", "use", "words"),
-    [
-        ({"text": "Once."}, "preference", "has the columns 'text', read as form text; this step needs a prompt and"),
-        (STEPS, "sft", "read as form stepwise; this step needs"),
-        (KTO[0], "preference", "needs a prompt and two answers; answers with labels are for --objective kto$"),
-        ({"prompt": "Q:", "chosen": "a", "rejected": "b"}, "steps", "needs the steps of answers with a label for each"),
-        ({"prompt": "Q:", "response": "a"}, "unpaired", "needs answers with labels .*or pairs of answers"),
-    ],
-)
+@pytest.mark.parametrize(("row", "use", "words"), [
+    ({"text": "Once."}, "preference", "has the columns 'text', read as form text; this step needs a prompt and"),
+    (STEPS, "sft", "read as form stepwise; this step needs"),
+    (KTO[0], "preference", "needs a prompt and two answers; answers with labels are for --objective kto$"),
+    ({"prompt": "Q:", "chosen": "a", "rejected": "b"}, "steps", "needs the steps of answers with a label for each"),
+    ({"prompt": "Q:", "response": "a"}, "unpaired", "needs answers with labels .*or pairs of answers"),
+])  # fmt: skip
 def test_a_use_that_the_form_does_not_serve_is_refused(row, use, words):
     with pytest.raises(UserError, match=rf"^d\.jsonl: .*{words}"):
         form_of([row]).require(use)

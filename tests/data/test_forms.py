@@ -32,20 +32,17 @@ def test_a_flag_that_names_the_answer_of_a_form_leaves_the_form(row, column, nam
         form_of([row | {"text": "Why?"}], response_column=column)
 
 
-@pytest.mark.parametrize(
-    ("row", "flags", "expected"),
-    [
-        *(({column: "Why?", "gold": "So."}, {"response_column": "gold"}, Example([user("Why?")], ["So."]))
-          for column in ("question", "instruction", "user")),
-        (QUESTION, {"prompt_column": "question", "response_column": "answer", "apply_chat_template": False},
-         Example("How many clips?", [GSM])),
-        ({"chat": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {"messages_column": "chat"},
-         Example([user("a")], ["b"])),
-        ({"task": "Sing.", "result": "La."},
-         {"data_format": "alpaca", "prompt_column": "task", "response_column": "result"},
-         Example([user("Sing.")], ["La."])),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "flags", "expected"), [
+    *(({column: "Why?", "gold": "So."}, {"response_column": "gold"}, Example([user("Why?")], ["So."]))
+      for column in ("question", "instruction", "user")),
+    (QUESTION, {"prompt_column": "question", "response_column": "answer", "apply_chat_template": False},
+     Example("How many clips?", [GSM])),
+    ({"chat": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {"messages_column": "chat"},
+     Example([user("a")], ["b"])),
+    ({"task": "Sing.", "result": "La."},
+     {"data_format": "alpaca", "prompt_column": "task", "response_column": "result"},
+     Example([user("Sing.")], ["La."])),
+])  # fmt: skip
 def test_flags_name_what_the_columns_are(row, flags, expected):
     assert read([row], "sft", **flags) == [expected]
 
@@ -62,41 +59,35 @@ def test_a_flag_names_the_text_that_ppo_takes_as_prompt():
 # Rendering
 
 
-@pytest.mark.parametrize(
-    ("row", "flags", "has_template", "prompt"),
-    [
-        (QUESTION, {}, True, [user("How many clips?")]),
-        (QUESTION, {"apply_chat_template": False}, True, "How many clips?"),
-        (QUESTION, {"input_template": "Q: {} A:", "apply_chat_template": True}, True, [user("Q: How many clips? A:")]),
-        (ALPACA, {"input_template": "<{}>"}, True, "<Name the colour.\n\na lemon>"),
-        ({"prompt": "Why?", "response": "a"}, {"input_template": "Q: {} A: "}, True, "Q: Why? A: "),
-        ({"prompt": "Why?", "response": "a"}, {"apply_chat_template": False}, True, "Why?"),
-        ({"prompt": "a b"}, {"apply_chat_template": True}, True, [user("a b")]),
-        ({"prompt": "a {b}"}, {"input_template": "{}:"}, False, "a {b}:"),
-        ({"prompt": [ASK]}, {"apply_chat_template": False}, True, [ASK]),  # the flag is about prompts that are text
-    ],
-)
+@pytest.mark.parametrize(("row", "flags", "has_template", "prompt"), [
+    (QUESTION, {}, True, [user("How many clips?")]),
+    (QUESTION, {"apply_chat_template": False}, True, "How many clips?"),
+    (QUESTION, {"input_template": "Q: {} A:", "apply_chat_template": True}, True, [user("Q: How many clips? A:")]),
+    (ALPACA, {"input_template": "<{}>"}, True, "<Name the colour.\n\na lemon>"),
+    ({"prompt": "Why?", "response": "a"}, {"input_template": "Q: {} A: "}, True, "Q: Why? A: "),
+    ({"prompt": "Why?", "response": "a"}, {"apply_chat_template": False}, True, "Why?"),
+    ({"prompt": "a b"}, {"apply_chat_template": True}, True, [user("a b")]),
+    ({"prompt": "a {b}"}, {"input_template": "{}:"}, False, "a {b}:"),
+    ({"prompt": [ASK]}, {"apply_chat_template": False}, True, [ASK]),  # the flag is about prompts that are text
+])  # fmt: skip
 def test_the_rendering_follows_template_and_flags(row, flags, has_template, prompt):
     [example] = read([row], "prompt", has_template=has_template, **flags)
     assert example.prompt == prompt
 
 
-@pytest.mark.parametrize(
-    ("row", "flags", "words"),
-    [
-        ({"a": 1, "b": 2}, {}, "has the columns 'a', 'b', which fit no known form; .*--prompt_column"),
-        ({"prompt": "Q:", "a": "x"}, {"response_column": "b"}, "has no such column; it has 'prompt', 'a'"),
-        ({"prompt": "Q:"}, {"data_format": "alpaca"}, "has the columns 'prompt', which do not fit the form alpaca"),
-        ({"messages": [ASK], "c": "x"}, {"data_format": "messages", "chosen_column": "c"}, "do not fit the form"),
-        ({"messages": [ASK]}, {"has_template": False}, "has no chat template; --chat_template chatml"),
-        ({"prompt": "a"}, {"apply_chat_template": True, "has_template": False}, "has no chat template"),
-        ({"text": "Once."}, {"apply_chat_template": True}, "form text is text, so --apply_chat_template True does not"),
-        ({"prompt": "Q: ", "response": "a"}, {"system_message": "Be."}, "--system_message.*--apply_chat_template True"),
-        ({"messages": [ASK]}, {"role_names": ["customer"]}, "--role_names 'customer='"),
-        ({"prompt": "a", "meta": {"s": "Be."}}, {"system_column": "meta.s"}, r"'meta\.s' holds content"),
-        ({"text": "Once.", "system": "Be."}, {}, "'system' holds content, .*--ignore_columns system leaves"),
-    ],
-)
+@pytest.mark.parametrize(("row", "flags", "words"), [
+    ({"a": 1, "b": 2}, {}, "has the columns 'a', 'b', which fit no known form; .*--prompt_column"),
+    ({"prompt": "Q:", "a": "x"}, {"response_column": "b"}, "has no such column; it has 'prompt', 'a'"),
+    ({"prompt": "Q:"}, {"data_format": "alpaca"}, "has the columns 'prompt', which do not fit the form alpaca"),
+    ({"messages": [ASK], "c": "x"}, {"data_format": "messages", "chosen_column": "c"}, "do not fit the form"),
+    ({"messages": [ASK]}, {"has_template": False}, "has no chat template; --chat_template chatml"),
+    ({"prompt": "a"}, {"apply_chat_template": True, "has_template": False}, "has no chat template"),
+    ({"text": "Once."}, {"apply_chat_template": True}, "form text is text, so --apply_chat_template True does not"),
+    ({"prompt": "Q: ", "response": "a"}, {"system_message": "Be."}, "--system_message.*--apply_chat_template True"),
+    ({"messages": [ASK]}, {"role_names": ["customer"]}, "--role_names 'customer='"),
+    ({"prompt": "a", "meta": {"s": "Be."}}, {"system_column": "meta.s"}, r"'meta\.s' holds content"),
+    ({"text": "Once.", "system": "Be."}, {}, "'system' holds content, .*--ignore_columns system leaves"),
+])  # fmt: skip
 def test_what_does_not_go_together_is_refused(row, flags, words):
     with pytest.raises(UserError, match=words):
         form_of([row], **flags)
@@ -137,19 +128,15 @@ def test_text_prompts_have_no_place_for_a_system_message_or_tools():
 # The correct answer
 
 
-@pytest.mark.parametrize(
-    ("row", "flags", "truth"),
-    [
-        (QUESTION, {}, "24"),
-        (QUESTION | {"answer": "1 #### 2\n####  1,000 \n"}, {}, "1,000"),
-        (QUESTION, {"answer_column": "answer"}, GSM),
-        ({"prompt": "Q:", "meta": {"truth": 7}}, {"answer_column": "meta.truth"}, 7),
-        ({"prompt": "Q:", "label": "x = 7"}, {"answer_column": "label", "answer_pattern": "= (.*)"}, "7"),
-        ({"prompt": "Q:", "response": GSM}, {"answer_column": "response", "answer_pattern": "#### (.*)"}, "24"),
-        ({"messages": [ASK], "answer": "72"}, {"answer_column": "answer"}, "72"),
-        ({"messages": [ASK], "answer": "72"}, {}, None),  # the column itself reaches reward functions
-    ],
-)
+@pytest.mark.parametrize(("row", "flags", "truth"), [
+    (QUESTION, {}, "24"), (QUESTION | {"answer": "1 #### 2\n####  1,000 \n"}, {}, "1,000"),
+    (QUESTION, {"answer_column": "answer"}, GSM),
+    ({"prompt": "Q:", "meta": {"truth": 7}}, {"answer_column": "meta.truth"}, 7),
+    ({"prompt": "Q:", "label": "x = 7"}, {"answer_column": "label", "answer_pattern": "= (.*)"}, "7"),
+    ({"prompt": "Q:", "response": GSM}, {"answer_column": "response", "answer_pattern": "#### (.*)"}, "24"),
+    ({"messages": [ASK], "answer": "72"}, {"answer_column": "answer"}, "72"),
+    ({"messages": [ASK], "answer": "72"}, {}, None),  # the column itself reaches reward functions
+])  # fmt: skip
 def test_the_correct_answer(row, flags, truth):
     assert [example.truth for example in read([row], "prompt", **flags)] == [truth]
 

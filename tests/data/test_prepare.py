@@ -15,16 +15,7 @@ from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data import encode, forms
 from dschat_ppo.data import prepare as data_prepare
 from dschat_ppo.data.examples import SPLIT_SEED
-from dschat_ppo.data.prepare import (
-    Part,
-    TokenRows,
-    epoch_rows,
-    hold_out,
-    joined,
-    prepare,
-    share_of_step,
-    text_blocks,
-)
+from dschat_ppo.data.prepare import Part, TokenRows, epoch_rows, hold_out, joined, prepare, share_of_step, text_blocks
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.errors import StopRequested, UserError
 
@@ -153,14 +144,10 @@ def test_held_out_rows_are_not_trained_on_and_evaluation_paths_replace_them(tmp_
         assert len(rows.train) == 8 and sorted(prompts_of(rows.eval)) == ["prompt 6", "prompt 7"]
 
 
-@pytest.mark.parametrize(
-    ("use", "fraction", "with_paths", "used", "logged"),
-    [
-        ("prompt", None, False, 0, "not used; name them with --eval_data_path"),
-        ("sft", 0.5, True, 1, "replaced by those of --eval_data_path"),
-        ("sft", 0.5, False, 3, None),
-    ],
-)
+@pytest.mark.parametrize(("use", "fraction", "with_paths", "used", "logged"), [
+    ("prompt", None, False, 0, "not used; name them with --eval_data_path"),
+    ("sft", 0.5, True, 1, "replaced by those of --eval_data_path"), ("sft", 0.5, False, 3, None),
+])  # fmt: skip
 def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
     tmp_path, said, use, fraction, with_paths, used, logged
 ):

@@ -15,19 +15,14 @@ from dschat_ppo.data.sources import is_hub_name, open_set, parse_sources, split_
 from dschat_ppo.errors import UserError
 
 
-@pytest.mark.parametrize(
-    ("spec", "location", "config", "split", "weight", "samples"),
-    [
-        ("openai/gsm8k", "openai/gsm8k", None, None, None, None),
-        ("openai/gsm8k:2", "openai/gsm8k", None, None, 2.0, None),
-        ("cnn_dailymail:3.0.0:1e-1", "cnn_dailymail", "3.0.0", None, 0.1, None),
-        ("org/name:2[train]", "org/name", "2", "train", None, None),
-        ("org/name:cfg[train[:10%]]:0.5", "org/name", "cfg", "train[:10%]", 0.5, None),
-        ("org/name[train[:10%]+test[5:]]@20", "org/name", None, "train[:10%]+test[5:]", None, 20),
-        ("./folder@5000", "./folder", None, None, None, 5000),
-        ("data.jsonl:main", "data.jsonl", "main", None, None, None),
-    ],
-)
+@pytest.mark.parametrize(("spec", "location", "config", "split", "weight", "samples"), [
+    ("openai/gsm8k", "openai/gsm8k", None, None, None, None), ("openai/gsm8k:2", "openai/gsm8k", None, None, 2.0, None),
+    ("cnn_dailymail:3.0.0:1e-1", "cnn_dailymail", "3.0.0", None, 0.1, None),
+    ("org/name:2[train]", "org/name", "2", "train", None, None),
+    ("org/name:cfg[train[:10%]]:0.5", "org/name", "cfg", "train[:10%]", 0.5, None),
+    ("org/name[train[:10%]+test[5:]]@20", "org/name", None, "train[:10%]+test[5:]", None, 20),
+    ("./folder@5000", "./folder", None, None, None, 5000), ("data.jsonl:main", "data.jsonl", "main", None, None, None),
+])  # fmt: skip
 def test_the_parts_of_a_name(spec, location, config, split, weight, samples):
     (found,) = parse_sources([spec], "--data_path")
     assert (found.location, found.config, found.split) == (location, config, split)
@@ -46,35 +41,29 @@ def test_what_exists_is_that_path(tmp_path, monkeypatch, name):
         assert [found.config, found.split, found.weight, found.samples] == parts
 
 
-@pytest.mark.parametrize(
-    ("specs", "names"),
-    [
-        (["a/x.jsonl", "b/x.jsonl.gz", "x.csv", "x_2"], ["x", "x_2", "x_3", "x_2_2"]),
-        (["openai/gsm8k:main[train]", "openai/gsm8k:socratic"], ["gsm8k", "gsm8k_2"]),
-        (["./my data (1)/", "./a.b.parquet", "/"], ["my_data_1", "a.b", "data"]),
-        (["org/taken", "org/b"], ["taken_2", "b"]),
-    ],
-)
+@pytest.mark.parametrize(("specs", "names"), [
+    (["a/x.jsonl", "b/x.jsonl.gz", "x.csv", "x_2"], ["x", "x_2", "x_3", "x_2_2"]),
+    (["openai/gsm8k:main[train]", "openai/gsm8k:socratic"], ["gsm8k", "gsm8k_2"]),
+    (["./my data (1)/", "./a.b.parquet", "/"], ["my_data_1", "a.b", "data"]),
+    (["org/taken", "org/b"], ["taken_2", "b"]),
+])  # fmt: skip
 def test_names_are_short_unique_and_fit_for_metrics(specs, names):
     taken = ["taken"]
     found = [source.name for source in parse_sources(specs, "--data_path", taken)]
     assert sorted(found) == sorted(names) and taken == ["taken"]
 
 
-@pytest.mark.parametrize(
-    ("specs", "words"),
-    [
-        *(([f"a.jsonl:{weight}"], f"the weight '{weight}' must be a finite number above 0")
-          for weight in ("0", "-1", "nan", "inf", "1e999")),
-        *(([f"org/a@{rows}"], f"the number of rows '{rows}' must be a whole number above 0")
-          for rows in ("0", "2.5", "-3", "main")),
-        *(([name], f"'{re.escape(name)}': no such file or folder, and no name of a data set") for name in (
-            "org/a[]", "org/a]", "[train]", ":cfg", "org/a:", "", "https://huggingface.co/datasets/org/a")),
-        (["local/jsonfile"], r"local/jsonfile.*data/train\.json.*--data_format local/jsonfile"),
-        (["a.jsonl:0.5", "b.jsonl"], r"'a.jsonl:0.5' has a weight and 'b.jsonl' has none"),
-        (["a.jsonl@5", "b.jsonl", "c.jsonl:1"], "'c.jsonl:1' has a weight and 'b.jsonl' has none"),  # @ROWS needs none
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("specs", "words"), [
+    *(([f"a.jsonl:{weight}"], f"the weight '{weight}' must be a finite number above 0")
+      for weight in ("0", "-1", "nan", "inf", "1e999")),
+    *(([f"org/a@{rows}"], f"the number of rows '{rows}' must be a whole number above 0")
+      for rows in ("0", "2.5", "-3", "main")),
+    *(([name], f"'{re.escape(name)}': no such file or folder, and no name of a data set") for name in (
+        "org/a[]", "org/a]", "[train]", ":cfg", "org/a:", "", "https://huggingface.co/datasets/org/a")),
+    (["local/jsonfile"], r"local/jsonfile.*data/train\.json.*--data_format local/jsonfile"),
+    (["a.jsonl:0.5", "b.jsonl"], r"'a.jsonl:0.5' has a weight and 'b.jsonl' has none"),
+    (["a.jsonl@5", "b.jsonl", "c.jsonl:1"], "'c.jsonl:1' has a weight and 'b.jsonl' has none"),  # @ROWS needs none
+])  # fmt: skip
 def test_wrong_names_are_rejected_with_their_flag(specs, words):
     with pytest.raises(UserError, match=f"^--data_path.*{words}") as problem:
         parse_sources(specs, "--data_path")
@@ -96,24 +85,21 @@ def files_of(folder: Path, config: str | None = None) -> dict[str, list[str]]:
     return {split: [str(path.relative_to(folder.resolve())) for path in paths] for split, paths in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("names", "splits"),
-    [
-        (["train.jsonl", "valid_1.jsonl", "TEST.jsonl", "val.jsonl"],
-         {"test": ["TEST.jsonl"], "train": ["train.jsonl"], "valid": ["valid_1.jsonl"], "val": ["val.jsonl"]}),
-        (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"],
-         {"test": ["data/test-00000-of-00001.parquet"],
-          "train": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]}),
-        (["train/a.jsonl", "dev/x/b.jsonl"], {"dev": ["dev/x/b.jsonl"], "train": ["train/a.jsonl"]}),
-        (["en/train.jsonl", "fr/train.jsonl", "fr/test.jsonl"],
-         {"test": ["fr/test.jsonl"], "train": ["en/train.jsonl", "fr/train.jsonl"]}),
-        (["a.jsonl", "raw/b.jsonl"], {"train": ["a.jsonl"]}),
-        (["Test-00000-of-00001.jsonl", "x/b.jsonl"], {"Test": ["Test-00000-of-00001.jsonl"], "train": ["x/b.jsonl"]}),
-        (["data/train.jsonl", "dataset_info.json", "README.md", "LICENSE", ".gitattributes", ".cache/x.jsonl",
-          "__MACOSX/._train.jsonl", "data/.hidden.jsonl", "requirements.txt", "README.txt", "data/license.txt",
-          "run.py", "croissant.json", "folder.json/nothing"], {"train": ["data/train.jsonl"]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "splits"), [
+    (["train.jsonl", "valid_1.jsonl", "TEST.jsonl", "val.jsonl"],
+     {"test": ["TEST.jsonl"], "train": ["train.jsonl"], "valid": ["valid_1.jsonl"], "val": ["val.jsonl"]}),
+    (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"],
+     {"test": ["data/test-00000-of-00001.parquet"],
+      "train": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]}),
+    (["train/a.jsonl", "dev/x/b.jsonl"], {"dev": ["dev/x/b.jsonl"], "train": ["train/a.jsonl"]}),
+    (["en/train.jsonl", "fr/train.jsonl", "fr/test.jsonl"],
+     {"test": ["fr/test.jsonl"], "train": ["en/train.jsonl", "fr/train.jsonl"]}),
+    (["a.jsonl", "raw/b.jsonl"], {"train": ["a.jsonl"]}),
+    (["Test-00000-of-00001.jsonl", "x/b.jsonl"], {"Test": ["Test-00000-of-00001.jsonl"], "train": ["x/b.jsonl"]}),
+    (["data/train.jsonl", "dataset_info.json", "README.md", "LICENSE", ".gitattributes", ".cache/x.jsonl",
+      "__MACOSX/._train.jsonl", "data/.hidden.jsonl", "requirements.txt", "README.txt", "data/license.txt",
+      "run.py", "croissant.json", "folder.json/nothing"], {"train": ["data/train.jsonl"]}),
+])  # fmt: skip
 def test_splits_come_from_the_names_of_files_and_folders(tmp_path, names, splits):
     assert files_of(make(tmp_path / "d", *names)) == splits
 
@@ -197,16 +183,11 @@ def folder(tmp_path) -> Path:
     return tmp_path / "d"
 
 
-@pytest.mark.parametrize(
-    ("split", "train", "evaluation"),
-    [
-        ("", range(10), [12, 13, 14, 10, 11]),
-        ("[test]", [12, 13, 14], None),
-        ("[train[:3]]", [0, 1, 2], [12, 13, 14, 10, 11]),
-        ("[train[-1:]+validation]", [9, 10, 11], [12, 13, 14]),
-        ("/train.jsonl[train[:2]]", [0, 1], None),
-    ],
-)
+@pytest.mark.parametrize(("split", "train", "evaluation"), [
+    ("", range(10), [12, 13, 14, 10, 11]), ("[test]", [12, 13, 14], None),
+    ("[train[:3]]", [0, 1, 2], [12, 13, 14, 10, 11]), ("[train[-1:]+validation]", [9, 10, 11], [12, 13, 14]),
+    ("/train.jsonl[train[:2]]", [0, 1], None),
+])  # fmt: skip
 def test_a_split_in_brackets_selects_files_and_rows(tmp_path, folder, said, split, train, evaluation):
     folder = folder.rename(tmp_path / "d[1]")  # which is no glob pattern
     splits = load(tmp_path, f"{folder}{split}")
@@ -240,19 +221,16 @@ def test_a_file_of_two_splits_counts_once_in_each_and_in_the_whole(tmp_path):
     assert column(whole_set(tmp_path, tmp_path / "set"), "p") == column(found.train, "p")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("{}/missing.jsonl", "no such file or folder"),
-        ("{}/trian.jsonl", r"no such file or folder; did you mean .*/train\.jsonl\?$"),
-        ("{}[trial]", "has no split 'trial'; it has test, train, validation"),
-        ("{}[train[99:]]", r"the split 'train\[99:\]' has no rows"),
-        ("{}/train.jsonl[test]", "has no split 'test'; it has train"),
-        ("{}/train.jsonl:main", "a file has no configuration 'main'"),
-        ("{}/bare", "the folder holds no data file; supported are"),
-        ("{}/only", r"has the splits test; choose one for training, as in .*only\[test\]"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("{}/missing.jsonl", "no such file or folder"),
+    ("{}/trian.jsonl", r"no such file or folder; did you mean .*/train\.jsonl\?$"),
+    ("{}[trial]", "has no split 'trial'; it has test, train, validation"),
+    ("{}[train[99:]]", r"the split 'train\[99:\]' has no rows"),
+    ("{}/train.jsonl[test]", "has no split 'test'; it has train"),
+    ("{}/train.jsonl:main", "a file has no configuration 'main'"),
+    ("{}/bare", "the folder holds no data file; supported are"),
+    ("{}/only", r"has the splits test; choose one for training, as in .*only\[test\]"),
+])  # fmt: skip
 def test_what_cannot_be_found_lists_what_is_there(tmp_path, folder, name, words):
     (folder / "bare").mkdir()
     write_jsonl(folder / "only/test.jsonl", [{"n": 1}])
@@ -281,14 +259,11 @@ def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
             open_set(source_of("org/name", "--eval_data_path"), str(tmp_path / "cache"), streaming)
 
 
-@pytest.mark.parametrize(
-    ("problem", "words"),
-    [
-        (ValueError("Config name is missing.\nPick one: ['a', 'b']"), r"NAME:CONFIG names a .*\['a', 'b'\]"),
-        (KeyError("x"), "that can be read .*: KeyError: 'x'"),
-        (DatasetGenerationError("An error occurred"), "that can be read .*: bad row"),
-    ],
-)
+@pytest.mark.parametrize(("problem", "words"), [
+    (ValueError("Config name is missing.\nPick one: ['a', 'b']"), r"NAME:CONFIG names a .*\['a', 'b'\]"),
+    (KeyError("x"), "that can be read .*: KeyError: 'x'"),
+    (DatasetGenerationError("An error occurred"), "that can be read .*: bad row"),
+])  # fmt: skip
 @pytest.mark.parametrize("streaming", [False, True])
 def test_errors_of_a_data_set_are_one_line(monkeypatch, problem, words, streaming):
     def fail(*_, **__):

@@ -168,18 +168,15 @@ def test_too_many_bad_rows_in_a_chunk_are_an_error(monkeypatch):
             assert end.counts[UNUSABLE] == 1 and end.problems == ["numbers, row 22: bad"]
 
 
-@pytest.mark.parametrize(
-    ("sources", "full_chunks", "words"),
-    [
-        ([source_of(NumberFile(0, 30))], 4, "50: numbers has only 32 rows for this step; set --streaming_rows 32 or"),
-        # 1 2 3 3 4 of the first one
-        ([source_of(NumberFile(1, 4), name="few"), source_of(NumberFile(1, 99))], 1,
-         "50: few has only 5 rows for this step; set --streaming_rows 10 or less"),
-        ([source_of(NumberFile(0, 0))], 0, "has only 0 rows for this step; --data_split leaves it none"),
-        ([source_of(NumberFile(1, 30), name="set", make=partial(spoilt, bad=set(range(31))))], 0,
-         r"^set: 30 of 30 rows cannot be used\. The first: numbers, row 1: bad$"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sources", "full_chunks", "words"), [
+    ([source_of(NumberFile(0, 30))], 4, "50: numbers has only 32 rows for this step; set --streaming_rows 32 or"),
+    # 1 2 3 3 4 of the first one
+    ([source_of(NumberFile(1, 4), name="few"), source_of(NumberFile(1, 99))], 1,
+     "50: few has only 5 rows for this step; set --streaming_rows 10 or less"),
+    ([source_of(NumberFile(0, 0))], 0, "has only 0 rows for this step; --data_split leaves it none"),
+    ([source_of(NumberFile(1, 30), name="set", make=partial(spoilt, bad=set(range(31))))], 0,
+     r"^set: 30 of 30 rows cannot be used\. The first: numbers, row 1: bad$"),
+])  # fmt: skip
 def test_a_stream_that_ends_says_how_many_rows_it_has(sources, full_chunks, words):
     found = chunks_of(*sources)
     for _ in range(full_chunks):
@@ -387,18 +384,15 @@ def test_rows_that_are_left_out_are_counted_and_replaced_by_later_ones(tmp_path,
     assert [rows[i]["prompt_ids"] for i in (0, 29)] == [TOKENIZER.encode("p 1"), TOKENIZER.encode("p 39")]
 
 
-@pytest.mark.parametrize(
-    ("rows", "flags", "words"),
-    [
-        ([*PAIRS[:10], PAIRS[10] | {"chosen": None}, *PAIRS[11:]], {}, "row 11: 'chosen' is null"),
-        ([row | {"chosen": LONG} for row in SIXTY], {}, "every answer is cut by --max_seq_len 64"),
-        ([*PAIRS[:10], PAIRS[10] | {"chosen": LONG}, *PAIRS[11:]], {"truncation": "error", "bad_rows": "skip"},
-         r"d\.jsonl, row 11: longer than the limit of 64 tokens"),
-        (["", ""], {}, "the data set is empty"),
-        (SIXTY, {"data_split": "2,4,4"}, "has only 12 rows for this step; set --streaming_rows 12 or less"),
-        (["x", "no"], {"bad_rows": "skip"}, r"none of its rows can be read; the first: .*d\.jsonl, row 1 is not JSON"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "flags", "words"), [
+    ([*PAIRS[:10], PAIRS[10] | {"chosen": None}, *PAIRS[11:]], {}, "row 11: 'chosen' is null"),
+    ([row | {"chosen": LONG} for row in SIXTY], {}, "every answer is cut by --max_seq_len 64"),
+    ([*PAIRS[:10], PAIRS[10] | {"chosen": LONG}, *PAIRS[11:]], {"truncation": "error", "bad_rows": "skip"},
+     r"d\.jsonl, row 11: longer than the limit of 64 tokens"),
+    (["", ""], {}, "the data set is empty"),
+    (SIXTY, {"data_split": "2,4,4"}, "has only 12 rows for this step; set --streaming_rows 12 or less"),
+    (["x", "no"], {"bad_rows": "skip"}, r"none of its rows can be read; the first: .*d\.jsonl, row 1 is not JSON"),
+])  # fmt: skip
 def test_data_that_cannot_be_streamed_are_refused(tmp_path, rows, flags, words):
     path = write_jsonl(tmp_path / "d.jsonl", rows)
     with pytest.raises(UserError, match=words):

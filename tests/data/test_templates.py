@@ -98,16 +98,12 @@ def test_a_file(tmp_path, said):
     assert any(str(path) in line for line in said)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", r", line 2: unexpected"),
-        (b"{% for m in messages %}\n\n{{ m | shout }}{% endfor %}", r", line 3: No filter named 'shout'"),
-        (b"{{ messages }} caf\xe9", ": cannot be used: .*utf-8"),
-        (b"{{ " + b"[" * 100_000, ": cannot be used: "),
-        (None, ": neither a file nor one of chatml, llama-3, zephyr"),
-    ],
-)
+@pytest.mark.parametrize(("content", "reason"), [
+    (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", r", line 2: unexpected"),
+    (b"{% for m in messages %}\n\n{{ m | shout }}{% endfor %}", r", line 3: No filter named 'shout'"),
+    (b"{{ messages }} caf\xe9", ": cannot be used: .*utf-8"), (b"{{ " + b"[" * 100_000, ": cannot be used: "),
+    (None, ": neither a file nor one of chatml, llama-3, zephyr"),
+])  # fmt: skip
 def test_a_file_that_is_no_template(tmp_path, content, reason):
     path = tmp_path / "own.jinja"
     path.mkdir() if content is None else path.write_bytes(content)
@@ -148,19 +144,16 @@ def test_variables_do_not_change_the_text_at_the_start(start):
     assert rendered(after, ASK) == rendered(before, ASK) + "!"
 
 
-@pytest.mark.parametrize(
-    ("template", "variables", "reason"),
-    [
-        (THINKING, '{"enable_thinkin": false}', "reads no variable 'enable_thinkin' of yours; it reads enable_thinkin"),
-        (THINKING, '{"messages": []}', "reads no variable 'messages' of yours; it"),
-        (None, '{"own": 1}', "no chat template; give one with --chat_template"),
-        (
-            {"default": "{{ own }}", "tool_use": "{{ own }}"},
-            '{"own": 7}',
-            "several chat templates; give one with --cha",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("template", "variables", "reason"), [
+    (THINKING, '{"enable_thinkin": false}', "reads no variable 'enable_thinkin' of yours; it reads enable_thinkin"),
+    (THINKING, '{"messages": []}', "reads no variable 'messages' of yours; it"),
+    (None, '{"own": 1}', "no chat template; give one with --chat_template"),
+    (
+        {"default": "{{ own }}", "tool_use": "{{ own }}"},
+        '{"own": 7}',
+        "several chat templates; give one with --cha",
+    ),
+])  # fmt: skip
 def test_variables_that_cannot_be_used(template, variables, reason):
     tokenizer = templated(template)
     with pytest.raises(UserError, match=reason):
@@ -236,19 +229,16 @@ def test_trimmed_and_quoted_messages_count_as_rendered():
         assert encode_prompt(tokenizer, [{"role": "user", "content": ' two\n"lines" '}])
 
 
-@pytest.mark.parametrize(
-    ("template", "prompt", "answer", "reason"),
-    [
-        (HERMES.replace("{% if tools %}", "{% if false %}"), ASK, "a", "leaves out the tool 'find'"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", [*ASK, CALL, *ASK], "a", "the tool call 'find'"),
-        ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", ASK, CALL, "leaves out the tool call 'find'"),
-        ("{{ messages[-1].content }}", SYSTEM, "a", r"leaves out the system message 'Be kind.'; take .*--chat_templ"),
-        ("{{ messages[0].content }}", SYSTEM, "a", "leaves out the user message 'And"),
-        (HERMES, "Where?", CALL, "tool calls, which need chat messages"),
-        ("{{ raise_exception('No system') }}{{ messages }}", ASK, "a", "rejects these messages: .*No system"),
-        (None, ASK, "a", "no chat template"),
-    ],
-)
+@pytest.mark.parametrize(("template", "prompt", "answer", "reason"), [
+    (HERMES.replace("{% if tools %}", "{% if false %}"), ASK, "a", "leaves out the tool 'find'"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", [*ASK, CALL, *ASK], "a", "the tool call 'find'"),
+    ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", ASK, CALL, "leaves out the tool call 'find'"),
+    ("{{ messages[-1].content }}", SYSTEM, "a", r"leaves out the system message 'Be kind.'; take .*--chat_templ"),
+    ("{{ messages[0].content }}", SYSTEM, "a", "leaves out the user message 'And"),
+    (HERMES, "Where?", CALL, "tool calls, which need chat messages"),
+    ("{{ raise_exception('No system') }}{{ messages }}", ASK, "a", "rejects these messages: .*No system"),
+    (None, ASK, "a", "no chat template"),
+])  # fmt: skip
 def test_a_template_that_rejects_or_leaves_out_something(template, prompt, answer, reason):
     with pytest.raises(UserError, match=reason):
         encode_answer(templated(template), prompt, answer, TOOLS)

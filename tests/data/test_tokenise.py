@@ -164,26 +164,22 @@ def fit_ids(prompt, answers, limit, policy):
     return row.prompt, row.answers, done
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answers", "limit", "left", "right", "middle", "expected_answers", "done"),
-    [
-        ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7, 8]], Fitted.KEPT_WHOLE),
-        ([1, 2, 3], [[7, 8]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], P),
-        ([1, 2, 3], [[7, 8]], 3, [3], [1], [3], [[7, 8]], P),
-        ([1, 2, 3], [[7, 8]], 2, [3], [1], [3], [[7]], A),
-        # An answer that leaves the prompt less than an eighth of the limit is cut to what the eighth leaves: 24 - 3.
-        ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [1], [3], [[7, 8, 9]], A),
-        ([1, 2, 3], [[7] * 40], 24, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7] * 21], A),
-        ([1, 2, 3, 4], [[7] * 22], 24, [2, 3, 4], [1, 2, 3], [1, 3, 4], [[7] * 21], A),
-        # half of the limit is for the prompt where an answer alone is over it
-        ([1, 2, 3, 4, 5, 6], [[7] * 9], 8, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [[7] * 4], A),
-        # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
-        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
-        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
-        ([1, 2, 3, 4], [], 3, [2, 3, 4], [1, 2, 3], [1, 3, 4], [], P),
-        ([1, 2, 3, 4, 5, 6], [], 4, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [], P),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "answers", "limit", "left", "right", "middle", "expected_answers", "done"), [
+    ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7, 8]], Fitted.KEPT_WHOLE),
+    ([1, 2, 3], [[7, 8]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], P), ([1, 2, 3], [[7, 8]], 3, [3], [1], [3], [[7, 8]], P),
+    ([1, 2, 3], [[7, 8]], 2, [3], [1], [3], [[7]], A),
+    # An answer that leaves the prompt less than an eighth of the limit is cut to what the eighth leaves: 24 - 3.
+    ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [1], [3], [[7, 8, 9]], A),
+    ([1, 2, 3], [[7] * 40], 24, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7] * 21], A),
+    ([1, 2, 3, 4], [[7] * 22], 24, [2, 3, 4], [1, 2, 3], [1, 3, 4], [[7] * 21], A),
+    # half of the limit is for the prompt where an answer alone is over it
+    ([1, 2, 3, 4, 5, 6], [[7] * 9], 8, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [[7] * 4], A),
+    # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
+    ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
+    ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
+    ([1, 2, 3, 4], [], 3, [2, 3, 4], [1, 2, 3], [1, 3, 4], [], P),
+    ([1, 2, 3, 4, 5, 6], [], 4, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [], P),
+])  # fmt: skip
 def test_the_prompt_is_cut_unless_the_answer_leaves_it_no_room(
     prompt, answers, limit, left, right, middle, expected_answers, done
 ):
@@ -202,15 +198,11 @@ def test_spans_that_are_whole_mark_the_same_tokens_after_the_cut(policy, limit):
     assert found == [prompt[start:end] for start, end in spans if set(prompt[start:end]) <= set(row.prompt)]
 
 
-@pytest.mark.parametrize(
-    ("policy", "limit", "expected"),
-    [
-        ("left", 7, [0, 5, 6, 7, 8, 9]), ("right", 7, [0, 1, 2, 3, 8, 9]), ("middle", 7, [0, 1, 2, 7, 8, 9]),
-        ("left", 4, [0, 8, 9]), ("right", 4, [0, 8, 9]), ("middle", 4, [0, 8, 9]),
-        ("left", 3, [8, 9]), ("right", 3, [0, 9]), ("middle", 3, [0, 9]),
-        ("left", 2, [9]), ("right", 2, [0]), ("middle", 2, [9]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("policy", "limit", "expected"), [
+    ("left", 7, [0, 5, 6, 7, 8, 9]), ("right", 7, [0, 1, 2, 3, 8, 9]), ("middle", 7, [0, 1, 2, 7, 8, 9]),
+    ("left", 4, [0, 8, 9]), ("right", 4, [0, 8, 9]), ("middle", 4, [0, 8, 9]), ("left", 3, [8, 9]),
+    ("right", 3, [0, 9]), ("middle", 3, [0, 9]), ("left", 2, [9]), ("right", 2, [0]), ("middle", 2, [9]),
+])  # fmt: skip
 def test_the_first_token_and_the_opening_of_the_answer_are_kept(policy, limit, expected):
     chat = [{"role": "user", "content": "Where?"}]
     row, done = fitted(list(range(10)), [[99]], limit, policy, of=chat)

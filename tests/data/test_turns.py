@@ -13,13 +13,10 @@ from dschat_ppo.data.templates import NAMED, turn_end
 from dschat_ppo.errors import UserError
 
 TALK = [
-    {"role": "system", "content": "Be kind."},
-    {"role": "user", "content": "Where is it?"},
-    {"role": "assistant", "content": "In the hall 😀"},
-    {"role": "user", "content": "In the hall 😀"},
-    {"role": "assistant", "content": " Café\n"},
-    {"role": "user", "content": "And now?"},
-]
+    {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where is it?"},
+    {"role": "assistant", "content": "In the hall 😀"}, {"role": "user", "content": "In the hall 😀"},
+    {"role": "assistant", "content": " Café\n"}, {"role": "user", "content": "And now?"},
+]  # fmt: skip
 CHATML = TEMPLATES["BOS by the template"]
 UNMARKED = re.compile(r"\{%-? *(end)?generation *%\}")
 # As those of Qwen 3 and DeepSeek R1: thinking is shown in the last answer only.
@@ -75,20 +72,17 @@ FULL = ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
 ASIDE = "[aside]{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        # marks that reach too far or not far enough end with the final token
-        (MARKED.replace("ANSWER", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"), FULL),
-        (MARKED.replace("ANSWER", "{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"), FULL),
-        # wrong marks are not used
-        (CHATML.replace("{{ m.role }}", "{% generation %}{{ m.role }}{% endgeneration %}"), FULL),
-        (CHATML.replace("<s>", "<s>{% generation %}x{% endgeneration %}"), FULL),
-        # marks leave out what the template writes before an answer
-        (MARKED.replace("ANSWER", ASIDE), FULL),
-        (MARKED.replace("ANSWER", UNMARKED.sub("", ASIDE)), [f"[aside]{text}" for text in FULL]),
-    ],
-)
+@pytest.mark.parametrize(("template", "expected"), [
+    # marks that reach too far or not far enough end with the final token
+    (MARKED.replace("ANSWER", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"), FULL),
+    (MARKED.replace("ANSWER", "{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"), FULL),
+    # wrong marks are not used
+    (CHATML.replace("{{ m.role }}", "{% generation %}{{ m.role }}{% endgeneration %}"), FULL),
+    (CHATML.replace("<s>", "<s>{% generation %}x{% endgeneration %}"), FULL),
+    # marks leave out what the template writes before an answer
+    (MARKED.replace("ANSWER", ASIDE), FULL),
+    (MARKED.replace("ANSWER", UNMARKED.sub("", ASIDE)), [f"[aside]{text}" for text in FULL]),
+])  # fmt: skip
 def test_answers_by_marks(template, expected):
     assert spans_of(templated(template)) == expected
 
@@ -122,14 +116,11 @@ def test_tool_calls_are_trained_and_tool_messages_are_not(content):
         spans_of(templated(template.replace("CHECK", check)), talk)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' or loop.last }}"),  # drops answers
-        CHATML.replace("{{ m.content }}", "{{ m.content | upper if loop.index < 4 else m.content }}"),
-        CHATML + "{{ messages[2].content | length }}",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' or loop.last }}"),  # drops answers
+    CHATML.replace("{{ m.content }}", "{{ m.content | upper if loop.index < 4 else m.content }}"),
+    CHATML + "{{ messages[2].content | length }}",
+])  # fmt: skip
 def test_an_answer_that_cannot_be_found_is_refused(template):
     talk = [m if m["role"] == "assistant" else {**m, "content": m["content"].upper()} for m in TALK]
     with pytest.raises(UserError, match="--train_on last"):

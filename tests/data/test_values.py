@@ -23,14 +23,10 @@ ROW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("other", "has no 'other'"),
-        ("reward_model.x", "has no 'reward_model.x'"),
-        ("empty.x", "has no 'empty.x': 'empty' is null"),
-    ],
-)
+@pytest.mark.parametrize(("path", "words"), [
+    ("other", "has no 'other'"), ("reward_model.x", "has no 'reward_model.x'"),
+    ("empty.x", "has no 'empty.x': 'empty' is null"),
+])  # fmt: skip
 def test_a_dot_leads_into_a_column_and_a_missing_field_is_named_with_its_path(path, words):
     assert [value_at(ROW, path) for path in ("a.b", "passages.0.text", "empty")] == [1, "t", None]
     assert not has_value(ROW, path)
@@ -67,24 +63,21 @@ def test_a_margin_is_a_finite_number_and_zero_if_it_is_missing():
 CALLED = {"name": "g", "arguments": {}}
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"from": "human", "value": "a"}, {"role": "user", "content": "a"}),
-        ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}),
-        ({"role": "user", "content": "a", "from": None, "value": None}, {"role": "user", "content": "a"}),
-        ({"role": None, "content": None, "from": "user", "value": "a"}, {"role": "user", "content": "a"}),
-        ({"role": "developer", "content": ""}, {"role": "developer", "content": ""}),
-        (
-            {"from": "function_call", "value": '{"name": "g", "arguments": ""}'},
-            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLED}]},
-        ),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}]},
-            {"role": "user", "content": "ab"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"from": "human", "value": "a"}, {"role": "user", "content": "a"}),
+    ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}),
+    ({"role": "user", "content": "a", "from": None, "value": None}, {"role": "user", "content": "a"}),
+    ({"role": None, "content": None, "from": "user", "value": "a"}, {"role": "user", "content": "a"}),
+    ({"role": "developer", "content": ""}, {"role": "developer", "content": ""}),
+    (
+        {"from": "function_call", "value": '{"name": "g", "arguments": ""}'},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLED}]},
+    ),
+    (
+        {"role": "user", "content": [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "ab"},
+    ),
+])  # fmt: skip
 def test_one_message(given, expected):
     before = deepcopy(given)
     assert read_messages([given], "m") == read_messages(json.dumps([given]), "m") == [expected]  # as in CSV files
@@ -98,23 +91,19 @@ def test_a_list_of_json_texts_holds_messages_and_a_list_of_other_texts_turns():
     assert not any(map(looks_like_messages, ("text", [], ["a"], {"text": "a"}, None, [[{"role": "x"}]])))
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("[1", "'m' is str"),
-        ([], "'m' is an empty list"),
-        ([{"role": "user", "content": {"bytes": 9}}], "the content of message 1 of 'm' is 9 bytes"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-            "message 1 of 'm' has a part of type 'image_url'; only text parts can be used",
-        ),
-        ([{"from": "function_call", "value": "{}"}], "a tool call of message 1 of 'm' has no 'name'"),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "'arguments' of a tool call of message 1 of 'm' is str",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("value", "words"), [
+    ("[1", "'m' is str"), ([], "'m' is an empty list"),
+    ([{"role": "user", "content": {"bytes": 9}}], "the content of message 1 of 'm' is 9 bytes"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        "message 1 of 'm' has a part of type 'image_url'; only text parts can be used",
+    ),
+    ([{"from": "function_call", "value": "{}"}], "a tool call of message 1 of 'm' has no 'name'"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "'arguments' of a tool call of message 1 of 'm' is str",
+    ),
+])  # fmt: skip
 def test_the_message_that_cannot_be_used_is_named(value, words):
     with pytest.raises(UserError, match=words):
         read_messages(value, "m")

@@ -13,12 +13,7 @@ from torch import nn
 
 from dschat_ppo.common.dist import is_partitioned, own_part
 from dschat_ppo.engine import averages
-from dschat_ppo.engine.averages import (
-    MovingAverage,
-    ReferenceSync,
-    refresh_whole_copy,
-    whole_averages,
-)
+from dschat_ppo.engine.averages import MovingAverage, ReferenceSync, refresh_whole_copy, whole_averages
 from dschat_ppo.errors import NonFiniteError
 
 

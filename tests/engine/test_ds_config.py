@@ -200,14 +200,11 @@ def test_settings_that_cannot_be_used_are_refused_with_the_nearest(tmp_path, set
         require_agreement(config, ranks=1)
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "overlay", "expected"),
-    [
-        (0, "bf16", {}, "fp32"), (1, "bf16", {}, "fp32"), (2, "bf16", {}, None), (3, "bf16", {}, None),
-        (1, "fp16", {}, None), (0, "fp32", {}, None), (1, "bf16", {"communication_data_type": "bf16"}, "bf16"),
-        (1, "bf16", {"zero_optimization": {"stage": 2}}, None),
-        (1, "bf16", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("stage", "dtype", "overlay", "expected"), [
+    (0, "bf16", {}, "fp32"), (1, "bf16", {}, "fp32"), (2, "bf16", {}, None), (3, "bf16", {}, None),
+    (1, "fp16", {}, None), (0, "fp32", {}, None), (1, "bf16", {"communication_data_type": "bf16"}, "bf16"),
+    (1, "bf16", {"zero_optimization": {"stage": 2}}, None),
+    (1, "bf16", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, None),
+])  # fmt: skip
 def test_fp32_sums_of_gradients_are_reduced_in_fp32(stage, dtype, overlay, expected):
     assert train_config(stage, dtype, False, 2, 1.0, overlay).get("communication_data_type") == expected

@@ -27,22 +27,13 @@ def test_weights_that_fit_many_times_are_whole():
     assert may_be_whole(config, int(2 * 7e9), 1, 80 * GIB), "one rank holds everything in any case"
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero", "whole"),
-    [
-        (3, {}, True),
-        (2, {}, False),
-        (3, {"stage3_param_persistence_threshold": 10**9}, False),
-        (3, {"stage3_max_live_parameters": 10**6}, False),
-        (3, {"mics_shard_size": 2}, False),
-        (3, {"reduce_bucket_size": 10**6}, True),
-        (3, {"offload_param": {"device": "cpu"}}, False),
-        (3, {"zero_hpz_partition_size": 2}, False),
-        (3, {"zero_quantized_weights": True}, False),
-        (3, {"zero_quantized_nontrainable_weights": True}, False),
-        (3, {"offload_optimizer": {"device": "cpu"}}, True),
-    ],
-)
+@pytest.mark.parametrize(("stage", "zero", "whole"), [
+    (3, {}, True), (2, {}, False), (3, {"stage3_param_persistence_threshold": 10**9}, False),
+    (3, {"stage3_max_live_parameters": 10**6}, False), (3, {"mics_shard_size": 2}, False),
+    (3, {"reduce_bucket_size": 10**6}, True), (3, {"offload_param": {"device": "cpu"}}, False),
+    (3, {"zero_hpz_partition_size": 2}, False), (3, {"zero_quantized_weights": True}, False),
+    (3, {"zero_quantized_nontrainable_weights": True}, False), (3, {"offload_optimizer": {"device": "cpu"}}, True),
+])  # fmt: skip
 def test_settings_under_which_weights_stay_partitioned(stage, zero, whole):
     config = train_config(stage, "fp32", False, 2, 1.0, {"zero_optimization": zero})
     assert may_be_whole(config, 24, 2, GIB) is whole

@@ -82,15 +82,11 @@ def test_routers_and_tensors_of_experts_get_none():
     assert "model.layers.0.mlp.gate" in lora_targets(dense, None), "without experts a gate is an ordinary layer"
 
 
-@pytest.mark.parametrize(
-    ("names", "tied", "message"),
-    [
-        ("lm_head,q_proj", True, "lm_head,q_proj: no layer of LlamaForCausalLM that can get LoRA has 'lm_head'"),
-        ("decoder.", False, "decoder.: no layer of LlamaForCausalLM .*down_proj, gate_proj, k_proj, lm_head, o_proj"),
-        ("q_proj,v_prj", False, "q_proj,v_prj: .* has 'v_prj' in its name"),
-        (",", False, ",: "),
-    ],
-)
+@pytest.mark.parametrize(("names", "tied", "message"), [
+    ("lm_head,q_proj", True, "lm_head,q_proj: no layer of LlamaForCausalLM that can get LoRA has 'lm_head'"),
+    ("decoder.", False, "decoder.: no layer of LlamaForCausalLM .*down_proj, gate_proj, k_proj, lm_head, o_proj"),
+    ("q_proj,v_prj", False, "q_proj,v_prj: .* has 'v_prj' in its name"), (",", False, ",: "),
+])  # fmt: skip
 def test_names_that_are_not_found_end_in_one_line_with_names_that_are(names, tied, message):
     assert lora_targets(new_model("llama"), "lm_head,q_proj")[-1] == "lm_head"
     with pytest.raises(UserError, match=f"^--actor_lora_module_name {message}"):

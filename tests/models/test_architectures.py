@@ -127,16 +127,13 @@ def test_a_multimodal_configuration_gives_the_reward_model_of_its_text_part(tmp_
     assert model.config.num_labels == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (hf.BertConfig(), "BertConfig without is_decoder is an encoder"),
-        (hf.MllamaConfig(), "saved with MllamaTextConfig"),
-        (hf.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention"),
-        (hf.XLNetConfig(), "XLNetConfig is not supported: its tokens see later tokens"),
-        (hf.RobertaConfig(is_decoder=True, pad_token_id=None), "RobertaConfig counts positions from pad_token_id"),
-    ],
-)
+@pytest.mark.parametrize(("config", "reason"), [
+    (hf.BertConfig(), "BertConfig without is_decoder is an encoder"),
+    (hf.MllamaConfig(), "saved with MllamaTextConfig"),
+    (hf.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    (hf.XLNetConfig(), "XLNetConfig is not supported: its tokens see later tokens"),
+    (hf.RobertaConfig(is_decoder=True, pad_token_id=None), "RobertaConfig counts positions from pad_token_id"),
+])  # fmt: skip
 def test_models_that_are_not_decoders_are_refused_from_the_configuration_alone(tmp_path, config, reason):
     config.save_pretrained(tmp_path)  # there are no weights
     for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):

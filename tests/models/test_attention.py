@@ -116,15 +116,10 @@ def test_versions_of_pytorch_without_the_kernel_or_with_fewer_arguments(monkeypa
 # Kernels for bf16 on a CPU
 
 
-@pytest.mark.parametrize(
-    ("dtype", "choice", "most_keys", "in_blocks"),
-    [
-        (torch.bfloat16, "auto", 9, True),
-        (torch.bfloat16, "auto", 7, False),
-        (torch.bfloat16, "sdpa", 9, False),
-        (torch.float32, "auto", 9, False),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "choice", "most_keys", "in_blocks"), [
+    (torch.bfloat16, "auto", 9, True), (torch.bfloat16, "auto", 7, False), (torch.bfloat16, "sdpa", 9, False),
+    (torch.float32, "auto", 9, False),
+])  # fmt: skip
 @pytest.mark.parametrize("lengths", [[9, 9, 9], [9, 1, 6]], ids=["padded", "packed"])
 def test_bf16_on_a_cpu_is_computed_in_blocks(monkeypatch, lengths, dtype, choice, most_keys, in_blocks):
     """Rows of one length, which are not packed, and others."""

@@ -8,12 +8,7 @@ from tiny_models import POSITIONS, VOCABULARY, new_model
 
 from dschat_ppo.models import backbone
 from dschat_ppo.models.backbone import hidden_window
-from dschat_ppo.models.wrapped_models import (
-    PolicyModel,
-    ScalarModel,
-    response_logprobs,
-    response_values,
-)
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
 from dschat_ppo.supervised.policy_objectives import answer_logprobs
 from dschat_ppo.types import Rollout
 
@@ -26,20 +21,16 @@ def config(**facts) -> SimpleNamespace:
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@pytest.mark.parametrize(
-    ("facts", "received", "hidden"),
-    [
-        ({}, {0: None, 1: None}, False),
-        ({"sliding_window": 8}, {0: 8, 1: 8}, False),
-        ({"sliding_window": 8}, {0: None, 1: None}, True),
-        ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: 8, 1: None}, False),
-        ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: None, 1: None}, True),
-        ({"sliding_window": 8, "layer_types": [FULL, FULL]}, {0: 8, 1: None}, True),
-        ({"layer_types": [FULL, "chunked_attention"]}, {0: None, 1: None}, True),
-        ({"layer_types": ["linear_attention", "mlp", "hybrid"]}, {2: None}, False),
-        ({"attention_chunk_size": 16}, {0: None}, True),
-    ],
-)
+@pytest.mark.parametrize(("facts", "received", "hidden"), [
+    ({}, {0: None, 1: None}, False), ({"sliding_window": 8}, {0: 8, 1: 8}, False),
+    ({"sliding_window": 8}, {0: None, 1: None}, True),
+    ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: 8, 1: None}, False),
+    ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: None, 1: None}, True),
+    ({"sliding_window": 8, "layer_types": [FULL, FULL]}, {0: 8, 1: None}, True),
+    ({"layer_types": [FULL, "chunked_attention"]}, {0: None, 1: None}, True),
+    ({"layer_types": ["linear_attention", "mlp", "hybrid"]}, {2: None}, False),
+    ({"attention_chunk_size": 16}, {0: None}, True),
+])  # fmt: skip
 def test_hidden_windows_by_hand(facts, received, hidden):
     assert hidden_window(config(**facts), received) is hidden
 

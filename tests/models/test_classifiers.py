@@ -13,14 +13,11 @@ from dschat_ppo.run.session import naming
 FLAG = "--critic_model_name_or_path"
 
 
-@pytest.mark.parametrize(
-    ("config", "kind", "reason"),
-    [
-        (hf.DistilBertConfig(num_labels=1), "DistilBertForSequenceClassification", "no causal language model for"),
-        (hf.BartConfig(num_labels=1), "BartForSequenceClassification", "Classification has no head named 'score'"),
-        (tiny_config(num_labels=3), "LlamaForSequenceClassification", "3 labels"),
-    ],
-)
+@pytest.mark.parametrize(("config", "kind", "reason"), [
+    (hf.DistilBertConfig(num_labels=1), "DistilBertForSequenceClassification", "no causal language model for"),
+    (hf.BartConfig(num_labels=1), "BartForSequenceClassification", "Classification has no head named 'score'"),
+    (tiny_config(num_labels=3), "LlamaForSequenceClassification", "3 labels"),
+])  # fmt: skip
 def test_an_unusable_critic_is_refused_by_flag_and_folder_before_its_weights_are_read(config, kind, reason, tmp_path):
     config.architectures = [kind]
     config.save_pretrained(tmp_path)

@@ -40,14 +40,11 @@ def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind, reason)
     assert type(backbone_of(new_model(kind))).__name__ in found
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of the type chunked_attention"),
-        ({"attention_chunk_size": 8}, "its attention needs a mask"),
-        ({"num_attention_heads": [4, 2]}, "differ in their numbers of attention heads"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of the type chunked_attention"),
+    ({"attention_chunk_size": 8}, "its attention needs a mask"),
+    ({"num_attention_heads": [4, 2]}, "differ in their numbers of attention heads"),
+])  # fmt: skip
 def test_settings_that_need_whole_rows(changes, reason):
     backbone = new_model("llama").model
     assert reason_not_to_divide(backbone) is None

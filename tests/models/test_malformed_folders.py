@@ -49,19 +49,13 @@ def test_malformed_config_files_are_rejected(model, name):
         assert is_refused(read_model, model), content[:20]
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "words"),
-    [
-        ("lm", {"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion, before they take memory
-        ("lm", {"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
-        ("lm", {"num_key_value_heads": 0}, "LlamaConfig"),
-        ("lm", {"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
-        ("lm", {"text_config": 7}, "vocab_size"),
-        ("reward", {"hidden_act": "nonsense"}, "nonsense"),
-        ("reward", {"vocab_size": -1}, "negative dimension"),
-        ("codegen", {"n_head": 0}, "by zero"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "settings", "words"), [
+    ("lm", {"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion, before they take memory
+    ("lm", {"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
+    ("lm", {"num_key_value_heads": 0}, "LlamaConfig"), ("lm", {"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
+    ("lm", {"text_config": 7}, "vocab_size"), ("reward", {"hidden_act": "nonsense"}, "nonsense"),
+    ("reward", {"vocab_size": -1}, "negative dimension"), ("codegen", {"n_head": 0}, "by zero"),
+])  # fmt: skip
 def test_a_model_that_cannot_be_built_is_rejected_in_one_line(assets, tmp_path, kind, settings, words):
     """Language models; reward models; those that transformers has no classifier for."""
     folder = tmp_path / "model"

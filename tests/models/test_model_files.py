@@ -28,18 +28,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         checkpoint_shapes(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
-        ("h.0.attn.bias", (1, 1, 8, 8), True),
-        ("h.0.attn.bias", (1, 1, 8, 4), False),
-        ("layers.0.attention.masked_bias", (), True),
-        ("layers.0.attention.masked_bias", (3,), False),
-        ("layers.0.self_attn.rotary_emb.inv_freq", (4,), True),
-        ("layers.0.self_attn.rotary_emb.inv_freq", (4, 4), False),
-        ("layers.0.self_attn.q_proj.bias", (1, 1, 8, 8), False),
-    ],
-)
+@pytest.mark.parametrize(("name", "shape", "expected"), [
+    ("h.0.attn.bias", (1, 1, 8, 8), True), ("h.0.attn.bias", (1, 1, 8, 4), False),
+    ("layers.0.attention.masked_bias", (), True), ("layers.0.attention.masked_bias", (3,), False),
+    ("layers.0.self_attn.rotary_emb.inv_freq", (4,), True), ("layers.0.self_attn.rotary_emb.inv_freq", (4, 4), False),
+    ("layers.0.self_attn.q_proj.bias", (1, 1, 8, 8), False),
+])  # fmt: skip
 def test_old_buffers_have_known_names_and_shapes(name, shape, expected):
     assert is_old_buffer(name, shape) is expected
 

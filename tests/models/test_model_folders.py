@@ -57,17 +57,12 @@ def test_settings_are_all_that_a_dry_run_needs_of_a_model_but_not_of_an_adapter(
         assert model_folders.wanted_files(["adapter_config.json", weights], weights=False)[1:] == [weights]
 
 
-@pytest.mark.parametrize(
-    ("weights", "others"),
-    [
-        (["model.safetensors"], OTHER_FORMATS),
-        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], OTHER_FORMATS),
-        (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], ("flax.msgpack",)),
-        (["pytorch_model.bin"], ("optimizer.bin", "README.md")),
-        (["weights.safetensors"], ("training_args.bin",)),
-    ],
-    ids=lambda value: value[0],
-)  # fmt: skip
+@pytest.mark.parametrize(("weights", "others"), [
+    (["model.safetensors"], OTHER_FORMATS),
+    (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], OTHER_FORMATS),
+    (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], ("flax.msgpack",)),
+    (["pytorch_model.bin"], ("optimizer.bin", "README.md")), (["weights.safetensors"], ("training_args.bin",)),
+], ids=lambda value: value[0])  # fmt: skip
 def test_weights_are_wanted_in_one_format(weights, others):
     settings = ["config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
     assert sorted(wanted_files([*others, *settings, *weights, "eval/config.json"])) == sorted(settings + weights)

@@ -30,15 +30,12 @@ def ids(eos):
     return {"model_type": "llama", "eos_token_id": eos}
 
 
-@pytest.mark.parametrize(
-    ("settings", "eos", "file"),
-    [
-        ({"config": ids(1)}, 1, "config.json"),
-        ({"config": ids(1), "generation_config": {"eos_token_id": [2, 1]}}, 2, "generation_config.json"),
-        ({"config": {"model_type": "gemma3", "text_config": {"eos_token_id": 3}}}, 3, "config.json"),
-        ({"config": ids([200, 1])}, 1, "config.json"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "eos", "file"), [
+    ({"config": ids(1)}, 1, "config.json"),
+    ({"config": ids(1), "generation_config": {"eos_token_id": [2, 1]}}, 2, "generation_config.json"),
+    ({"config": {"model_type": "gemma3", "text_config": {"eos_token_id": 3}}}, 3, "config.json"),
+    ({"config": ids([200, 1])}, 1, "config.json"),
+])  # fmt: skip
 def test_without_eos_the_one_of_the_model_is_taken(tmp_path, said, settings, eos, file):
     tokenizer = load_tokenizer(str(save(tmp_path, ["eos_token"], **settings)), FLAG)
     assert tokenizer.eos_token_id == eos and eos in tokenizer.all_special_ids

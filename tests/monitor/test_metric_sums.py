@@ -59,15 +59,12 @@ def test_moments_match_numpy():
     assert moments(values) == pytest.approx((exact.mean(), exact.std()), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1.0, 2.0, 3.0], 1.0),  # exact
-        ([11.0, 12.0, 13.0], 1.0),  # an offset does not matter
-        ([5.0, 5.0, 5.0], 0.0),  # a constant explains nothing
-        ([3.0, 2.0, 1.0], -3.0),  # residuals -2, 0, 2 vary four times as much
-    ],
-)
+@pytest.mark.parametrize(("values", "expected"), [
+    ([1.0, 2.0, 3.0], 1.0),  # exact
+    ([11.0, 12.0, 13.0], 1.0),  # an offset does not matter
+    ([5.0, 5.0, 5.0], 0.0),  # a constant explains nothing
+    ([3.0, 2.0, 1.0], -3.0),  # residuals -2, 0, 2 vary four times as much
+])  # fmt: skip
 def test_explained_variance_by_hand(values, expected):
     assert float(explained_variance(torch.tensor(values), torch.tensor([1.0, 2.0, 3.0]))) == pytest.approx(expected)
     assert explained_variance(torch.tensor(values), torch.full((3,), 2.0)) == 0.0

@@ -24,28 +24,16 @@ def experience(**changes) -> Experience:
         return torch.where(mask, torch.randn(4, 5, generator=generator), 0.0)
 
     fields = {
-        "prompt_ids": torch.ones(4, 2, dtype=torch.int64),
-        "prompt_mask": torch.ones(4, 2, dtype=torch.bool),
-        "response_ids": torch.randint(0, 9, (4, 5), generator=generator),
-        "response_mask": mask,
-        "rollout_logprobs": per_token(),
-        "finish_reason": torch.tensor([0, 1, 2, 2], dtype=torch.int8),
-        "old_logprobs": per_token(),
-        "ref_logprobs": per_token(),
-        "entropies": None,
-        "kl": per_token(),
-        "values": per_token(),
-        "source_scores": torch.tensor([[1.0, 2.0], [0.0, 4.0], [0.5, 0.0], [0.5, -2.0]]),
-        "baselines": None,
-        "groups": torch.tensor([3, 3, 5, 5]),
-        "loss_mask": mask & torch.tensor([True, True, True, False]).unsqueeze(1),
-        "loss_weights": per_token(),
-        "selected": None,
-        "scores": torch.tensor([0.5, -1.0, 2.0, 0.0]),
-        "rewards": per_token(),
-        "advantages": per_token(),
-        "returns": per_token(),
-    }
+        "prompt_ids": torch.ones(4, 2, dtype=torch.int64), "prompt_mask": torch.ones(4, 2, dtype=torch.bool),
+        "response_ids": torch.randint(0, 9, (4, 5), generator=generator), "response_mask": mask,
+        "rollout_logprobs": per_token(), "finish_reason": torch.tensor([0, 1, 2, 2], dtype=torch.int8),
+        "old_logprobs": per_token(), "ref_logprobs": per_token(), "entropies": None, "kl": per_token(),
+        "values": per_token(), "source_scores": torch.tensor([[1.0, 2.0], [0.0, 4.0], [0.5, 0.0], [0.5, -2.0]]),
+        "baselines": None, "groups": torch.tensor([3, 3, 5, 5]),
+        "loss_mask": mask & torch.tensor([True, True, True, False]).unsqueeze(1), "loss_weights": per_token(),
+        "selected": None, "scores": torch.tensor([0.5, -1.0, 2.0, 0.0]), "rewards": per_token(),
+        "advantages": per_token(), "returns": per_token(),
+    }  # fmt: skip
     return Experience(**{**fields, **changes})
 
 
@@ -62,31 +50,18 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
     scores = rows.scores.tolist()
     answers = {tuple(rows.response_ids[row, :length].tolist()) for row, length in enumerate(LENGTHS)}
     expected = {
-        "reward/score_mean": np.mean(scores),
-        "reward/score_std": np.std(scores),
-        "reward/score_min": -1.0,
-        "reward/score_max": 2.0,
-        "reward/kl_penalty": KL_COEF * sum(numbers("kl")) / 4,
-        "reward/model_mean": 0.5,
-        "reward/rule_mean": 1.0,
-        "reward/model_std": 0.125**0.5,
-        "reward/rule_std": 5**0.5,
+        "reward/score_mean": np.mean(scores), "reward/score_std": np.std(scores), "reward/score_min": -1.0,
+        "reward/score_max": 2.0, "reward/kl_penalty": KL_COEF * sum(numbers("kl")) / 4, "reward/model_mean": 0.5,
+        "reward/rule_mean": 1.0, "reward/model_std": 0.125**0.5, "reward/rule_std": 5**0.5,
         "reward/equal_groups_share": 0.0,
         "policy/counted_share": 5 / 8,  # the last row, of three tokens, is not in the loss
-        "policy/loss_weight_mean": np.mean(numbers("loss_weights")),
-        "reward/total_mean": sum(numbers("rewards")) / 4,
-        "kl/ref_k1": np.mean(difference),
-        "kl/ref_k3": np.mean([math.exp(-d) - 1 + d for d in difference]),
+        "policy/loss_weight_mean": np.mean(numbers("loss_weights")), "reward/total_mean": sum(numbers("rewards")) / 4,
+        "kl/ref_k1": np.mean(difference), "kl/ref_k3": np.mean([math.exp(-d) - 1 + d for d in difference]),
         "value/explained_variance": 1 - np.var(residuals) / np.var(numbers("returns")),
-        "rollout/logprob_diff_mean": np.mean(drift),
-        "rollout/logprob_diff_max": max(drift),
-        "rollout/count": 4,
-        "rollout/length_mean": sum(LENGTHS) / 4,
-        "rollout/length_max": 4.0,
-        "rollout/ended_share": 0.5,
-        "rollout/cut_share": 0.5,
-        "rollout/distinct_share": len(answers) / 4,
-    }
+        "rollout/logprob_diff_mean": np.mean(drift), "rollout/logprob_diff_max": max(drift), "rollout/count": 4,
+        "rollout/length_mean": sum(LENGTHS) / 4, "rollout/length_max": 4.0, "rollout/ended_share": 0.5,
+        "rollout/cut_share": 0.5, "rollout/distinct_share": len(answers) / 4,
+    }  # fmt: skip
     for name, field in (("policy/advantage_", "advantages"), ("value/return_", "returns"), ("value/", "values")):
         expected[f"{name}mean"], expected[f"{name}std"] = np.mean(numbers(field)), np.std(numbers(field))
     return expected

@@ -57,18 +57,14 @@ def rewards_by_loop(rows: ScoredRollout, scores, kl_coef: float) -> np.ndarray:
     return rewards
 
 
-@pytest.mark.parametrize(
-    ("flags", "scores"),
-    [
-        ({}, (1.0, -5.0, 2.0, 0.5, 3.0, -1.0)),
-        ({"reward_clip": 0.0}, SCORES),
-        ({"reward_clip": 2.0}, (1.0, -2.0, 2.0, 0.5, 2.0, -1.0)),
-        ({"reward_clip": 0.0, "missing_eos_penalty": 1.5}, (1.0, -7.0, 0.5, -1.0, 3.0, -2.5)),
-        # the last 2 of 4 tokens: lengths 3, 1, 0, 4, 2, 4
-        ({"reward_clip": 0.0, "overlong_buffer": 2, "overlong_penalty": 3.0}, (-0.5, -7.0, 2.0, -2.5, 3.0, -4.0)),
-        ({"reward_clip": 2.0, "missing_eos_penalty": 1.0, "overlong_buffer": 4}, (0.25, -2.25, 1.0, -1.5, 1.5, -3.0)),
-    ],
-)
+@pytest.mark.parametrize(("flags", "scores"), [
+    ({}, (1.0, -5.0, 2.0, 0.5, 3.0, -1.0)), ({"reward_clip": 0.0}, SCORES),
+    ({"reward_clip": 2.0}, (1.0, -2.0, 2.0, 0.5, 2.0, -1.0)),
+    ({"reward_clip": 0.0, "missing_eos_penalty": 1.5}, (1.0, -7.0, 0.5, -1.0, 3.0, -2.5)),
+    # the last 2 of 4 tokens: lengths 3, 1, 0, 4, 2, 4
+    ({"reward_clip": 0.0, "overlong_buffer": 2, "overlong_penalty": 3.0}, (-0.5, -7.0, 2.0, -2.5, 3.0, -4.0)),
+    ({"reward_clip": 2.0, "missing_eos_penalty": 1.0, "overlong_buffer": 4}, (0.25, -2.25, 1.0, -1.5, 1.5, -3.0)),
+])  # fmt: skip
 def test_scores_are_clipped_then_penalised(flags, scores):
     rows = scored()
     found = computation(**flags)(rows, step=1)

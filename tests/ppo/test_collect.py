@@ -332,10 +332,7 @@ def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypa
 # Stops
 
 
-@pytest.mark.parametrize(
-    ("words", "asked", "calls"),
-    [("", 1, 1), ("", 2, 1), (DYNAMIC, 2, 2), (DYNAMIC, 4, 3)],
-)
+@pytest.mark.parametrize(("words", "asked", "calls"), [("", 1, 1), ("", 2, 1), (DYNAMIC, 2, 2), (DYNAMIC, 4, 3)])
 def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_left(words, asked, calls):
     collection = collection_of(words)
     if collection.pool is not None:

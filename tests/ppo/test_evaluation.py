@@ -18,16 +18,11 @@ from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import FinishReason, Rollout
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("so 3 + 4 = 7\n#### 7", "7"),
-        (r"first \boxed{5}, no: \boxed{x+1}.", "x+1"),
-        (r"\boxed{5}, no: \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        ("a line\nthe last line \n\n", "the last line"),
-        ("#### ", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("so 3 + 4 = 7\n#### 7", "7"), (r"first \boxed{5}, no: \boxed{x+1}.", "x+1"),
+    (r"\boxed{5}, no: \boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("a line\nthe last line \n\n", "the last line"),
+    ("#### ", ""),
+])  # fmt: skip
 def test_final_answers(text, expected):
     assert final_answer(text) == expected
 

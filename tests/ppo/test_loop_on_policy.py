@@ -1,6 +1,7 @@
 """The loop where a PPO step makes one optimizer step: its passes give old log-probs and values, with equal numbers."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -26,14 +27,25 @@ CASES = {
 OFTEN = ("everything", "grpo")
 
 
+@pytest.fixture(scope="module")
+def ran(assets, tmp_path_factory):
+    """A function: a run of a case, its weights before it, and its result."""
+
+    @cache
+    def run_of(case: str):
+        run = PlainRun(assets, tmp_path_factory.mktemp("whole"), CASES[case])
+        start = {name: weight.clone() for name, weight in run.weights.items()}
+        return run, start, run.run()
+
+    return run_of
+
+
 @pytest.mark.parametrize(
     "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.release) for case in CASES]
 )
-def test_metrics_and_weights_are_those_of_recomputed_log_probs(assets, tmp_path, case):
-    run = PlainRun(assets, tmp_path / "update", CASES[case])
+def test_metrics_and_weights_are_those_of_recomputed_log_probs(assets, tmp_path, ran, case):
+    run, start, _ = ran(case)
     other = PlainRun(assets, tmp_path / "recompute", f"{CASES[case]} --old_logprobs recompute")
-    start = {name: weight.clone() for name, weight in run.weights.items()}
-    run.run()
     other.run()
     assert (run.ppo.old_logprobs, other.ppo.old_logprobs) == ("update", "recompute")
     assert len(run.lines) == len(other.lines) >= STEPS
@@ -71,10 +83,10 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
 
 
 @pytest.mark.parametrize("at", [(0, 1), pytest.param((1, 1), marks=pytest.mark.release)])
-def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path, at):
+def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path, ran, at):
     words = CASES["everything"]
-    whole, before = PlainRun(assets, tmp_path / "whole", words), PlainRun(assets, tmp_path / "run", words)
-    result = whole.run()
+    whole, _, result = ran("everything")
+    before = PlainRun(assets, tmp_path / "run", words)
     with pytest.raises(StopRequested):
         before.run(StopAt(before, at))
     before.save(tmp_path / "saved")

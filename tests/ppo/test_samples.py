@@ -62,17 +62,13 @@ def test_a_line_holds_text_counts_scores_kl_and_how_the_answer_ended():
     assert [line["kl"] for line in early] == pytest.approx([-6.5, -6.4, -6.3, -6.2]), "those of sampling"
 
 
-@pytest.mark.parametrize(
-    ("groups", "scores", "count", "expected"),
-    [
-        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 8, [1, 0, 5, 4]),  # best and worst of each prompt
-        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 3, [1, 0, 5]),
-        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 1, [1]),
-        ([5, 4, 5, 4], [1, 2, 3, 4], 8, [3, 1, 2, 0]),  # in the order of the run
-        ([1, 2, 3], [5, 9, 7], 2, [0, 1]),  # one answer to each prompt
-        ([1, 1, 1], [2, 2, 2], 8, [0, 2]),
-    ],
-)
+@pytest.mark.parametrize(("groups", "scores", "count", "expected"), [
+    ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 8, [1, 0, 5, 4]),  # best and worst of each prompt
+    ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 3, [1, 0, 5]), ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 1, [1]),
+    ([5, 4, 5, 4], [1, 2, 3, 4], 8, [3, 1, 2, 0]),  # in the order of the run
+    ([1, 2, 3], [5, 9, 7], 2, [0, 1]),  # one answer to each prompt
+    ([1, 1, 1], [2, 2, 2], 8, [0, 2]),
+])  # fmt: skip
 def test_which_answers_are_shown(groups, scores, count, expected):
     assert shown_rows(groups, scores, count) == expected
 

@@ -10,11 +10,7 @@ from launch import forked, succeed
 # name -> (step, words; {a} is the assets folder, {b} the folder of bad files), words that the message must hold
 CASES = {
     "missing file": ("sft", "--data_path {b}/nowhere.jsonl", ["--data_path", "nowhere.jsonl"]),
-    "wrong column": (
-        "reward",
-        "--data_path {a}/sft.jsonl",
-        ["sft.jsonl", "a prompt and two answers"],
-    ),
+    "wrong column": ("reward", "--data_path {a}/sft.jsonl", ["sft.jsonl", "a prompt and two answers"]),
     "empty data set": ("sft", "--data_path {b}/empty.jsonl", ["empty.jsonl", "empty"]),
     "unreadable ending": ("sft", "--data_path {b}/notes.pdf", ["notes.pdf", ".jsonl"]),
     "line that is not JSON": ("sft", "--data_path {b}/broken.jsonl --data_split 1,0,0", ["broken.jsonl", "row 2"]),

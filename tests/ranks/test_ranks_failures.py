@@ -174,14 +174,10 @@ def test_a_hang_in_c_code_ends_the_run(ended):
     assert "most recent call first" in run.err  # where other work delays the rank, it ends before its stack is whole
 
 
-@pytest.mark.parametrize(
-    ("case", "code", "reasons"),
-    [
-        ("rank 1 takes its time", 0, {"SIGTERM", None}),
-        ("SIGKILL to launch.py", 0, {"SIGTERM"}),
-        ("SIGINT to all", -signal.SIGINT, {"SIGINT"}),
-    ],
-)
+@pytest.mark.parametrize(("case", "code", "reasons"), [
+    ("rank 1 takes its time", 0, {"SIGTERM", None}), ("SIGKILL to launch.py", 0, {"SIGTERM"}),
+    ("SIGINT to all", -signal.SIGINT, {"SIGINT"}),
+])  # fmt: skip
 def test_a_requested_stop_saves_and_exits(ended, case, code, reasons):
     run = ended[case]
     assert run.code == code

@@ -1,6 +1,7 @@
 """Whole runs: stopped and resumed they give the results of uninterrupted ones to the last bit, and on another number of
 ranks within rounding."""
 
+import filecmp
 import json
 import math
 import shutil
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.checkpoint.engine_state import common_state
 from dschat_ppo.checkpoint.store import CheckpointFolder
+from dschat_ppo.tools.export import main as export
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -74,7 +76,7 @@ RUNS = {
         f"{MODELS} {PPO} 3 {HALF} --kl_target 0.05 --normalize_rewards running --entropy_target 2 --entropy_coef 0.01 "
         "--critic_warmup_rollouts 1 --enable_ema --ema_decay 0.5 --ref_sync_interval 1 --ref_sync_mixup 0.5 "
         "--actor_zero_stage 3 --critic_zero_stage 3 --dtype fp32",
-        [BEFORE, "step_000001", INSIDE],
+        [BEFORE, INSIDE],
     ),
     "sampled": (
         "ppo",
@@ -152,6 +154,7 @@ def runs(assets, tmp_path_factory):
     last = {"ppo more": at("ppo", "more", [None]), "ppo refused": at("ppo", "refused", [None], 2, REFUSED)}
     last |= {f"{name} cut": at(name, "cut", [None]) for name in ("ppo", "shared rows")}
     last["again"] = at("sft", "whole", [None])
+    last["checked"] = at("ppo", "checked", [None], 2, "--validate_only")
     forced = "--num_train_epochs 3 --learning_rate 0.02 --lr_scheduler_type constant --resume_force True"
     shutil.copytree(folder / "sft/cut", folder / "sft/extended")
     last["other"] = at("sft", "extended", [None], 2, forced)
@@ -234,6 +237,24 @@ def test_a_finished_run_does_not_start_again_but_resume_force_can_extend_it(runs
     assert [line["step"] for line in lines] == list(range(done // 2 * 3 + 1))
     assert {line["lr"] for line in lines[done:]} == {0.02}, "forced settings take effect"
     assert "  --learning_rate: 1.0 -> 0.02" in found["other"][0]["said"]
+
+
+def test_a_validation_gives_the_metrics_and_answers_that_training_logs_before_its_first_step(folder):
+    checked, trained = folder / "ppo/checked/validation", folder / "ppo/whole"
+    [found], first = numbers_of(checked), numbers_of(trained)[0]
+    assert found == first and first["step"] == 0 and "eval/kl_ref_k1" in found
+    answers = "eval/step_000000.jsonl"
+    assert (checked / answers).read_bytes() == (trained / answers).read_bytes()
+    assert not (folder / "ppo/checked/actor").exists()
+
+
+@pytest.mark.parametrize("name", ["sft", "dora", "ppo", "shared_base"])
+def test_exports_of_the_last_checkpoint_are_byte_for_byte_what_the_run_saves(folder, tmp_path, name):
+    output, out = folder / name / "whole", tmp_path / "out"
+    assert export([str(max((output / "checkpoints").glob("step_*"))), str(out)]) == 0
+    made = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".safetensors" for path in made)
+    assert [path for path in made if not filecmp.cmp(out / path, output / path, shallow=False)] == []
 
 
 def test_scoring_agrees_with_a_generation_that_is_cut_and_steered(folder):

@@ -133,17 +133,14 @@ def test_a_truth_that_no_row_has_is_reported_once_and_its_other_name_pointed_out
         assert capsys.readouterr().out == warning
 
 
-@pytest.mark.parametrize(
-    ("names", "form"),
-    [
-        (["prompts", "responses"], "responses"), (["answer"], "responses"), ([], "responses"),
-        (["prompt", "response", "answer"], "response"), (["response", "responses"], "responses"),
-        (["prompts", "completions"], "trl"), (["completion_ids"], "trl"), (["prompts", "trainer_state"], "trl"),
-        (["data_source", "solution_str", "ground_truth"], "verl"), (["solution_strs"], "verl_batch"),
-        (["queries", "prompts", "labels"], "openrlhf"), (["prompts", "responses", "labels"], "responses"),
-        (["data_source", "ground_truth", "response"], "response"), (["prompt", "completion"], "responses"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "form"), [
+    (["prompts", "responses"], "responses"), (["answer"], "responses"), ([], "responses"),
+    (["prompt", "response", "answer"], "response"), (["response", "responses"], "responses"),
+    (["prompts", "completions"], "trl"), (["completion_ids"], "trl"), (["prompts", "trainer_state"], "trl"),
+    (["data_source", "solution_str", "ground_truth"], "verl"), (["solution_strs"], "verl_batch"),
+    (["queries", "prompts", "labels"], "openrlhf"), (["prompts", "responses", "labels"], "responses"),
+    (["data_source", "ground_truth", "response"], "response"), (["prompt", "completion"], "responses"),
+])  # fmt: skip
 def test_the_form_of_a_function(names, form):
     assert form_of(names) == form
 

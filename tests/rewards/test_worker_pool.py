@@ -64,7 +64,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def test_a_call_that_is_killed_leaves_no_process(tmp_path):
-    ask("leaves_a_process", of_responses(str(tmp_path / "numbers")), workers=1, timeout=2.0)
+    ask("leaves_a_process", of_responses(str(tmp_path / "numbers")), workers=1, timeout=1.0)
     wait_until_gone(numbers_in(tmp_path / "numbers"))
 
 

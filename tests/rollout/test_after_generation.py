@@ -25,19 +25,15 @@ class State:
     def look(self) -> list:
         modules = list(self.model.modules())
         return [
-            self.model.config._attn_implementation,
-            self.model.config.to_dict(),
-            [p.data_ptr() for p in self.model.parameters()],
-            [p.requires_grad for p in self.model.parameters()],
-            [module.training for module in modules],
-            [sorted(vars(module)) for module in modules],
+            self.model.config._attn_implementation, self.model.config.to_dict(),
+            [p.data_ptr() for p in self.model.parameters()], [p.requires_grad for p in self.model.parameters()],
+            [module.training for module in modules], [sorted(vars(module)) for module in modules],
             [dict(module._forward_hooks) for module in modules],
             [dict(module._forward_pre_hooks) for module in modules],
             [dict(module._backward_hooks) for module in modules],
-            [getattr(module.forward, "__func__", None) for module in modules],
-            torch.is_grad_enabled(),
+            [getattr(module.forward, "__func__", None) for module in modules], torch.is_grad_enabled(),
             list(attention._active),
-        ]
+        ]  # fmt: skip
 
     def assert_unchanged(self) -> None:
         assert self.look() == self.facts

@@ -1,6 +1,7 @@
 """Decode steps at fixed addresses, whose rows share a KV pool, and graphs of them on a stand-in for a GPU."""
 
 import gc
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,12 +84,15 @@ def run(graphs=None, sampling="plain", rows=6, lengths=LENGTHS, model="llama", t
     return run_on(model, lengths, SAMPLINGS[sampling], stopping, graphs=graphs, rows=rows, static=True)
 
 
+without_graphs = cache(run)
+
+
 @pytest.mark.parametrize(("model", "sampling"), [
     ("llama", "truncated"), ("gpt2", "plain"), ("mistral-window", "penalty"), ("mixtral", "truncated"),
 ])  # fmt: skip
 def test_replayed_steps_equal_those_of_python(model, sampling, device, caplog):
     """No step asks the host, and all of them depend on the buffers alone; Mixtral runs its experts as one operator."""
-    expected, graphs = run(model=model, sampling=sampling), RolloutGraphs()
+    expected, graphs = without_graphs(model=model, sampling=sampling), RolloutGraphs()
     assert_same(run(graphs, model=model, sampling=sampling), expected, atol=0)
     assert not warnings_of(caplog) and not graphs.recorder.refusal
     assert graphs.recorder.captures == device.attempts > 0 and device.replays > 8
@@ -119,7 +123,7 @@ def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypat
 def test_where_a_capture_cannot_succeed_steps_run_without_graphs(place, device, monkeypatch, caplog):
     """A step that asks the host is never captured. An error at the end of a capture hides the first one, as in PyTorch.
     There is one attempt in all rollouts."""
-    expected, graphs, engine = run(), RolloutGraphs(), continuous_batching.ContinuousBatching
+    expected, graphs, engine = without_graphs(), RolloutGraphs(), continuous_batching.ContinuousBatching
     original = engine._generate_tokens
 
     def asking(self, sequences, positions, *others):
@@ -143,7 +147,7 @@ def test_where_a_capture_cannot_succeed_steps_run_without_graphs(place, device, 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplog):
     """If its end fails too, the allocator cannot be trusted with another capture."""
-    expected, graphs = run(), RolloutGraphs()
+    expected, graphs = without_graphs(), RolloutGraphs()
     device.fail_inside.append((OUT_OF_MEMORY, breaks))
     found = run(graphs)
     assert found.response_ids.tolist() == expected.response_ids.tolist()
@@ -159,7 +163,7 @@ def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplo
 ])  # fmt: skip
 def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(sampling, recorded, device, monkeypatch):
     """Steps search 4 of 48 tokens. Two polls are repeated, and later ones search all tokens at once."""
-    expected = run(sampling=sampling, tokens=40)
+    expected = without_graphs(sampling=sampling, tokens=40)
     whole, original = [], GraphedDecoder._generate
 
     def noting(self, rows, most_rows, everywhere):
@@ -313,14 +317,11 @@ def pooled(samples=1, stopping="eos", model="llama", sampling=None, static=True,
     return run_on(model, PROMPTS, sampling, STOPPING[stopping], graphs=graphs, samples=samples, **how)
 
 
-@pytest.mark.parametrize(
-    ("model", "samples", "stopping", "slots"),
-    [
-        ("llama", 3, "eos", "ample"), ("llama", 3, "stop strings", "little"), ("mistral-window", 3, "eos", "little"),
-        *(pytest.param(*case, marks=pytest.mark.release) for case in (
-            ("llama", 1, "eos", "little"), ("llama", 3, "eos", "little"), ("gpt2", 3, "eos", "one long row"))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "samples", "stopping", "slots"), [
+    ("llama", 3, "eos", "ample"), ("llama", 3, "stop strings", "little"), ("mistral-window", 3, "eos", "little"),
+    *(pytest.param(*case, marks=pytest.mark.release) for case in (
+        ("llama", 1, "eos", "little"), ("llama", 3, "eos", "little"), ("gpt2", 3, "eos", "one long row"))),
+])  # fmt: skip
 def test_the_answers_do_not_depend_on_the_memory(model, samples, stopping, slots, small_segments, monkeypatch):
     expected = pooled(samples, stopping, model, static=False)
     preempted, original = [], RunningPool.stop_for_slots
@@ -340,13 +341,10 @@ def looping_kernel(
     return LoopingKernel()(query, keys, values, numbers, starts, used, longest, scale)
 
 
-@pytest.mark.parametrize(
-    ("samples", "slots", "kernel"),
-    [
-        (3, "little", "products"), pytest.param(1, "little", "flash", marks=pytest.mark.release),
-        pytest.param(3, "ample", "flash", marks=pytest.mark.release),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("samples", "slots", "kernel"), [
+    (3, "little", "products"), pytest.param(1, "little", "flash", marks=pytest.mark.release),
+    pytest.param(3, "ample", "flash", marks=pytest.mark.release),
+])  # fmt: skip
 def test_graphs_stay_right_while_rows_move_and_the_pool_grows(samples, slots, kernel, small_segments, monkeypatch):
     """A graph is captured again only after the pool has grown."""
     expected = pooled(samples=samples, static=False)

@@ -63,10 +63,7 @@ def pooled_batch(shares: bool = True) -> tuple[PooledMetadata, Tensor]:
 
 @pytest.mark.parametrize(
     ("window", "starts", "used"),  # of each row and head
-    [
-        (None, [0, 16, 32, 48, 64, 80], [1, 1, 12, 12, 6, 6]),
-        (4, [0, 16, 40, 56, 66, 82], [1, 1, 4, 4, 4, 4]),
-    ],
+    [(None, [0, 16, 32, 48, 64, 80], [1, 1, 12, 12, 6, 6]), (4, [0, 16, 40, 56, 66, 82], [1, 1, 4, 4, 4, 4])],
 )
 def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts, used):
     batch, query = decode_batch()
@@ -152,13 +149,10 @@ def test_the_operator_of_this_torch_takes_the_arguments():
 
 
 @pytest.mark.parametrize("how", [{"static": True}, {"static": True, "samples": 3}, {"static": False, "samples": 3}])
-@pytest.mark.parametrize(
-    ("name", "flash"),
-    [
-        ("mistral-window", True),
-        *(pytest.param(*case, marks=pytest.mark.release) for case in (("llama", True), ("gemma2", False))),
-    ],
-)
+@pytest.mark.parametrize(("name", "flash"), [
+    ("mistral-window", True),
+    *(pytest.param(*case, marks=pytest.mark.release) for case in (("llama", True), ("gemma2", False))),
+])  # fmt: skip
 def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     """Gemma 2 caps its scores, which the kernel does not. Without static steps, a shared prompt is read by products."""
     monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)

@@ -8,12 +8,7 @@ from transformers.models.llama import modeling_llama
 
 from dschat_ppo.rollout import fused_layers as module
 from dschat_ppo.rollout.attention import RolloutAttention, installed
-from dschat_ppo.rollout.fused_layers import (
-    can_prepack,
-    fp32_logits,
-    fused_layers,
-    joint_product,
-)
+from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused_layers, joint_product
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata, RolloutCache
 
 OF_LLAMAS_FORM = ["llama", "mistral", "mistral-window", "qwen2", "qwen2-window", "gemma"]

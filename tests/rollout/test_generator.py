@@ -1,6 +1,7 @@
 """Generation as a whole: a response depends only on its prompt, its seed and the weights."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -52,14 +53,20 @@ def test_a_response_does_not_depend_on_the_number_of_rows_or_the_engine(name, ex
     assert torch.equal(found.prompt_mask, prompts_of().prompt_mask)
 
 
+@cache
+def repeated_prompts(samples: int):
+    """Prompts, each of them `samples` times, and the responses to those."""
+    prompts = prompts_of((40, 34, 3, 33, 12))
+    several = part(prompts, torch.arange(5).repeat_interleave(samples).tolist())
+    return prompts, several, answer("llama", several, row_seeds(0, 5 * samples, 2), rows=1)
+
+
 @pytest.mark.parametrize("way", [{"rows": 4}, {"rows": 128}, {"rows": 5, "static": True}, {"engine": "padded"}])
 def test_samples_of_a_prompt_are_the_responses_of_their_seeds(way):
-    """With and without a shared prefix; the expected responses come from repeated prompts."""
-    samples, prompts = 4, prompts_of((40, 34, 3, 33, 12))
-    seeds = row_seeds(0, 5 * samples, 2)
-    several = part(prompts, torch.arange(5).repeat_interleave(samples).tolist())
-    expected = answer("llama", several, seeds, rows=1)
-    found = answer("llama", prompts, seeds, samples=samples, **way)
+    """With and without a shared prefix."""
+    samples = 4
+    prompts, several, expected = repeated_prompts(samples)
+    found = answer("llama", prompts, row_seeds(0, 5 * samples, 2), samples=samples, **way)
     assert_same(found, expected)
     assert torch.equal(found.prompt_ids, several.prompt_ids)
     assert len({tuple(row) for row in tokens_of(found)}) == 20
@@ -84,16 +91,19 @@ def test_padding_and_the_models_generation_config_change_nothing(way):
     assert torch.equal(torch.get_rng_state(), streams), "generation does not use torch's random state"
 
 
+@cache
+def greedy_alone(penalty: float) -> list[list[int]]:
+    """10 tokens of each prompt by transformers."""
+    alone = [part(prompts_of(), [row]) for row in range(COUNT)]
+    return [transformers_greedy(model_of("llama"), one, 10, repetition_penalty=penalty)[0] for one in alone]
+
+
 @pytest.mark.parametrize("penalty", [1.5, pytest.param(0.6, marks=pytest.mark.release)])
 @by_each_engine
 def test_the_repetition_penalty_is_that_of_transformers(way, penalty):
     """Tokens of prompt and response count. transformers would count padding too, so each prompt runs alone there."""
-    prompts = prompts_of()
-    alone = [part(prompts, [row]) for row in range(COUNT)]
-    expected = [transformers_greedy(model_of("llama"), one, 10, repetition_penalty=penalty)[0] for one in alone]
-    sampling = SamplingParameters(top_k=1, repetition_penalty=penalty)
-    assert tokens_of(answer(sampling=sampling, stopping=StoppingCriteria(10), **way)) == expected
-    assert expected != [transformers_greedy(model_of("llama"), one, 10)[0] for one in alone]
+    sampling, expected = SamplingParameters(top_k=1, repetition_penalty=penalty), greedy_alone(penalty)
+    assert tokens_of(answer(sampling=sampling, stopping=StoppingCriteria(10), **way)) == expected != greedy_alone(1.0)
 
 
 # Log-probs

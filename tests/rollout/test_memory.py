@@ -117,11 +117,13 @@ def undisturbed(way: str):
     return run(rows=8, **WAYS[way])
 
 
-@pytest.mark.parametrize(("place", "call"), [("prefill", 2), ("decode", 1), ("decode", 12), ("move", 1)])
-@pytest.mark.parametrize(
-    "way",
-    ["shared", "shared pool", "states", *(pytest.param(w, marks=pytest.mark.release) for w in ("batches", "pool"))],
-)
+PLACES = [("prefill", 2), ("decode", 1), ("decode", 12), ("move", 1)]
+
+
+@pytest.mark.parametrize(("way", "place", "call"), [
+    *((way, *place) for way in ("shared", "shared pool") for place in PLACES), ("states", "decode", 12),
+    *(pytest.param(way, *place, marks=pytest.mark.release) for way in ("batches", "pool") for place in PLACES),
+])  # fmt: skip
 def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, place, call, monkeypatch, caplog):
     expected = undisturbed(way)
     fail_at(monkeypatch, place, lambda number: number == call)

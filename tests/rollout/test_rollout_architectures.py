@@ -71,7 +71,7 @@ def test_greedy_tokens_of_padded_batches_equal_those_of_transformers(name, way):
     check_greedy(name, {**way, "engine": "padded"})
 
 
-@pytest.mark.parametrize("name", [*RECOMPUTED, "llama", "gemma2"])
+@pytest.mark.parametrize("name", [*RECOMPUTED, "llama", pytest.param("gemma2", marks=RELEASE)])
 def test_greedy_tokens_of_whole_rows_equal_those_of_transformers_for_each_prompt_alone(name):
     model, prompts = model_of(name), prompts_of()
     alone = [

@@ -46,15 +46,10 @@ NOT_CAUSAL = SimpleNamespace(layer_idx=0, is_causal=False)
 IGNORED = ("position_bias", "sinks", "indices", "block_indices")  # as 0 they would change no number
 
 
-@pytest.mark.parametrize(
-    ("module", "mask", "extra"),
-    [
-        (MODULE, None, {"is_causal": False}),
-        (NOT_CAUSAL, None, {}),
-        (MODULE, torch.zeros(1), {}),
-        *((MODULE, None, {name: torch.zeros(1)}) for name in IGNORED),
-    ],
-)
+@pytest.mark.parametrize(("module", "mask", "extra"), [
+    (MODULE, None, {"is_causal": False}), (NOT_CAUSAL, None, {}), (MODULE, torch.zeros(1), {}),
+    *((MODULE, None, {name: torch.zeros(1)}) for name in IGNORED),
+])  # fmt: skip
 def test_arguments_that_the_engine_would_ignore_are_refused(module, mask, extra):
     tensors = (random(1, 4, 1, 8, seed=0), *(random(1, 2, 1, 8, seed=1),) * 2)
     with pytest.raises(UnsupportedAttentionError, match="SimpleNamespace needs"):

@@ -20,7 +20,7 @@ from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import PromptBatch
 
-LONGEST, STEP, FIRST = 40, 4, 5  # tokens of an answer; of a poll and a segment; for which a new one has slots
+LONGEST, STEP, FIRST = 32, 4, 5  # tokens of an answer; of a poll and a segment; for which a new one has slots
 OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 8 bytes"
 
 
@@ -136,7 +136,7 @@ SLOTS = pytest.mark.parametrize("slots", [None, 10**6], ids=["batches", "pool"])
 
 
 @SLOTS
-@pytest.mark.parametrize(("seed", "rows"), [(0, 1), (1, 3), (2, 8), (4, 200)])
+@pytest.mark.parametrize(("seed", "rows"), [(0, 1), (2, 8), (4, 200)])
 def test_every_sequence_is_generated_once_from_its_own_keys(seed, rows, slots, monkeypatch):
     rng = np.random.default_rng(seed)
     world = World(monkeypatch, rng, rng.integers(1, 31, min(8 * rows, 40)), rows, slots=slots)
@@ -146,8 +146,7 @@ def test_every_sequence_is_generated_once_from_its_own_keys(seed, rows, slots, m
 
 
 @SLOTS
-@pytest.mark.parametrize(("seed", "rows"), [(0, 1), (3, 9), (5, 200)])
-@pytest.mark.parametrize("share_from", [0, 8])
+@pytest.mark.parametrize(("seed", "rows", "share_from"), [(0, 1, 8), (3, 9, 0), (3, 9, 8), (5, 200, 8)])
 def test_sequences_of_one_prompt_share_its_keys(seed, rows, share_from, slots, monkeypatch):
     rng = np.random.default_rng(seed)
     world = World(monkeypatch, rng, rng.integers(1, 31, min(2 * rows, 12)), rows, 4, share_from, slots)
@@ -230,14 +229,13 @@ def test_free_slots_are_taken_from_the_first_run_with_room_and_join_again():
     assert FreeSlots(1, 1).take([1]) is None
 
 
-@pytest.mark.parametrize("seed", [0, 2, 5])
-@pytest.mark.parametrize(("samples", "share_from"), [(1, 0), (4, 8)])
+@pytest.mark.parametrize(("seed", "samples", "share_from"), [(0, 1, 0), (0, 4, 8), (3, 4, 8)])
 def test_sequences_finish_with_fewer_slots_than_they_need_together(seed, samples, share_from, monkeypatch):
     """From slots for one long sequence to slots for about a third of the rows."""
     rng, stopped, original = np.random.default_rng(seed), [], RunningPool.stop_for_slots
     monkeypatch.setattr(RunningPool, "stop_for_slots", lambda self: stopped.append(original(self)) or stopped[-1])
     lengths = rng.integers(1, 31, 40 // samples)
-    world = World(monkeypatch, rng, lengths, 20, samples, share_from, slots=71 + 60 * seed)
+    world = World(monkeypatch, rng, lengths, 20, samples, share_from, slots=63 + 60 * seed)
     world.run()
     assert 0 < world.most_used <= world.engine.running.most_slots
     if seed == 0:
@@ -246,10 +244,9 @@ def test_sequences_finish_with_fewer_slots_than_they_need_together(seed, samples
     assert running._prefixes == {} and running._free.take([running.pool.capacity - SPARE - 1]) == [SPARE + 1]
 
 
-@pytest.mark.parametrize("seed", [0, 2])
-def test_a_stopped_sequence_is_not_lost_when_memory_runs_out_right_after(seed, monkeypatch):
+def test_a_stopped_sequence_is_not_lost_when_memory_runs_out_right_after(monkeypatch):
     """At the first layout of the same step."""
-    rng, stopped, failed = np.random.default_rng(seed), [], []
+    rng, stopped, failed = np.random.default_rng(0), [], []
     stop, move = RunningPool.stop_for_slots, KVCache.move_slots
 
     def noting(self):
@@ -264,7 +261,7 @@ def test_a_stopped_sequence_is_not_lost_when_memory_runs_out_right_after(seed, m
 
     monkeypatch.setattr(RunningPool, "stop_for_slots", noting)
     monkeypatch.setattr(KVCache, "move_slots", failing)
-    world = World(monkeypatch, rng, rng.integers(1, 31, 40), 20, slots=71)
+    world = World(monkeypatch, rng, rng.integers(1, 31, 40), 20, slots=63)
     world.run()
     assert failed and world.engine.rows == 10
 

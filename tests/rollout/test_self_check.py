@@ -12,13 +12,7 @@ from tiny_models import HYBRIDS, model_of, new_model
 from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.rollout import attention, continuous_batching, generator
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.generator import (
-    ENGINES,
-    HALF_TOLERANCE,
-    GenerationConfig,
-    check_engine,
-    choose_engine,
-)
+from dschat_ppo.rollout.generator import ENGINES, HALF_TOLERANCE, GenerationConfig, check_engine, choose_engine
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, RowStates
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 

@@ -16,11 +16,7 @@ EOS, STOP, LENGTH = FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH
 COUNT = len(LENGTHS)
 NEW = 16
 WARM = SamplingParameters(temperature=1.2)
-WAYS = {
-    "continuous": {"rows": 3},
-    "static": {"rows": 3, "static": True},
-    "padded": {"rows": 3, "engine": "padded"},
-}
+WAYS = {"continuous": {"rows": 3}, "static": {"rows": 3, "static": True}, "padded": {"rows": 3, "engine": "padded"}}
 
 
 @pytest.fixture(params=list(WAYS))
@@ -152,17 +148,14 @@ def test_eos_and_stop_token_have_precedence_over_a_string_that_they_complete(way
         assert rollout.finish_reason[number] == reason
 
 
-@pytest.mark.parametrize(
-    ("tokens", "found", "reason", "length"),
-    [
-        ((4, 3, 5), True, STOP, 2),  # in the middle
-        ((3, 3, 9), True, STOP, 1),  # the first of two, before the end
-        ((4, 9, 3), False, EOS, 2),  # after the end
-        ((4, 5, 9), True, EOS, 3),  # completed by the token that ends it
-        ((4, 4, 3), True, STOP, 3),  # with the last token that the limit allows
-        ((4, 4, 4), False, LENGTH, 3),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "found", "reason", "length"), [
+    ((4, 3, 5), True, STOP, 2),  # in the middle
+    ((3, 3, 9), True, STOP, 1),  # the first of two, before the end
+    ((4, 9, 3), False, EOS, 2),  # after the end
+    ((4, 5, 9), True, EOS, 3),  # completed by the token that ends it
+    ((4, 4, 3), True, STOP, 3),  # with the last token that the limit allows
+    ((4, 4, 4), False, LENGTH, 3),
+])  # fmt: skip
 def test_several_tokens_are_cut_at_the_first_stop_string(tokens, found, reason, length):
     """Tokens of a vocabulary of 10, of which 9 is the end; the text is their digits."""
     prompts = PromptBatch(torch.tensor([[0, 7], [4, 5]]), torch.tensor([[False, True], [True, True]]))

@@ -16,12 +16,7 @@ from torch.distributed import HashStore, TCPStore
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.run import process_group
-from dschat_ppo.run.process_group import (
-    connect,
-    init_process_group,
-    open_store,
-    wait_for_all_ranks,
-)
+from dschat_ppo.run.process_group import connect, init_process_group, open_store, wait_for_all_ranks
 from dschat_ppo.run.unused_gpu import require_usable_gpu
 
 RANK = """

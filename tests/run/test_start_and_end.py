@@ -20,14 +20,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.html_report.run_folder import read_run
 from dschat_ppo.monitor.writers import is_finished
 from dschat_ppo.run import start_and_end
-from dschat_ppo.run.start_and_end import (
-    model_size,
-    short_count,
-    show_models,
-    show_plan,
-    tool_command,
-    write_validation,
-)
+from dschat_ppo.run.start_and_end import model_size, short_count, show_models, show_plan, tool_command, write_validation
 from dschat_ppo.supervised.train_preference import data_words, ppo_words, step_command
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +134,10 @@ def test_step_3_after_a_reward_model_has_rows_and_fits_as_step_2_did(tmp_path, s
 @pytest.mark.parametrize(("step", "flags"), [
     ("sft", "--model_name_or_path {lm} --data_path {pairs} --data_split 1,0,0 --max_seq_len 48"),
     ("reward", "--model_name_or_path {lm} --data_path {pairs} --data_split 0,1,0 --max_seq_len 48"),
-    ("dpo", "--model_name_or_path {lm} --data_path {pairs} --data_split 0,1,0 --max_seq_len 48"),
+    pytest.param(
+        "dpo", "--model_name_or_path {lm} --data_path {pairs} --data_split 0,1,0 --max_seq_len 48",
+        marks=pytest.mark.release,
+    ),
     ("ppo", "--actor_model_name_or_path {lm} --critic_model_name_or_path {reward} --data_path {pairs} --data_split "
      "0,0,1 --max_prompt_seq_len 24 --max_answer_seq_len 8"),
 ])  # fmt: skip

@@ -1,14 +1,14 @@
 """The watchdog ends a run that hangs; each case is a separate process."""
 
+import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from contextlib import ExitStack
 
 import pytest
+from launch import run, succeed
 
 from dschat_ppo.common import heartbeat, phases, stop_requests
 from dschat_ppo.common.exit_codes import HOW_TO_RESUME
@@ -16,13 +16,11 @@ from dschat_ppo.run import watchdog
 from dschat_ppo.run.first_failure import FirstFailureRecord
 
 SCRIPT = """
-import os, sys, threading, time
+import json, os, sys, threading, time
 from pathlib import Path
 from dschat_ppo.run import first_failure, rank_log, watchdog
 from dschat_ppo.run.launch import leave, run_step
 from dschat_ppo.common.phases import announce_step
-
-case, out = sys.argv[1], Path(sys.argv[2])
 
 def sleeps_long():
     threading.Event().wait(1000)
@@ -49,7 +47,19 @@ def train(_):
         watchdog._WATCHDOGS[-1].record.record(0)
     sleeps_long()
 
-leave(run_step(list, train, []))
+running = {}
+for case in sys.argv[2:]:
+    out = Path(sys.argv[1], case)
+    out.mkdir()
+    running[os.fork()] = case
+    if 0 in running:
+        os.dup2(os.open(out / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+        leave(run_step(list, train, []))
+codes = {}
+while running:
+    ended, status = os.wait()
+    codes[running.pop(ended)] = os.waitstatus_to_exitcode(status)
+Path(sys.argv[1], "codes").write_text(json.dumps(codes))
 """
 CASES = ["hangs", "stopped", "failed", "gone", "other rank stops"]
 
@@ -57,18 +67,11 @@ CASES = ["hangs", "stopped", "failed", "gone", "other rank stops"]
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """case -> (exit code, stderr, log)"""
-    folders = {case: tmp_path_factory.mktemp(case) for case in CASES}
-    found = {}
-    with ExitStack() as stack:
-        running = {}
-        for case, folder in folders.items():
-            command = [sys.executable, "-c", SCRIPT, case, folder]
-            running[case] = stack.enter_context(subprocess.Popen(command, text=True, stderr=subprocess.PIPE))
-            stack.callback(running[case].kill)
-        for case, process in running.items():
-            errors = process.communicate(timeout=200)[1]
-            found[case] = (process.returncode, errors, (folders[case] / "logs" / "rank_0.log").read_text())
-    return found
+    folder = tmp_path_factory.mktemp("cases")
+    succeed(run([sys.executable, "-c", SCRIPT, str(folder), *CASES]))
+    codes = json.loads((folder / "codes").read_text())
+    texts = [[(folder / case / name).read_text() for name in ("stderr", "logs/rank_0.log")] for case in CASES]
+    return {case: (codes[case], *text) for case, text in zip(CASES, texts, strict=True)}
 
 
 @pytest.mark.parametrize("case", ["hangs", "stopped"])

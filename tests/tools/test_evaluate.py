@@ -98,12 +98,12 @@ def test_models_with_different_prompts_are_refused(assets, tmp_path):
         evaluate(read_arguments(words))
 
 
-def test_the_command(assets, tmp_path, capsys):
-    files = ["--json", str(tmp_path / "a.json"), "--show", "1"]
-    words = words_of(assets, "--reward_function", "length", "--decoding", "greedy", *files)
+def test_the_command(found, assets, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate_models, "evaluate", lambda wanted: found)
+    words = words_of(assets, "--json", str(tmp_path / "a.json"), "--show", "1")
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "wins against lm" in out and "\nprompt 1:\n" in out and "prompt 2:" not in out
+    assert "wins against lm" in out and "\nprompt 1:\n" in f"\n{out}" and "prompt 2:" not in out
     assert json.loads((tmp_path / "a.json").read_text())["flags"]["max_tokens"] == str(TOKENS)
     assert main([*words, "--json", str(tmp_path / ("x" * 300))]) == 4
     out, err = capsys.readouterr()

@@ -49,7 +49,9 @@ def test_held_out_sums_and_their_mirror_images_are_in_no_other_file(folder):
 
 
 @pytest.mark.parametrize("task", [addition, toy])
-def test_files_depend_on_the_seed_alone(task, tmp_path):
+def test_files_depend_on_the_seed_alone(task, tmp_path, monkeypatch):
+    for part, count in task.COUNTS.items():
+        monkeypatch.setitem(task.COUNTS, part, count // 8)
     for name, seed in (("one", 5), ("again", 5), ("other", 6)):
         task.make(tmp_path / name, seed)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())

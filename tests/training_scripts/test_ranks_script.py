@@ -29,13 +29,14 @@ def script(tmp_path) -> Path:
     return Path(shutil.copy(RANKS_SH, folder))
 
 
-@pytest.fixture
-def driver(tmp_path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory) -> dict[str, str]:
     """The environment of a machine whose driver knows three GPUs."""
-    source = tmp_path / "driver.c"
-    source.write_text(DRIVER)
-    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", source, "-o", tmp_path / "libcuda.so.1"], check=True)
-    return {"LD_LIBRARY_PATH": str(tmp_path)}
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    words = ["g++", "-x", "c", "-shared", "-fPIC", folder / "driver.c", "-o", folder / "libcuda.so.1"]
+    subprocess.run(words, check=True)
+    return {"LD_LIBRARY_PATH": str(folder)}
 
 
 @pytest.fixture

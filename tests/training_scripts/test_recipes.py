@@ -71,13 +71,10 @@ def flags_of(folder: Path, place: str, size: str, step: str, models: str = "") -
     return MAINS[Path(main).parent.name], tuple(flags)
 
 
-@pytest.mark.parametrize(
-    ("place", "size"),
-    [
-        ("single_gpu", "large"), pytest.param("single_gpu", "small", marks=pytest.mark.release),
-        *(pytest.param(place, "large", marks=pytest.mark.release) for place in HARDWARE_OF if place != "single_gpu"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("place", "size"), [
+    ("single_gpu", "large"), pytest.param("single_gpu", "small", marks=pytest.mark.release),
+    *(pytest.param(place, "large", marks=pytest.mark.release) for place in HARDWARE_OF if place != "single_gpu"),
+])  # fmt: skip
 def test_every_step_passes_a_dry_run(folder, capsys, monkeypatch, place, size):
     monkeypatch.chdir(folder)
     for step in STEPS:

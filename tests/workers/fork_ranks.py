@@ -25,16 +25,11 @@ from typing import NoReturn, TextIO
 from dschat_ppo.common.processes import signal_when_parent_ends
 
 IMPORTED = (
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imports the compiler of torch
-    "dschat_ppo.ppo.train_ppo",
-    "dschat_ppo.supervised.sft",
-    "dschat_ppo.supervised.train_preference",
-    "peft",
-    "torch.utils.tensorboard",
-    "transformers.models.llama.modeling_llama",
-)
+    "dschat_ppo.ppo.train_ppo", "dschat_ppo.supervised.sft", "dschat_ppo.supervised.train_preference", "peft",
+    "torch.utils.tensorboard", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
 NEW_MOUNTS, NEW_NAME, NEW_MEMORY, NEW_PROCESSES, NETWORK = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
 PRIVATE, RECURSIVE, BIND = 1 << 18, 1 << 14, 1 << 12
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -213,7 +213,7 @@ def main() -> None:
                 hybrid_engine.on_device = lambda tensor: True  # as on a GPU: tensors do move
             ppo = ppo_with(assets, stage, *words)
             found["steps"][name] = two_steps(ppo, toggles=3 * (name == "sleep 3"))
-    layouts = [(2, "bf16"), (3, "fp32")]
+    layouts = [(2, "fp32"), (3, "fp32")]
     hybrid_engine.on_device = lambda tensor: False
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
