@@ -118,6 +118,8 @@ def _stand_ins(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
 def _named(name: str) -> Callable[..., Any]:
     where, _, what = name.rpartition(":")
+    if not where:
+        raise ValueError(f"expected FILE.py:NAME or MODULE:NAME, not '{name}'")
     return load(where, what)
 
 
@@ -235,10 +237,12 @@ class _Gym:
 
     def step(self, action: Message) -> Turn:
         found = _result(self.instance.step(action.get("content") or ""))
-        if isinstance(found, tuple):
+        if isinstance(found, tuple) and len(found) > 2:
             observation, reward, *ends = found
             info = ends.pop() if len(ends) > 1 else {}
             return Turn(_read(observation), None, _number(reward), any(ends), _numbers(info))
+        if not isinstance(found, Mapping) and not hasattr(found, "__dict__"):
+            raise TypeError(f"step returned {type(found).__name__}, not observation, reward and whether it is done")
         found = found if isinstance(found, Mapping) else vars(found)
         observation = found.get("observations", found.get("observation"))
         numbers = _numbers(found.get("metadata", found.get("info")))
@@ -338,7 +342,10 @@ def _verl_form(path: str) -> Form:
     import yaml  # comes with transformers
 
     with open(path, encoding="utf-8") as file:
-        listed = yaml.safe_load(file)["tools"]
+        found = yaml.safe_load(file)
+    listed = found.get("tools") if isinstance(found, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "class_name" in entry for entry in listed):
+        raise ValueError("expected an entry `tools`, a list whose entries have a `class_name`")
     names: dict[str, dict[str, Any]] = {
         "verl.tools.base_tool": {"BaseTool": _BaseTool},
         "verl.tools.schemas": {"OpenAIFunctionToolSchema": _Record, "ToolResponse": _Record},

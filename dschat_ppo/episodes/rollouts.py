@@ -66,7 +66,8 @@ class EpisodeRollouts:
         self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, longest: int, output: Path | None = None
     ):
         self.flags, self.tokenizer, self.longest = flags, tokenizer, longest  # tokens of a prompt
-        given = " ".join(f"--{name} {value}" for name, value in flags.given.items())
+        given = " ".join(f"--{name} {value if isinstance(value, str) else ' '.join(value)}"
+                         for name, value in flags.given.items())  # fmt: skip
         try:
             processes = Episodes(flags.names, flags.environment_timeout, flags.environment_workers)
         except CallError as problem:

@@ -227,3 +227,24 @@ def test_a_reward_that_is_no_number(reward, problem, monkeypatch):
     episode.reset({}, 0)
     with pytest.raises((TypeError, ValueError), match=problem):
         episode.step(say("x"))
+
+
+@pytest.mark.parametrize("found", ["only text", ("text", 1.0), 3])
+def test_a_step_of_another_form_says_so(found, monkeypatch):
+    made = type("Wrong", (), {"reset": lambda self: None, "step": lambda self, action: found})
+    monkeypatch.setitem(sys.modules, "wrong_environment", types.SimpleNamespace(Wrong=made))
+    episode = form_of("wrong_environment:Wrong").make()
+    episode.reset({}, 0)
+    with pytest.raises(TypeError, match=f"step returned {type(found).__name__}, not observation, reward and"):
+        episode.step(say("x"))
+
+
+@pytest.mark.parametrize("text", ["tools: {a: 1}", "nothing: 1", "", "tools: [{config: {}}]"])
+def test_a_file_of_verl_without_classes_says_so(write, text):
+    with pytest.raises(ValueError, match="expected an entry `tools`, a list whose entries have a `class_name`"):
+        form_of(tool_config=write("tools.yaml", text))
+
+
+def test_a_name_without_a_function_says_so():
+    with pytest.raises(ValueError, match=r"expected FILE.py:NAME or MODULE:NAME, not 'tools.py'"):
+        form_of(tools=["tools.py"])

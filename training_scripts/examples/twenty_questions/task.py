@@ -16,7 +16,7 @@ from game import QUESTIONS, THINGS, TwentyQuestions
 
 from dschat_ppo.tools.toy import make_tokenizer, task_command, untrained_llama, write_task
 
-COUNTS = {"sft": 5000, "prompts": 1024, "heldout": 64}
+COUNTS = {"sft": 10000, "prompts": 1024, "heldout": 64}
 PROMPT = "Let us play."  # the environment adds what `reset` returns
 
 
