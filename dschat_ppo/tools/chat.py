@@ -29,8 +29,8 @@ LEFT = dict.fromkeys(
     ("web", "port"), "left: the chat is in the terminal; `transformers serve` offers a model folder to web front ends"
 )
 NOT_HERE = dict.fromkeys(
-    ("environment_workers", "environment_reward_weight"),
-    "has no effect here, where one episode runs at a time; omit it",
+    ("environment_workers", "environment_reward_weight", "turn_reward"),
+    "has no effect here, where one episode runs at a time and nothing trains; omit it",
 )
 
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.environment_flags import EnvironmentFlags
-from dschat_ppo.data.examples import MESSAGES
+from dschat_ppo.data.examples import MESSAGES, TOOLS
 from dschat_ppo.data.templates import Messages, turn_end
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens, observed_text
@@ -97,7 +97,7 @@ class EpisodeModel(ChatModel):
         ids = self.prompt_ids(messages)
         self.is_waiting = False
         self.rollouts.episodes.end_all()
-        told = json.dumps({**row, MESSAGES: messages} if self.has_template else row)
+        told = json.dumps({**row, MESSAGES: messages, TOOLS: self.tools} if self.has_template else row)
         rows = Dataset.from_dict({"row": [told], "prompt_ids": [ids]})
         batch, _ = self.rollouts.begin(rows, [0], 1, [seed], never)
         self.is_waiting, begun = True, batch.prompt_ids[0].tolist()

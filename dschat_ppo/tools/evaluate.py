@@ -36,6 +36,7 @@ NOT_HERE = {  # flags of the groups that the command does not have -> why
     **dict.fromkeys(
         ("data_split", "streaming", "streaming_rows"), "has no effect here, where all rows are used; omit it"
     ),
+    "turn_reward": "has no effect here, where nothing trains; omit it",
     "use_reward_model": "has no effect here; name a reward model by --reward_model_name_or_path",
 }
 LEFT = {

@@ -39,6 +39,7 @@ WRONG = [
     ("evaluate", f"{TWO} --samples 2 --decoding greedy", "--samples has no effect with --decoding greedy"),
     ("evaluate", f"{TWO} --process_reward min --reward_function length", "--process_reward min has no effect"),
     ("evaluate", f"{TWO} --agent_func_path a.py --process_reward min --reward_model_name_or_path r", "not of episodes"),
+    ("evaluate", f"{TWO} --turn_reward to_go", "--turn_reward: has no effect here"),
     ("evaluate", f"{TWO} --agent_func_path a.py --tool_config b", "name one of them"),
     ("evaluate", f"{REAL} --agent_func_path none.py", "--agent_func_path none.py: cannot be used"),
     ("evaluate", "--model a a --data_path d", "--model names a model twice"),
