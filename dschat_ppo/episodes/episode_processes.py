@@ -229,7 +229,8 @@ def main(control: int, names: str) -> None:
     outlive_signals()
     parent = socket.socket(fileno=control)
     with attempt(also_exits=True) as tried:
-        form = form_of(**json.loads(names))
+        given = json.loads(names)
+        form = form_of(**given)
         if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
             raise RuntimeError("importing it starts CUDA, which forked processes cannot use; start it in reset")
     with parent.makefile("wb", buffering=0) as replies:
@@ -243,6 +244,8 @@ def main(control: int, names: str) -> None:
             return _reply(replies, "error", cause_of(tried.problem, None))
         if os.waitpid(process, 0)[1]:
             return None
+    file = given.get("agent") or (given.get("environment") or "").rpartition(":")[0]
+    own = os.path.abspath(file) if file else None
     gc.freeze()  # so that a collection in an episode writes to none of the pages it shares
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that ended
     while True:
@@ -259,13 +262,13 @@ def main(control: int, names: str) -> None:
             restore_signals()
             signal_when_parent_ends(signal.SIGKILL)
             os.setsid()
-            _serve(form, socket.socket(fileno=numbers[0]))
+            _serve(form, socket.socket(fileno=numbers[0]), own)
             os.killpg(0, signal.SIGKILL)  # with all that the environment has started
         os.close(numbers[0])
 
 
-def _serve(form: Form, trainer: socket.socket) -> None:
-    """Run one episode until the trainer closes its socket."""
+def _serve(form: Form, trainer: socket.socket, own: str | None) -> None:
+    """Run one episode until the trainer closes its socket. Causes name the line of the file `own`."""
     process, environment = os.getpid(), None
     with trainer.makefile("rb") as requests, trainer.makefile("wb", buffering=0) as replies:
         replies.write(b"%d\n" % process)
@@ -280,7 +283,7 @@ def _serve(form: Form, trainer: socket.socket) -> None:
             if os.getpid() != process:  # a fork of the user's code returned
                 os._exit(1)
             if tried.problem is not None:
-                reply = json.dumps({"error": cause_of(tried.problem, None)}).encode() + b"\n"
+                reply = json.dumps({"error": cause_of(tried.problem, own)}).encode() + b"\n"
             try:
                 replies.write(reply)
             except OSError:

@@ -90,7 +90,8 @@ class EpisodeRollouts:
         weight = flags.environment_reward_weight
         self.reward_sources = [(EnvironmentReward(), weight)] if flags.gives_reward else []
         self._numbers = list[dict[str, float]]()
-        self._has_told = False
+        self._flags = " ".join(f"--{name}" for name in flags.given)
+        self._has_told = self._has_counted = False
 
     def begin(
         self, rows: Dataset, indices: Sequence[int], samples: int, seeds: Sequence[int], cancelled: Callable[[], bool],
@@ -122,7 +123,7 @@ class EpisodeRollouts:
             records.append(record)
         problems = sum(dist.gather_objects([record.problem for record in records]), list[str]())
         if all(problems) and not any(dist.gather_objects(cancelled())):
-            raise UserError(f"{' '.join(f'--{name}' for name in self.flags.given)}: no episode begins: {problems[0]}")
+            raise UserError(f"{self._flags}: no episode begins: {problems[0]}")
         leaders = prompts[::samples]
         alike = all(prompt == leaders[number // samples] for number, prompt in enumerate(prompts))
         begun = leaders if alike else prompts
@@ -147,7 +148,7 @@ class EpisodeRollouts:
 
     def end(self, rollout: Rollout, turns: EpisodeTurns, cancelled: bool, counts: bool) -> Rollout:
         """The rollout with the rewards of its turns, each on the last token of its action. Its episodes enter the
-        metrics if it `counts`."""
+        metrics if it `counts`. `UserError` if all environments of the first rollout failed, on any rank. Collective."""
         if not cancelled:
             turns.finish()
         self.episodes.end_all()
@@ -161,6 +162,11 @@ class EpisodeRollouts:
                     **record.numbers,
                 })  # fmt: skip
         self._tell(turns.records)
+        if not self._has_counted and not any(dist.gather_objects(cancelled)):
+            self._has_counted = True
+            problems = sum(dist.gather_objects([record.problem for record in turns.records]), list[str]())
+            if all(problems):
+                raise UserError(f"{self._flags}: all environments of the first rollout failed: {problems[0]}")
         return replace(rollout, episode_lengths=rollout.response_lengths, turn_rewards=rewards)
 
     def _tell(self, records: Sequence[Record]) -> None:

@@ -1,13 +1,18 @@
 """What happens between two actions: rewards, limits and calls that cannot be read."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from chat_tokenizers import shaped
 
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.episodes.turns import EpisodeTurns, Record
+from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.worker_pool import CallError
+from dschat_ppo.types import Rollout
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
@@ -115,3 +120,22 @@ def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
     assert [(line.split()[3], line[-16:]) for line in warnings[:3]] == told
     assert "2 more environments failed" in warnings[3] and len(warnings) == 4
     assert "the model reads: error: ValueError: no (said once" in note
+
+
+def test_environments_that_all_fail_at_first_end_the_run():
+    rollouts = object.__new__(EpisodeRollouts)
+    rollouts._has_told = rollouts._has_counted = False
+    rollouts._numbers, rollouts._flags, rollouts.episodes = [], "--environment", SimpleNamespace(end_all=lambda: None)
+    one = torch.zeros(2, 1)
+    rollout = Rollout(one.long(), one.bool(), one.long(), one.bool(), one, one[:, 0].to(torch.int8))
+
+    def end(*problems, cancelled=False):
+        records = [Record(ends=[0], rewards=[0.5], problem=problem) for problem in problems]
+        return rollouts.end(rollout, SimpleNamespace(records=records, finish=lambda: None), cancelled, True)
+
+    end("x", "y", cancelled=True)
+    with pytest.raises(UserError, match="--environment: all environments of the first rollout failed: x"):
+        end("x", "y")
+    rollouts._has_counted = False
+    end("x", "")
+    assert end("x", "y").turn_rewards.tolist() == [[0.5], [0.5]], "later failures cost their episodes alone"

@@ -127,6 +127,15 @@ def test_a_call_that_goes_wrong_costs_its_episode_at_most(episodes, how, expecte
                 time.sleep(0.02)
 
 
+def test_a_failure_names_the_line_of_the_file(episodes):
+    episodes.start(0, {"start": "three"}, 0)
+    answers(episodes, 1)
+    episodes.finish(0)
+    problem = str(answers(episodes, 1)[0])
+    line = FILE.splitlines().index("        return self.count / 2") + 1
+    assert problem.startswith("TypeError: unsupported operand") and problem.endswith(f"mine.py:{line})")
+
+
 def test_a_file_that_cannot_be_used(tmp_path):
     (tmp_path / "mine.py").write_text("import nothing_like_this\n")
     with pytest.raises(CallError, match="ModuleNotFoundError: No module named 'nothing_like_this'"):

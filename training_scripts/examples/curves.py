@@ -1,5 +1,5 @@
-"""The rewards of the examples `calculator` and `twenty_questions` at the start and the end of step 3, by GRPO and by
-PPO with a critic, and of the calculator's model without its tool: a table of three seeds.
+"""The rewards of the example `calculator` at the start and the end of step 3, by GRPO and by PPO with a critic, and
+without its tool: a table of three seeds.
 
     python training_scripts/examples/curves.py FOLDER
 
@@ -18,9 +18,7 @@ HERE, SEEDS, STEPS = Path(__file__).parent, (1, 2, 3), 4
 CASES = [  # name, folder of the example, estimator, more flags
     ("calculator", "calculator", "grpo", []),
     ("calculator", "calculator", "gae", []),
-    ("without its tool", "calculator", "grpo", ["--tools"]),
-    ("twenty questions", "twenty_questions", "grpo", []),
-    ("twenty questions", "twenty_questions", "gae", []),
+    ("calculator without its tool", "calculator", "grpo", ["--tools"]),
 ]
 
 
@@ -41,9 +39,9 @@ def main() -> None:
     """Make the missing runs and print the table."""
     folder = Path(sys.argv[1]).resolve()
     found = [[rewards(*case, seed, folder) for case in CASES] for seed in SEEDS]
-    print("| example | estimator | reward, seeds 1, 2, 3 |\n|---|---|---|")
+    print("| example | estimator | seed 1 | seed 2 | seed 3 |\n|---|---|---|---|---|")
     for number, (name, _, estimator, _) in enumerate(CASES):
-        shown = ", ".join("{:.2f} -> {:.2f}".format(*of_seed[number]) for of_seed in found)
+        shown = " | ".join("{:.2f} -> {:.2f}".format(*of_seed[number]) for of_seed in found)
         print(f"| {name} | `{estimator}` | {shown} |")
 
 

@@ -9,4 +9,8 @@ source "$here/../episodes.sh"
 
 launch "${step3[@]}" \
     --environment "$here/game.py:TwentyQuestions" \
+    --n_samples_per_prompt 4 \
+    --per_device_generation_batch_size "$(per_rank 48)" \
+    --per_device_training_batch_size "$(per_rank 192)" \
+    --max_steps 24 \
     "${@:2}"
