@@ -34,10 +34,13 @@ from typing import Any
 import power_loss
 import psutil
 from fault_outcomes import (
+    ROOT,
     Outcome,
     comes_in_time,
+    environment,
     free_port,
     is_finished,
+    launcher,
     left_over,
     lost_steps,
     same_outputs,
@@ -46,7 +49,6 @@ from fault_outcomes import (
 from measure import publish
 from models import save_tiny_models
 
-ROOT = Path(__file__).parent.parent
 STEPS = 4  # of every run
 AWAY_SECONDS = 30
 MARKS = ("<!-- faults -->", "<!-- /faults -->")
@@ -188,14 +190,10 @@ class Bench:
         else:
             words += ["--model_name_or_path", str(self.models / "actor")]
             words += ["--data_path", str(self.models / "answers.jsonl")]
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **settings}
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-        env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
         with (log or self.log_of(output)).open("a", encoding="utf-8") as file:
             return subprocess.Popen(
-                [*launcher, "--master_port", str(free_port()), *words], cwd=ROOT, env=env, stdout=file,
-                stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                [*launcher(2), *words], cwd=ROOT, env=environment(**settings), stdout=file, stderr=subprocess.STDOUT,
+                text=True, start_new_session=True,
             )  # fmt: skip
 
     def meet(self, fault: Fault, number: int) -> Outcome:

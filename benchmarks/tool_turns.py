@@ -10,19 +10,21 @@ answer calls the tool up to a few times. Needs `pip install trl==1.16.0`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fault_outcomes import free_port
+from fault_outcomes import ROOT, environment, launcher
+from trl_step import StepTimes
 
-ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "training_scripts/examples/calculator"
 PROMPTS, ANSWERS, LONGEST = 16, 8, 128
 TOOL = """
@@ -50,52 +52,29 @@ def ours(work: Path, tool: Path, steps: int) -> list[float]:
         f"--per_device_training_batch_size {PROMPTS * ANSWERS} --actor_learning_rate 1e-6 --max_steps {steps} "
         f"--tools {tool}:calculate --reward_function {tool}:right_sum --output_dir {output} --save_minutes 0"
     )
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "1", "--master_port"]
-    run([*command, str(free_port()), str(ROOT / "training/step3_ppo/main.py"), *flags.split()])
+    run([*launcher(1), str(ROOT / "training/step3_ppo/main.py"), *flags.split()])
     ends = [json.loads(line)["time"] for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return differences(ends)
+
+
+def differences(ends: list[float]) -> list[float]:
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def run(command: list[str]) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
-    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
 
 
-def trl(work: Path, tool: Path, steps: int) -> list[float]:
-    """Seconds of each step of TRL's trainer after the first, in a process of its own."""
-    result = tool.with_suffix(".json")
-    run(
-        [
-            sys.executable,
-            __file__,
-            "--trl",
-            str(tool),
-            "--work",
-            str(work),
-            "--steps",
-            str(steps),
-            "--json",
-            str(result),
-        ]
-    )
-    return [float(seconds) for seconds in json.loads(result.read_text())]
-
-
-def train_by_trl(work: Path, tool: Path, steps: int) -> list[float]:
-    """The same as `ours` by TRL."""
+def by_trl(work: Path, tool: Path, steps: int) -> list[float]:
+    """The same as `ours` by TRL. The process must be a new one: TRL and the tool stay imported."""
     sys.path.insert(0, str(tool.parent))
     functions = __import__(tool.stem)
     from datasets import load_dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_template
 
-    ends = list[float]()
-
-    class Times(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
+    times = StepTimes()
 
     def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:
         said = [messages[-1].get("content") or "" for messages in completions]
@@ -112,9 +91,16 @@ def train_by_trl(work: Path, tool: Path, steps: int) -> list[float]:
             gradient_checkpointing=False, num_generations=ANSWERS, max_completion_length=LONGEST,
         ),
         train_dataset=load_dataset("json", data_files=str(work / "task/data/prompts.jsonl"), split="train"),
-        processing_class=tokenizer, callbacks=[Times()],
+        processing_class=tokenizer, callbacks=[times],
     ).train()  # fmt: skip
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return differences(times.ends)
+
+
+def trl(*given: Any) -> list[float]:
+    """`by_trl` in a process of its own."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(by_trl, *given).result()
 
 
 def main() -> None:
@@ -124,11 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of each; the first is not counted")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tool_turns")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.trl:
-        chosen.json.write_text(json.dumps(train_by_trl(chosen.work, chosen.trl, chosen.steps)))
-        return
     if not (chosen.work / "sft/result.json").exists():
         run(["bash", str(EXAMPLE / "run.sh"), str(chosen.work), "--max_steps", "1", "--output_dir", f"{chosen.work}/x"])
     rows = []

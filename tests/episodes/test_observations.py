@@ -1,10 +1,10 @@
-"""Tokens of observations: those of one rendering of the whole conversation, whatever the observation holds."""
+"""Tokens of observations, whatever they hold; `test_sft_renders_alike.py` compares them with whole conversations."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
-from chat_tokenizers import EACH, EVERY, SHAPES, opened_by, shaped, special_tokenizer
+from chat_tokenizers import EACH, EVERY, WITH_TOOLS, opened_by, shaped, special_tokenizer
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_after
@@ -16,34 +16,16 @@ from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import UserError
 
-ASK, SAY = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the hall."}
+ASK = {"role": "user", "content": "Where?"}
 SEEN = {"role": "user", "content": "No, that is wrong."}
-WITH_TOOLS = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    + EACH
-    + "<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n" + EVERY + opened_by("<|im_start|>assistant\n")
-)
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_prompt_action_and_observation_are_the_tokens_of_one_rendering(name):
-    tokenizer, shape = shaped(name)
-    opening = render(tokenizer, [ASK], open_answer=True)
-    whole = render(tokenizer, [ASK, SAY, SEEN], open_answer=True)
-    action = whole[len(opening) : whole.index(SEEN["content"])].partition(shape.end)[0] + shape.end
-    found = ObservationTokens(tokenizer, [], 100)(Turn([SEEN]))
-    assert tokenizer.decode(found) == whole[len(opening) + len(action) :]
-    assert encode_after(tokenizer, "", opening + action) + found == encode_after(tokenizer, "", whole)
-
-
-def test_results_of_tools():
-    tokenizer = special_tokenizer(WITH_TOOLS, "</s>", ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"))
-    turn = Turn([{"role": "tool", "name": "look", "content": text} for text in ("a lamp", "a hall")])
-    found = tokenizer.decode(ObservationTokens(tokenizer, [TOOL], 100)(turn))
-    assert found == "\n<|im_start|>tool\na lamp<|im_end|>\n<|im_start|>tool\na hall<|im_end|>\n<|im_start|>assistant\n"
+def test_a_result_of_a_tool_follows_its_call():
+    tokenizer, shape = shaped("Hermes", WITH_TOOLS)
+    refuses = "{% if messages[-1].role == 'tool' and not messages[1].tool_calls %}{{ raise_exception('') }}{% endif %}"
+    tokenizer.chat_template = refuses + shape.template
+    assert ObservationTokens(tokenizer, [TOOL], 100)(Turn([{"role": "tool", "content": "a lamp"}]))
 
 
 def test_special_tokens_in_an_observation_are_text():
@@ -88,7 +70,7 @@ def test_a_template_that_drops_the_thinking_of_earlier_turns_is_refused():
 
 
 def test_a_prompt_with_what_its_environment_says_lists_each_tool_once():
-    tokenizer = special_tokenizer(WITH_TOOLS, "</s>", ("<|im_start|>", "<|im_end|>"))
+    tokenizer, _ = shaped("Hermes", WITH_TOOLS)
     rollouts = object.__new__(EpisodeRollouts)
     rollouts.longest, rollouts.tools = 1000, [TOOL]
     rollouts.observations = ObservationTokens(tokenizer, [TOOL], 100)
