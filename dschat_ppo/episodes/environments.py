@@ -34,6 +34,7 @@ from dschat_ppo.errors import attempt
 from dschat_ppo.rewards.call_forms import clean_name
 
 Message = dict[str, Any]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Turn:
 class Environment(Protocol):
     """One episode. A method may raise anything; the episode then ends."""
 
-    def reset(self, row: dict[str, Any], seed: int) -> Turn:
-        """Begin the episode of a data row. Messages and text of the turn come after the prompt."""
+    def reset(self, row: Row, seed: int, prompt: str, messages: list[Message] | None) -> Turn:
+        """Begin the episode of a data row with this prompt, which the chat template makes of `messages` if there are
+        any. Messages and text of the turn come after it."""
 
     def step(self, action: Message) -> Turn:
         """Answer the model's message; its tool calls are under `tool_calls`, as in transformers' chats."""
@@ -149,12 +151,11 @@ def _result(value: Any) -> Any:
 
 def _content(value: Any) -> str:
     """What a tool returned, as the content of a message."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)
+    text = value if isinstance(value, str) else str(value)
+    if not isinstance(value, str):
+        with suppress(TypeError, ValueError):
+            text = json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()  # without halves of surrogates
 
 
 def _number(value: Any) -> float:
@@ -185,7 +186,7 @@ class _Tools:
         self.tools = tools
         self.instance = instance
 
-    def reset(self, row: dict[str, Any], seed: int) -> Turn:
+    def reset(self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None) -> Turn:
         opening = None if self.instance is None else _result(self.instance.reset(**row))
         return Turn([{"role": "user", "content": _content(opening)}]) if opening else Turn()
 
@@ -196,17 +197,17 @@ class _Tools:
             call, known = made["function"], {"tool_call_id": made["id"]} if made.get("id") else {}
             content, is_right = self.call(call["name"], call["arguments"])
             failed += not is_right
-            messages.append({"role": "tool", "name": call["name"], "content": content, **known})
+            messages.append({"role": "tool", "name": _content(call["name"]), "content": content, **known})
         return Turn(messages, done=not calls, failed_calls=failed)
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """What a call returns or raises, for the model, and whether it returned."""
         if name not in self.tools:
-            return f"error: there is no tool '{name}'; there are: {', '.join(self.tools)}", False
+            return _content(f"error: there is no tool '{name}'; there are: {', '.join(self.tools)}"), False
         with attempt(also_exits=True) as tried:
             return _content(_result(self.tools[name](**arguments))), True
         assert tried.problem is not None
-        return f"error: {cause_of(tried.problem, None)}", False
+        return _content(f"error: {cause_of(tried.problem, None)}"), False
 
     def finish(self) -> Turn:
         reward, close = (getattr(self.instance, name, None) for name in ("get_reward", "close"))
@@ -223,12 +224,14 @@ class _Gym:
         self.made = made
         self.instance: Any = None
 
-    def reset(self, row: dict[str, Any], seed: int) -> Turn:
+    def reset(self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None) -> Turn:
         takes = inspect.signature(self.made).parameters
         settings = {"env_config": {}, "extras": row}
         self.instance = self.made(**{name: value for name, value in settings.items() if name in takes})
         if hasattr(self.instance, "init"):
-            _result(self.instance.init(row.get("prompt")))  # which it may keep; the prompt itself is the data's
+            _result(
+                self.instance.init(prompt if messages is None else messages)
+            )  # which it may keep; the prompt itself is the data's
             return Turn()
         takes = inspect.signature(self.instance.reset).parameters
         given = {name: value for name, value in {"seed": seed, "options": row}.items() if name in takes}
@@ -256,7 +259,7 @@ class _Gym:
 
 def _read(observation: Any) -> list[Message]:
     """Messages, or another observation as a message of the user."""
-    if observation is None or observation == "":
+    if observation is None or (isinstance(observation, str) and not observation):
         return []
     if isinstance(observation, list) and all(isinstance(part, Mapping) and "role" in part for part in observation):
         return [dict(part) for part in observation]
@@ -270,8 +273,8 @@ class _Agent:
         self.instance = instance
         self.read, self.label = "", None
 
-    def reset(self, row: dict[str, Any], seed: int) -> Turn:
-        prompt, self.label = str(row.get("prompt") or ""), row.get("label", row.get("ground_truth"))
+    def reset(self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None) -> Turn:
+        self.label = row.get("label", row.get("ground_truth"))
         found = _result(self.instance.reset({"observation": prompt, "label": self.label}))
         text = str((found or {}).get("observation", prompt)) if isinstance(found, Mapping | None) else str(found)
         if not text.startswith(prompt):
@@ -286,7 +289,7 @@ class _Agent:
         feedback = str(found.get("environment_feedback") or "")
         self.read += text + feedback
         numbers = _numbers(found.get("extra_logs"))
-        return Turn([], feedback or None, _number(_mean(found.get("rewards"))), bool(found.get("done")), numbers)
+        return Turn([], feedback, _number(_mean(found.get("rewards"))), bool(found.get("done")), numbers)
 
     def finish(self) -> Turn:
         return Turn()
@@ -310,7 +313,7 @@ class _VerlTools(_Tools):
         kinds = (self.row.get("extra_info") or {}).get("tools_kwargs") or {}
         return dict((kinds.get(name) or {}).get(what) or {})
 
-    def reset(self, row: dict[str, Any], seed: int) -> Turn:
+    def reset(self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None) -> Turn:
         self.row = row
         for name, tool in self.classes.items():
             made = _result(tool.create(None, **self._given(name, "create_kwargs")))

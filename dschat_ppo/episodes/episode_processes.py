@@ -33,6 +33,7 @@ from dschat_ppo.errors import attempt
 from dschat_ppo.rewards.worker_pool import START_SECONDS, CallError, outlive_signals, restore_signals
 
 MOST_BYTES = 2**24  # of a reply
+ENDED = "its process ended"
 _START_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from dschat_ppo.episodes.episode_processes import main; main(int(sys.argv[2]), sys.argv[3])"
@@ -80,7 +81,9 @@ class Episodes:
             late = isinstance(problem, TimeoutError)
             raise CallError(f"was not imported within {START_SECONDS:g} s" if late else str(problem)) from None
 
-    def start(self, number: int, row: dict[str, Any], seed: int) -> None:
+    def start(
+        self, number: int, row: dict[str, Any], seed: int, prompt: str = "", messages: list[Any] | None = None
+    ) -> None:
         """Begin episode `number`; its first turn comes by `poll`."""
         try:
             ours, theirs = socket.socketpair()
@@ -92,7 +95,7 @@ class Episodes:
             return
         ours.setblocking(False)
         self._sockets[number] = ours
-        self._ask(number, ("reset", row, seed))
+        self._ask(number, ("reset", row, seed, prompt, messages))
 
     def step(self, number: int, action: dict[str, Any]) -> None:
         """Send the model's message to an episode; the turn that answers it comes by `poll`."""
@@ -148,7 +151,7 @@ class Episodes:
                 call.reply += part
         except (BrokenPipeError, ConnectionResetError):
             self._require_server()
-            return self._fail(number, "its process ended (a crash, os._exit, or out of memory)")
+            return self._fail(number, ENDED + " (a crash, os._exit, or out of memory)")
         if number not in self._groups and b"\n" in call.reply:  # the first line of an episode is its process group
             group, _, call.reply = call.reply.partition(b"\n")
             self._groups[number] = int(group)
@@ -166,11 +169,14 @@ class Episodes:
         return turn
 
     def _require_server(self) -> None:
-        """`RuntimeError` if the server has ended, which ends all its episodes: not an environment has failed."""
-        if (code := self._process.poll()) is not None:
+        """`RuntimeError` if the server has ended, which ends all its episodes: not an environment has failed. It closes
+        its socket before its episodes end."""
+        with suppress(BlockingIOError, ConnectionResetError):
+            if self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return
             raise RuntimeError(
-                f"the process that runs the environments of rank {ranks.rank()} ended (exit code {code}; -9: killed "
-                "or out of memory); run the same command again to resume"
+                f"the process that runs the environments of rank {ranks.rank()} ended (exit code "
+                f"{self._process.wait()}; -9: killed or out of memory); run the same command again to resume"
             )
 
     def _end_call(self, number: int) -> None:
@@ -194,6 +200,7 @@ class Episodes:
     def end_all(self) -> None:
         """End all episodes, also in the middle of a call."""
         self._waiting.clear()
+        self._failed.clear()
         for number, ours in self._sockets.items():
             if number not in self._groups:
                 ours.settimeout(1.0)
@@ -217,7 +224,7 @@ def _value_of(line: bytes) -> Any:
     try:
         [(kind, value)] = json.loads(line).items()
     except (ValueError, AttributeError):
-        raise CallError("its process sent an invalid reply" if line else "its process ended") from None
+        raise CallError("its process sent an invalid reply" if line else ENDED) from None
     if kind == "error":
         raise CallError(str(value))
     return value
@@ -225,7 +232,6 @@ def _value_of(line: bytes) -> Any:
 
 def main(control: int, names: str) -> None:
     """In the server: import the user's file, and fork an episode for each socket that arrives."""
-    signal_when_parent_ends(signal.SIGKILL)
     outlive_signals()
     parent = socket.socket(fileno=control)
     with attempt(also_exits=True) as tried:
@@ -247,23 +253,34 @@ def main(control: int, names: str) -> None:
     file = given.get("agent") or (given.get("environment") or "").rpartition(":")[0]
     own = os.path.abspath(file) if file else None
     gc.freeze()  # so that a collection in an episode writes to none of the pages it shares
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children that ended
+    begun = set[int]()
+
+    def reap(*_: Any) -> None:
+        with suppress(ChildProcessError):  # there is none
+            while ended := os.waitpid(-1, os.WNOHANG)[0]:
+                begun.discard(ended)
+
+    signal.signal(signal.SIGCHLD, reap)
     while True:
         _, numbers, *_ = socket.recv_fds(parent, 1, 1)
-        if not numbers:
-            return None  # the trainer has ended
+        if not numbers:  # the trainer has ended
+            for process in begun:
+                with suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGKILL)  # with all that the environment has started
+            return None
         try:
             process = os.fork()
         except OSError:  # its episode finds the socket closed
             process = -1
         if process == 0:
-            parent.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            restore_signals()
+            parent.close()
+            os.register_at_fork(after_in_child=restore_signals)  # a stop of all processes leaves the episode alone
             signal_when_parent_ends(signal.SIGKILL)
             os.setsid()
             _serve(form, socket.socket(fileno=numbers[0]), own)
             os.killpg(0, signal.SIGKILL)  # with all that the environment has started
+        begun |= {process} if process > 0 else set()
         os.close(numbers[0])
 
 

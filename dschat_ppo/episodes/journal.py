@@ -11,15 +11,17 @@ import hashlib
 import json
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dschat_ppo.checkpoint.store import JOURNAL, CheckpointFolder
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import make_folder, storage_errors, sync_entries, sync_file
+from dschat_ppo.common.atomic_files import checksum, make_folder, storage_errors, sync_entries, sync_file
 from dschat_ppo.episodes.environments import Turn
-from dschat_ppo.episodes.episode_processes import Episodes
+from dschat_ppo.episodes.episode_processes import ENDED, Episodes
+from dschat_ppo.errors import reading
 from dschat_ppo.rewards.worker_pool import CallError
 
 SYNC_SECONDS = 0.05  # a power loss takes at most the answers of so long
@@ -50,8 +52,9 @@ class Journal:
                 number = int(file.name.split("_")[1])
                 if number == step:
                     *lines, cut = file.read_bytes().split(b"\n")
-                    for line in lines:
-                        self.known |= json.loads(line)
+                    with reading(f"{file}: is damaged; remove it, and environments are asked again"):
+                        for line in lines:
+                            self.known |= json.loads(line)
                     if cut and file == self._path:
                         with file.open("rb+") as opened:
                             opened.truncate(sum(len(line) + 1 for line in lines))
@@ -63,13 +66,20 @@ class Journal:
         answer = {"error": str(turn)} if isinstance(turn, CallError) else asdict(turn)
         self._lines.append(json.dumps({question: answer}).encode() + b"\n")
 
+    def forget(self) -> None:
+        """Remove the answers of this step, of all ranks, after the last one was written."""
+        self._lines.clear()
+        for file in self.folder.glob(f"step_{self._step:06d}_rank_*.jsonl") if dist.is_main() else ():
+            file.unlink(missing_ok=True)
+
     def write(self) -> None:
         """Write the new answers, where they survive the end of this process; and of the machine after a moment."""
         if self._lines:
             with storage_errors(self._path):
                 is_new = not self._path.exists()
-                with self._path.open("ab", buffering=0) as file:
+                with self._path.open("ab") as file:
                     file.write(b"".join(self._lines))
+                    file.flush()
                     self._lines.clear()
                     if time.monotonic() >= self._synced + SYNC_SECONDS:
                         sync_file(file.fileno())
@@ -87,8 +97,7 @@ class Journal:
 
 @dataclass(eq=False)
 class _Episode:
-    row: dict[str, Any]
-    seed: int
+    start: tuple[Any, ...]  # row, seed, prompt
     question: str  # the last one: where it was asked, and a digest of all that the environment was told
     requests: list[tuple[Any, ...]] = field(default_factory=list)  # all after the reset
     has_process: bool = False
@@ -101,10 +110,12 @@ class _Episode:
 
 
 class JournalledEpisodes:
-    """`Episodes` that answers from the journal where it can. `has_state` is False for functions alone."""
+    """`Episodes` that answers from the journal where it can. `has_state` is False for functions alone. `files`: of the
+    environments, whose content is part of each question."""
 
-    def __init__(self, episodes: Episodes, journal: Journal, has_state: bool):
+    def __init__(self, episodes: Episodes, journal: Journal, has_state: bool, files: Sequence[str] = ()):
         self.episodes, self.journal, self.has_state = episodes, journal, has_state
+        self._files = "".join(checksum(Path(file))[:16] for file in files)
         self._begun = dict[int, _Episode]()
         self._answers = list[tuple[int, Turn | CallError]]()
         self._place = ""
@@ -116,9 +127,9 @@ class JournalledEpisodes:
         self.journal.begin(step)
         self._place, self._first = rollout, first
 
-    def start(self, number: int, row: dict[str, Any], seed: int) -> None:
-        self._begun[number] = _Episode(row, seed, f"{self._place}/{self._first + number}:")
-        self._ask(number, "reset", row, seed)
+    def start(self, number: int, *start: Any) -> None:
+        self._begun[number] = _Episode(start, f"{self._place}/{self._first + number}:{self._files}")
+        self._ask(number, "reset", *start)
 
     def step(self, number: int, action: dict[str, Any]) -> None:
         self._ask(number, "step", action)
@@ -139,7 +150,7 @@ class JournalledEpisodes:
             episode.has_process = True
             episode.due.extend(episode.requests if self.has_state else ())
             episode.due.extend([request] if request[0] != "reset" else ())
-            self.episodes.start(number, episode.row, episode.seed)
+            self.episodes.start(number, *episode.start)
         episode.requests += [request] if request[0] != "reset" else []
 
     def _send(self, number: int, method: str, *arguments: Any) -> None:
@@ -152,8 +163,9 @@ class JournalledEpisodes:
             if episode.due and not isinstance(turn, CallError):
                 self._send(number, *episode.due.popleft())
                 continue
-            self.journal.add(episode.question, turn)
             found.append((number, turn))
+            if not (isinstance(turn, CallError) and str(turn).startswith(ENDED)):  # as when the whole job is killed
+                self.journal.add(episode.question, turn)
         self.journal.write()
         return found
 

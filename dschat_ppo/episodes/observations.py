@@ -57,6 +57,10 @@ class ObservationTokens:
         ids = self._encoded(self.between(messages))
         return ids if ended else [*encode_after(self.tokenizer, "", self.before), *ids]
 
+    def plain(self, said: str) -> list[int]:
+        """The tokens of a text after a prompt that is text."""
+        return self._encoded(self._as_text(said))
+
     def opening(self, messages: Sequence[Message], said: str, tools: Sequence[Any]) -> list[int]:
         """The tokens of a prompt with `said` at the end of its last message, as TRL has it."""
         whole = "\n\n".join(filter(None, [messages[-1].get("content"), self._as_text(said)]))

@@ -74,7 +74,9 @@ class EpisodeRollouts:
             raise UserError(f"{given}: cannot be used: {problem}") from None
         self.tools, self.journalled = processes.tools, None
         if output is not None:
-            self.journalled = JournalledEpisodes(processes, Journal(output), has_state=flags.gives_reward)
+            self.journalled = JournalledEpisodes(
+                processes, Journal(output), flags.gives_reward, [path for _, path in flags.files]
+            )
         self.episodes = self.journalled or processes
         if self.tools and tokenizer.chat_template is None:
             self.close()
@@ -107,8 +109,11 @@ class EpisodeRollouts:
         if self.journalled is not None:
             self.journalled.begin(step, rollout, first)
         for number in range(count):
-            row = {key: value for key, value in of_rows[number // samples].items() if not key.startswith("_")}
-            self.episodes.start(number, row, seeds[number // samples] & 0x7FFFFFFF)
+            place = number // samples
+            row = {key: value for key, value in of_rows[place].items() if not key.startswith("_")}
+            messages = of_rows[place].get(MESSAGES)
+            text = str(self.tokenizer.decode(data["prompt_ids"][place], skip_special_tokens=messages is None))
+            self.episodes.start(number, row, seeds[place] & 0x7FFFFFFF, text, messages)
         openings = dict[int, Turn | CallError]()
         while len(openings) < count and not cancelled():
             openings |= dict(self.episodes.poll(WAIT_SECONDS))
@@ -123,6 +128,7 @@ class EpisodeRollouts:
             records.append(record)
         problems = sum(dist.gather_objects([record.problem for record in records]), list[str]())
         if all(problems) and not any(dist.gather_objects(cancelled())):
+            self._forget()
             raise UserError(f"{self._flags}: no episode begins: {problems[0]}")
         leaders = prompts[::samples]
         alike = all(prompt == leaders[number // samples] for number, prompt in enumerate(prompts))
@@ -138,8 +144,10 @@ class EpisodeRollouts:
             raise opening
         said = "".join(str(message.get("content") or "") for message in opening.messages)
         messages: Any = row.get(MESSAGES)
-        if opening.text or (said and messages is None):
-            ids = [*ids, *encode_after(self.tokenizer, str(row.get("prompt")), opening.text or said)]
+        if opening.text:
+            ids = [*ids, *encode_after(self.tokenizer, str(row.get("prompt")), opening.text)]
+        elif said and messages is None:
+            ids = [*ids, *self.observations.plain(said)]
         elif said:
             ids = self.observations.opening(messages, said, row.get(TOOLS) or ())  # with those of the environment
         if len(ids) > self.longest:
@@ -158,16 +166,22 @@ class EpisodeRollouts:
                 rewards[row, end] = reward
             if counts:
                 self._numbers.append({
-                    "turns": len(record.ends), "failed_calls": record.failed_calls, "failures": bool(record.problem),
-                    **record.numbers,
+                    **record.numbers, "turns": len(record.ends), "failed_calls": record.failed_calls,
+                    "failures": bool(record.problem),
                 })  # fmt: skip
         self._tell(turns.records)
         if not self._has_counted and not any(dist.gather_objects(cancelled)):
             self._has_counted = True
             problems = sum(dist.gather_objects([record.problem for record in turns.records]), list[str]())
             if all(problems):
+                self._forget()
                 raise UserError(f"{self._flags}: all environments of the first rollout failed: {problems[0]}")
         return replace(rollout, episode_lengths=rollout.response_lengths, turn_rewards=rewards)
+
+    def _forget(self) -> None:
+        """Let the next start ask again what failed."""
+        if self.journalled is not None:
+            self.journalled.journal.forget()
 
     def _tell(self, records: Sequence[Record]) -> None:
         """Print why environments failed, and, once in a run, how a tool did."""

@@ -23,6 +23,9 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL)  # Mistral since November 2024
 
 
+DEEPEST = 100  # levels of a message; Python's own limit is 1000
+
+
 class MalformedCallError(ValueError):
     """A tool call that cannot be read; the message is for the model."""
 
@@ -34,9 +37,9 @@ def parse_action(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any]
     if template is not None:
         try:
             found = tokenizer.parse_response(text, prefix="", tools=tools or None)
-        except (ValueError, KeyError, TypeError) as problem:
+        except (ValueError, KeyError, TypeError, RecursionError) as problem:
             raise MalformedCallError(f"the tool call cannot be read: {problem}") from None
-        return {"role": "assistant", "content": "", **found}
+        return _shallow({"role": "assistant", "content": "", **found})
     calls, content = list[dict[str, Any]](), text
     for match in _CALLS.finditer(text):
         calls += _calls_of(match[match.lastgroup or 0])
@@ -46,7 +49,16 @@ def parse_action(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any]
     message: Message = {"role": "assistant", "content": content.rstrip() if calls else text}
     if calls:
         message["tool_calls"] = calls
-    return message
+    return _shallow(message)
+
+
+def _shallow(value: Any, levels: int = DEEPEST) -> Any:
+    """The value, if what is inside it can be sent and stored; `MalformedCallError` if it is nested deeper."""
+    if levels == 0:
+        raise MalformedCallError(f"the tool call is nested more than {DEEPEST} levels deep")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _shallow(part, levels - 1)
+    return value
 
 
 def said_and_called(text: str) -> tuple[str, str]:

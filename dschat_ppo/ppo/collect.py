@@ -205,22 +205,24 @@ class ExperienceCollection:
 
     def sample(self, prompts: Prompts, step: int, checkpointer: CheckpointManager) -> Rollout:
         """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
-        path = (step, self._round) if self._round else (step,)
         with self.clock.phase("rollout"):
-            rollout = self.generator.answer(prompts.rows, *path, cancelled=stop_requests.flag_is_set)
+            rollout = self.generator.answer(prompts.rows, *self._path(step), cancelled=stop_requests.flag_is_set)
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         if checkpointer.stop_requested():
             raise RolloutCancelled
         return rollout
+
+    def _path(self, step: int) -> tuple[int, ...]:
+        """What the seeds of a round's answers are derived from."""
+        return (step, self._round) if self._round else (step,)
 
     def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
         """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
         requests, baselines = self.requests, None
         if self.config.algorithm.advantage_estimator == "remax":
             with self.clock.phase("rollout"):
-                greedy = self.generator.answer(
-                    prompts.rows, step, config=replace(greedily(self.generator.config), samples=1)
-                )
+                config = replace(greedily(self.generator.config), samples=1)
+                greedy = self.generator.answer(prompts.rows, *self._path(step), config=config)
                 self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
             with self.clock.phase("reward"):
                 request = requests.request(greedy, prompts.rows, step - 1)

@@ -90,10 +90,11 @@ class EpisodeModel(ChatModel):
             with suppress(ValueError, RecursionError):
                 row = found if isinstance(found := json.loads(last["content"]), dict) else {}
         row = {**row, "prompt": row.get("prompt", "") if row else last["content"]}
-        if not isinstance(row["prompt"], str):
-            raise UserError("the prompt of the row must be text")
+        asked = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+        if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in asked):
+            raise UserError("the prompt of the row must be text or chat messages")
         earlier = earlier if self.tools else [message for message in earlier if message["role"] == "system"]
-        messages = [*earlier, {"role": "user", "content": row["prompt"]}]
+        messages = [*earlier, *asked]
         ids = self.prompt_ids(messages)
         self.is_waiting = False
         self.rollouts.episodes.end_all()

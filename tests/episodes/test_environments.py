@@ -187,12 +187,12 @@ def test_skyrl_gym(write):
 @pytest.mark.skipif(find_spec("openrlhf") is not None, reason="openrlhf is installed")
 def test_an_agent_of_openrlhf(write):
     episode = form_of(agent=write("agent_like.py", AGENT)).make()
-    assert episode.reset({"prompt": "2+2?", "label": "4"}, 0) == Turn()
+    assert episode.reset({"label": "4"}, 0, "2+2?") == Turn(text=None)
     first = episode.step(say("5"))
     assert first == Turn([], "\nHuman: 2+2?|</s>\nAssistant: ", 0.0, False, {"steps": 1.0})
     second = episode.step(say("6"))
     assert second.text == "\nHuman: 2+2?5\nHuman: 2+2?|</s>\nAssistant: |</s>\nAssistant: "
-    assert episode.step(say("4")) == Turn([], None, 1.0, True, {"steps": 3.0})
+    assert episode.step(say("4")) == Turn([], "", 1.0, True, {"steps": 3.0})
 
 
 @pytest.mark.skipif(find_spec("verl") is not None, reason="verl is installed")

@@ -125,6 +125,8 @@ def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
 def test_environments_that_all_fail_at_first_end_the_run():
     rollouts = object.__new__(EpisodeRollouts)
     rollouts._has_told = rollouts._has_counted = False
+    forgotten = []
+    rollouts.journalled = SimpleNamespace(journal=SimpleNamespace(forget=lambda: forgotten.append(1)))
     rollouts._numbers, rollouts._flags, rollouts.episodes = [], "--environment", SimpleNamespace(end_all=lambda: None)
     one = torch.zeros(2, 1)
     rollout = Rollout(one.long(), one.bool(), one.long(), one.bool(), one, one[:, 0].to(torch.int8))
@@ -136,6 +138,7 @@ def test_environments_that_all_fail_at_first_end_the_run():
     end("x", "y", cancelled=True)
     with pytest.raises(UserError, match="--environment: all environments of the first rollout failed: x"):
         end("x", "y")
+    assert forgotten == [1], "the next start asks again"
     rollouts._has_counted = False
     end("x", "")
     assert end("x", "y").turn_rewards.tolist() == [[0.5], [0.5]], "later failures cost their episodes alone"

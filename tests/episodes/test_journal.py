@@ -9,6 +9,9 @@ from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
 from dschat_ppo.rewards.worker_pool import CallError
 
 
+FAILURES = {"crash": "its process ended (a crash)", "late": "took longer than 4 s"}
+
+
 class Processes:
     """Episodes that answer each request with its number of requests so far; `heard` has all requests."""
 
@@ -28,9 +31,8 @@ class Processes:
     def _answer(self, number, request):
         self.heard.append((number, request))
         self.counts[number] += 1
-        failed = request == "crash"
         turn = Turn([{"role": "user", "content": str(self.counts[number])}], reward=0.1 * self.counts[number])
-        self.answers.append((number, CallError("its process ended") if failed else turn))
+        self.answers.append((number, CallError(FAILURES[request]) if request in FAILURES else turn))
 
     def poll(self, seconds):
         found, self.answers = self.answers, []
@@ -38,6 +40,9 @@ class Processes:
 
     def end(self, number):
         self.heard.append((number, "end"))
+
+    def end_all(self):
+        pass
 
 
 def episodes_of(folder, step=3, has_state=True, first=0, rollout="sampled/3"):
@@ -104,11 +109,35 @@ def test_another_action_row_rollout_number_or_step_is_another_question(tmp_path)
         assert [request for _, request in processes.heard] == ["reset", "x"], changes
 
 
-def test_failures_are_answers_too(tmp_path):
+@pytest.mark.parametrize(("request_", "again_"), [("late", []), ("crash", ["reset", "crash"])])
+def test_failures_are_answers_too_but_for_the_end_of_a_process(tmp_path, request_, again_):
+    """Who kills a whole job may end an episode before its rank, which must not take that for the environment's."""
     first, _ = episodes_of(tmp_path)
-    expected = live(first, "crash")
+    expected = live(first, request_)
+    assert expected == [("1", 0.1), FAILURES[request_]]
     again, processes = episodes_of(tmp_path)
-    assert live(again, "crash") == expected == [("1", 0.1), "its process ended"] and processes.heard == []
+    assert live(again, request_) == expected
+    assert [request for _, request in processes.heard] == again_
+
+
+def test_another_file_of_the_environment_asks_other_questions(tmp_path):
+    file = tmp_path / "game.py"
+    for content, heard in (("one", 2), ("one", 0), ("two", 2)):
+        file.write_text(content)
+        found = JournalledEpisodes(processes := Processes(), Journal(tmp_path), True, [str(file)])
+        found.begin(3, "sampled/3", 0)
+        live(found, "x")
+        assert len(processes.heard) == heard
+
+
+def test_answers_that_ended_the_run_are_forgotten(tmp_path):
+    first, _ = episodes_of(tmp_path)
+    live(first, "late")
+    first.end_all()
+    first.journal.forget()
+    again, processes = episodes_of(tmp_path)
+    live(again, "late")
+    assert len(processes.heard) == 2
 
 
 def test_files_a_cut_line_other_ranks_and_steps_that_never_run_again(tmp_path):
