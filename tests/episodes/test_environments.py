@@ -41,17 +41,6 @@ class Guess:
         return ("right" if right else "wrong"), float(right), right, self.low > 5, {"tried": 1, "note": "text"}
     def close(self):
         pass
-
-class Sky:
-    """SkyRL-Gym."""
-    def __init__(self, env_config, extras={}):
-        self.truth = extras["reward_spec"]["ground_truth"]
-    def init(self, prompt):
-        return prompt, {}
-    def step(self, action):
-        done = self.truth in action
-        return {"observations": [] if done else [{"role": "user", "content": "again"}], "reward": float(done),
-                "done": done, "metadata": {"length": len(action)}}
 '''
 
 AGENT = '''
@@ -176,12 +165,21 @@ def test_gymnasium(write):
         late.step(say("seven"))
 
 
-def test_skyrl_gym(write):
-    episode = form_of(f"{write('sky_like.py', GYM)}:Sky").make()
-    assert episode.reset({"prompt": "?", "reward_spec": {"ground_truth": "9"}}, 0) == Turn()
-    again = Turn([{"role": "user", "content": "again"}], None, 0.0, False, {"length": 1.0})
-    assert episode.step(say("8")) == again
-    assert episode.step(say("is 9")) == Turn([], None, 1.0, True, {"length": 4.0})
+def begun(monkeypatch, found, **methods):
+    """An episode, begun, whose environment has these methods and whose `step` returns `found`."""
+    methods = methods or {"reset": lambda self: None}
+    made = type("Own", (), {"step": lambda self, action: found, **methods})
+    monkeypatch.setitem(sys.modules, "own_environment", types.SimpleNamespace(Own=made))
+    episode = form_of("own_environment:Own").make()
+    assert episode.reset({}, 0) == Turn()
+    return episode
+
+
+def test_numbers_of_skyrl_gym(monkeypatch):
+    """docs/environments.md plays a game of it."""
+    found = {"observations": [], "reward": 1, "done": True, "metadata": {"length": 4, "note": "text"}}
+    episode = begun(monkeypatch, found, init=lambda self, prompt: (prompt, {}))
+    assert episode.step(say("x")) == Turn([], None, 1.0, True, {"length": 4.0})
 
 
 @pytest.mark.skipif(find_spec("openrlhf") is not None, reason="openrlhf is installed")
@@ -215,28 +213,15 @@ def test_tools_of_verl(write):
     ("reward", "problem"), [("high", "its reward is str, not a number"), (float("nan"), "its reward is nan")]
 )
 def test_a_reward_that_is_no_number(reward, problem, monkeypatch):
-    class Wrong:
-        def reset(self):
-            return None
-
-        def step(self, action):
-            return None, reward, True, False, {}
-
-    monkeypatch.setitem(sys.modules, "wrong_environment", types.SimpleNamespace(Wrong=Wrong))
-    episode = form_of("wrong_environment:Wrong").make()
-    episode.reset({}, 0)
+    episode = begun(monkeypatch, (None, reward, True, False, {}))
     with pytest.raises((TypeError, ValueError), match=problem):
         episode.step(say("x"))
 
 
 @pytest.mark.parametrize("found", ["only text", ("text", 1.0), 3])
 def test_a_step_of_another_form_says_so(found, monkeypatch):
-    made = type("Wrong", (), {"reset": lambda self: None, "step": lambda self, action: found})
-    monkeypatch.setitem(sys.modules, "wrong_environment", types.SimpleNamespace(Wrong=made))
-    episode = form_of("wrong_environment:Wrong").make()
-    episode.reset({}, 0)
     with pytest.raises(TypeError, match=f"step returned {type(found).__name__}, not observation, reward and"):
-        episode.step(say("x"))
+        begun(monkeypatch, found).step(say("x"))
 
 
 @pytest.mark.parametrize("text", ["tools: {a: 1}", "nothing: 1", "", "tools: [{config: {}}]"])

@@ -47,21 +47,33 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(assets, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("episodes")
+def words_for(assets, folder, layout, output, *more):
+    """The command line for a layout; makes the environment and the rows in `folder`."""
     (folder / "letters.py").write_text(ENVIRONMENT)
     rows = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"number": n}) + "\n" for n, row in enumerate(rows)))
+    words = ["--actor_model_name_or_path", assets / "lm", "--data_path", folder / "rows.jsonl", *FLAGS, *more]
+    words += ["--environment", f"{folder / 'letters.py'}:Letters", "--output_dir", folder / output]
+    return [*words, *LAYOUTS[layout][1].split()]
+
+
+def samples_of(output):
+    return [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+
+
+def depends_on_the_computation(key):
+    return key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout") and "diff" not in key
+
+
+@pytest.fixture(scope="module")
+def runs(assets, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("episodes")
     found = {}
-    for name, (ranks, words) in LAYOUTS.items():
-        given = ["--actor_model_name_or_path", assets / "lm", "--data_path", folder / "rows.jsonl"]
-        given += ["--environment", f"{folder / 'letters.py'}:Letters", "--output_dir", folder / name]
+    for name, (ranks, _) in LAYOUTS.items():
         (folder / "calls").unlink(missing_ok=True)
-        succeed(forked(ranks, "training/step3_ppo/main.py", *given, *FLAGS, *words.split()))
-        samples = [json.loads(line) for line in (folder / name / "samples.jsonl").read_text().splitlines()]
+        succeed(forked(ranks, "training/step3_ppo/main.py", *words_for(assets, folder, name, name)))
         calls = (folder / "calls").read_text().split()
-        found[name] = metrics_of(folder / name), samples, calls
+        found[name] = metrics_of(folder / name), samples_of(folder / name), calls
     return found
 
 
@@ -80,28 +92,15 @@ def test_the_numbers_do_not_depend_on_the_layout(runs, name):
     (expected, samples, _), (found, others, _) = runs["one"], runs[name]
     assert [each["answer"] for each in samples] == [each["answer"] for each in others]
     for row, other in zip(expected, found, strict=True):
-        for key in row:
-            if key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout") and "diff" not in key:
-                atol = 2e-4 if key.endswith("_max") else 2e-5
-                np.testing.assert_allclose(other[key], row[key], rtol=2e-3, atol=atol, err_msg=key)
+        for key in filter(depends_on_the_computation, row):
+            atol = 2e-4 if key.endswith("_max") else 2e-5
+            np.testing.assert_allclose(other[key], row[key], rtol=2e-3, atol=atol, err_msg=key)
 
 
 def test_a_run_that_is_killed_during_a_turn_resumes_and_asks_no_environment_again(runs, assets, tmp_path):
     """Only the episodes that had not ended are played again, and the numbers are those of the uninterrupted run. It is
     killed in the third step, when the checkpoint after the first one is complete: the second step asks nothing."""
-    rows = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
-    (tmp_path / "letters.py").write_text(ENVIRONMENT)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"number": n}) + "\n" for n, row in enumerate(rows)))
-    words = ["--actor_model_name_or_path", assets / "lm", "--data_path", tmp_path / "rows.jsonl", *FLAGS]
-    words += [
-        "--environment",
-        f"{tmp_path / 'letters.py'}:Letters",
-        "--output_dir",
-        tmp_path / "out",
-        "--save_steps",
-        1,
-    ]
-    words += LAYOUTS["one"][1].split()
+    words = words_for(assets, tmp_path, "one", "out", "--save_steps", 1)
     whole = runs["one"][2]
     episodes = whole.count("close") // 3  # of each of the three steps
     (tmp_path / "most").write_text(str(len(whole) - episodes // 2))
@@ -114,8 +113,7 @@ def test_a_run_that_is_killed_during_a_turn_resumes_and_asks_no_environment_agai
     assert 0 < after.count("reset") <= 3 * episodes - before.count("close") + 1, "the last answer was under way"
     metrics, samples = runs["one"][:2]
     for row, found in zip(metrics, metrics_of(tmp_path / "out"), strict=True):
-        for key in row:
-            if key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout") and "diff" not in key:
-                assert found[key] == row[key], key
-    assert samples == [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+        for key in filter(depends_on_the_computation, row):
+            assert found[key] == row[key], key
+    assert samples == samples_of(tmp_path / "out")
     assert not (tmp_path / "out" / "checkpoints").exists()
