@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -171,9 +172,9 @@ class Episodes:
     def _require_server(self) -> None:
         """`RuntimeError` if the server has ended, which ends all its episodes: not an environment has failed. It closes
         its socket before its episodes end."""
-        with suppress(BlockingIOError, ConnectionResetError):
-            if self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                return
+        control = select.poll()
+        control.register(self._control, select.POLLIN)
+        if control.poll(0):  # its end: the server has nothing more to say
             raise RuntimeError(
                 f"the process that runs the environments of rank {ranks.rank()} ended (exit code "
                 f"{self._process.wait()}; -9: killed or out of memory); run the same command again to resume"

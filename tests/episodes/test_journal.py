@@ -8,7 +8,6 @@ from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
 from dschat_ppo.rewards.worker_pool import CallError
 
-
 FAILURES = {"crash": "its process ended (a crash)", "late": "took longer than 4 s"}
 
 

@@ -1,9 +1,16 @@
 """Processes of episodes: what they answer, and what a call that goes wrong costs."""
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
+from launch import ROOT, wait_until
 
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
@@ -50,6 +57,31 @@ class Counter:
         os.write(1, b"more noise")
         return "<|im_end|>"
 '''
+STARTS = """
+import os, subprocess, time
+class Starter:
+    def reset(self, seed=None, options=None):
+        program = subprocess.Popen(["sleep", "600"])
+        return f"{program.pid} {os.getpid()} {os.getppid()}"
+    def step(self, text):
+        time.sleep(1.0)
+        return "done", 0.0, True, False, {}
+"""
+TRAINER = """
+import sys, time
+sys.path[:0] = {}
+from dschat_ppo.episodes.episode_processes import Episodes
+episodes = Episodes({{"environment": "starts:Starter"}}, 30.0, 4)
+def told():
+    while not (found := episodes.poll(1.0)):
+        pass
+    print(found[0][1].messages[0]["content"], flush=True)
+episodes.start(0, {{}}, 0)
+told()
+episodes.step(0, {{"role": "assistant", "content": "x"}})
+told()
+time.sleep(600)
+"""
 
 
 def call(name, **arguments):
@@ -140,3 +172,41 @@ def test_a_file_that_cannot_be_used(tmp_path):
     (tmp_path / "mine.py").write_text("import nothing_like_this\n")
     with pytest.raises(CallError, match="ModuleNotFoundError: No module named 'nothing_like_this'"):
         Episodes({"environment": f"{tmp_path / 'mine.py'}:Counter"}, 2.0, 4)
+
+
+def test_the_end_of_the_server_is_no_failure_of_its_episodes(tmp_path):
+    """It ends the run, which resumes: the episodes die with the server, and must not count as answered."""
+    (tmp_path / "mine.py").write_text(FILE)
+    server = Episodes({"environment": f"{tmp_path / 'mine.py'}:Counter"}, 30.0, 4)
+    server.start(0, {}, 0)
+    answers(server, 1)
+    server.step(0, call("fail", how="hang"))
+    os.kill(server._process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the environments of rank 0 ended .exit code -9"):
+        server.poll(20.0)
+    with pytest.raises(RuntimeError, match="run the same command again"):
+        for number in range(1, 50):
+            server.start(number, {}, 0)
+            server.poll(0.1)
+    server.close()
+
+
+def runs(process):
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_what_an_episode_has_started_ends_with_the_trainer_and_outlives_a_stop(tmp_path):
+    """A trainer that is killed leaves nothing; SIGTERM to all processes, as of Slurm, leaves the call alone."""
+    (tmp_path / "starts.py").write_text(STARTS)
+    place = json.dumps([str(tmp_path), str(ROOT)])
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER.format(place)], stdout=subprocess.PIPE, text=True)
+    program, episode, server = map(int, trainer.stdout.readline().split())
+    for process in (episode, server):
+        os.kill(process, signal.SIGTERM)
+    assert trainer.stdout.readline() == "done\n"
+    assert runs(program) and runs(episode)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not any(map(runs, (program, episode, server))), 20)
