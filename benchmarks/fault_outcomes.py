@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import torch
 from measure import markdown
 from safetensors.torch import load_file
 
+ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ("time", "seconds", "memory/")  # "seconds": of result.json
 
 
@@ -48,6 +51,32 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def launcher(ranks: int) -> list[str]:
+    """The command that starts ranks, before the script; each has a port of its own."""
+    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
+    return [*words, "--master_port", str(free_port())]
+
+
+def environment(tree: Path = ROOT, **more: str) -> dict[str, str]:
+    """Variables of a command that runs the code of `tree` with one thread a process."""
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    paths["PYTHONPATH"] = f"{tree}:{os.environ.get('PYTHONPATH', '')}"
+    return {**os.environ, **paths, "OMP_NUM_THREADS": "1", **more}
+
+
+def logged(command: list[str], log: Path, folder: Path, env: dict[str, str]) -> str:
+    """Run a command in `folder`, its output in `log`; returns that. `SystemExit` with its end if it fails."""
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(
+            command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if code:
+        end = "\n".join(said.splitlines()[-25:])
+        raise SystemExit(f"{end}\nexit code {code}; the whole log is {log}")
+    return said
 
 
 def left_over(word: str, timeout: float = 40.0) -> int:

@@ -34,10 +34,13 @@ from typing import Any
 import power_loss
 import psutil
 from fault_outcomes import (
+    ROOT,
     Outcome,
     comes_in_time,
+    environment,
     free_port,
     is_finished,
+    launcher,
     left_over,
     lost_steps,
     same_outputs,
@@ -46,7 +49,6 @@ from fault_outcomes import (
 from measure import publish
 from models import save_tiny_models
 
-ROOT = Path(__file__).parent.parent
 STEPS = 4  # of every run
 AWAY_SECONDS = 30
 MARKS = ("<!-- faults -->", "<!-- /faults -->")
@@ -65,10 +67,30 @@ PPO = (
     "--remote_reward_weight 0.01"
 )
 FUNCTION = "--advantage_estimator grpo --use_reward_model False --reward_workers 1"
+PLAY = """
+import os, time, zlib
+class Game:
+    def reset(self, seed=None, options=None):
+        return "?"
+    def step(self, text):  # some actions make it raise, hang, die or write too much
+        place = zlib.crc32(text.encode()) % 20
+        if place == 0:
+            raise ValueError("no")
+        if place == 1:
+            time.sleep(60)
+        if place == 2:
+            os._exit(3)
+        return "x" * 10**8 if place == 3 else str(place), place / 20, False, False, {}
+"""
+TURNS = (
+    f"{STEP_3.replace('answer_seq_len 6', 'answer_seq_len 48')} --advantage_estimator grpo --use_reward_model False "
+    f"--max_turns 4 --turn_reward to_go --environment_timeout 3 --stop_token_ids {' '.join(map(str, range(40, 90)))}"
+)
 RUNS = {  # name -> (script, flags)
     "PPO": ("training/step3_ppo/main.py", f"{PPO} --actor_dropout 0.1"),
     "GRPO": ("training/step3_ppo/main.py", f"{STEP_3} {FUNCTION} --actor_dropout 0.1"),
     "LoRA": ("training/step3_ppo/main.py", f"{STEP_3} {FUNCTION} --actor_lora_dim 4 --only_optimize_lora"),
+    "episodes": ("training/step3_ppo/main.py", TURNS),
     "SFT, packed": ("training/step1_sft/main.py", f"{SFT} --packing"),
     "SFT, streamed": ("training/step1_sft/main.py", f"{SFT} --streaming --streaming_rows 16"),
 }
@@ -127,6 +149,7 @@ def make_models(folder: Path) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     (folder / "scores.py").write_text("def length(response):\n    return float(len(response) % 7)\n")
+    (folder / "play.py").write_text(PLAY)
 
 
 class Bench:
@@ -160,21 +183,17 @@ class Bench:
         if script == "training/step3_ppo/main.py":
             words += ["--actor_model_name_or_path", str(self.models / "actor")]
             words += ["--data_path", str(self.models / "prompts.jsonl")]
-            words += (
-                ["--critic_model_name_or_path", str(self.models / "reward"), "--remote_reward_url", self.url]
-                if run == "PPO" else ["--reward_function", f"{self.models / 'scores.py'}:length"]
-            )  # fmt: skip
+            words += {
+                "PPO": ["--critic_model_name_or_path", str(self.models / "reward"), "--remote_reward_url", self.url],
+                "episodes": ["--environment", f"{self.models / 'play.py'}:Game"],
+            }.get(run, ["--reward_function", f"{self.models / 'scores.py'}:length"])
         else:
             words += ["--model_name_or_path", str(self.models / "actor")]
             words += ["--data_path", str(self.models / "answers.jsonl")]
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **settings}
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-        env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
         with (log or self.log_of(output)).open("a", encoding="utf-8") as file:
             return subprocess.Popen(
-                [*launcher, "--master_port", str(free_port()), *words], cwd=ROOT, env=env, stdout=file,
-                stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                [*launcher(2), *words], cwd=ROOT, env=environment(**settings), stdout=file, stderr=subprocess.STDOUT,
+                text=True, start_new_session=True,
             )  # fmt: skip
 
     def meet(self, fault: Fault, number: int) -> Outcome:

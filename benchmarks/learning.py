@@ -20,14 +20,13 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from fault_outcomes import ROOT, logged
 from measure import markdown
 
-ROOT = Path(__file__).parent.parent
 SEEDS = (1, 2, 3)
 QUICK = ("gae", "grpo", "rloo")
 # estimator -> the loss it is usually combined with
@@ -78,12 +77,7 @@ def call(command: list[object], log: Path) -> None:
     started, env = time.perf_counter(), {**os.environ, "RANKS": "2", "PYTHONPATH": str(ROOT)}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as file:
-        words = [str(word) for word in command]
-        code = subprocess.run(words, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code:
-        end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
-        sys.exit(f"{end}\nexit code {code}; the whole log is {log}")
+    logged([str(word) for word in command], log, ROOT, env)
     print(f"{log}: {time.perf_counter() - started:.0f} s", flush=True)
 
 

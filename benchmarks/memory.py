@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import runpy
 import shlex
 import subprocess
@@ -33,7 +32,7 @@ from typing import Any
 
 import psutil
 import torch
-from fault_outcomes import free_port
+from fault_outcomes import ROOT, environment, launcher
 from measure import markdown, write_docs
 from models import config_of, save_reward_adapter
 from ppo_parts import save_models
@@ -44,7 +43,7 @@ from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.plan_step import plan_step
 from dschat_ppo.tools.toy import make_tokenizer
 
-ROOT, GIB, RANK = Path(__file__).resolve().parent.parent, 2**30, 16
+GIB, RANK = 2**30, 16
 SCRIPTS = {
     "ppo": "training/step3_ppo/main.py",
     "sft": "training/step1_sft/main.py",
@@ -164,10 +163,9 @@ def measure(setting: Setting, work: Path) -> dict[str, Any]:
     make_models(models, setting.shape)
     write_rows(setting, output / "rows.jsonl")
     words = words_of(setting, models, output / "rows.jsonl", output / "run")
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(setting.ranks)]
-    command += ["--master_port", str(free_port()), str(Path(__file__).resolve()), "--measure", setting.step, *words]
+    command = [*launcher(setting.ranks), str(Path(__file__).resolve()), "--measure", setting.step, *words]
     # glibc returns freed tensors of this size at once, so that they do not count
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    env = environment(MALLOC_MMAP_THRESHOLD_="65536")
     ended = subprocess.run(command, text=True, capture_output=True, check=False, env=env)
     if ended.returncode:
         sys.exit(f"{shlex.join(command)}\nexit code {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")

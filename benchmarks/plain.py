@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from models import Workload
 from ppo_parts import free_scores
-from rollout import AtLength
+from rollout import sample_to_lengths
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, ppo, value_losses
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae, token_rewards
@@ -40,16 +40,7 @@ def answers(model: PreTrainedModel, work: Workload) -> tuple[Tensor, Tensor, Ten
     """
     prompts, lengths = to_device(repeat_rows(work.prompts, work.samples), model.device), work.answer_lengths
     lengths = lengths.to(model.device)
-    sampling = GenerationConfig(
-        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,
-        max_new_tokens=int(lengths.max()),
-    )  # fmt: skip
-    ids = model.generate(
-        input_ids=prompts.prompt_ids,
-        attention_mask=prompts.prompt_mask.long(),
-        generation_config=sampling,
-        stopping_criteria=StoppingCriteriaList([AtLength(prompts.prompt_ids.shape[1], lengths)]),
-    )
+    ids = sample_to_lengths(model, prompts, lengths)
     columns = torch.arange(ids.shape[1] - prompts.prompt_ids.shape[1], device=ids.device)
     response_mask = columns < lengths.unsqueeze(1)
     return ids, torch.cat([prompts.prompt_mask, response_mask], dim=1).long(), response_mask

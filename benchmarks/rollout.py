@@ -30,7 +30,7 @@ from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.types import repeat_rows, to_device
+from dschat_ppo.types import PromptBatch, repeat_rows, to_device
 
 ROWS = (32, 128)
 PROMPTS = {"fixed": 128, "varied": 128, "group": 16, "long": 64}
@@ -47,23 +47,26 @@ class AtLength(transformers.StoppingCriteria):
         return input_ids.shape[1] >= self.total
 
 
-@torch.no_grad()
-def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
-    """Static batches of `rows` sequences in order, each until its longest sequence is finished."""
-    batch = repeat_rows(work.prompts, work.samples)
+def sample_to_lengths(model: PreTrainedModel, prompts: PromptBatch, lengths: Tensor) -> Tensor:
+    """(B, P + R) tokens by Hugging Face `generate`, one padded batch, each row to its length; all on one device."""
     sampling = transformers.GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,
-        max_new_tokens=int(work.answer_lengths.max()),
+        max_new_tokens=int(lengths.max()),
     )  # fmt: skip
-    for part in torch.arange(len(batch.prompt_ids)).split(rows):
-        lengths = work.answer_lengths[part]
-        criteria = StoppingCriteriaList([AtLength(batch.prompt_ids.shape[1], lengths.to(model.device))])
-        model.generate(
-            input_ids=batch.prompt_ids[part].to(model.device),
-            attention_mask=batch.prompt_mask[part].long().to(model.device),
-            generation_config=sampling,
-            stopping_criteria=criteria,
-        )
+    return model.generate(
+        input_ids=prompts.prompt_ids,
+        attention_mask=prompts.prompt_mask.long(),
+        generation_config=sampling,
+        stopping_criteria=StoppingCriteriaList([AtLength(prompts.prompt_ids.shape[1], lengths)]),
+    )
+
+
+def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
+    """Static batches of `rows` sequences in order, each until its longest sequence is finished."""
+    prompts, lengths = to_device(repeat_rows(work.prompts, work.samples), model.device), work.answer_lengths
+    for part in torch.arange(len(lengths)).split(rows):
+        batch = PromptBatch(prompts.prompt_ids[part], prompts.prompt_mask[part])
+        sample_to_lengths(model, batch, lengths[part].to(model.device))
 
 
 def by_us(

@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,11 +33,10 @@ from typing import Any
 
 import fault_outcomes
 import torch
-from fault_outcomes import free_port
+from fault_outcomes import ROOT, environment, launcher, logged
 from safetensors.torch import load_file
 from trajectory_runs import RUNS, SCORES
 
-ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers")
 MISSING, RESULT = "missing", "result"
 
@@ -51,28 +48,20 @@ class Tree:
 
     def __init__(self, folder: Path, work: Path):
         self.folder, self.work = folder, work
-        self.env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.env |= {"HF_HOME": str(work / "hf"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        found = self.call(["-c", "import dschat_ppo; print(dschat_ppo.__file__)"], work / "import.log").strip()
+        self.env = environment(folder, HF_HUB_OFFLINE="1", HF_HOME=str(work / "hf"))
+        found = self.call(
+            [sys.executable, "-c", "import dschat_ppo; print(dschat_ppo.__file__)"], work / "import.log"
+        ).strip()
         if not Path(found).resolve().is_relative_to(folder):
             sys.exit(f"{found} is imported, which is not in {folder}")
 
     def call(self, words: list[str], log: Path) -> str:
-        """Run Python on the code of the tree, with its output in `log`; returns that. `SystemExit` if it fails."""
-        with log.open("w", encoding="utf-8") as file:
-            command = [sys.executable, *words]
-            ended = subprocess.run(
-                command, cwd=self.work, env=self.env, stdout=file, stderr=subprocess.STDOUT, check=False
-            )
-        said = log.read_text(encoding="utf-8", errors="replace")
-        if ended.returncode:
-            end = "\n".join(said.splitlines()[-25:])
-            raise SystemExit(f"{end}\n{log.stem}: exit code {ended.returncode}")
-        return said
+        """Run a command on the code of the tree, its output in `log`; returns that. `SystemExit` if it fails."""
+        return logged(words, log, self.work, self.env)
 
     def make_inputs(self) -> Record:
         """Models, data and the reward function that the runs start from."""
-        self.call(["-m", "dschat_ppo.tools.toy", str(self.work / "toy")], self.work / "toy.log")
+        self.call([sys.executable, "-m", "dschat_ppo.tools.toy", str(self.work / "toy")], self.work / "toy.log")
         (self.work / "scores.py").write_text(SCORES, encoding="utf-8")
         texts = [
             json.dumps({"text": f"The lamp is in hall {number}, and the kite in attic {number * number}."})
@@ -87,8 +76,7 @@ class Tree:
         run, started = RUNS[name], time.perf_counter()
         label = name if checkpoint is None else f"{name} from {checkpoint}"
         output = self.work / label.replace(" ", "_")
-        words = ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(run.ranks)]
-        words += ["--master_port", str(free_port()), str(self.folder / "training" / run.script / "main.py")]
+        words = [*launcher(run.ranks), str(self.folder / "training" / run.script / "main.py")]
         words += [word.format(made=made) for word in run.flags.split()]
         words += ["--output_dir", str(output), "--data_output_path", str(self.work / "prepared")]
         if checkpoint is not None:

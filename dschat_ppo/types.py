@@ -21,6 +21,7 @@ Record = TypeVar("Record")
 # Fields of shape (B, P), and fields with one entry per row; all other fields are (B, R).
 LEFT_PADDED = ("prompt_ids", "prompt_mask")
 PER_ROW = (
+    "episode_lengths",
     "finish_reason",
     "source_scores",
     "scores",
@@ -64,9 +65,24 @@ class Rollout:
     prompt_ids: Tensor  # (B, P) int64, left-padded
     prompt_mask: Tensor  # (B, P) bool, True on prompt tokens
     response_ids: Tensor  # (B, R) int64, right-padded
-    response_mask: Tensor  # (B, R) bool, True up to and including the token that ended the answer
+    response_mask: Tensor  # (B, R) bool, True on the tokens that the policy chose: up to and including the token that
+    #   ended the answer, without the observations of an episode
     rollout_logprobs: Tensor  # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
     finish_reason: Tensor  # (B,) int8, a `FinishReason`
+    # (B,) int64, tokens of an episode after its prompt, chosen or observed; None where there are no observations
+    episode_lengths: Tensor | None = field(default=None, kw_only=True)
+    turn_rewards: Tensor | None = field(default=None, kw_only=True)  # (B, R) fp32, on the last token of each action
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """(B,) int64, tokens after the prompt, of both kinds."""
+        return self.response_mask.sum(dim=1) if self.episode_lengths is None else self.episode_lengths
+
+    @property
+    def real_mask(self) -> Tensor:
+        """(B, R) bool, True on the tokens after the prompt, chosen or observed."""
+        columns = torch.arange(self.response_ids.shape[1], device=self.response_ids.device)
+        return columns < self.response_lengths.unsqueeze(1)
 
     @property
     def ended(self) -> Tensor:
@@ -123,7 +139,7 @@ class Experience(RewardedRollout):
 
 def row_lengths(rows: Rollout) -> Tensor:
     """Number of real tokens of each row, prompt and response together, (B,) int64."""
-    return rows.prompt_mask.sum(dim=1) + rows.response_mask.sum(dim=1)
+    return rows.prompt_mask.sum(dim=1) + rows.response_lengths
 
 
 def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
@@ -145,6 +161,14 @@ def response_slots(rows: Rollout) -> Tensor:
     return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)
 
 
+def chosen_columns(rows: Rollout, width: int, shift: int = 0) -> Tensor:
+    """(B, `width`) bool: the columns of `full_sequences` that hold tokens that the policy chose, or those `shift`
+    before them."""
+    columns = (response_slots(rows) - shift).clamp_min(0)  # (B, R); several are equal in the padding
+    counts = torch.zeros(len(columns), width, dtype=torch.int64, device=columns.device)
+    return counts.scatter_add_(1, columns, rows.response_mask.long()) > 0
+
+
 def tensors_of(rows: Any) -> dict[str, Tensor]:
     """The fields of a record as name -> tensor, without those that are None."""
     values = {f.name: getattr(rows, f.name) for f in fields(rows)}
@@ -159,8 +183,10 @@ def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
 def select_rows(rows: Rows, index: Tensor) -> Rows:
     """The rows at `index` (n,) int64, without columns that are padding in all of them; at least one response column."""
     chosen = {name: value[index] for name, value in tensors_of(rows).items()}
-    masks = [chosen[name] for name in ("prompt_mask", "response_mask") if name in chosen]
-    lengths = torch.stack([mask.sum(dim=1).amax() for mask in masks]).tolist()  # one wait for the device
+    longest = [chosen["prompt_mask"].sum(dim=1).amax()]
+    if isinstance(rows, Rollout):
+        longest.append(rows.response_lengths[index].amax())
+    lengths = torch.stack(longest).tolist()  # one wait for the device
     # (n, P) -> (n, longest); `[:, -longest:]` would keep every column for 0
     chosen |= {name: chosen[name][:, chosen[name].shape[1] - lengths[0] :] for name in LEFT_PADDED}
     if len(lengths) > 1:

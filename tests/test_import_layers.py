@@ -13,7 +13,7 @@ ROOT = Path(dschat_ppo.__file__).parent
 LAYERS = [
     {"errors"},  # every layer may raise its exceptions
     {"config", "types"}, {"algorithms", "common"}, {"cpu_kernels", "gpu_kernels"}, {"data", "models", "monitor"},
-    {"checkpoint", "engine", "html_report", "rewards"}, {"nonfinite", "rollout", "run"}, {"planner"},
+    {"checkpoint", "engine", "html_report", "rewards"}, {"episodes", "nonfinite", "rollout", "run"}, {"planner"},
     {"ppo", "supervised"}, {"tools"}, {"commands"}, {"__main__"},
 ]  # fmt: skip
 LARGE = ("torch", "deepspeed", "datasets", "transformers", "tokenizers", "numpy")

@@ -21,7 +21,8 @@ def record(kind, mask: torch.Tensor, **changes):
         "finish_reason": torch.zeros(rows, dtype=torch.int8), "source_scores": torch.zeros(rows, 1),
         "scores": torch.zeros(rows), "groups": torch.arange(rows),
     }  # fmt: skip
-    made |= dict.fromkeys(("entropies", "selected", "baselines", "data_sources", "numbers", "answer_scores")) | changes
+    absent = "entropies selected baselines data_sources numbers answer_scores episode_lengths turn_rewards".split()
+    made |= dict.fromkeys(absent) | changes
     return kind(**{field.name: made[field.name] for field in fields(kind)})
 
 

@@ -210,7 +210,7 @@ def plain_logprobs(model: PreTrainedModel, rollout: Rollout, temperature: float 
     the end. fp64 softmax."""
     result = torch.zeros(rollout.response_ids.shape)
     for row, (prompt, response) in enumerate(zip(rollout.prompt_ids, rollout.response_ids, strict=True)):
-        real, answer = prompt[rollout.prompt_mask[row]], response[rollout.response_mask[row]]
+        real, answer = prompt[rollout.prompt_mask[row]], response[: rollout.response_lengths[row]]
         ids = torch.cat([real, answer]).unsqueeze(0)
         logits = model(input_ids=ids, use_cache=False).logits[0, len(real) - 1 : -1]
         table = torch.log_softmax(logits.double() / temperature, dim=-1)

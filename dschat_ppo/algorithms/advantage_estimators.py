@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -355,6 +355,27 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """The return-to-go, with the score of the greedy answer as the baseline (ReMax, Li et al. 2024)."""
     assert inputs.baselines is not None
     return _above_baseline(inputs.baselines, inputs)
+
+
+def by_turn(estimate: Estimator, inputs: AdvantageInputs, turn_rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages of the turns of episodes: of each turn, those that `estimate` gives if the episode begins with it.
+
+    So the tokens of a turn are credited with the rewards from that turn on, and are compared with the same turn of the
+    other episodes of their group that have one. A turn is a run of True tokens of the mask. `turn_rewards` (B, R) fp32
+    is the part of the scores that is in the rewards before the last token.
+    """
+    mask = inputs.response_mask
+    starts = mask & ~pad(mask, (1, 0))[:, :-1]  # (B, R)
+    turns = torch.where(mask, starts.cumsum(dim=1), 0)  # (B, R), from 1 on
+    advantages = torch.zeros_like(inputs.rewards)
+    for turn in range(1, int(turns.max()) + 1):
+        left = turns >= turn
+        earlier = zero_outside(turn_rewards, mask & ~left).sum(dim=1)  # (B,)
+        scores = None if inputs.scores is None else inputs.scores - earlier
+        rewards = zero_outside(inputs.rewards, left)
+        found, _ = estimate(replace(inputs, rewards=rewards, response_mask=left, scores=scores))
+        advantages = torch.where(turns == turn, found, advantages)
+    return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
 
 
 def _row_scores(inputs: AdvantageInputs) -> Tensor:

@@ -314,7 +314,7 @@ THEIR_NAMES = {
     "normalize_group_std": "scale_rewards",
     "kl_loss_coef kl_coef": "beta",
     "kl_coef": "init_kl_coef kl_init_coef",
-    "reward_function": "reward_funcs agent_func_path",
+    "reward_function": "reward_funcs",
     "remote_reward_url reward_function": "remote_url remote_rm_url",
     "output_dir": "save_path ckpt_path",
     "resume": "resume_from_checkpoint load_checkpoint",

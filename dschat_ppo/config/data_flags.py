@@ -171,6 +171,7 @@ class StepData:
     # of the training rows, held out for evaluation if a data set has no evaluation split and there are no `eval_paths`;
     # None leaves evaluation to `eval_paths` alone
     eval_fraction: float | None = None
+    tools: Sequence[dict[str, Any]] = ()  # JSON schemas that the chat template renders beside those of a row
     all_turns: bool = False  # whether every answer of a conversation trains
     step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
     most_rows: int | None = None  # use only the first rows of each data set, as if there were no others

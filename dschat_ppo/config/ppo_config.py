@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags, PPOLoraFlags, PPOMemoryFlags, RewardSourceFlags
 from dschat_ppo.config.schema import flag, not_negative, refuse, require_used, share
@@ -35,6 +36,7 @@ class PPOConfig(StepConfig):
     ppo: PPOFlags
     algorithm: AlgorithmFlags
     rewards: RewardSourceFlags
+    environment: EnvironmentFlags
     validation: EvaluationFlags
     lora: PPOLoraFlags
     ppo_memory: PPOMemoryFlags
@@ -72,6 +74,18 @@ class PPOConfig(StepConfig):
                 by_model and not learned,
             "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
             "--normalize_rewards running": by_model and self.rewards.process_reward is not None,
+            "--use_reward_model False leaves no reward: give --reward_function, --remote_reward_url, --environment, "
+            "--tool_config or --agent_func_path":
+                not learned and not self.rewards.has_functions and not self.environment.gives_reward,
+            # episodes
+            "--process_reward scores the steps of one answer, not of episodes; omit it":
+                self.environment.is_used and self.rewards.process_reward is not None,
+            "--min_answer_seq_len is not for episodes: an action may be short; omit it":
+                self.environment.is_used and ppo.min_answer_seq_len > 0,
+            "--advantage_estimator remax: the score of its baseline is of a whole episode; use --turn_reward sum":
+                self.environment.to_go_weight is not None and self.algorithm.advantage_estimator == "remax",
+            f"--inference_tp_size {memory.inference_tp_size}: the ranks of a group would each run the episodes of all; "
+            "set it to 1": self.environment.is_used and memory.inference_tp_size > 1,
             # memory
             f"--inference_tp_size {memory.inference_tp_size} divides the layers, and --unpin_actor_parameters gathers "
             "each layer whole; use one of the two": memory.inference_tp_size > 1 and ppo.unpin_actor_parameters,

@@ -248,13 +248,16 @@ class RewardSourceFlags:
                 max(self.reward_timeout, self.remote_reward_timeout) > 10**6,
             "--reward_function must not be an empty string": not all(self.reward_function),
             "--remote_reward_url contains an empty URL": not all(self.remote_urls),
-            "--use_reward_model False leaves no reward: give --reward_function or --remote_reward_url":
-                without and not self.reward_function and not remote,
         })  # fmt: skip
         require_used(self, [
             (not without, "--use_reward_model", "reward_model_name_or_path process_reward reward_model_sources"),
             (remote, "--remote_reward_url", "remote_reward_sources"),
         ])  # fmt: skip
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether a function or a service scores."""
+        return bool(self.reward_function) or self.remote_reward_url is not None
 
     @property
     def remote_urls(self) -> list[str]:

@@ -81,14 +81,14 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
     is_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id  # of a plain text, which may bring its own
     encoded = []
     for answer, final in answers:
-        whole = _after(tokenizer, text[-_TAIL:], answer)
+        whole = encode_after(tokenizer, text[-_TAIL:], answer)
         if is_bos and whole[:1] == ids:
             whole = whole[1:]
         encoded.append(whole if whole[-1:] == [final] else [*whole, final])
     return EncodedExample(ids, encoded, prompt_spans)
 
 
-def _after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:
+def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:
     """The ids of an answer after `before`, the end of its prompt, if the tokenizer puts a space before every text. If a
     token would span the two, it is encoded after another text, or alone."""
     for start in (before, "\n", ":") if before and _puts_a_space_before(tokenizer, len(tokenizer)) else ():

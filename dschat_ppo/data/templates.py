@@ -338,17 +338,21 @@ def _probed(
     the rest is not the same."""
     probed = [{"role": m["role"], "content": _PROBE} if m["role"] == "assistant" else m for m in prompt]
     before, *rest = render(tokenizer, probed, open_answer=True, tools=tools).split(_PROBE)
+    lead = turn_end(tokenizer).lead  # of an answer that is text; one that calls tools may have none
+    before = before.removesuffix(lead) if turns[0] else before
+    rest[:-1] = [after.removesuffix(lead) for after in rest[:-1]]
     if len(rest) != len(turns) or not opening.startswith(before):
         return []
-    spans, begin, lead = list[Span](), len(before), turn_end(tokenizer).lead
+    spans, begin = list[Span](), len(before)
     for turn, after in zip(turns, rest, strict=True):
         content = prompt[turn].get("content") or ""
         stop = opening.find(after, begin) if turn < turns[-1] else len(opening) - len(after)
-        if opening.startswith(content + after, begin):  # `after` may be in the content too
-            stop = begin + len(content)
+        for text in (content, lead + content):  # `after` may be in the content too
+            if opening.startswith(text + after, begin):
+                stop = begin + len(text)
         if stop < begin or not opening.startswith(after, stop):
             return []
-        spans.append((begin - len(lead) if turn and opening.endswith(lead, 0, begin) else begin, stop))
+        spans.append((begin, stop))
         begin = stop + len(after)
     return spans
 

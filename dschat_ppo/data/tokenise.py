@@ -86,7 +86,8 @@ class TokeniseSettings:
         }  # fmt: skip
         chosen = sorted((name, value) for name, value in vars(step.flags).items() if name not in elsewhere)
         how = [self.form.identity, self.form.rendering, step.use, step.limit, step.all_turns, self.source, chosen]
-        return [*how, step.step_separator] if step.use == "steps" else how
+        how += [step.step_separator] if step.use == "steps" else []
+        return [*how, list(step.tools)] if step.tools else how
 
 
 def refuse_bad(name: str, bad: int, rows: int, policy: str, first: Sequence[str]) -> None:
@@ -139,6 +140,10 @@ def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSetting
     step, use = settings.step, settings.step.use
     if use == "steps":
         example = joined_steps(example, step.step_separator)
+    if step.tools:
+        if isinstance(example.prompt, str):
+            raise UserError("the chat template describes tools to the model, so the prompt must be chat messages")
+        example = replace(example, tools=[*(example.tools or ()), *step.tools])
     ids = encode_example(settings.tokenizer, example, step.all_turns)
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")

@@ -17,6 +17,7 @@ from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAM
 from dschat_ppo.errors import UserError, without_credentials
 
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
+Part = tuple[str, str, float | None]  # of an episode: (role "model", "call" or "environment"; text; reward of a turn)
 Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
 
 
@@ -33,6 +34,7 @@ class Answer:
     kl: float | None  # to the reference: mean over its tokens
     tokens: int | None
     ended: str  # "eos", "stop", "length" or ""; of an answer of the data "data", "chosen" or "rejected"
+    turns: Sequence[Part] = ()  # of an episode of several turns
 
 
 @dataclass(frozen=True)
@@ -169,20 +171,26 @@ def _sampled(line: dict[str, Any]) -> list[Answer]:
     scores = {str(name): number_or_none(score) for name, score in line["scores"].items()}
     score, kl, prompt, text = number_or_none(line["score"]), number_or_none(line["kl"]), line["prompt"], line["answer"]
     ended, tokens = str(line["ended"]), int(line["length"])
-    return [Answer("training", int(line["step"]), str(prompt), str(text), score, scores, kl, tokens, ended)]
+    turns = _turns(line.get("turns", ()))
+    return [Answer("training", int(line["step"]), str(prompt), str(text), score, scores, kl, tokens, ended, turns)]
+
+
+def _turns(parts: Sequence[dict[str, Any]]) -> list[Part]:
+    return [(str(part["role"]), str(part["text"]), number_or_none(part.get("reward"))) for part in parts]
 
 
 def _evaluated(step: int, line: dict[str, Any]) -> list[Answer]:
     """The answers of one line of `eval/step_N.jsonl`, to one prompt. In steps 1 and 2 nothing, or a reward model alone,
     scores them, so that their lines have fewer keys."""
     texts, found = line["answers"], []
-    columns = zip(texts, line.get("scores") or [None] * len(texts), line["lengths"], line["ended"], strict=True)
-    for number, (text, score, tokens, ended) in enumerate(columns):
+    scored, turns = line.get("scores") or [None] * len(texts), line.get("turns") or [()] * len(texts)
+    columns = zip(texts, scored, line["lengths"], line["ended"], turns, strict=True)
+    for number, (text, score, tokens, ended, own_turns) in enumerate(columns):
         scores = {str(name): number_or_none(own[number]) for name, own in line.get("scores_by_source", {}).items()}
         kl = number_or_none(line["kl"][number]) if line.get("kl") is not None else None
         per_token = kl / tokens if kl is not None and tokens > 0 else None
         found.append(
             Answer("held-out", step, str(line["prompt"]), str(text), number_or_none(score), scores, per_token,
-                   int(tokens), str(ended))
+                   int(tokens), str(ended), _turns(own_turns))
         )  # fmt: skip
     return found

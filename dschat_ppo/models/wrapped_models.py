@@ -31,7 +31,7 @@ from dschat_ppo.models.backbone import (
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_rows, token_states
 from dschat_ppo.models.router_recorder import record_router, router_arguments
-from dschat_ppo.types import LateEnds, Model, Rollout, full_sequences
+from dschat_ppo.types import LateEnds, Model, Rollout, chosen_columns, full_sequences
 
 
 class WrappedModel(nn.Module):
@@ -237,11 +237,12 @@ def response_logprobs(
 ) -> ResponseLogprobs:  # fmt: skip
     """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine, and entropies of what they are
     drawn from. `late_ends`: tokens that could not be drawn at the beginning of an answer."""
-    input_ids, lengths = full_sequences(rows)
-    slots = torch.arange(input_ids.shape[1], device=input_ids.device)
-    starts = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
-    wanted = (slots >= starts) & (slots < lengths.unsqueeze(1))
-    forbidden = None if late_ends is None else (wanted & (slots < starts + late_ends.minimum), late_ends.ids)
+    input_ids, _ = full_sequences(rows)
+    wanted, forbidden = chosen_columns(rows, input_ids.shape[1]), None
+    if late_ends is not None:
+        slots = torch.arange(input_ids.shape[1], device=input_ids.device)
+        early = slots < rows.prompt_mask.sum(dim=1, keepdim=True) + late_ends.minimum
+        forbidden = wanted & early, late_ends.ids
     empty = torch.zeros(rows.response_mask.shape, device=input_ids.device)
     logprobs, entropy, *extras = engine(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
     return ResponseLogprobs(
@@ -254,7 +255,6 @@ def response_logprobs(
 def response_values(engine: Model, rows: Rollout) -> Tensor:
     """The critic's value before each response token, (B, R) fp32, 0 outside `response_mask`."""
     input_ids, lengths = full_sequences(rows)
-    slots = torch.arange(input_ids.shape[1], device=input_ids.device)
-    before = (slots >= rows.prompt_mask.sum(dim=1, keepdim=True) - 1) & (slots < lengths.unsqueeze(1) - 1)
+    before = chosen_columns(rows, input_ids.shape[1], shift=1)
     values = engine(input_ids, lengths, wanted=before)  # (N,)
     return torch.zeros(rows.response_mask.shape, device=input_ids.device).masked_scatter(rows.response_mask, values)

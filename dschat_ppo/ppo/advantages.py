@@ -11,6 +11,7 @@ from dschat_ppo.algorithms.advantage_estimators import (
     ESTIMATORS,
     AdvantageInputs,
     RunningScale,
+    by_turn,
     clip_scores,
     missing_eos,
     overlong_penalty,
@@ -34,18 +35,24 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 2025)
+_OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}  # the others follow the rewards of tokens
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
 
 
 class AdvantageComputation:
     """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`, then, with the values
     known, the advantages. Every rank holds the same state. The policy does not move in the first `warmup_rollouts` PPO
-    steps. `score_clip` 0: scores are not clipped."""
+    steps. `score_clip` 0: scores are not clipped. With `to_go_weight`, that of the environment's rewards, each of these
+    is received at the end of its turn, and the rest of the score at the last token."""
 
-    def __init__(self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0):
+    def __init__(
+        self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0,
+        to_go_weight: float | None = None,
+    ):  # fmt: skip
         self.flags = flags
         self.estimate = named("--advantage_estimator", flags.advantage_estimator, ESTIMATORS)
         self.score_clip = score_clip
+        self.to_go_weight = to_go_weight
         self.warmup_rollouts = warmup_rollouts
         self.max_length = max_length
         self.seed = seed
@@ -67,9 +74,14 @@ class AdvantageComputation:
         self.used_kl_coef = self.kl_coef.value
         scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)  # (N,)
         if flags.overlong_buffer:
-            lengths = mask.sum(dim=1)
-            scores = scores + overlong_penalty(lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty)
-        rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
+            scores = scores + overlong_penalty(
+                rows.response_lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty
+            )
+        if self.to_go_weight is None:
+            rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
+        else:
+            at_turns = self._at_turns(rows)
+            rewards = token_rewards(scores - at_turns.sum(dim=1), kl, mask, self.used_kl_coef) + at_turns
         loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
         numbers = torch.arange(len(mask), device=mask.device)
         return RewardedRollout(
@@ -89,7 +101,10 @@ class AdvantageComputation:
             flags.normalize_group_std, scores=rows.answer_scores,
         )  # fmt: skip
         with block("advantages"):
-            advantages, returns = self.estimate(inputs)  # (N, R) each
+            if self.to_go_weight is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
+                advantages, returns = by_turn(self.estimate, inputs, self._at_turns(rows))  # (N, R) each
+            else:
+                advantages, returns = self.estimate(inputs)
             if flags.whitens:
                 advantages = masked_whiten(advantages, mask)
         weights = mask.float()  # (N, R)
@@ -116,6 +131,11 @@ class AdvantageComputation:
             mean_kl = masked_sum(kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask) / mask.sum().clamp_min(1)
             self.kl_coef.update(float(mean_kl), len(rows.groups))
         return Experience(**vars(rows), advantages=advantages, returns=returns, loss_weights=weights, selected=selected)
+
+    def _at_turns(self, rows: ScoredRollout) -> Tensor:
+        """(N, R) fp32, the part of the scores that is received at the ends of turns."""
+        assert self.to_go_weight is not None and rows.turn_rewards is not None
+        return self.scaled(self.to_go_weight * rows.turn_rewards)
 
     def undo(self) -> None:
         """Restore the state before the last `with_rewards`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
 from dschat_ppo.engine.hybrid_engine import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.engine.router_term import router_top_k
+from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
@@ -217,7 +218,8 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     check_stop_ids(ppo.stop_token_ids, tokenizer)
 
     announce("prepare data")
-    rows = prepare(config.step_data, tokenizer)
+    tools = described_tools(config.environment, tokenizer, ppo.max_prompt_seq_len)
+    rows = prepare(replace(config.step_data, tools=tools), tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
@@ -272,6 +274,7 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
                 ("--advantage_estimator", config.algorithm.advantage_estimator),
                 ("--policy_loss", config.algorithm.policy_loss),
             ),
+            *config.environment.files,
             *function_files("--reward_function", config.rewards.reward_function),
             *function_files("--eval_reward_function", [evaluated_by] if evaluated_by else []),
         ],

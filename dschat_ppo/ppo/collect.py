@@ -26,6 +26,7 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.data.batches import IndexStream, collate_prompts
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import RolloutCancelled, UserError
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
@@ -76,8 +77,10 @@ class RolloutGenerator:
     checks the generation engine on the model."""
 
     def __init__(
-        self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int
-    ):
+        self, flags: PPOFlags, hybrid: HybridEngine, prompts: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int,
+        episodes: EpisodeRollouts | None = None,
+    ):  # fmt: skip
+        self.episodes = episodes
         self.hybrid = hybrid
         self.prompts = prompts
         self.pad_id = filler_id(tokenizer)
@@ -97,15 +100,16 @@ class RolloutGenerator:
 
     def answer(
         self, indices: list[int], *path: int, prompts: Dataset | None = None, config: GenerationConfig | None = None,
-        first: int | None = None, cancelled: Callable[[], bool] = never,
+        first: int | None = None, cancelled: Callable[[], bool] = never, step: int | None = None,
     ) -> Rollout:  # fmt: skip
         """Answer the prompts at `indices`, at least one and as many on every rank. Collective.
 
         An answer's seed is derived from the run's seed, `path` (the step, ...) and the answer's number over all ranks,
         which start at `first` (None: after those of the ranks before), so it does not depend on the rank. Once
-        `cancelled` returns True, this rank stops generating, and its answers are to be discarded.
+        `cancelled` returns True, this rank stops generating, and its answers are to be discarded. `step`: the PPO step
+        (None: the first number of `path`).
         """
-        config = config or self.config
+        counts, config = prompts is config is None, config or self.config
         first = dist.rank() * len(indices) * config.samples if first is None else first
         own, seeds = len(indices), row_seeds(first, len(indices) * config.samples, self.seed, *path)
         place, parallel = 0, self.hybrid.parallel
@@ -113,17 +117,29 @@ class RolloutGenerator:
             shares = dist.gather_objects((indices, seeds), parallel.group)
             indices = [index for share, _ in shares for index in share]
             seeds, place = torch.cat([seeds for _, seeds in shares]), parallel.rank
-        batch = to_device(
-            collate_prompts(self.prompts if prompts is None else prompts, indices, self.pad_id), self.device
-        )
+        rows, turns = self.prompts if prompts is None else prompts, None
+        if self.episodes is None:
+            batch = collate_prompts(rows, indices, self.pad_id)
+        else:
+            of_prompts = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
+            name = "/".join(map(str, ("sampled" if counts else "greedy" if prompts is None else "evaluation", *path)))
+            step = path[0] if step is None else step
+            batch, turns = self.episodes.begin(
+                rows, indices, config.samples, of_prompts, cancelled, step, name, first
+            )  # fmt: skip
+            config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
+        batch = to_device(batch, self.device)
         with self.hybrid.generating() as model:
             largest = self.hybrid.max_over_ranks
             if parallel is not None and largest is not None and config.rows == 0:  # as many for each rank of a group
                 length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
                 config = replace(config, rows=-largest(-rows_for_memory(model, length)))
             rollout = generate(
-                model, batch, seeds.to(self.device), config, largest, cancelled=cancelled, graphs=self.graphs
-            )
+                model, batch, seeds.to(self.device), config, largest, cancelled=cancelled, graphs=self.graphs,
+                turns=turns,
+            )  # fmt: skip
+        if self.episodes is not None and turns is not None:
+            return self.episodes.end(rollout, turns, cancelled(), counts)
         if parallel is None:
             return rollout
         rows = torch.arange(own * config.samples, device=self.device)
@@ -189,22 +205,24 @@ class ExperienceCollection:
 
     def sample(self, prompts: Prompts, step: int, checkpointer: CheckpointManager) -> Rollout:
         """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
-        path = (step, self._round) if self._round else (step,)
         with self.clock.phase("rollout"):
-            rollout = self.generator.answer(prompts.rows, *path, cancelled=stop_requests.flag_is_set)
+            rollout = self.generator.answer(prompts.rows, *self._path(step), cancelled=stop_requests.flag_is_set)
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         if checkpointer.stop_requested():
             raise RolloutCancelled
         return rollout
+
+    def _path(self, step: int) -> tuple[int, ...]:
+        """What the seeds of a round's answers are derived from."""
+        return (step, self._round) if self._round else (step,)
 
     def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
         """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
         requests, baselines = self.requests, None
         if self.config.algorithm.advantage_estimator == "remax":
             with self.clock.phase("rollout"):
-                greedy = self.generator.answer(
-                    prompts.rows, step, config=replace(greedily(self.generator.config), samples=1)
-                )
+                config = replace(greedily(self.generator.config), samples=1)
+                greedy = self.generator.answer(prompts.rows, *self._path(step), config=config)
                 self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
             with self.clock.phase("reward"):
                 request = requests.request(greedy, prompts.rows, step - 1)
@@ -238,6 +256,8 @@ class ExperienceCollection:
             if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:
                 return None
         self.metrics = {"reward/function_faults": float(self._faults)}
+        if self.generator.episodes is not None:
+            self.metrics |= self.generator.episodes.take_metrics()
         self.metrics |= {f"reward/{name}": mean for name, mean in number_means(self._numbers).items()}
         if self.pool is not None:
             self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -18,6 +19,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.data.batches import PADDING_ROW, optimizer_steps
+from dschat_ppo.episodes.shown_turns import turns_of
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.collect import RolloutGenerator, greedily
@@ -45,6 +47,7 @@ class Answered:
     scores_by_source: dict[str, list[float]] = field(default_factory=dict)  # NaN where the source does not score
     numbers: dict[str, list[float]] = field(default_factory=dict)  # see `Scores`; NaN where an answer has none
     data_source: str | None = None  # name of the prompt's data set; None if there is only one
+    turns: list[list[dict[str, Any]]] = field(default_factory=list)  # `turns_of` the answers; [] if none has several
 
 
 def final_answer(text: str) -> str:
@@ -119,12 +122,14 @@ def answered_rows(
     lengths, totals = rollout.response_mask.sum(dim=1).tolist(), scores.total.tolist()
     ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
     by_source = dict(zip(requests.mixture.names, scores.by_source.T.tolist(), strict=True))
+    turns = turns_of(requests.tokenizer, rollout)
     parts = [slice(start, start + samples) for start in range(0, len(totals), samples)]  # a prompt's answers
     return [
         Answered(
             index, prompt, list(responses[own]), totals[own], lengths[own], ended[own],
             None if kl is None else kl[own], {source: values[own] for source, values in by_source.items()},
             {key: values[own].tolist() for key, values in scores.numbers.items()}, name,
+            turns[own] if any(turns[own]) else [],
         )
         for index, prompt, own, name in zip(indices, prompts, parts, names, strict=True)
     ]  # fmt: skip
@@ -201,7 +206,9 @@ class Evaluation:
         """Answers to some prompts, with their scores; each list entry is one prompt."""
         samples = self.config.samples
         first = indices[0] * samples  # answers depend neither on batches nor on ranks
-        rollout = self.generator.answer(indices, STREAM, 0, 0, prompts=prompts, config=self.config, first=first)
+        rollout = self.generator.answer(
+            indices, STREAM, 0, 0, prompts=prompts, config=self.config, first=first, step=step
+        )
         request = self.requests.request(rollout, indices, step)
         scores = self.requests.mixture(request, rollout)
         kl = None
@@ -224,6 +231,8 @@ class Evaluation:
 
 
 def json_line(row: Answered) -> str:
-    """One line of JSON. NaN and infinity become null, as in metrics.jsonl; `numbers` only where there are some."""
-    line = {name: value for name, value in asdict(row).items() if value or name not in ("data_source", "numbers")}
+    """One line of JSON, without what only some rows have where it is empty. NaN and infinity become null, as in
+    metrics.jsonl."""
+    sometimes = ("data_source", "numbers", "turns")
+    line = {name: value for name, value in asdict(row).items() if value or name not in sometimes}
     return json.dumps(finite_or_null(line), allow_nan=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from typing import Any
 
@@ -110,7 +110,7 @@ def made_up_rows() -> Experience:
     scores = torch.tensor([1.0, 0.0, -1.0, 2.0])  # (B,)
     per_token = torch.where(mask, torch.linspace(-1.0, -0.1, _B * _R).view(_B, _R), 0.0)  # (B, R)
     made: dict[str, Tensor] = {
-        field.name: per_token for field in fields(Experience) if field.name not in ("selected", "data_sources")
+        field.name: per_token for field in fields(Experience) if field.default is MISSING and field.name != "selected"
     }
     made |= {
         "prompt_ids": torch.ones(_B, 2, dtype=torch.int64), "prompt_mask": torch.ones(_B, 2, dtype=torch.bool),

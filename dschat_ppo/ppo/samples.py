@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
+from dschat_ppo.episodes.shown_turns import heading, turns_of
 from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo.score import answers_of, texts_of
-from dschat_ppo.types import FinishReason, ScoredRollout, select_rows, to_device
+from dschat_ppo.types import FinishReason, ScoredRollout, row_lengths, select_rows, to_device
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ def sample_lines(
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
     answers = answers_of(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
-    tokens = lengths + rows.prompt_mask.sum(dim=1)
+    tokens = row_lengths(rows)
     kl: list[float | None] = [None] * len(answers)
     if rows.ref_logprobs is not None:
         kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
     lines = []
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+    for row, (prompt, answer, turns) in enumerate(zip(prompts, answers, turns_of(tokenizer, rows), strict=True)):
         named = zip(sources, rows.source_scores[row].tolist(), strict=True)
         by_source = {name: score for name, score in named if not math.isnan(score)}  # only those that score it
         line = {
@@ -81,6 +82,8 @@ def sample_lines(
         }  # fmt: skip
         if len(data_sources) > 1 and rows.data_sources is not None:
             line["data_source"] = data_sources[int(rows.data_sources[row])]
+        if turns:
+            line["turns"] = turns
         lines.append(line)
     return lines
 
@@ -93,7 +96,9 @@ def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
         by_source = ", ".join(f"{name} {score:.3f}" for name, score in line["scores"].items())
         score = f"{line['score']:.3f}" + (f" ({by_source})" if len(line["scores"]) > 1 else "")
         parts.append(f"[{number}] score {score}, {line['length']} tokens, {ended[line['ended']]}")
-        parts += [_indented("prompt", line["prompt"]), _indented("answer", line["answer"])]
+        parts.append(_indented("prompt", line["prompt"]))
+        turns = [_indented(heading(turn), turn["text"]) for turn in line.get("turns", ())]
+        parts += turns or [_indented("answer", line["answer"])]
     return "\n".join(parts)
 
 

@@ -45,7 +45,7 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip
 def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
     """The text of each answer, without special tokens and without the EOS that ended it. It is decoded where it stands:
     tokenizers such as Llama's drop the space with which a text begins."""
-    lengths = rollout.response_mask.sum(dim=1) - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
+    lengths = rollout.response_lengths - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
     is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
     near = slice(max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None)  # prompts are padded on the left
     ids, mask = rollout.prompt_ids[:, near], rollout.prompt_mask[:, near]

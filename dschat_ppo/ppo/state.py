@@ -24,6 +24,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.models.micro_batches import share_prompts
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -116,6 +117,7 @@ class PPOComponents:
     def __init__(
         self, config: PPOConfig, plan: PPOPlan, rows: TokenRows, tokenizer: PreTrainedTokenizerBase,
         engines: RLHFEngine, rewards: RewardMixture, texts: TextBatches | None = None,
+        episodes: EpisodeRollouts | None = None,
     ):  # fmt: skip
         ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
         self.config = config
@@ -127,14 +129,15 @@ class PPOComponents:
         self.state = PPOState()
         self.clock = PhaseClock()
         self.nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
-        generator = RolloutGenerator(ppo, engines.hybrid, rows.train, tokenizer, seed)
+        generator = RolloutGenerator(ppo, engines.hybrid, rows.train, tokenizer, seed, episodes)
         seed_this_rank(seed)
         model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
         logger().info(f"old log-probs: {describe(self.old_logprobs, reason)}")
         self.shaping = AdvantageComputation(
-            algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts
-        )
+            algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts,
+            config.environment.to_go_weight,
+        )  # fmt: skip
         late_ends = generator.config.stopping.late_ends
         passes = ForwardPasses(
             engines.actor, engines.reference, None if self.old_logprobs == "update" else engines.critic,

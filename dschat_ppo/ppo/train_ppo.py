@@ -20,6 +20,7 @@ from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import counted
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.saving import require_finite_weights, save_model
@@ -52,8 +53,14 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     engines = RLHFEngine(config, plan, folders)
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
-        rewards = at_end.enter_context(closing(build_sources(config.rewards, learned)))
-        components = PPOComponents(config, plan, rows, tokenizer, engines, rewards, begun.texts)
+        episodes, flags = None, config.environment
+        if flags.is_used:
+            journal = None if session is None else output  # an evaluation alone is not resumed
+            episodes = EpisodeRollouts(flags, tokenizer, config.ppo.max_prompt_seq_len, journal)
+            at_end.enter_context(closing(episodes))
+        others = [] if episodes is None else episodes.reward_sources
+        rewards = at_end.enter_context(closing(build_sources(config.rewards, learned, others)))
+        components = PPOComponents(config, plan, rows, tokenizer, engines, rewards, begun.texts, episodes)
         show_roles(config, components, begun.folders, output)
         evaluation, health = None, HealthWatch(config.health)
         kept = KeptModels(

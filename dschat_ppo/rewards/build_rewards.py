@@ -82,9 +82,11 @@ def check_routes(
             logger().warning(f"{flag}: none of {count} training prompts has the data source '{source}', but: {shown}")
 
 
-def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -> RewardMixture:
-    """All reward sources with their weights: the learned reward (`model_source`), functions, the remote service. Starts
-    the worker processes of the functions; `RewardMixture.close` ends them."""
+def build_sources(
+    flags: RewardSourceFlags, model_source: RewardSource | None, others: Sequence[tuple[RewardSource, float]] = ()
+) -> RewardMixture:
+    """All reward sources with their weights: the learned reward (`model_source`), functions, the remote service, and
+    `others`. Starts the worker processes of the functions; `RewardMixture.close` ends them."""
     sources: list[tuple[RewardSource, float]] = []
     if model_source is not None:
         sources.append((model_source, flags.reward_model_weight))
@@ -94,5 +96,6 @@ def build_sources(flags: RewardSourceFlags, model_source: RewardSource | None) -
     if flags.remote_urls:
         remote = RemoteReward(flags.remote_urls, flags.remote_reward_timeout, sources=flags.remote_reward_sources)
         sources.append((remote, flags.remote_reward_weight))
+    sources += others
     routes = {"model": flags.reward_model_sources, RemoteReward.name: flags.remote_reward_sources}
     return RewardMixture(sources, flags.reward_default, routes)

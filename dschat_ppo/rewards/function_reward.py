@@ -164,7 +164,7 @@ class FunctionReward:
         if self.spec.rule is not None and TRUTH in row:  # other functions see the columns as they are
             row = row | {"answer": row[TRUTH]}
         if self.signature.takes_token_ids:
-            ids = rollout.response_ids[number][rollout.response_mask[number]].tolist()
+            ids = rollout.response_ids[number][rollout.real_mask[number]].tolist()
         return Answer(request.prompts[number], request.responses[number], row, ids)
 
     def _warn_of_missing(self, answers: list[Answer], columns: list[str]) -> None:

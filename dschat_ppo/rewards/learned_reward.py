@@ -70,7 +70,7 @@ class ModelReward:
         if self.own is None:
             (input_ids, lengths), answers = full_sequences(rollout), list[list[int]]()
             if self.steps is not None:
-                rows = zip(rollout.response_ids, rollout.response_mask, strict=True)
+                rows = zip(rollout.response_ids, rollout.real_mask, strict=True)
                 answers = [ids[mask].tolist() for ids, mask in rows]
         else:
             sequences, answers = self._encoded_again(self.own, request, rollout)

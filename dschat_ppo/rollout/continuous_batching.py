@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,14 +26,16 @@ from dschat_ppo.rollout.kv_cache import (
     RowStates,
     warn_of_memory,
 )
-from dschat_ppo.rollout.running_batches import RunningBatches, RunningPool
+from dschat_ppo.rollout.running_batches import Rows, RunningBatches, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
+from dschat_ppo.types import FinishReason
 
 MaxOverRanks = Callable[[int], int]
 
 MAX_PREFILL_TOKENS = 8192  # of one forward pass
 MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
+FED_KEYS = 2**18  # that the tokens of observations in one forward pass attend to
 POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
 
 
@@ -41,14 +44,24 @@ def never() -> bool:
     return False
 
 
+class Turns(Protocol):
+    """The environments of the sequences, see `episodes/turns.py`. A sequence is in their hands from `end_turn` until
+    `observed` returns it."""
+
+    def end_turn(self, sequence: int, ids: list[int], end: int) -> None: ...  # `ids`: an action; `end`: its last token
+    def observed(self, wait: bool) -> list[tuple[int, list[int]]]: ...  # tokens to go on with; []: the episode is over
+    def cut(self, sequence: int, end: int) -> None: ...  # the limit of tokens ended an action at token `end`
+    def stop(self, sequence: int) -> None: ...  # an observation leaves no token for another action
+
+
 class ContinuousBatching:
     """Generates all sequences of `buffers`, at most `rows` at a time. The model is in eval mode and has whole weights,
     or ZeRO-3 hooks that gather each layer. `max_over_ranks`, `cancelled`: see `generate`. `memory`: of decode steps at
-    fixed addresses, `POLL` tokens at a time; None: steps over growing batches."""
+    fixed addresses, `POLL` tokens at a time; None: steps over growing batches. `turns`: of episodes, with `memory`."""
 
     def __init__(
         self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, max_over_ranks: MaxOverRanks | None = None,
-        cancelled: Callable[[], bool] = never, memory: StaticMemory | None = None,
+        cancelled: Callable[[], bool] = never, memory: StaticMemory | None = None, turns: Turns | None = None,
     ):  # fmt: skip
         self.model = model
         self.buffers = buffers
@@ -61,6 +74,8 @@ class ContinuousBatching:
         self.states = RowStates() if has_states(model.config) else None
         self.cancelled = cancelled
         self.memory = memory
+        self.turns = turns
+        self.turn_starts = np.zeros(buffers.count, dtype=np.int64)  # the first response token of each sequence's action
         self.prompt_lengths = lengths = buffers.prompt_lengths[:-1].cpu().numpy()
         self.waiting = np.argsort(-lengths, kind="stable")  # longest prompts first; sequences of one prompt together
         prompts = np.arange(buffers.count) // buffers.samples
@@ -69,7 +84,7 @@ class ContinuousBatching:
         if memory is not None:
             limits = buffers.limits[:-1].cpu().numpy()
             self.running = RunningPool(
-                lengths, prompts, limits, memory.pool, memory.most_slots, POLL, MIN_SHARED_TOKENS
+                lengths, prompts, limits, memory.pool, memory.most_slots, POLL, MIN_SHARED_TOKENS, turns is not None
             )
             self.graphed = GraphedDecoder(
                 self._generate_tokens, lengths, memory, POLL, lambda: self.attention.reads_all_slots
@@ -86,7 +101,8 @@ class ContinuousBatching:
                         self._step()
                         continue
                     except RuntimeError as problem:
-                        if self.synchronised or not ran_out_of_memory(problem) or self.rows == 1:
+                        is_last = self.rows == 1 or self.turns is not None  # an environment is not asked twice
+                        if self.synchronised or not ran_out_of_memory(problem) or is_last:
                             raise
                     # Outside the handler nothing refers to the tensors of the failed step: their memory is free again.
                     before, self.rows = self.rows, max(1, self.rows // 2)
@@ -106,6 +122,8 @@ class ContinuousBatching:
     def _step(self) -> None:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
         heartbeat()
+        if self.turns is not None:
+            self._observe(self.turns)
         # Start a wave of sequences if enough rows are free.
         running, lengths, samples, waves = self.running, self.prompt_lengths, self.buffers.samples, list[Prefill]()
         free = self.rows - len(running)
@@ -138,24 +156,83 @@ class ContinuousBatching:
             self._idle_pass()
             return
         # Generate.
+        rows: Rows
         if isinstance(running, RunningPool):
             assert self.graphed is not None
             if stopped := running.stop_for_slots():
                 self._return_to_queue(np.array(stopped[::-1]))
             running.reserve_slots()
-            finished, tokens = self.graphed.run(running.rows, self.rows), POLL
+            rows, tokens = running.active, POLL
+            if not len(rows):
+                return
+            finished = self.graphed.run(running.active, self.rows)
         else:
             inputs, tokens = running.next_step(self.device), 1
+            rows = running.rows
             if self.states is not None:
-                self.cache = self.states.of(running.rows.sequences)
+                self.cache = self.states.of(rows.sequences)
             finished = self._generate_tokens(*inputs).cpu().numpy()
         if self.buffers.stopping.stop_strings:
-            rows = running.rows
             counts = rows.positions + 1 - lengths[rows.sequences]  # response tokens before the new ones
-            finished = finished | self.buffers.find_stop_strings(rows.sequences, counts, tokens)
-        running.advance(finished, tokens)
+            finished = finished | self.buffers.find_stop_strings(
+                rows.sequences, counts, tokens, self.turn_starts[rows.sequences]
+            )
+        if self.turns is None:
+            running.advance(finished, tokens)
+        else:
+            running.advance(np.zeros_like(finished), tokens)
+            self._end_turns(rows.sequences[finished].tolist(), self.turns)
         done = self.buffers.count - len(running) - len(self.waiting)
         report_phase(done, self.buffers.count, "answers")
+
+    def _end_turns(self, sequences: list[int], turns: Turns) -> None:
+        """Hand sequences that ended an action to their environments; let those go that a limit cut."""
+        assert isinstance(self.running, RunningPool)
+        counts, reasons = (
+            part[sequences].tolist() for part in (self.buffers.response_lengths, self.buffers.finish_reasons)
+        )
+        for sequence, count, reason in zip(sequences, counts, reasons, strict=True):
+            if reason == FinishReason.LENGTH:
+                self.running.drop(sequence)
+                turns.cut(sequence, count - 1)
+                continue
+            prompt, start = int(self.prompt_lengths[sequence]), int(self.turn_starts[sequence])
+            self.running.park(sequence, prompt + count - 1)
+            ids = self.buffers.token_ids[sequence, prompt + start : prompt + count].tolist()
+            turns.end_turn(sequence, ids, count - 1)
+
+    def _observe(self, turns: Turns) -> None:
+        """Let the sequences go on whose environments have answered. Each token of an observation is a row of a decode
+        step: a layer writes the keys of all rows before one of them attends."""
+        running, buffers = self.running, self.buffers
+        assert isinstance(running, RunningPool)
+        counts = dict[int, int]()
+        is_idle = len(running) > 0 and not len(running.active)
+        for sequence, tokens in turns.observed(is_idle):
+            end = int(buffers.response_lengths[sequence])
+            if tokens and end + len(tokens) < int(buffers.limits[sequence]):
+                buffers.observe(sequence, tokens)
+                counts[sequence], self.turn_starts[sequence] = len(tokens), end + len(tokens)
+                continue
+            running.drop(sequence)
+            if tokens:
+                buffers.finish_reasons[sequence] = FinishReason.LENGTH
+                turns.stop(sequence)
+        rows = running.rows.select(np.isin(running.rows.sequences, list(counts)))
+        number = np.array([counts[sequence] for sequence in rows.sequences.tolist()], dtype=np.int64)
+        fed = rows.select(np.repeat(np.arange(len(rows)), number))
+        fed.positions += np.arange(len(fed)) - np.repeat(np.cumsum(number) - number, number)
+        size = max(1, FED_KEYS // int(fed.positions.max(initial=1)))
+        for first in range(0, len(fed), size):
+            part = fed.select(np.arange(first, min(first + size, len(fed))))
+            columns = [part.sequences, part.positions, part.slots, part.starts, part.prefixes, part.prefix_lengths]
+            sequences, positions, own, starts, prefixes, shared = torch.from_numpy(np.stack(columns)).to(self.device)
+            longest, shares = int(part.positions.max()) + 1, bool(part.prefix_lengths.any())
+            self.attention.metadata = [PooledMetadata(running.pool, own, starts, prefixes, shared, longest, shares)]
+            ids = buffers.token_ids.view(-1)[sequences * buffers.width + positions]
+            self._forward(ids.unsqueeze(1), positions.unsqueeze(1), self.cache)
+        for sequence, position in zip(rows.sequences.tolist(), (rows.positions + number).tolist(), strict=True):
+            running.resume(sequence, position)
 
     def _return_to_queue(self, sequences: np.ndarray) -> None:
         """Forget the responses of these sequences; they are the next ones that start."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,14 +31,14 @@ from dschat_ppo.models.backbone import (
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.models.wrapped_models import vocabulary_size
 from dschat_ppo.rollout.attention import RolloutAttention, flash_decode, installed
-from dschat_ppo.rollout.continuous_batching import POLL, ContinuousBatching, MaxOverRanks, never
+from dschat_ppo.rollout.continuous_batching import POLL, ContinuousBatching, MaxOverRanks, Turns, never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs, StaticMemory
 from dschat_ppo.rollout.fused_layers import can_prepack, fp32_logits, fused
 from dschat_ppo.rollout.kv_cache import SPARE, KVCache, PrefillMetadata, RolloutCache, pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import PaddedBatches
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
-from dschat_ppo.types import PromptBatch, Rollout, full_sequences, response_slots
+from dschat_ppo.types import FinishReason, PromptBatch, Rollout, full_sequences, repeat_rows, response_slots
 
 EngineName = Literal["continuous", "padded", "recomputed"]
 ENGINES: dict[EngineName, str] = {  # the faster ones first
@@ -68,7 +69,8 @@ class GenerationConfig:
 def generate(
     model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, config: GenerationConfig,
     max_over_ranks: MaxOverRanks | None = None, limits: Tensor | None = None,
-    cancelled: Callable[[], bool] = never, graphs: RolloutGraphs | None = None,
+    cancelled: Callable[[], bool] = never, graphs: RolloutGraphs | None = None, turns: Turns | None = None,
+    drawn: Tensor | None = None,
 ) -> Rollout:  # fmt: skip
     """Sample responses: B * `samples` rows, those of one prompt one after another, padded to the longest. A response
     depends on its prompt, its seed and the weights, not on the other rows (up to rounding, which can differ with the
@@ -84,10 +86,16 @@ def generate(
         cancelled: called before each token (static steps: each poll); once it returns True, this rank generates no more
             tokens, and unfinished responses have none.
         graphs: CUDA graphs of all rollouts of a run; None: of this one.
+        turns: of episodes, whose limits count all tokens after the prompt.
+        drawn: (B * samples,) int64, how many tokens were drawn with each seed before; None: none.
     """
     on_gpu = prompts.prompt_ids.is_cuda
     static = on_gpu and max_over_ranks is None if config.static is None else config.static
-    static = static and not has_states(model.config)
+    static = (static or turns is not None and max_over_ranks is None) and not has_states(model.config)
+    if turns is not None and not (static and config.engine == "continuous"):
+        return _generate_turn_by_turn(model, prompts, seeds, config, max_over_ranks, limits, cancelled, turns)
+    if turns is not None and not on_gpu:
+        graphs = None
     with ExitStack() as stack:
         if config.prepack and max_over_ranks is None and can_prepack(model):
             stack.enter_context(fused(model))
@@ -97,10 +105,12 @@ def generate(
                 stack.enter_context(fused(model))
         if static and config.engine == "continuous":
             graphs = RolloutGraphs() if graphs is None and on_gpu else graphs
-            return _generate_static(model, prompts, seeds, config, limits, cancelled, graphs)
+            return _generate_static(model, prompts, seeds, config, limits, cancelled, graphs, turns)
         buffers = SequenceBuffers(
             prompts, seeds, config.samples, config.sampling, config.stopping, vocabulary_size(model), 1, limits
         )
+        if drawn is not None:
+            buffers.skip(seeds, drawn)
         rows = min(config.rows or rows_for_memory(model, buffers.width), buffers.count)
         if config.engine != "continuous":
             cached = config.engine == "padded"
@@ -125,7 +135,7 @@ def engine_text(model: PreTrainedModel, config: GenerationConfig, max_over_ranks
 
 def _generate_static(
     model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, config: GenerationConfig, limits: Tensor | None,
-    cancelled: Callable[[], bool], graphs: RolloutGraphs | None,
+    cancelled: Callable[[], bool], graphs: RolloutGraphs | None, turns: Turns | None,
 ) -> Rollout:  # fmt: skip
     """Continuous batching with decode steps at fixed addresses; `graphs` records them, or reuses those that it kept."""
     key, width = (config, len(seeds)), prompts.prompt_ids.shape[1]
@@ -141,11 +151,80 @@ def _generate_static(
         pool = KVCache(1, graphs.capacity(key, slots) if graphs else SPARE + 1)
         memory = StaticMemory(buffers, pool, min(rows, buffers.count), slots, graphs.recorder if graphs else None)
     rows = memory.entries.shape[1]
-    engine = ContinuousBatching(model, memory.buffers, rows, None, cancelled, memory)
+    engine = ContinuousBatching(model, memory.buffers, rows, None, cancelled, memory, turns)
     engine.run()
     if graphs and engine.rows == rows:  # else memory ran out, and the rows were halved
         graphs.keep(key, model, memory)
     return memory.buffers.rollout()
+
+
+def _generate_turn_by_turn(
+    model: PreTrainedModel, prompts: PromptBatch, seeds: Tensor, config: GenerationConfig,
+    max_over_ranks: MaxOverRanks | None, limits: Tensor | None, cancelled: Callable[[], bool], turns: Turns,
+) -> Rollout:  # fmt: skip
+    """Episodes with any engine: all actions of a turn are generated, each after a prefill of its whole history."""
+    starts = repeat_rows(prompts, config.samples)
+    histories = [ids[mask] for ids, mask in zip(starts.prompt_ids, starts.prompt_mask, strict=True)]  # (length,) each
+    lengths = [len(history) for history in histories]
+    most = [config.stopping.max_new_tokens] * len(histories) if limits is None else limits.tolist()
+    masks, logprobs = (
+        [histories[0].new_empty(0, dtype=kind) for _ in histories] for kind in (torch.bool, torch.float32)
+    )
+    reasons, going = torch.full((len(histories),), FinishReason.LENGTH, dtype=torch.int8), list(range(len(histories)))
+    largest = max_over_ranks or (lambda number: number)
+    while largest(int(len(going) > 0 and not cancelled())):
+        rows = going or [0]  # a rank without episodes makes the passes of the others
+        left = torch.tensor([most[row] - len(masks[row]) if going else 1 for row in rows], device=seeds.device)
+        batch = left_padded([histories[row] for row in rows])
+        drawn = torch.tensor([int(masks[row].sum()) for row in rows], device=seeds.device)
+        found = generate(
+            model, batch, seeds[rows], replace(config, samples=1), max_over_ranks, left, cancelled, drawn=drawn
+        )
+        if not going or cancelled():
+            continue
+        asked = list[int]()
+        for place, row in enumerate(rows):
+            chosen = found.response_mask[place]
+            histories[row] = torch.cat([histories[row], found.response_ids[place][chosen]])
+            logprobs[row] = torch.cat([logprobs[row], found.rollout_logprobs[place][chosen]])
+            masks[row], reasons[row] = torch.cat([masks[row], chosen[chosen]]), found.finish_reason[place].cpu()
+            if reasons[row] == FinishReason.LENGTH:
+                turns.cut(row, len(masks[row]) - 1)
+            else:
+                turns.end_turn(row, found.response_ids[place][chosen].tolist(), len(masks[row]) - 1)
+                asked.append(row)
+        going = []
+        while asked and not cancelled():
+            for row, tokens in turns.observed(True):
+                asked.remove(row)
+                if tokens and len(masks[row]) + len(tokens) < most[row]:
+                    histories[row] = torch.cat([histories[row], histories[row].new_tensor(tokens)])
+                    masks[row] = torch.cat([masks[row], masks[row].new_zeros(len(tokens))])
+                    logprobs[row] = torch.cat([logprobs[row], logprobs[row].new_zeros(len(tokens))])
+                    going.append(row)
+                elif tokens:
+                    reasons[row] = FinishReason.LENGTH
+                    turns.stop(row)
+    padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    mask, sizes = padded(masks), torch.tensor([len(part) for part in masks], device=seeds.device)
+    return Rollout(
+        prompt_ids=starts.prompt_ids,
+        prompt_mask=starts.prompt_mask,
+        response_ids=padded([history[length:] for history, length in zip(histories, lengths, strict=True)]),
+        response_mask=mask,
+        rollout_logprobs=padded(logprobs),
+        finish_reason=reasons.to(seeds.device),
+        episode_lengths=sizes if bool((sizes != mask.sum(dim=1)).any()) else None,
+    )
+
+
+def left_padded(rows: list[Tensor]) -> PromptBatch:
+    """Rows of ids (length,) as a batch."""
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence([part.flip(0) for part in parts], batch_first=True).flip(1)
+        for parts in (rows, [torch.ones_like(row, dtype=torch.bool) for row in rows])
+    )
+    return PromptBatch(ids, mask)
 
 
 _log = logging.getLogger(__name__)

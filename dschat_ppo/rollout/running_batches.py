@@ -257,10 +257,11 @@ class FreeSlots:
 @dataclass(eq=False)
 class PooledRows(Rows):
     """Rows in a pool; those of a prompt are next to each other. The tokens that are not in the prefix of a row are in
-    its own segment, of `sizes` slots from slot `starts` on."""
+    its own segment, of `sizes` slots from slot `starts` on. `parked` is 1 for rows that wait for an environment."""
 
     starts: np.ndarray
     sizes: np.ndarray
+    parked: np.ndarray
 
 
 class RunningPool:
@@ -273,12 +274,12 @@ class RunningPool:
     Arguments as of `RunningBatches`; sequences of one prompt are consecutive. `limits` (A,) int64: most response tokens
     of each. `pool`: one row, whose contents are lost; if it has the capacity that another rollout needed, it grows only
     once that is used up. `most_slots`: its largest capacity; raised to what a single sequence needs. `poll`: tokens of
-    a decode step.
+    a decode step. `whole`: sequences start with slots for their longest answers, so that none is ever stopped.
     """
 
     def __init__(
         self, prompt_lengths: np.ndarray, prompts: np.ndarray, limits: np.ndarray, pool: KVCache, most_slots: int,
-        poll: int, share_from: int,
+        poll: int, share_from: int, whole: bool = False,
     ):  # fmt: skip
         self.prompt_lengths = prompt_lengths
         self.prompts = prompts
@@ -291,7 +292,8 @@ class RunningPool:
         self.prefix_lengths = np.where(shared, tokens, 0)
         self._shared = dict(zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True))  # by number of the prompt
         self.needs = tokens - self.prefix_lengths + limits  # most slots of a sequence
-        self.first_sizes = np.minimum(rounded_up(tokens - self.prefix_lengths + FIRST_TOKENS), self.needs)
+        first = self.needs if whole else rounded_up(tokens - self.prefix_lengths + FIRST_TOKENS)
+        self.first_sizes = np.minimum(first, self.needs)
         self.clear()
 
     def clear(self) -> None:
@@ -320,7 +322,7 @@ class RunningPool:
     def start(self, wave: np.ndarray) -> list[Prefill]:
         """Give the sequences of `wave` their first segments. Returns what the pool gets: prompts that are not in it."""
         known, zeros = set(self._prefixes), np.zeros_like(wave)
-        new = PooledRows(wave, self.prompt_lengths[wave] - 1, self.prefix_lengths[wave], zeros, zeros, zeros)
+        new = PooledRows(wave, self.prompt_lengths[wave] - 1, self.prefix_lengths[wave], zeros, zeros, zeros, zeros)
         rows = PooledRows.of([self.rows, new])
         self.rows = rows = rows.select(np.argsort(self.prompts[rows.sequences], kind="stable"))
         self._prefixes = dict.fromkeys(self.prompts[wave[new.prefix_lengths > 0]].tolist(), SPARE) | self._prefixes
@@ -401,10 +403,32 @@ class RunningPool:
         of_rows = self.prompts[rows.sequences].tolist()
         rows.prefixes = np.array([prefixes.get(prompt, SPARE) for prompt in of_rows], dtype=np.int64)
 
+    @property
+    def active(self) -> PooledRows:
+        """The rows that the next step generates for: those that are not parked."""
+        return self.rows.select(self.rows.parked == 0)
+
     def advance(self, finished: np.ndarray, tokens: int) -> None:
-        """Record that every running sequence got `tokens` tokens; drop those where `finished` (n,) is True."""
-        self.rows.positions = self.rows.positions + tokens
-        self._keep(~finished)
+        """Record that every active row got `tokens` tokens; drop those where `finished` (n,) is True."""
+        active = np.flatnonzero(self.rows.parked == 0)
+        self.rows.positions[active] += tokens
+        kept = np.ones(len(self), dtype=bool)
+        kept[active] = ~finished
+        self._keep(kept)
+
+    def park(self, sequence: int, position: int) -> None:
+        """Let the row of a sequence wait. `position`: of its last token, the one that is fed next."""
+        row = self.rows.sequences == sequence
+        self.rows.positions[row], self.rows.parked[row] = position, 1
+
+    def resume(self, sequence: int, position: int) -> None:
+        """Let the row of a sequence go on at `position`, whose earlier tokens are in its slots."""
+        row = self.rows.sequences == sequence
+        self.rows.positions[row], self.rows.parked[row] = position, 0
+
+    def drop(self, sequence: int) -> None:
+        """Let the row of a sequence go."""
+        self._keep(self.rows.sequences != sequence)
 
     def _keep(self, kept: np.ndarray) -> None:
         """Drop the running rows where `kept` (n,) is False, and shared prompts without a row."""

@@ -26,6 +26,7 @@ class SequenceBuffers:
     tokens) and `response_lengths` (0 until the sequence is finished) are (A+1,) int64. `finish_reasons` (A+1,) int8 is
     `UNFINISHED` or a `FinishReason`. `logprobs` and `uniforms` are (A+1, `response_width`) fp32. `seen` is (A+1, V)
     bool, True for tokens in the sequence, or None without a repetition penalty. `is_end` and `is_eos` are (V,) bool.
+    `observed` (A+1, `response_width`) bool marks response tokens that an environment wrote.
 
     `seeds`: (A,) int64. `slack`: response columns beyond `max_new_tokens`, for tokens after the end and before the next
     check. `limits`: (A,) int64; None: `max_new_tokens`. `prompt_width`: columns for prompts; None: as many as needed.
@@ -47,6 +48,7 @@ class SequenceBuffers:
         self.token_ids = torch.empty(self.count + 1, self.width, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(self.count + 1, self.response_width, device=device)
         self.logprobs = torch.empty(self.count + 1, self.response_width, device=device)
+        self.observed = torch.zeros(self.count + 1, self.response_width, dtype=torch.bool, device=device)
         self.response_lengths = torch.empty(self.count + 1, dtype=torch.int64, device=device)
         self.finish_reasons = torch.empty(self.count + 1, dtype=torch.int8, device=device)
         self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device)
@@ -72,10 +74,17 @@ class SequenceBuffers:
         self.token_ids[:-1, :longest] = self.prompts.prompt_ids.gather(1, columns)
         self.uniforms[:-1] = row_uniforms(seeds, self.response_width)
         self.logprobs.zero_()
+        self.observed.zero_()
         self.response_lengths.zero_()
         self.finish_reasons.fill_(UNFINISHED)
         if self.seen is not None:
             self.reset(list(range(self.count)))
+
+    def skip(self, seeds: Tensor, drawn: Tensor) -> None:
+        """Draw the tokens of each sequence with the numbers after the first `drawn` (A,) int64 ones of its seed."""
+        uniforms = row_uniforms(seeds, self.response_width + int(drawn.max()))
+        columns = drawn.unsqueeze(1) + torch.arange(self.response_width, device=drawn.device)
+        self.uniforms[:-1] = uniforms.gather(1, columns)
 
     @property
     def nbytes(self) -> int:
@@ -115,10 +124,12 @@ class SequenceBuffers:
         self.response_lengths[sequences] = torch.where(new, counts + 1, self.response_lengths[sequences])
         return finished
 
-    def find_stop_strings(self, sequences: np.ndarray, counts: np.ndarray, new: int) -> np.ndarray:
+    def find_stop_strings(
+        self, sequences: np.ndarray, counts: np.ndarray, new: int, starts: np.ndarray | None = None
+    ) -> np.ndarray:
         """Cut the sequences in which one of the `new` last tokens completed a stop string; (n,) bool, True for these.
         An EOS or stop token that ended a sequence has precedence over a stop string that it completes. `counts`:
-        response tokens of each before the new ones."""
+        response tokens of each before the new ones. `starts`: the first token of the action of each; None: 0."""
         device = self.token_ids.device
         rows, before = torch.from_numpy(sequences).to(device), torch.from_numpy(counts).to(device)
         reach = min(self.stopping.reach, self.response_width)
@@ -132,7 +143,8 @@ class SequenceBuffers:
             for length in range(count + 1, last + 1):
                 end = reach + length - count - 1
                 ends.append((row, length))
-                tails.append(ids[row][end - min(reach, length) : end])
+                own = length if starts is None else length - int(starts[row])
+                tails.append(ids[row][end - min(reach, own) : end])
         found = np.zeros(len(sequences), dtype=bool)
         for (row, length), hit in zip(ends, self.stopping.found_in_text(tails), strict=True):
             if hit and not found[row]:
@@ -141,6 +153,21 @@ class SequenceBuffers:
                     self.finish_reasons[int(sequences[row])] = FinishReason.STOP
                     self.response_lengths[int(sequences[row])] = length
         return found
+
+    def observe(self, sequence: int, tokens: list[int]) -> None:
+        """Go on after the last response token of a finished sequence with tokens that an environment wrote. The numbers
+        from which the policy's own tokens are drawn stay in order, whatever it observes."""
+        count = int(self.response_lengths[sequence])
+        after, start = count + len(tokens), int(self.prompt_lengths[sequence]) + count
+        ids = torch.tensor(tokens, device=self.token_ids.device)
+        self.token_ids[sequence, start : start + len(tokens)] = ids
+        self.observed[sequence, count:after] = True
+        self.logprobs[sequence, count:after] = 0.0
+        self.uniforms[sequence, after:] = self.uniforms[sequence, count : self.response_width - len(tokens)].clone()
+        if self.seen is not None:  # without what was drawn after a stop string
+            self.seen[sequence] = False
+            self.seen[sequence, self.token_ids[sequence, : start + len(tokens)]] = True
+        self.response_lengths[sequence], self.finish_reasons[sequence] = 0, UNFINISHED
 
     def reset(self, sequences: list[int], counts: list[int] | None = None) -> None:
         """Forget the response tokens of some sequences, or all but the first `counts` of each."""
@@ -157,13 +184,15 @@ class SequenceBuffers:
         lengths = self.response_lengths[:-1]
         place = torch.arange(int(lengths.max()), device=lengths.device)
         mask = place < lengths.unsqueeze(1)  # (A, R)
+        observed = self.observed[:-1, : mask.shape[1]] & mask
         columns = (self.prompt_lengths[:-1].unsqueeze(1) + place).clamp_max(self.width - 1)
         ids = self.token_ids[:-1].gather(1, columns)
         return Rollout(
             prompt_ids=self.prompts.prompt_ids,
             prompt_mask=self.prompts.prompt_mask,
             response_ids=torch.where(mask, ids, 0),
-            response_mask=mask,
+            response_mask=mask & ~observed,
             rollout_logprobs=torch.where(mask, self.logprobs[:-1, : mask.shape[1]], 0.0),
             finish_reason=self.finish_reasons[:-1].clone(),
+            episode_lengths=lengths.clone() if bool(self.observed.any()) else None,
         )

@@ -4,7 +4,9 @@
 
 /help lists the commands. A and B are model folders, adapter folders or hub names. Messages are rendered with the chat
 template of the tokenizer; without one, the texts of the conversation are joined as they are, and the model continues
-them. If input or output is not a terminal, each line of the input is a message and answers are plain lines.
+them. The model can call --tools and those of an --environment. An environment without tools takes the part of the user:
+each message begins an episode. If input or output is not a terminal, each line of the input is a message and answers
+are plain lines.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 
 from dschat_ppo.common.exit_codes import DONE
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.config.flag_parser import FlagParser
+from dschat_ppo.config.environment_flags import EnvironmentFlags
+from dschat_ppo.config.flag_parser import FlagParser, add_groups
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
@@ -24,15 +28,20 @@ from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_fl
 LEFT = dict.fromkeys(
     ("web", "port"), "left: the chat is in the terminal; `transformers serve` offers a model folder to web front ends"
 )
+NOT_HERE = dict.fromkeys(
+    ("environment_workers", "environment_reward_weight", "turn_reward"),
+    "has no effect here, where one episode runs at a time and nothing trains; omit it",
+)
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSettings, DataFlags]:
-    """Parse the command line: the command's own flags, the sampling, and the flags of the chat template."""
+def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSettings, DataFlags, EnvironmentFlags]:
+    """Parse the command line: the command's own flags, the sampling, the flags of the chat template, and those of tools
+    and environments."""
     parser = FlagParser(
         prog="python -m dschat_ppo.tools.chat", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.advice = lambda name: LEFT.get(name, "")
+    parser.advice = lambda name: (LEFT | NOT_HERE).get(name, "")
     parser.add_argument("--model", required=True, metavar="A", help="folder or hub name of a model or an adapter")
     parser.add_argument("--compare", metavar="B", help="a second model, which answers the same messages")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message, for the chat template")
@@ -44,30 +53,45 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSet
     )  # fmt: skip
     parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables for the chat template")
     add_sampling_flags(parser)
+    add_groups(parser, [EnvironmentFlags], without=NOT_HERE)
     words = parser.parse_args(argv)
     data = DataFlags(["unused"], chat_template=words.chat_template, chat_template_kwargs=words.chat_template_kwargs)
-    return words, settings_of(words), data
+    environment = {name: value for name, value in vars(words).items() if name in EnvironmentFlags.__annotations__}
+    return words, settings_of(words), data, EnvironmentFlags(**environment)
 
 
-def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags) -> None:
+def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags, environment: EnvironmentFlags) -> None:
     # after the flags are checked: these imports take seconds
     import torch
 
     # else DeepSpeed searches for a device, and prints a warning to the output
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
-    from dschat_ppo.tools.chat_model import Terminal, load_models
+    from dschat_ppo.tools.chat_model import ChatModel, Terminal, check_models
 
     quiet_libraries()
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
-    models = load_models(names, data, words.dtype)
-    if words.system and not all(model.has_template for model in models):
+    checked = check_models(names, data)
+    if words.system and any(model.tokenizer.chat_template is None for model in checked):
         raise UserError("--system needs a chat template, but a tokenizer has none; name one with --chat_template")
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  `input` then has a history and arrow keys
 
-    Terminal(models, settings, words.system, interactive).run()
+    with ExitStack() as at_end:
+        if environment.is_used:
+            from dschat_ppo.tools.chat_episodes import EpisodeModel, EpisodeRollouts
+
+            rollouts = [
+                at_end.enter_context(closing(EpisodeRollouts(environment, model.tokenizer, sys.maxsize)))
+                for model in checked
+            ]
+            models: list[ChatModel] = [
+                EpisodeModel(model, words.dtype, environment, own) for model, own in zip(checked, rollouts, strict=True)
+            ]
+        else:
+            models = [ChatModel(model, words.dtype) for model in checked]
+        Terminal(models, settings, words.system, interactive).run()
 
 
 def main(argv: Sequence[str]) -> int:

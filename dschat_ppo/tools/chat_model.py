@@ -69,10 +69,12 @@ def check_models(
 @dataclass(frozen=True)
 class Token:
     """One token of an answer: the text that it completes, perhaps "". The `note` of the last one says whether a limit
-    cut the answer."""
+    cut the answer. An `aside` is no part of the answer."""
 
     text: str
     note: str
+    number: int = -1  # its id
+    aside: str = ""
 
 
 class ChatModel:
@@ -84,6 +86,7 @@ class ChatModel:
         self.path = shown_path(checked.name)
         self.tokenizer = checked.tokenizer
         self.has_template = checked.tokenizer.chat_template is not None  # otherwise texts are joined as they are
+        self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template
         model: Any = load_causal_lm(checked.folder, dtype, None)
         self.model: PreTrainedModel = model.to(dist.device()).eval()
         config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded")
@@ -99,7 +102,7 @@ class ChatModel:
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         if self.has_template:
-            return encode_prompt(self.tokenizer, messages)
+            return encode_prompt(self.tokenizer, messages, self.tools or None)
         if any(message["role"] == "system" for message in messages):
             raise UserError(
                 f"{self.name}: its tokenizer has no chat template, so it takes no system message; name a template with "
@@ -110,25 +113,32 @@ class ChatModel:
     def answer(self, messages: Messages, settings: SamplingSettings, number: int) -> Iterator[Token]:
         """Answer a conversation, whose last message is the user's. To stop early, abandon the iterator. Answers of one
         seed with different numbers are independent. A `UserError` comes before the first token."""
-        ids = self.prompt_ids(messages)
+        yield from self.continued(self.prompt_ids(messages), settings, settings.max_tokens, number)
+
+    def room(self, ids: Sequence[int], most: int) -> int:
+        """How many of `most` tokens fit after `ids`."""
+        return most if self.positions is None else min(most, self.positions - len(ids))
+
+    def continued(self, ids: list[int], settings: SamplingSettings, most: int, *path: int) -> Iterator[Token]:
+        """Draw at most `most` tokens after `ids`, by a seed that `path` numbers."""
         if not ids:
             raise UserError(f"{self.name}: the message has no tokens; write something")
-        most = settings.max_tokens if self.positions is None else min(settings.max_tokens, self.positions - len(ids))
+        most = self.room(ids, most)
         if most < 1:
             raise UserError(
                 f"{self.name}: the conversation has {len(ids)} tokens, but the model has {self.positions} positions; "
                 "begin a new one, or shorten the message"
             )
-        seed = int(row_seeds(number, 1, settings.seed))
+        seed = int(row_seeds(path[0], 1, settings.seed, *path[1:]))
         stream = TextStream(self.tokenizer, () if self.has_template else ids[-_CONTEXT:])
         drawn = stream_tokens(self.model, ids, seed, settings.sampling, self.ends, most)
         for tokens, token in enumerate(drawn, 1):
             if token in self.ends:  # a text end need not be a special token
-                yield Token(stream.rest(), "")
+                yield Token(stream.rest(), "", token)
             elif tokens == most:
-                yield Token(stream.add(token) + stream.rest(), f"cut after {tokens} tokens")
+                yield Token(stream.add(token) + stream.rest(), f"cut after {tokens} tokens", token)
             else:
-                yield Token(stream.add(token), "")
+                yield Token(stream.add(token), "", token)
 
 
 def conversation(system: str, turns: Sequence[tuple[str, str]], message: str) -> Messages:
@@ -137,11 +147,6 @@ def conversation(system: str, turns: Sequence[tuple[str, str]], message: str) ->
     for asked, answered in turns:
         found += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return [*found, {"role": "user", "content": message}]
-
-
-def load_models(names: Sequence[tuple[str, str]], data: DataFlags, dtype: str) -> list[ChatModel]:
-    """Load models, (flag, name) each, after all of them are checked."""
-    return [ChatModel(model, dtype) for model in check_models(names, data)]
 
 
 HELP = """\
@@ -253,17 +258,23 @@ class Terminal:
 
     def answer(self, model: ChatModel, messages: Messages) -> str:
         """Write an answer while it is generated; Ctrl-C stops it."""
-        answer = remark = ""
+        answer = line = remark = ""
         try:
             for token in model.answer(messages, self.settings, self.number):
-                answer, remark = answer + token.text, token.note
+                answer, line, remark = answer + token.text, line + token.text, token.note
                 if self.interactive:
                     print(printable(token.text), end="", flush=True)
+                if token.aside:
+                    if line:
+                        print("" if self.interactive else printable(line), flush=True)
+                    note(token.aside)
+                    line = ""
         except KeyboardInterrupt:
             if not answer:
                 raise
             remark = "stopped"
-        print("" if self.interactive else printable(answer), flush=True)
+        if line or not answer:
+            print("" if self.interactive else printable(line), flush=True)
         if remark:
             note(f"[{remark}]")
         return answer

@@ -7,7 +7,8 @@ The models answer all prompts, greedily and by sampling, with the generation eng
 the weighted sum of the reward sources, which are those of step 3. The table shows the mean score, pass@k, and the win
 rate against the first model (a tie counts half) with Wilson's 95 % interval. An answer passes if its score is at least
 --pass_score. Sampled answers and their scores vary with --seed. Without a reward source there are no scores, and --show
-prints the answers. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3.
+prints the answers. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3. With tools or
+an environment an answer is an episode, as in step 3; --max_tokens counts all tokens after its prompt.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.flag_parser import add_groups, flag_parser
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
@@ -34,6 +36,7 @@ NOT_HERE = {  # flags of the groups that the command does not have -> why
     **dict.fromkeys(
         ("data_split", "streaming", "streaming_rows"), "has no effect here, where all rows are used; omit it"
     ),
+    "turn_reward": "has no effect here, where nothing trains; omit it",
     "use_reward_model": "has no effect here; name a reward model by --reward_model_name_or_path",
 }
 LEFT = {
@@ -63,24 +66,26 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
     parser = flag_parser([EvaluationFlags], prog="python -m dschat_ppo.tools.evaluate", description=__doc__)
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]"
     add_sampling_flags(parser)
-    add_groups(parser, [DataFlags, RewardSourceFlags], without=NOT_HERE)
+    add_groups(parser, [DataFlags, RewardSourceFlags, EnvironmentFlags], without=NOT_HERE)
     parser.advice = lambda name: (LEFT | NOT_HERE).get(name, "")
     parser.set_defaults(data_path=[], truncation=None)
     words = parser.parse_args(argv)
-    learned = words.reward_model_name_or_path
+    learned, environment = words.reward_model_name_or_path, EnvironmentFlags(**_of(EnvironmentFlags, words))
     refuse({
         "give --model and --data_path: the models answer the prompts of a data set":
             not words.model or not words.data_path,
         "--model names a model twice": len(set(words.model)) < len(words.model),
         "--samples has no effect with --decoding greedy; omit one of them":
             words.decoding == "greedy" and words.samples > 1,
+        "--process_reward scores the steps of one answer, not of episodes; omit it":
+            environment.is_used and words.process_reward is not None,
     })  # fmt: skip
     rewards = None
-    if learned or words.reward_function or words.remote_reward_url:
+    if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
         rewards = RewardSourceFlags(**_of(RewardSourceFlags, words), use_reward_model=learned is not None)
     truncation = words.truncation or PPOConfig.own_defaults["truncation"]  # rows that are too long: as in step 3
     prompts = DataFlags(**_of(DataFlags, words) | {"truncation": truncation})
-    return Wanted(words, prompts, rewards, settings_of(words))
+    return Wanted(words, prompts, rewards, environment, settings_of(words))
 
 
 def _of(group: type, words: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.cache import token_key
 from dschat_ppo.data.prepare import prepare
+from dschat_ppo.episodes.rollouts import EpisodeRollouts, described_tools
+from dschat_ppo.episodes.shown_turns import heading
 from dschat_ppo.errors import UserError, escaped, in_one_line, without_credentials
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, require_length
@@ -35,6 +37,7 @@ from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import build_sources, check_sources
 from dschat_ppo.rewards.learned_reward import model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
+from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
@@ -131,7 +134,9 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
         if made:
             logger().info(f"{model.label}: its tokenizer differs, so the prompts are read again")
         limit = wanted.words.max_prompt_seq_len
-        prepared = prepare(StepData("prompt", wanted.prompts, limit, whole_flag="--data_path"), model.tokenizer)
+        step = StepData("prompt", wanted.prompts, limit, whole_flag="--data_path")
+        tools = described_tools(wanted.environment, model.tokenizer, limit)
+        prepared = prepare(replace(step, tools=tools), model.tokenizer)
         rows, names = prepared.eval, prepared.eval_sources
         if rows is None:
             raise UserError(
@@ -180,23 +185,37 @@ def _results_of(
         )
     configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
     chosen = list(configs) if words.decoding == "both" else [words.decoding]
-    with closing(build_sources(rewards, learned) if rewards else RewardMixture([(_Unscored(), 1.0)])) as mixture:
-        score = RewardRequests(mixture, prompts, checked.tokenizer)
-        return [_answer(checked, model, names, wanted, configs[how], how, score) for how in chosen]
+    with ExitStack() as at_end:
+        episodes: EpisodeRollouts | None = None
+        if wanted.environment.is_used:
+            episodes = EpisodeRollouts(wanted.environment, checked.tokenizer, words.max_prompt_seq_len)
+            at_end.enter_context(closing(episodes))
+        others = [] if episodes is None else episodes.reward_sources
+        mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([(_Unscored(), 1.0)])
+        score = RewardRequests(at_end.enter_context(closing(mixture)), prompts, checked.tokenizer)
+        return [_answer(checked, model, names, wanted, configs[how], how, score, episodes) for how in chosen]
 
 
 def _answer(
     checked: CheckedModel, model: Any, names: Sequence[str], wanted: Wanted, config: GenerationConfig, decoding: str,
-    scorer: RewardRequests,
+    scorer: RewardRequests, episodes: EpisodeRollouts | None,
 ) -> Result:  # fmt: skip
     """The answers of a loaded model with one way of decoding, and their metrics."""
     every, rows = list(range(len(scorer.prompts))), list[Answered]()
     logger().info(f"{checked.label}: {decoding}, {len(every)} prompts, {config.samples} answer(s) to each")
     for first in range(0, len(every), wanted.words.batch_size):
         indices = every[first : first + wanted.words.batch_size]
-        seeds = row_seeds(first * config.samples, len(indices) * config.samples, wanted.settings.seed, STREAM, 0, 0)
-        batch = to_device(collate_prompts(scorer.prompts, indices, filler_id(checked.tokenizer)), dist.device())
-        rollout = generate(model, batch, seeds.to(dist.device()), config)
+        path, turns, own = (wanted.settings.seed, STREAM, 0, 0), None, config
+        seeds = row_seeds(first * config.samples, len(indices) * config.samples, *path)
+        if episodes is None:
+            batch = collate_prompts(scorer.prompts, indices, filler_id(checked.tokenizer))
+        else:
+            of_prompts = row_seeds(first, len(indices), *path).tolist()
+            batch, turns = episodes.begin(scorer.prompts, indices, config.samples, of_prompts, never)
+            own = replace(config, samples=len(seeds) // len(batch.prompt_ids))
+        rollout = generate(model, to_device(batch, dist.device()), seeds.to(dist.device()), own, turns=turns)
+        if episodes is not None and turns is not None:
+            rollout = episodes.end(rollout, turns, cancelled=False, counts=True)
         request = scorer.request(rollout, indices, 0)
         rows += answered_rows(scorer, indices, rollout, request.responses, scorer.mixture(request, rollout), names)
     metrics = summary(rows, wanted.words.pass_score) | summary_by_source(rows, wanted.words.pass_score)
@@ -209,6 +228,7 @@ def _answer(
             means[name] = float(torch.tensor([row.scores_by_source[name] for row in rows]).nanmean())
         if failed:
             logger().warning(f"{checked.label}: {failed} answers have the default score (--reward_default)")
+    metrics |= {} if episodes is None else episodes.take_metrics()
     return Result(checked.name, checked.label, decoding, metrics, means, failed, rows)
 
 
@@ -223,7 +243,8 @@ def number(value: float | None) -> str:
 
 def model_table(found: Evaluated) -> list[list[str]]:
     """Head and one line for each model and way of decoding; with several data sets further lines for these."""
-    columns = list(dict.fromkeys(name for result in found.results for name in result.metrics if "/" not in name))
+    names = dict.fromkeys(name for result in found.results for name in result.metrics)
+    columns = [name for name in names if "/" not in name or name.startswith("episode/")]
     sources = list(found.results[0].scores_by_source) if len(found.results[0].scores_by_source) > 1 else []
     compared = [f"wins against {found.results[0].label} [95 %]"] if any(r.wins for r in found.results) else []
     lines = [["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared]]
@@ -267,10 +288,15 @@ def answer_lines(found: Evaluated, count: int) -> list[str]:
         lines += [f"prompt {place + 1}:", *indented(row.prompt)]
         for result in found.results:
             own = result.prompts[place]
-            for text, score, tokens, ended in zip(own.answers, own.scores, own.lengths, own.ended, strict=True):
+            every_turns = own.turns or [[]] * len(own.answers)
+            columns = zip(own.answers, own.scores, own.lengths, own.ended, every_turns, strict=True)
+            for text, score, tokens, ended, turns in columns:
                 parts = [f"score {number(score) or 'none'}"] * found.scored
                 parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == "length")]
-                lines += [f"  {result.label}, {result.decoding} ({', '.join(parts)}):", *indented(text)]
+                lines.append(f"  {result.label}, {result.decoding} ({', '.join(parts)}):")
+                for turn in turns:
+                    lines += [f"    {heading(turn)}:", *(f"  {line}" for line in indented(turn["text"]))]
+                lines += [] if turns else indented(text)
         lines.append("")
     return lines
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from dschat_ppo.config.data_flags import DataFlags
+from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 
@@ -69,9 +70,10 @@ class SamplingSettings:
 class Wanted:
     """What the command line of `tools/evaluate.py` asks for."""
 
-    words: argparse.Namespace  # `EvaluationFlags`, and the flags of data, rewards and sampling
+    words: argparse.Namespace  # `EvaluationFlags`, and the flags of data, rewards, environments and sampling
     prompts: DataFlags
     rewards: RewardSourceFlags | None
+    environment: EnvironmentFlags
     settings: SamplingSettings
 
 

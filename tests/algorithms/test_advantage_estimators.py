@@ -12,6 +12,7 @@ from dschat_ppo.algorithms.advantage_estimators import (
     ESTIMATORS,
     AdvantageInputs,
     Groups,
+    by_turn,
     groups_that_differ,
     returns_to_go,
     token_rewards,
@@ -336,3 +337,44 @@ def test_groups_differ_if_their_scores_are_unequal_or_not_finite(scores, differ)
     order = [2, 0, 3, 1]
     shuffled = groups_that_differ(torch.tensor(scores)[order], torch.tensor([4, 4, -1, -1])[order])
     assert shuffled.tolist() == [differ[i] for i in order]
+
+
+TURNS = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 0, 0]]).bool()  # two turns, two, one
+
+
+def test_turns_are_credited_with_the_rewards_from_them_on_by_hand():
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 4.0, 0.0, 0.0], [0.0, 0.0, 8.0, 0.0, 0.0]])
+    inputs = inputs_of(TURNS, rewards, [5, 5, 5], gamma=1.0)
+    advantages, returns = by_turn(ESTIMATORS["dr_grpo"], inputs, rewards)
+    # first turns: 3, 4, 8 with mean 5; second turns: 2, 4 with mean 3
+    expected = [[-2.0, -2.0, 0.0, -1.0, 0.0], [-1.0, 0.0, 1.0, 0.0, 0.0], [3.0, 3.0, 3.0, 0.0, 0.0]]
+    np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-6)
+    assert returns.tolist() == [[3.0, 3.0, 0.0, 2.0, 0.0], [4.0, 0.0, 4.0, 0.0, 0.0], [8.0, 8.0, 8.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_pass_at_k", "reinforce_plus_plus_baseline"])
+def test_turns_equal_a_loop_over_cut_rows(name):
+    """Each turn as a row of its own, which begins with it; with a KL penalty, so that scores and rewards differ."""
+    mask = gapped_mask().bool() if name != "opo" else TURNS
+    groups = torch.arange(len(mask)) % 2
+    at_turns = torch.where(mask, normal(5, *mask.shape), 0.0)
+    kl = torch.where(mask, normal(6, *mask.shape) * 0.1, 0.0)
+    inputs = inputs_of(mask, at_turns - kl, groups.tolist(), scores=at_turns.sum(dim=1), gamma=0.7)
+    found, _ = by_turn(ESTIMATORS[name], inputs, at_turns)
+    starts = [[c for c in range(mask.shape[1]) if row[c] and (c == 0 or not row[c - 1])] for row in mask.tolist()]
+    seen = torch.zeros(mask.shape)
+    for turn in range(max(map(len, starts))):
+        rows = [r for r in range(len(mask)) if len(starts[r]) > turn]
+        cut = torch.zeros(len(rows), mask.shape[1], dtype=torch.bool)
+        for number, r in enumerate(rows):
+            cut[number, starts[r][turn] :] = mask[r, starts[r][turn] :]
+        part = AdvantageInputs(
+            torch.where(cut, inputs.rewards[rows], 0.0), None, cut, groups[rows], None, 0.7, 1.0,
+            scores=torch.where(cut, at_turns[rows], 0.0).sum(dim=1),
+        )  # fmt: skip
+        advantages, _ = ESTIMATORS[name](part)
+        for number, r in enumerate(rows):
+            end = starts[r][turn + 1] if len(starts[r]) > turn + 1 else mask.shape[1]
+            seen[r, starts[r][turn] : end] = advantages[number, starts[r][turn] : end]
+    assert seen.abs().sum() > 0
+    np.testing.assert_allclose(found.numpy(), seen.numpy(), atol=1e-5)

@@ -62,12 +62,12 @@ def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(t
 
     def call(tree: trajectories.Tree, words: list[str], log: Path) -> str:
         """As `Tree.call`, without the launcher and the imports; the task is made once."""
-        if words[0] == "-c":
+        if words[1] == "-c":
             return trajectories.__file__  # of the tree
-        if words[1] == "dschat_ppo.tools.toy":
-            return shutil.copytree(tmp_path / "toy", words[2])
-        assert words[1] == "deepspeed.launcher.runner"
-        return succeed(forked(1, *words[6:], folder=tree.work)).stdout
+        if words[2] == "dschat_ppo.tools.toy":
+            return shutil.copytree(tmp_path / "toy", words[3])
+        assert words[2] == "deepspeed.launcher.runner"
+        return succeed(forked(1, *words[7:], folder=tree.work)).stdout
 
     small = "--data_path {made}/plain.jsonl --eval_data_path {made}/plain.jsonl --eval_iters 1 --dtype fp32"
     small += " --per_device_train_batch_size 4 --max_steps 2 --save_steps 1 --keep_final_checkpoint"

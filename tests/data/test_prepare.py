@@ -27,6 +27,13 @@ def rows_for(use: str, flags: DataFlags, limit: int = 64, **wanted) -> TokenRows
     return prepare(StepData(use, flags, limit, **wanted), TOKENIZER)
 
 
+def test_tools_need_prompts_of_chat_messages(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Where?"}\n' * 9)
+    tool = {"type": "function", "function": {"name": "look"}}
+    with pytest.raises(UserError, match="describes tools to the model, so the prompt must be chat messages"):
+        rows_for("prompt", DataFlags([str(tmp_path / "a.jsonl")]), tools=[tool])
+
+
 # Which rows a step uses
 
 

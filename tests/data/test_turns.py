@@ -92,6 +92,8 @@ def test_answers_without_marks():
     talk = [TALK[1], {"role": "assistant", "content": "Here.\n\nThere."}, {"role": "user", "content": ""},
             {"role": "assistant", "content": "Yes."}, TALK[5]]  # fmt: skip
     assert spans_of(templated(TEMPLATES["no marker"]), talk) == ["Here.\n\nThere.", "Yes."]
+    spaced = TEMPLATES["no marker"].replace("{{ m", "{{ ' ' if m.role == 'assistant' else '' }}{{ m")
+    assert spans_of(templated(spaced), talk) == [" Here.\n\nThere.", " Yes."]
     tokenizer = chat_tokenizer("bytes", "human-assistant")
     tokenizer.chat_template = UNMARKED.sub("", tokenizer.chat_template)
     assert spans_of(tokenizer, TALK[2:]) == ["In the hall 😀</s>", "  Café\n</s>"]

@@ -43,8 +43,9 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def files_of(page: Path) -> dict[str, str]:
-    """The Python blocks of a page that begin with the name of a file, by that name."""
-    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+    """The Python and YAML blocks of a page that begin with the name of a file, by that name."""
+    block = r"^```(?:python|yaml)\n# (\w+\.(?:py|yaml))\n(.*?)^```"
+    return dict(re.findall(block, page.read_text(encoding="utf-8"), re.M | re.S))
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -30,7 +30,8 @@ class Tags(HTMLParser):
 
 
 def test_an_answer_with_html_adds_no_element(tmp_path):
-    sample = SAMPLE | {"prompt": EVIL, "answer": EVIL}
+    turns = [{"role": EVIL, "text": EVIL, "reward": 1.0}]
+    sample = SAMPLE | {"prompt": EVIL, "answer": EVIL, "turns": turns}
     event = {"step": 1, "name": EVIL, "seen": EVIL, "cause": EVIL, "change": EVIL}
     harmless = json.loads(json.dumps({"sample": sample, "event": event}).replace(json.dumps(EVIL), '"x"'))
     lines = [line | {f"reward/{EVIL}_mean": 1.0} for line in ppo_lines(2)]

@@ -63,6 +63,23 @@ def test_html_of_a_run_is_shown_and_does_not_run_and_nothing_is_loaded(browser, 
     assert not browser.problems() and all(address.startswith("file:") for address in browser.requested())
 
 
+def test_an_episode_is_shown_turn_by_turn(browser, tmp_path):
+    turns = [{"role": "model", "text": EVIL, "reward": 0.5}, {"role": "call", "text": "f()", "reward": 1.0},
+             {"role": "environment", "text": EVIL}]  # fmt: skip
+    opened(browser, tmp_path, {"lines": ppo_lines(3), "samples": [SAMPLE | {"answer": "whole", "turns": turns}]})
+    shown = run_in(
+        browser,
+        """
+      const look = (one) => { const style = getComputedStyle(one); return style.borderLeftColor + style.marginLeft; };
+      const turns = all(".turn");
+      return [turns.map((one) => [...one.querySelectorAll("p")].map((p) => p.textContent)),
+              new Set(turns.map(look)).size, document.body.textContent.includes("whole"), document.title];
+    """,
+    )
+    blocks = [["model, reward 0.5", EVIL], ["call, reward 1", "f()"], ["environment", EVIL]]
+    assert shown == [blocks, 3, False, "Training report: run0"]
+
+
 def test_curves_are_where_the_numbers_are_and_nan_interrupts_them(browser, tmp_path):
     opened(browser, tmp_path, {"lines": ppo_lines(4)})
     data, place, gaps, smoothed = run_in(

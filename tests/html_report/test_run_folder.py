@@ -1,7 +1,7 @@
 """Reading the files of a run: complete, damaged, resumed and unfinished."""
 
 import pytest
-from report_runs import ppo_lines, write_lines, write_run
+from report_runs import SAMPLE, ppo_lines, write_lines, write_run
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.html_report.run_folder import read_run, read_runs
@@ -57,6 +57,16 @@ def test_answers_of_evaluations_and_of_training(tmp_path):
     assert [one.scores for one in run.answers] == [
         {"rule": 2.0}, {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {},
     ]  # fmt: skip
+
+
+def test_turns_of_episodes(tmp_path):
+    turns = [{"role": "model", "text": "3", "reward": 0.5}, {"role": "environment", "text": "no"},
+             {"role": "call", "text": "f", "reward": None}]  # fmt: skip
+    row = {"prompt": "p", "answers": ["a", "b"], "lengths": [3, 4], "ended": ["eos", "eos"], "kl": None}
+    files = {"step_1": [row, row | {"turns": [[], turns]}], "samples": [SAMPLE | {"turns": turns}]}
+    run = read_run(write_run(tmp_path, ppo_lines(1), **files), "a")
+    read = [("model", "3", 0.5), ("environment", "no", None), ("call", "f", None)]
+    assert [list(one.turns) for one in run.answers] == [read, [], [], [], read]
 
 
 def test_what_is_no_run_is_refused_with_a_way_out(tmp_path):

@@ -200,3 +200,32 @@ def test_the_kl_coefficient_adapts_after_the_step():
     assert compute.kl_coef.value == pytest.approx(expected, rel=1e-6)
     second = compute(rows, step=2).rewards
     np.testing.assert_allclose(second.numpy(), rewards_by_loop(rows, SCORES, expected), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gae", "dr_grpo"])
+def test_rewards_to_go_are_received_at_the_ends_of_turns(name):
+    """Row 3 has two turns, rewards 1 and 0.5 of weight 2, and 0.25 of another source; another row is of its group."""
+    rows = scored(groups=torch.tensor([0, 0, 0, 1, 1, 2]))
+    mask = rows.response_mask.clone()
+    mask[3] = torch.tensor([True, True, False, True])
+    turn_rewards = torch.zeros(6, LONGEST)
+    turn_rewards[3, 1], turn_rewards[3, 3] = 1.0, 0.5
+    scores = rows.scores.clone()
+    scores[3] = 2 * 1.5 + 0.25
+    rows = replace(rows, response_mask=mask, turn_rewards=turn_rewards, scores=scores)
+    whitening = {"whiten_advantages": False} if name == "gae" else {}
+    flags = AlgorithmFlags(advantage_estimator=name, kl_coef=0.0, **whitening)
+    whole, to_go = (AdvantageComputation(flags, LONGEST, 0, 5.0, to_go_weight=weight) for weight in (None, 2.0))
+    assert whole.with_rewards(rows).rewards[3].tolist() == [0.0, 0.0, 0.0, 3.25]
+    rewarded = to_go.with_rewards(rows)
+    assert rewarded.rewards[3].tolist() == [0.0, 2.0, 0.0, 1.25]
+    assert torch.equal(rewarded.rewards[[0, 1, 4]], whole.with_rewards(rows).rewards[[0, 1, 4]])
+    found = to_go.advantages(rewarded, 1).advantages[3]
+    if name == "dr_grpo":  # row 4 scores 3 in its one turn, and has no second turn
+        assert found.tolist() == [0.125, 0.125, 0.0, 0.0]
+    else:
+        value = rows.values[3].tolist()
+        lam, last = flags.gae_lambda, 1.25 - value[3]
+        second = 2.0 + value[3] - value[1] + lam * last
+        first = value[1] - value[0] + lam * second
+        np.testing.assert_allclose(found.numpy(), [first, second, 0.0, last], rtol=1e-5)

@@ -127,6 +127,7 @@ class Generator:
     """Answers of one token: 10 x the prompt's row number + the answer's number; remembers how it was asked."""
 
     config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), samples=2)
+    episodes = None
 
     def __init__(self):
         self.prompts = Dataset.from_dict({"row": ["{}"] * 12, "source": [row % 3 for row in range(12)]})

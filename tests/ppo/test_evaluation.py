@@ -88,7 +88,7 @@ class Generator:
     def __init__(self):
         self.asked = []
 
-    def answer(self, indices, *path, prompts, config, first):
+    def answer(self, indices, *path, prompts, config, first, step):
         self.asked.append((list(indices), config, first, path))
         numbers = [index * config.samples + sample for index in indices for sample in range(config.samples)]
         mask = torch.arange(3) < torch.tensor([[number % 3 + 1] for number in numbers])
@@ -102,7 +102,7 @@ class RewardRequests:
 
     def __init__(self, prompts=3, scores=None, faults=0):
         self.prompts, self.scores, self.faults = Dataset.from_dict({"row": ["{}"] * prompts}), scores, faults
-        self.mixture, self.names = self, ["number"]
+        self.mixture, self.names, self.tokenizer = self, ["number"], None
 
     def request(self, rollout, indices, steps_done):
         self.step = steps_done

@@ -68,7 +68,7 @@ CASES = {
     ),
     "model of ten trillion weights": ("sft", "--model_name_or_path {b}/huge", ["--model_name_or_path", "wrong shape"]),
     "home of nobody": ("sft", "--data_path ~nobody_at_all/x", ["--data_path ~nobody_at_all/x", "no such file"]),
-    "no reward at all": ("ppo", "--use_reward_model False", ["give --reward_function or --remote_reward_url"]),
+    "no reward at all": ("ppo", "--use_reward_model False", ["give --reward_function, --remote_reward_url"]),
     "trace of a step that does not come": ("sft", "--profile 99999", ["--profile 99999", "name one of them"]),
     "value that is no choice": (
         "ppo",

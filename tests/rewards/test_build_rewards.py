@@ -81,7 +81,7 @@ FUNCTIONS = [
     (f"{FILE}:scaled?factor=much", "factor must be a number"), (f"{FILE}:scaled?sign=plus", "must be true or false"),
 ]  # fmt: skip
 SOURCES = [
-    ({"reward_model_sources": ["a"]}, "--reward_model_sources"), ({"reward_function": []}, "leaves no reward"),
+    ({"reward_model_sources": ["a"]}, "--reward_model_sources"),
     ({"remote_reward_sources": ["a"]}, "--remote_reward_sources"), ({"remote_reward_url": ""}, "--remote_reward_url"),
     ({"remote_reward_url": "http://a,"}, "--remote_reward_url"),
     ({"reward_model_name_or_path": "m"}, "--reward_model_name_or_path"),

@@ -54,7 +54,9 @@ def test_idle_and_finished_entries_write_to_spare_places(prefix):
     buffers, row = SimpleNamespace(count=spare, width=600, is_end=[], token_ids=torch.zeros(0)), np.arange(5)
     memory = StaticMemory(buffers, KVCache(1, 50), 9, 50)
     # row n has its own slots from 10 n + 1 on; all share `prefix` tokens from slot 45 on
-    rows = PooledRows(20 + row, 6 + row, row * 0 + prefix, row * 0 + 45 * (prefix > 0), 10 * row + 1, row * 0 + 10)
+    rows = PooledRows(
+        20 + row, 6 + row, row * 0 + prefix, row * 0 + 45 * (prefix > 0), 10 * row + 1, row * 0 + 10, row * 0
+    )
     decoder = GraphedDecoder(step, np.full(spare, 2), memory, 3, lambda: True)
     assert decoder.run(rows, 7).tolist() == [False, True, False, False, False]
     idle = [(spare, 0, 0, 0, 0, 0)] * 2

@@ -9,7 +9,8 @@ from tiny_models import cut_at
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import chat_model
-from dschat_ppo.tools.chat_model import ChatModel, check_models, conversation, load_models
+from dschat_ppo.tools.chat import chat, read_arguments
+from dschat_ppo.tools.chat_model import ChatModel, check_models, conversation
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 from dschat_ppo.tools.token_stream import stream_tokens
 
@@ -99,6 +100,6 @@ def test_all_models_are_checked_before_one_is_loaded(assets, tmp_path, monkeypat
     (tmp_path / "broken" / "model.safetensors").unlink()
     monkeypatch.setattr(chat_model, "ChatModel", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match="broken"):
-        load_models([("--model", str(assets / "lm")), ("--compare", str(tmp_path / "broken"))], PLAIN, "fp32")
+        chat(*read_arguments(["--model", str(assets / "lm"), "--compare", str(tmp_path / "broken")]))
     with pytest.raises(UserError, match=r"^--compare .*no such folder"):
-        load_models([("--model", str(assets / "lm")), ("--compare", str(tmp_path / "none"))], PLAIN, "fp32")
+        chat(*read_arguments(["--model", str(assets / "lm"), "--compare", str(tmp_path / "none")]))

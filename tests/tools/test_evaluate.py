@@ -108,3 +108,41 @@ def test_the_command(found, assets, tmp_path, capsys, monkeypatch):
     assert main([*words, "--json", str(tmp_path / ("x" * 300))]) == 4
     out, err = capsys.readouterr()
     assert "wins against lm" in out and "cannot be written (File name too long)" in err
+
+
+LETTERS = """
+class Letters:
+    def reset(self, seed=None, options=None):
+        self.turns = 0
+        return "Go."
+    def step(self, text):
+        self.turns += 1
+        return f"{text.count('h')} letters.", text.count("h") / 4, self.turns == 3, False, {"letters": len(text)}
+"""
+
+
+def test_answers_are_episodes_of_an_environment(assets, tmp_path, monkeypatch):
+    (tmp_path / "letters.py").write_text(LETTERS)
+    monkeypatch.setattr(evaluate_models, "end_ids", lambda *_: tuple(range(40, 120)))
+    words = ["--environment", f"{tmp_path / 'letters.py'}:Letters", "--samples", "2", "--max_tokens", "64"]
+    found = evaluate(read_arguments([*words_of(assets)[:2], *words_of(assets)[3:], *words]))
+    [greedy, sampled] = found.results
+    assert found.scored and greedy.scores_by_source.keys() == {"environment"}
+    turned = 0
+    for row in [*greedy.prompts, *sampled.prompts]:
+        assert row.prompt.endswith("Go.")
+        for answer, score, turns in zip(row.answers, row.scores, row.turns or [[]] * len(row.answers), strict=True):
+            said = [turn for turn in turns if turn["role"] == "model"]
+            assert [turn["role"] for turn in turns] == (["model", "environment"] * len(said))[: 2 * len(said) - 1]
+            assert [turn["text"] for turn in turns if turn["role"] == "environment"] == [
+                f"{turn['text'].count('h')} letters." for turn in said[:-1]
+            ]
+            ended = said[:-1]  # a limit may have cut the last one, which then has no reward
+            assert all(turn["reward"] == turn["text"].count("h") / 4 for turn in ended)
+            assert score == sum(turn["reward"] for turn in said) if turns else score in (0, answer.count("h") / 4)
+            turned += len(said) > 1
+    assert turned > 5
+    assert sampled.metrics["episode/turns"] > 1 and sampled.metrics["episode/failures"] == 0
+    shown = "\n".join([*table(found), *answer_lines(found, 7)])
+    assert "episode/turns" in shown and "    environment:\n" in shown and "    model, reward 0." in shown
+    assert any(row["turns"] for row in json.loads(json_of(found))["results"][1]["prompts"])

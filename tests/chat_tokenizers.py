@@ -100,6 +100,44 @@ def special_tokenizer(template: str, eos: str, tokens: tuple[str, ...] = ()) -> 
     return tokenizer
 
 
-def shaped(name: str) -> tuple[PreTrainedTokenizerFast, Shape]:
-    shape = SHAPES[name]
+def shaped(name: str, shapes: dict[str, Shape] = SHAPES) -> tuple[PreTrainedTokenizerFast, Shape]:
+    shape = shapes[name]
     return special_tokenizer(shape.template, shape.eos, shape.tokens), shape
+
+
+# Templates with tools
+
+
+_TOOLS = "{% if tools %}<|im_start|>system\nCall these: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+_CALL = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}'
+WITH_TOOLS = {
+    "Hermes": Shape(  # and Qwen 2.5: results of one turn are one message of the user
+        _TOOLS + EACH + "{% set next = messages[loop.index0 + 1] if not loop.last else m %}"
+        "{% if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+        "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
+        "{% if loop.last or next.role != 'tool' %}<|im_end|>\n{% endif %}"
+        "{% else %}<|im_start|>{{ m.role }}{% if m.content %}{{ '\n' + m.content }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n" + _CALL + "}\n</tool_call>{% endfor %}<|im_end|>\n"
+        "{% endif %}" + EVERY + opened_by("<|im_start|>assistant\n"),
+        "</s>", ("<|im_start|>", "<|im_end|>"), "<|im_end|>", "\n",
+    ),
+    "Llama-3": Shape(  # one call, which is all of a message
+        "<|begin|>" + EACH + "<|header|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/header|>\n\n"
+        "{% if m.role == 'user' and loop.first %}Call these: {{ tools | tojson }}\n\n{% endif %}"
+        "{% for c in m.tool_calls or [] %}" + _CALL.replace('arguments"', 'parameters"') + "}{% else %}"
+        "{{ m.content | tojson if m.role == 'tool' else m.content | trim }}{% endfor %}<|eot_id|>" + EVERY
+        + opened_by("<|header|>assistant<|/header|>\n\n"),
+        "<|end_of_text|>", ("<|begin|>", "<|header|>", "<|/header|>", "<|eot_id|>"), "<|eot_id|>", "",
+    ),
+    "Mistral": Shape(  # the tools stand before the last message of the user
+        "<s>{% set asked = messages | selectattr('role', 'equalto', 'user') | list | last %}" + EACH
+        + "{% if m.role == 'user' %}{% if m == asked and tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}"
+        "[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] ["
+        "{% for c in m.tool_calls %}" + _CALL + ', "id": "{{ c.id }}"}{{ ", " if not loop.last }}{% endfor %}]</s>'
+        "{% elif m.role == 'tool' %}[TOOL_RESULTS] "
+        '{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+        "{% else %} {{ m.content }}</s>{% endif %}" + EVERY,
+        "</s>", ("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+                 "[TOOL_RESULTS]", "[/TOOL_RESULTS]"), "</s>", "",
+    ),
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Episodes: answers in several turns, with tools and environments."""

@@ -1,0 +1,145 @@
+"""The turns of the episodes of a rollout: what happens between the token that ends an action and the next token that
+the model chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.data.examples import Message
+from dschat_ppo.data.templates import turn_end, without_final
+from dschat_ppo.episodes.environments import Turn
+from dschat_ppo.episodes.episode_processes import Episodes
+from dschat_ppo.episodes.journal import JournalledEpisodes
+from dschat_ppo.episodes.observations import ObservationTokens
+from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
+from dschat_ppo.errors import UserError
+from dschat_ppo.rewards.worker_pool import CallError
+
+WAIT_SECONDS = 1.0
+MALFORMED = "error"  # in place of the name of the tool
+
+
+def read_action(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], tools: list[dict[str, Any]]
+) -> tuple[Message, Turn | None]:
+    """The message that the tokens of an action are, and what answers it if its tool calls cannot be read."""
+    text, _ = without_final(tokenizer, str(tokenizer.decode(ids, skip_special_tokens=not tools)))
+    try:
+        return parse_action(tokenizer, text, tools) if tools else {"role": "assistant", "content": text}, None
+    except MalformedCallError as problem:
+        answer = {"role": "tool", "name": MALFORMED, "content": f"error: {problem}"}
+        return {"role": "assistant", "content": text}, Turn([answer], failed_calls=1)
+
+
+@dataclass
+class Record:
+    """One episode. Response tokens are numbered from 0."""
+
+    messages: list[Message] = field(default_factory=list)  # actions and observations
+    ends: list[int] = field(default_factory=list)  # the last token of each action
+    rewards: list[float] = field(default_factory=list)  # of each action
+    numbers: dict[str, float] = field(default_factory=dict)
+    failed_calls: int = 0
+    problem: str = ""  # why its environment could not go on; "" if it did not fail
+
+
+class EpisodeTurns:
+    """Asks the environments of one rollout, whose episodes have begun; `records` has one entry for each sequence.
+
+    A sequence is in the hands of the engine, which generates its action, or of its environment, from `end_turn` until
+    `observed` returns it. An episode ends when its environment says so or fails, after `most` actions, or when `cut`.
+    """
+
+    def __init__(
+        self, episodes: Episodes | JournalledEpisodes, observations: ObservationTokens,
+        tokenizer: PreTrainedTokenizerBase, most: int, records: Sequence[Record],
+    ):  # fmt: skip
+        self.episodes, self.observations, self.tokenizer, self.most = episodes, observations, tokenizer, most
+        self.records = records
+        self._answers = list[tuple[int, Turn | CallError]]()  # that no environment was asked for
+        self._finishing = set[int]()
+        self.gone = {number for number, record in enumerate(records) if record.problem}  # without a process
+        self._ended = dict[int, bool]()  # whether the last action of a sequence has an end-of-turn token
+        self._end = turn_end(tokenizer).token
+
+    def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
+        """The model has ended an action of tokens `ids`, the last of which is response token `end`."""
+        record, tools = self._begun(sequence, end), self.observations.tools
+        if sequence in self.gone:
+            self._answers.append((sequence, CallError(record.problem)))
+            return
+        self._ended[sequence] = ids[-1] == self._end
+        action, answer = read_action(self.tokenizer, ids, tools)
+        record.messages.append(action)
+        if answer is not None:
+            self._answers.append((sequence, answer))
+        else:
+            self.episodes.step(sequence, action)
+
+    def cut(self, sequence: int, end: int) -> None:
+        """A limit has ended the episode in the middle of an action."""
+        self._begun(sequence, end)
+        self._finish(sequence)
+
+    def stop(self, sequence: int) -> None:
+        """A limit has ended the episode after an observation."""
+        self._finish(sequence)
+
+    def _begun(self, sequence: int, end: int) -> Record:
+        record = self.records[sequence]
+        record.ends.append(end)
+        record.rewards.append(0.0)
+        return record
+
+    def _finish(self, sequence: int) -> None:
+        if sequence not in self.gone:
+            self._finishing.add(sequence)
+            self.episodes.finish(sequence)
+
+    def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
+        """The sequences whose environments have answered, with the tokens of the observation; [] if the episode has
+        ended. With `wait`, for a second until there is one."""
+        found = list[tuple[int, list[int]]]()
+        answers, self._answers = self._answers, []
+        answers += self.episodes.poll(WAIT_SECONDS if wait and not answers else 0.0)
+        for sequence, turn in answers:
+            self._read(sequence, turn, found)
+        return found
+
+    def _read(self, sequence: int, turn: Turn | CallError, found: list[tuple[int, list[int]]]) -> None:
+        """Note the answer of an environment, and what the engine does with it in `found`."""
+        record, is_last = self.records[sequence], sequence in self._finishing
+        if isinstance(turn, CallError):  # its process has ended
+            record.problem = str(turn)
+            self.gone.add(sequence)
+            self._finishing.discard(sequence)
+            if not is_last:
+                found.append((sequence, []))
+            return
+        record.rewards[-1] += turn.reward
+        record.numbers |= turn.numbers
+        record.failed_calls += turn.failed_calls
+        if is_last:
+            self._finishing.discard(sequence)
+            self.episodes.end(sequence)
+            return
+        record.messages += turn.messages or ([{"role": "user", "content": turn.text}] if turn.text else [])
+        tokens = list[int]()
+        if not turn.done and len(record.ends) < self.most:
+            try:
+                tokens = self.observations(turn, self._ended.get(sequence, True))
+            except UserError as problem:  # of the template or the tokenizer; other ranks go on
+                record.problem = f"answered what cannot be rendered: {problem}"
+        if not tokens:
+            self._finish(sequence)
+        found.append((sequence, tokens))
+
+    def finish(self) -> None:
+        """Wait for the last rewards of all episodes, which have ended."""
+        while self._finishing:
+            for sequence, turn in self.episodes.poll(WAIT_SECONDS):
+                self._read(sequence, turn, [])
