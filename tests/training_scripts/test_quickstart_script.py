@@ -96,7 +96,7 @@ def test_the_output_ends_with_the_reports_and_with_commands_that_the_tools_accep
     assert [words[:3] for words in (chatting, evaluating)] == [
         ["python", "-m", f"dschat_ppo.tools.{tool}"] for tool in ("chat", "evaluate")
     ]
-    [words, settings, _] = chat.read_arguments(chatting[3:])
+    [words, settings, *_] = chat.read_arguments(chatting[3:])
     assert settings.seed == 41 and any("'Where is the blue kite?'" in line for line in lines)
     assert (words.model, words.compare) == ("/out of/quick/ppo/actor", "/out of/quick/sft")
     wanted = evaluate.read_arguments(evaluating[3:])
