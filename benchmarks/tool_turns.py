@@ -1,10 +1,11 @@
 """Step 3 with a tool: samples per second, ours beside the GRPO trainer of TRL, at several latencies of the tool.
 
-    python benchmarks/tool_turns.py [--latencies 0 0.2 1] [--steps 4] [--work DIR] [--json FILE]
+    python benchmarks/tool_turns.py [--latencies 0 0.2 1] [--larger] [--steps 4] [--work DIR] [--json FILE]
 
 Both train the SFT model of `training_scripts/examples/calculator`, which is made first (some minutes), in one process
 with one thread: 16 prompts a step, 8 answers each, one update, no KL, and the same functions as tool and reward. An
-answer calls the tool up to a few times. Needs `pip install trl==1.16.0`.
+answer calls the tool up to a few times. That model has 0.25 M parameters; with `--larger` 10 M, which change nothing in
+what it says. Needs `pip install trl==1.16.0`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,26 @@ def calculate(expression: str) -> int:
     time.sleep({seconds})
     return sum(int(number) for number in expression.split("+"))
 """
+
+
+def make_larger(model: Path) -> None:
+    """More layers and wider ones whose additional weights add 0: the same model, whose passes cost more."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    small = AutoModelForCausalLM.from_pretrained(model)
+    shape = {"num_hidden_layers": 8, "intermediate_size": 4096}
+    large, given = (
+        AutoModelForCausalLM.from_config(LlamaConfig(**{**small.config.to_dict(), **shape})),
+        small.state_dict(),
+    )
+    weights = large.state_dict()
+    for name, weight in weights.items():
+        if name in given or "o_proj" in name or "down_proj" in name:
+            weight.zero_()
+        if name in given:
+            weight[tuple(map(slice, given[name].shape))] = given[name]
+    large.load_state_dict(weights)
+    large.save_pretrained(model)
 
 
 def ours(work: Path, tool: Path, steps: int) -> list[float]:
@@ -107,12 +128,15 @@ def main() -> None:
     """Alternate between the two, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latencies", type=float, nargs="+", default=[0.0, 0.2, 1.0], help="seconds of a call")
+    parser.add_argument("--larger", action="store_true", help="with 10 M parameters; give it a --work of its own")
     parser.add_argument("--steps", type=int, default=4, help="of each; the first is not counted")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tool_turns")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     if not (chosen.work / "sft/result.json").exists():
         run(["bash", str(EXAMPLE / "run.sh"), str(chosen.work), "--max_steps", "1", "--output_dir", f"{chosen.work}/x"])
+        if chosen.larger:
+            make_larger(chosen.work / "sft")
     rows = []
     for latency in chosen.latencies:
         tool = chosen.work / f"tool_{int(latency * 1000)}.py"
