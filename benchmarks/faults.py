@@ -84,7 +84,8 @@ class Game:
 """
 TURNS = (
     f"{STEP_3.replace('answer_seq_len 6', 'answer_seq_len 48')} --advantage_estimator grpo --use_reward_model False "
-    f"--max_turns 4 --turn_reward to_go --environment_timeout 3 --stop_token_ids {' '.join(map(str, range(40, 90)))}"
+    "--rollout_engine padded --max_turns 4 --turn_reward to_go --environment_timeout 3 "
+    f"--stop_token_ids {' '.join(map(str, range(40, 90)))}"
 )
 RUNS = {  # name -> (script, flags)
     "PPO": ("training/step3_ppo/main.py", f"{PPO} --actor_dropout 0.1"),
