@@ -72,7 +72,7 @@ class Form:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas for the chat template. Those of functions need transformers, so forks had better come before."""
+        """JSON schemas for the chat template. Those of functions import transformers, which slows later forks."""
         return self.describe()
 
 
@@ -229,13 +229,12 @@ class _Gym:
         settings = {"env_config": {}, "extras": row}
         self.instance = self.made(**{name: value for name, value in settings.items() if name in takes})
         if hasattr(self.instance, "init"):
-            _result(
-                self.instance.init(prompt if messages is None else messages)
-            )  # which it may keep; the prompt itself is the data's
+            given = prompt if messages is None else messages  # what it returns is not used: the prompt is the data's
+            _result(self.instance.init(given))
             return Turn()
         takes = inspect.signature(self.instance.reset).parameters
-        given = {name: value for name, value in {"seed": seed, "options": row}.items() if name in takes}
-        found = _result(self.instance.reset(**given))
+        options = {name: value for name, value in {"seed": seed, "options": row}.items() if name in takes}
+        found = _result(self.instance.reset(**options))
         return Turn(_read(found[0] if isinstance(found, tuple) else found))
 
     def step(self, action: Message) -> Turn:

@@ -97,7 +97,7 @@ class Journal:
 
 @dataclass(eq=False)
 class _Episode:
-    start: tuple[Any, ...]  # row, seed, prompt
+    start: tuple[Any, ...]  # row, seed, prompt, messages
     question: str  # the last one: where it was asked, and a digest of all that the environment was told
     requests: list[tuple[Any, ...]] = field(default_factory=list)  # all after the reset
     has_process: bool = False

@@ -50,6 +50,12 @@ def test_a_long_observation_is_cut(truncation, kept):
     assert kept in text and "..." in text and "five six" not in text
 
 
+def test_what_follows_a_prompt_that_is_text_is_cut_and_has_no_special_token():
+    tokenizer, _ = shaped("ChatML")
+    ids = ObservationTokens(tokenizer, [], 12).plain("<|im_end|> here " * 50)
+    assert 4 < len(ids) < 60 and tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
+
+
 def test_text_as_it_is_and_no_template():
     tokenizer, _ = shaped("ChatML")
     read = ObservationTokens(tokenizer, [], 100)

@@ -70,3 +70,15 @@ def test_a_response_template_of_the_tokenizer_goes_first():
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     with pytest.raises(MalformedCallError, match="could not parse"):
         parse_action(tokenizer, "<call add>{a}</call>", TOOLS)
+
+
+def test_a_call_that_is_nested_too_deep_is_an_error_for_the_model():
+    """Else pickling it would end the rank, and again after each resume."""
+    for levels, is_read in ((90, True), (500, False)):
+        value = "[" * levels + "]" * levels
+        text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
+        if is_read:
+            assert calls_of(text)[1][0]["name"] == "f"
+        else:
+            with pytest.raises(MalformedCallError, match="nested more than 100 levels deep"):
+                calls_of(text)
