@@ -233,8 +233,9 @@ def _write_adapter(model: PreTrainedModel, state: dict[str, Tensor], folder: Pat
     save_file(named, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     trained: Any = model.peft_config[ADAPTER]
     config = replace(trained, inference_mode=True)
-    if not isinstance(config.target_modules, str):
-        config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process
+    for name, value in vars(config).items():
+        if isinstance(value, set):  # its order is another one in each process
+            setattr(config, name, sorted(value))
     config.save_pretrained(str(folder))
     if hasattr(model, SCORE):
         whole = deepcopy(model.config)
