@@ -79,7 +79,7 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
     weights = torch.linspace(-1, 1, len(expected[0]))
     loss, of_alone = ((weights * logprobs + 0.1 * entropy).sum() for logprobs, entropy in (found, expected))
     # after a shared prompt the chunks of a kernel begin elsewhere, so it rounds elsewhere
-    atol = 1e-4 if name in HYBRIDS and way == "shared few" else 3e-5
+    atol = 3e-4 if name in HYBRIDS and way == "shared few" else 3e-5
     assert_same_gradients(loss, of_alone, dict(lm.named_parameters()), atol)
 
 
