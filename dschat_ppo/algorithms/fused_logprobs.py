@@ -11,6 +11,7 @@ well. A block of the weight's gradient is then a sum in fp32 of one product for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,14 +67,24 @@ def fused_token_scores(
         (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient for hidden, weight and
             bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient but that of this token's log-prob.
     """
-    block_bytes = block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
-    fitting = block_bytes // (4 * max(1, hidden.shape[0]))
-    columns = max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK  # odd strides cost a GPU three quarters of its speed
-    rows = max(1, block_bytes // (4 * columns))
+    columns, rows = block_shape(hidden, block_bytes)
     scores: tuple[Tensor, Tensor] = _FusedTokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens, temperature, head, entropy_grad, columns, rows, forbidden
     )
     return scores
+
+
+def block_shape(hidden: Tensor, block_bytes: int | None, share: float = 1.0) -> tuple[int, int]:
+    """(columns, rows) of a block of fp32 logits of at most `share` of `block_bytes`; None: by device."""
+    limit = (block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)) * share
+    fitting = int(limit) // (4 * max(1, hidden.shape[0]))
+    columns = max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK  # odd strides cost a GPU three quarters of its speed
+    return columns, max(1, int(limit) // (4 * columns))
+
+
+def row_pieces(count: int, rows: int) -> list[slice]:
+    """The rows in pieces of at most `rows`; one piece where there are none."""
+    return [slice(start, start + rows) for start in range(0, max(1, count), rows)]
 
 
 class _FusedTokenScores(torch.autograd.Function):
@@ -85,7 +96,7 @@ class _FusedTokenScores(torch.autograd.Function):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         infinite = _may_be_infinite(hidden, bias)
         by_softmax = has_fused_softmax(hidden.device) and not infinite
-        pieces = [slice(start, start + rows) for start in range(0, max(1, hidden.shape[0]), rows)]
+        pieces = row_pieces(hidden.shape[0], rows)
         found = []  # of each piece, (rows,) each: logit of the token, log of the sum of exponentials, entropy
         for piece in pieces:
             x, chosen = hidden[piece], torch.zeros(len(tokens[piece]), dtype=dtype, device=hidden.device)
@@ -95,9 +106,9 @@ class _FusedTokenScores(torch.autograd.Function):
                 chosen.clone(),
             )
             for start in range(0, weight.shape[0], columns):
-                logits = _block_logits(x, weight, bias, slice(start, start + columns), temperature, head)[0]
-                forbid_(logits, _of_rows(forbidden, piece), start)
-                column, inside = _in_block(tokens[piece], start, logits.shape[1])  # (rows, 1) each
+                logits = block_logits(x, weight, bias, slice(start, start + columns), temperature, head)[0]
+                forbid_(logits, of_rows(forbidden, piece), start)
+                column, inside = in_block(tokens[piece].unsqueeze(1), start, logits.shape[1])  # (rows, 1) each
                 chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
                 before = largest
                 if by_softmax:
@@ -128,30 +139,47 @@ class _FusedTokenScores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *_ = ctx.saved_tensors
-        grad_hidden = torch.zeros(hidden.shape, dtype=grad_logprobs.dtype, device=hidden.device)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-        for start in range(0, weight.shape[0], ctx.columns):
-            block = slice(start, start + ctx.columns)
-            of_weight: Tensor | None = None  # a sum over pieces; one piece needs none
-            of_bias: Tensor | float = 0.0
-            for piece in ctx.pieces:
-                grad = _block_gradient(ctx, grad_logprobs[piece], grad_entropy[piece], block, piece)
-                if grad_bias is not None:
-                    of_bias = of_bias + grad.sum(dim=0)
-                grad = grad.to(hidden.dtype)  # (rows, columns)
-                if grad_weight is not None and len(ctx.pieces) == 1:
-                    torch.mm(grad.t(), hidden, out=grad_weight[block])  # (columns, N) @ (N, H)
-                elif grad_weight is not None:
-                    product = (grad.t() @ hidden[piece]).to(grad_logprobs.dtype)
-                    of_weight = product if of_weight is None else of_weight.add_(product)
-                grad_hidden[piece] += grad @ weight[block]  # (rows, columns) @ (columns, H)
-                del grad  # before the next block is made
-            if grad_weight is not None and of_weight is not None:
-                grad_weight[block] = of_weight
+
+        def gradient(block: slice, piece: slice) -> Tensor:
+            return _block_gradient(ctx, grad_logprobs[piece], grad_entropy[piece], block, piece)
+
+        return *layer_gradients(ctx, hidden, weight, bias, gradient, grad_logprobs.dtype), *[None] * 7
+
+
+def layer_gradients(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradient: Callable[[slice, slice], Tensor],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of the first three inputs of a Function, `hidden` (N, H), `weight` (V, H) and `bias` (V,), from that of
+    each block of their matrix product: `gradient(columns, rows)` (rows, columns) in `dtype`. `ctx.columns` is the width
+    of a block, `ctx.pieces` are the rows; columns of the weight beyond `ctx.width`, if that is set, are not used."""
+    width = getattr(ctx, "width", weight.shape[0])
+    unused = width < weight.shape[0]
+    grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    empty_like = torch.zeros_like if unused else torch.empty_like
+    grad_weight = empty_like(weight) if ctx.needs_input_grad[1] else None
+    grad_bias = empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+    for start in range(0, width, ctx.columns):
+        block = slice(start, min(start + ctx.columns, width))
+        of_weight: Tensor | None = None  # a sum over pieces; one piece needs none
+        of_bias: Tensor | float = 0.0
+        for piece in ctx.pieces:
+            grad = gradient(block, piece)
             if grad_bias is not None:
-                grad_bias[block] = of_bias
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 7
+                of_bias = of_bias + grad.sum(dim=0)
+            grad = grad.to(hidden.dtype)  # (rows, columns)
+            if grad_weight is not None and len(ctx.pieces) == 1:
+                torch.mm(grad.t(), hidden, out=grad_weight[block])  # (columns, N) @ (N, H)
+            elif grad_weight is not None:
+                product = (grad.t() @ hidden[piece]).to(dtype)
+                of_weight = product if of_weight is None else of_weight.add_(product)
+            grad_hidden[piece] += grad @ weight[block]  # (rows, columns) @ (columns, H)
+            del grad  # before the next block is made
+        if grad_weight is not None and of_weight is not None:
+            grad_weight[block] = of_weight
+        if grad_bias is not None:
+            grad_bias[block] = of_bias
+    return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
 def _sums_by_softmax(before: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +204,7 @@ def _may_be_infinite(hidden: Tensor, bias: Tensor | None) -> bool:
     return bias is not None or hidden.dtype == torch.float16
 
 
-def _block_logits(
+def block_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float, head: Head
 ) -> tuple[Tensor, Tensor | None]:
     """Logits / temperature, (N, columns) fp32, and the `tanh` of the soft cap, which the derivative needs."""
@@ -197,7 +225,7 @@ def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None
                 logits[:, token - first].masked_fill_(places, NEVER)
 
 
-def _of_rows(forbidden: Forbidden | None, piece: slice) -> Forbidden | None:
+def of_rows(forbidden: Forbidden | None, piece: slice) -> Forbidden | None:
     return None if forbidden is None else (forbidden[0][piece], forbidden[1])
 
 
@@ -214,8 +242,8 @@ def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block
     temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy)."""
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
     hidden, tokens, log_total, entropy = hidden[piece], tokens[piece], log_total[piece], entropy[piece]
-    logits, tanh = _block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
-    forbid_(logits, _of_rows(ctx.forbidden, piece), block.start)
+    logits, tanh = block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
+    forbid_(logits, of_rows(ctx.forbidden, piece), block.start)
     logprobs = logits.sub_(log_total.unsqueeze(1))
     if _may_be_infinite(hidden, bias):
         logprobs.clamp_(min=LOWEST)
@@ -223,17 +251,22 @@ def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block
     if ctx.entropy_grad:
         slope = slope - grad_entropy.unsqueeze(1) * (logprobs + entropy.unsqueeze(1))
     grad = logprobs.exp_().mul_(slope)
-    column, inside = _in_block(tokens, block.start, grad.shape[1])
+    column, inside = in_block(tokens.unsqueeze(1), block.start, grad.shape[1])
     grad.scatter_add_(1, column, torch.where(inside, grad_logprobs.unsqueeze(1), 0))
-    factor = ctx.head.scale / ctx.temperature
+    return of_product_(grad, tanh, ctx.head, ctx.temperature)
+
+
+def of_product_(grad: Tensor, tanh: Tensor | None, head: Head, temperature: float) -> Tensor:
+    """The gradient of logits / temperature, changed in place into that of the matrix product that they come from."""
+    factor = head.scale / temperature
     if factor != 1:
         grad.mul_(factor)
     return grad if tanh is None else grad.mul_(1 - tanh * tanh)
 
 
-def _in_block(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """(N,) tokens -> (column in the block, whether the token is in the block), each (N, 1)."""
-    column = (tokens - start).unsqueeze(1)
+def in_block(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens (N, k) -> (column in the block, whether the token is in the block), each (N, k)."""
+    column = tokens - start
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
