@@ -19,8 +19,10 @@ Rows = TypeVar("Rows", "PromptBatch", "Rollout", "ScoredRollout", "RewardedRollo
 Record = TypeVar("Record")
 
 # Fields of shape (B, P), and fields with one entry per row; all other fields are (B, R).
-LEFT_PADDED = ("prompt_ids", "prompt_mask")
+PROMPT_MASKS = ("prompt_mask", "teacher_prompt_mask")
+LEFT_PADDED = ("prompt_ids", "teacher_prompt_ids", *PROMPT_MASKS)
 PER_ROW = (
+    "teachers",
     "episode_lengths",
     "finish_reason",
     "source_scores",
@@ -72,6 +74,9 @@ class Rollout:
     # (B,) int64, tokens of an episode after its prompt, chosen or observed; None where there are no observations
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
     turn_rewards: Tensor | None = field(default=None, kw_only=True)  # (B, R) fp32, on the last token of each action
+    # (B, P) as `prompt_ids` and `prompt_mask`: what a teacher reads in their place, where it reads something else
+    teacher_prompt_ids: Tensor | None = field(default=None, kw_only=True)
+    teacher_prompt_mask: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def response_lengths(self) -> Tensor:
@@ -106,6 +111,8 @@ class ScoredRollout(Rollout):
     baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the same prompt, for remax
     groups: Tensor  # (B,) int64, number of the row's prompt in the run
     data_sources: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the prompt's data set
+    teachers: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the row's teacher, -1: none
+    teacher_logprobs: Tensor | None = field(default=None, kw_only=True)  # (B, R) fp32, log-probs under the teacher
 
     @property
     def policy_logprobs(self) -> Tensor:
@@ -183,12 +190,13 @@ def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
 def select_rows(rows: Rows, index: Tensor) -> Rows:
     """The rows at `index` (n,) int64, without columns that are padding in all of them; at least one response column."""
     chosen = {name: value[index] for name, value in tensors_of(rows).items()}
-    longest = [chosen["prompt_mask"].sum(dim=1).amax()]
+    longest = [torch.stack([chosen[name].sum(dim=1).amax() for name in PROMPT_MASKS if name in chosen]).amax()]
     if isinstance(rows, Rollout):
         longest.append(rows.response_lengths[index].amax())
     lengths = torch.stack(longest).tolist()  # one wait for the device
     # (n, P) -> (n, longest); `[:, -longest:]` would keep every column for 0
-    chosen |= {name: chosen[name][:, chosen[name].shape[1] - lengths[0] :] for name in LEFT_PADDED}
+    prompts = [name for name in LEFT_PADDED if name in chosen]
+    chosen |= {name: chosen[name][:, chosen[name].shape[1] - lengths[0] :] for name in prompts}
     if len(lengths) > 1:
         responses = [name for name in chosen if name not in (*LEFT_PADDED, *PER_ROW)]
         chosen |= {name: chosen[name][:, : max(1, lengths[1])] for name in responses}  # (n, R) -> (n, longest)

@@ -378,6 +378,11 @@ def by_turn(estimate: Estimator, inputs: AdvantageInputs, turn_rewards: Tensor) 
     return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
 
 
+def none(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of 0, for runs that learn from a teacher alone."""
+    return torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.rewards)
+
+
 def _row_scores(inputs: AdvantageInputs) -> Tensor:
     """S: (B, R) token rewards -> (B,) fp64 sums over the mask."""
     return zero_outside(inputs.rewards, inputs.response_mask).double().sum(dim=1)
@@ -418,4 +423,5 @@ ESTIMATORS: dict[str, Estimator] = {
     "opo": opo,
     "gpg": gpg,
     "grpo_pass_at_k": grpo_pass_at_k,
+    "none": none,
 }

@@ -10,7 +10,7 @@ from dschat_ppo.config.schema import flag, is_own_function, not_negative, positi
 
 ESTIMATOR = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
-    "grpo_pass_at_k",
+    "grpo_pass_at_k", "none",
 ]  # fmt: skip
 POLICY_LOSS = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov"]
 AGGREGATION = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
@@ -34,7 +34,8 @@ class AlgorithmFlags:
     # fmt: off
     advantage_estimator: ESTIMATOR | str = flag("gae",
         "advantage estimator; only 'gae' trains a critic. The estimators that compare the answers to one prompt need "
-        "--n_samples_per_prompt 2 or more. docs/extending.md says how to write one")
+        "--n_samples_per_prompt 2 or more. 'none': no policy loss, for distillation alone. docs/extending.md says how "
+        "to write one")
     gamma: float = unit(1.0, "discount factor per token")
     gae_lambda: float = unit(0.95, "lambda of generalised advantage estimation (gae)")
     whiten_advantages: bool = flag(True,
@@ -177,7 +178,8 @@ class AlgorithmFlags:
         """`--kl_coef`, or its default: 0 for group estimators, as GRPO (Shao et al. 2024) has no KL in the reward."""
         if self.kl_coef is not None:
             return self.kl_coef
-        return 0.0 if self.compares_answers else 0.1  # 0.1 as in DeepSpeed-Chat
+        without = self.compares_answers or self.advantage_estimator == "none"
+        return 0.0 if without else 0.1  # 0.1 as in DeepSpeed-Chat
 
     @property
     def compares_answers(self) -> bool:
@@ -201,6 +203,12 @@ class AlgorithmFlags:
     def full_kl_loss(self) -> bool:
         """Whether the loss has a KL of whole distributions."""
         return self.kl_loss_coef > 0 and self.kl_loss_estimator == "full"
+
+    @property
+    def kl_forms(self) -> set[str]:
+        """The forms of the KL that the reward and the loss have."""
+        terms = {self.kl_estimator: self.kl_reward_coef, self.kl_loss_estimator: self.kl_loss_coef}
+        return {form for form, coefficient in terms.items() if coefficient > 0}
 
     @property
     def selects_tokens(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.distillation_flags import TEACHER, DistillationFlags, TeacherFlags
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.health_flags import PPOHealthFlags
 from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags, PPOLoraFlags, PPOMemoryFlags, RewardSourceFlags
@@ -41,6 +42,8 @@ class PPOConfig(StepConfig):
     lora: PPOLoraFlags
     ppo_memory: PPOMemoryFlags
     reference: ReferenceFlags
+    teacher: TeacherFlags
+    distillation: DistillationFlags
     health: PPOHealthFlags
 
     kind = "ppo"
@@ -51,6 +54,7 @@ class PPOConfig(StepConfig):
         ppo, algorithm, memory, reference = self.ppo, self.algorithm, self.ppo_memory, self.reference
         compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
         of_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
+        without_policy_loss = algorithm.advantage_estimator == "none"
         learned, by_model = self.rewards.use_reward_model, algorithm.normalize_rewards == "model"
         refuse({
             f"--advantage_estimator {algorithm.advantage_estimator} {compares}":
@@ -75,8 +79,20 @@ class PPOConfig(StepConfig):
             "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
             "--normalize_rewards running": by_model and self.rewards.process_reward is not None,
             "--use_reward_model False leaves no reward: give --reward_function, --remote_reward_url, --environment, "
-            "--tool_config or --agent_func_path":
-                not learned and not self.rewards.has_functions and not self.environment.gives_reward,
+            "--tool_config or --agent_func_path; or a teacher (--teacher_model_name_or_path) and, to learn from it "
+            "alone, --advantage_estimator none":
+                not self.has_rewards and not (without_policy_loss or self.teacher_gives_rewards),
+            # the teacher
+            f"--advantage_estimator none has no policy loss; give a teacher to learn from ({TEACHER})":
+                without_policy_loss and not self.distils,
+            "--distill_coef 0 leaves the teacher without effect; omit it": self.distils and self.distill_coef == 0,
+            f"--distill_on {self.distillation.distill_on}: answers of the data are no samples of the policy, so they "
+            "take --advantage_estimator none and one answer to a prompt (--n_samples_per_prompt 1), and neither "
+            "episodes nor --distill_policy_gradient": self.distillation.on_policy_share < 1 and not (
+                without_policy_loss and ppo.n_samples_per_prompt == 1 and not self.environment.is_used
+                and not self.distillation.distill_policy_gradient),
+            "--offload_teacher_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
+                self.teacher.offload_teacher_model and ppo.actor_zero_stage < 3,
             # episodes
             "--process_reward scores the steps of one answer, not of episodes; omit it":
                 self.environment.is_used and self.rewards.process_reward is not None,
@@ -95,12 +111,23 @@ class PPOConfig(StepConfig):
             f"--offload needs {' and '.join(f'--{prefix}zero_stage' for prefix in self.stages)} 1, 2 or 3: stage 0 "
             "keeps everything on the device": ppo.offload and min(self.stages.values()) == 0,
         } | {
-            f"--sequence_parallel_size {self.memory.sequence_parallel_size}: --{name} full would gather the "
-            "distributions of all tokens on every rank; use k3":
-                self.memory.sequence_parallel_size > 1 and vars(algorithm)[name] == "full"
-                for name in ("kl_estimator", "kl_loss_estimator")
+            f"--sequence_parallel_size {self.memory.sequence_parallel_size}: {what} needs whole rows on a rank; use 1":
+                self.memory.sequence_parallel_size > 1 and holds
+            for what, holds in {
+                "--kl_estimator full": algorithm.kl_estimator == "full",
+                "--kl_loss_estimator full": algorithm.kl_loss_estimator == "full",
+                "a divergence from a teacher": self.distill_loss_coef > 0,
+            }.items()
         })  # fmt: skip
-        has_reference = algorithm.has_reference
+        has_reference = self.has_reference
+        of_loss = f"{'a teacher' if not self.distils else 'the loss of a divergence'} ({TEACHER})"
+        require_used(self.teacher, [
+            (self.distils, f"a teacher ({TEACHER})", "distill_coef"),
+            (self.distill_loss_coef > 0, of_loss, "distill_loss distill_topk"),
+        ])  # fmt: skip
+        require_used(self.distillation, [
+            (self.distils, f"a teacher ({TEACHER})", "distill_on distill_policy_gradient"),
+        ])  # fmt: skip
         require_used(reference, [(has_reference, of_reference, "ref_model_name_or_path ref_sync_interval")])
         require_used(ppo, [
             (has_reference, of_reference, "offload_reference_model"),
@@ -127,6 +154,36 @@ class PPOConfig(StepConfig):
         })  # fmt: skip
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether a model, a function, a service or an environment scores answers."""
+        return self.rewards.use_reward_model or self.rewards.has_functions or self.environment.gives_reward
+
+    @property
+    def distils(self) -> bool:
+        """Whether the actor learns from a teacher."""
+        return bool(self.teacher.teachers or self.distillation.teacher_prompt_column)
+
+    @property
+    def distill_coef(self) -> float:
+        """The weight of the divergence from the teacher, as a loss or in advantages; 0 without a teacher."""
+        return float(self.distils) if self.teacher.distill_coef is None else self.teacher.distill_coef
+
+    @property
+    def distill_loss_coef(self) -> float:
+        """The weight of the divergence as a loss; 0 if there is no such loss."""
+        return 0.0 if self.distillation.distill_policy_gradient or not self.distils else self.distill_coef
+
+    @property
+    def teacher_gives_rewards(self) -> bool:
+        """Whether the divergence from the teacher is in the advantages."""
+        return self.distils and self.distillation.distill_policy_gradient
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the reward or a loss compares with the reference."""
+        return self.algorithm.has_reference or (self.distils and not self.teacher.teachers)
+
+    @property
     def training(self) -> PPOFlags:
         return self.ppo
 
@@ -137,7 +194,11 @@ class PPOConfig(StepConfig):
 
     @property
     def step_data(self) -> StepData:
-        return StepData("prompt", self.data, self.ppo.max_prompt_seq_len, eval_paths=self.validation.eval_data_path)
+        return StepData(
+            "prompt", self.data, self.ppo.max_prompt_seq_len, eval_paths=self.validation.eval_data_path,
+            teacher_column=self.distillation.teacher_prompt_column,
+            keeps_answers=self.distillation.on_policy_share < 1,
+        )  # fmt: skip
 
     @property
     def models(self) -> dict[str, tuple[str, str]]:
@@ -147,12 +208,12 @@ class PPOConfig(StepConfig):
         }  # fmt: skip
         named = {role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name}
         found = {"actor": ("--actor_model_name_or_path", self.ppo.actor_model_name_or_path)}
-        if self.algorithm.has_reference:
+        if self.has_reference:
             found["reference"] = named.get("ref", found["actor"])
         reward = named.get("reward", named.get("critic")) if self.rewards.use_reward_model else None
         if self.algorithm.has_critic:  # which gets a new head, if its model is the actor's
             found["critic"] = named.get("critic", reward or found["actor"])
-        return found if reward is None else found | {"reward": reward}
+        return found | ({} if reward is None else {"reward": reward}) | self.teacher.models
 
     @property
     def validate_only(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dschat_ppo.config.data_flags import StepData
+from dschat_ppo.config.distillation_flags import TEACHER, TeacherFlags
 from dschat_ppo.config.health_flags import FitHealthFlags
-from dschat_ppo.config.schema import refuse
+from dschat_ppo.config.schema import refuse, require_used
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_flags import BestFlags, LoraFlags, PreferenceFlags, SFTFlags, SupervisedFlags
 
@@ -68,13 +69,30 @@ class SFTConfig(FitConfig):
     """The configuration of step 1."""
 
     sft: SFTFlags
+    teacher: TeacherFlags
 
     kind = "sft"
     own_defaults = {"tensorboard_path": "step1_tensorboard"}
 
     def __post_init__(self) -> None:
-        self.best.require_metric(("loss", "perplexity"))
+        teacher, sequences = self.teacher, self.memory.sequence_parallel_size
+        refuse({
+            f"{TEACHER}: step 1 takes one teacher, for all rows": any(sources for sources, _ in teacher.teachers),
+            f"--distill_coef {teacher.distill_coef} is the share of the divergence in the loss; it must be above 0 and "
+            "at most 1": teacher.distill_coef is not None and not 0 < teacher.distill_coef <= 1,
+            f"--sequence_parallel_size {sequences}: a divergence from a teacher needs whole rows on a rank; use 1":
+                bool(teacher.teachers) and sequences > 1,
+            "--offload_teacher_model needs --zero_stage 3: only ZeRO-3 keeps parameters in host memory":
+                teacher.offload_teacher_model and self.fit.zero_stage < 3,
+        })  # fmt: skip
+        flags = "distill_coef distill_loss distill_topk"
+        require_used(teacher, [(bool(teacher.teachers), f"a teacher ({TEACHER})", flags)])
+        self.best.require_metric(("loss", "perplexity", *["divergence"] * bool(teacher.teachers)))
         super().__post_init__()
+
+    @property
+    def models(self) -> dict[str, tuple[str, str]]:
+        return super().models | self.teacher.models
 
     @property
     def step_data(self) -> StepData:

@@ -48,7 +48,7 @@ DEFAULT_BETA, BETAS = 0.1, {"simpo": 2.0}
 NLL_COEFS = {"dpo_nll": 0.2, "cpo": 1.0, "simpo": 0.0}  # by objective
 _USES: dict[str, Use] = {"kto": "unpaired", "process": "steps"}
 EVAL = "eval_"
-_LOWER, _HIGHER = ("loss", "perplexity", "nll"), ("accuracy", "margin")
+_LOWER, _HIGHER = ("loss", "perplexity", "nll", "divergence"), ("accuracy", "margin")
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_pro
     return SFTBatch(ids, mask, lengths, column(records, "source"))
 
 
-def collate_prompts(rows: Dataset, indices: Sequence[int], pad_id: int) -> PromptBatch:
+def collate_prompts(rows: Dataset | Sequence[dict[str, Any]], indices: Sequence[int], pad_id: int) -> PromptBatch:
     """Left-padded prompts."""
     reversed_ids, lengths = right_padded([rows[i]["prompt_ids"][::-1] for i in indices], pad_id)
     reversed_mask = torch.arange(reversed_ids.shape[1]) < lengths.unsqueeze(1)

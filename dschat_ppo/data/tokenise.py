@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
-from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example
+from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, text_at
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.parts import Raw
 from dschat_ppo.data.templates import added_tokens
@@ -64,6 +64,7 @@ def features_of(step: StepData) -> Features:
         columns |= {"step_ends": _IDS, "step_labels": List(Value("float32"))}
     if step.use == "prompt":
         columns["row"] = Value("string")
+        columns |= {"teacher_prompt_ids": _IDS} if step.teacher_column else {}
     return Features(columns | {"digest": Value("int64")})
 
 
@@ -87,6 +88,7 @@ class TokeniseSettings:
         chosen = sorted((name, value) for name, value in vars(step.flags).items() if name not in elsewhere)
         how = [self.form.identity, self.form.rendering, step.use, step.limit, step.all_turns, self.source, chosen]
         how += [step.step_separator] if step.use == "steps" else []
+        how += [step.teacher_column, step.keeps_answers] if step.use == "prompt" else []
         return [*how, list(step.tools)] if step.tools else how
 
 
@@ -112,7 +114,7 @@ def tokenise_batch(raw_rows: Sequence[Raw], origins: Sequence[str], settings: To
         else:
             row = no_values | raw
             try:
-                for example in settings.form.read(row, step.use):
+                for example in settings.form.read(row, "sft" if step.keeps_answers else step.use):
                     suffix = example.suffix
                     found += _token_rows(row, example, settings)
             except UserError as error:  # a ranked list with a bad answer gives no pair at all
@@ -149,7 +151,9 @@ def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSetting
         raise UserError("the answer is empty: it has only the final token")
     if not ids.prompt and example.prompt != "":
         raise UserError("the prompt is empty")
-    rows = []
+    rows, own = [], list[list[int]]()
+    if use == "prompt":  # its answers are not part of the prompt that the limit is for
+        ids, own = replace(ids, answers=[]), ids.answers
     for fitted, outcome in fit(ids, example, settings.tokenizer, step.limit, step.flags.truncation):
         more: dict[str, Any] = {}
         if use == "unpaired":
@@ -163,14 +167,32 @@ def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSetting
             more = {"prompt_spans": [list(span) for span in fitted.prompt_spans]}
         elif use == "prompt":
             more = {"row": row_text(row, example, settings)}
+            if step.teacher_column:
+                more["teacher_prompt_ids"] = teacher_prompt(row, example, settings)
         whole = fitted if outcome == Fitted.BLOCKS else ids
-        content = map(str, [example.margin, *more.values()])
+        content = map(str, [example.margin, *more.values(), *own])
         rows.append({
-            "prompt_ids": fitted.prompt, "answers": fitted.answers, "margin": example.margin, "fitted": int(outcome),
-            "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0), **more,
+            "prompt_ids": fitted.prompt, "answers": own or fitted.answers, "margin": example.margin,
+            "fitted": int(outcome), "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0), **more,
             "digest": _hash(fitted, *content),
         })  # fmt: skip
     return rows
+
+
+def teacher_prompt(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> list[int]:
+    """The ids of what a teacher reads: the prompt with `--teacher_prompt_column` in place of its text, or of that of
+    its last message. `UserError` if that is longer than a prompt may be."""
+    step, column, prompt = settings.step, settings.step.teacher_column, example.prompt
+    assert column is not None
+    text = text_at(row, column)
+    seen = text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
+    ids = encode_example(settings.tokenizer, replace(example, prompt=seen, answers=[])).prompt
+    if len(ids) > step.limit:
+        raise UserError(
+            f"--teacher_prompt_column {column}: the teacher would read {len(ids)} tokens, more than "
+            f"--max_prompt_seq_len {step.limit}; raise it"
+        )
+    return ids
 
 
 def fit(

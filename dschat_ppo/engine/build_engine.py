@@ -9,7 +9,7 @@ next update. Gradients, optimizer states, fp32 weights and checkpoints are parti
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,9 +30,12 @@ from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.config.step_config import POLYNOMIAL_END, StepConfig
-from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config
+from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config, eval_config
+from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import is_adapter_parameter
+from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.state_layers import state_layers
+from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.types import Engine
 
 # The whole weights of a model stay if the memory of a device would hold them so many times: those of all four models
@@ -271,3 +274,20 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
         for (is_lora, is_matrix), held in groups.items()
         if held
     ]
+
+
+def frozen_policy(folder: str, dtype: str, stage: int, offload: bool, resize: bool) -> tuple[PolicyModel, Config]:
+    """A language model that only runs forward, without its engine, and DeepSpeed's configuration for it."""
+    ds_config = eval_config(stage, dtype, offload, world_size())
+    return PolicyModel(load_causal_lm(folder, dtype, ds_config, resize=resize)), ds_config
+
+
+def require_whole_distributions(engines: Sequence[Engine]) -> None:
+    """Check that divergences between whole distributions of these models can be computed."""
+    for engine in engines:
+        if not engine.module.compares_distributions:
+            raise UserError(
+                f"{type(engine.module.lm).__name__}: its output head is more than a matrix product, so its "
+                "distributions cannot be compared in blocks; omit the teacher, or use --kl_estimator and "
+                "--kl_loss_estimator k1, k2 or k3"
+            )

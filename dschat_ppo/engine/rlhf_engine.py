@@ -20,7 +20,14 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.engine.averages import MovingAverage, ReferenceSync
-from dschat_ppo.engine.build_engine import eval_engine, optimizer_settings, share_gathering, train_engine
+from dschat_ppo.engine.build_engine import (
+    eval_engine,
+    frozen_policy,
+    optimizer_settings,
+    require_whole_distributions,
+    share_gathering,
+    train_engine,
+)
 from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
 from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge, reason_not_to_divide, tensor_parallel
 from dschat_ppo.errors import UserError
@@ -49,6 +56,7 @@ class ModelFolders:
     critic: str | None
     reward: str | None
     reference: str | None = None  # if it is not the actor's folder
+    teachers: tuple[str, ...] = ()
 
 
 class RLHFEngine:
@@ -61,7 +69,7 @@ class RLHFEngine:
 
     Attributes:
         actor, critic: train.
-        reference, reward: only run forward.
+        reference, reward, teachers: only run forward.
         actor_average: moving average of the actor's weights.
         reference_sync: moves the reference towards the actor.
         hybrid: switches the actor between training and generation.
@@ -81,7 +89,7 @@ class RLHFEngine:
         actor = PolicyModel(lm)
         # Made here because an engine adds hooks, which a copy of the modules would have too.
         continues = is_adapter_folder(folders.actor)
-        over_actor = config.algorithm.has_reference and folders.reference is None and config.actor_base_is_frozen
+        over_actor = config.has_reference and folders.reference is None and config.actor_base_is_frozen
         reference_lm = model_over_base(lm, copies_adapter=continues) if over_actor else None
         base = model_over_base(lm) if lora.share_base else None
         apply_memory_flags(actor, config.memory, ppo.actor_gradient_checkpointing)
@@ -93,7 +101,7 @@ class RLHFEngine:
         actor_stage: int = ds_config["zero_optimization"]["stage"]
 
         self.reference: Engine | None = None
-        if config.algorithm.has_reference:
+        if config.has_reference:
             stage = actor_stage if over_actor else ppo.actor_zero_stage
             ds_config = eval_config(stage, dtype, ppo.offload_reference_model, ranks)
             if reference_lm is not None:
@@ -108,6 +116,14 @@ class RLHFEngine:
         self.reference_sync: ReferenceSync | None = None
         if self.reference is not None and own.ref_sync_interval > 0:
             self.reference_sync = ReferenceSync(self.actor, self.reference, own.ref_sync_mixup)
+
+        self.teachers: list[Engine] = []
+        for folder in folders.teachers:
+            offload = config.teacher.offload_teacher_model
+            teacher, ds_config = frozen_policy(folder, dtype, ppo.actor_zero_stage, offload, resize)
+            self.teachers.append(self._evaluating(teacher, ds_config, config, selects=True))
+        if config.distill_loss_coef > 0 or "full" in config.algorithm.kl_forms:
+            require_whole_distributions([self.actor, *filter(None, [self.reference]), *self.teachers])
 
         self.critic: Engine | None = None
         if folders.critic:
@@ -142,7 +158,7 @@ class RLHFEngine:
                 self.reward.module.layout = self.critic.module.layout  # the same model, already tested
 
         memory, lora_dim = config.ppo_memory, config.lora.actor_lora_dim
-        engines = [self.actor, self.reference, self.critic, self.reward]
+        engines = [self.actor, self.reference, self.critic, self.reward, *self.teachers]
         sleeping = [engine for engine in engines if engine is not None] if memory.sleep_in_rollout else []
         size, parallel = memory.inference_tp_size, None
         whole = size > 1 and reason_not_to_divide(self.actor.module.config, lora_dim) is not None

@@ -4,13 +4,17 @@ scoring and training alike, so that the numbers agree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dschat_ppo.algorithms.divergence import Divergence, OutputLayer, fused_divergence
 from dschat_ppo.algorithms.fused_logprobs import (
     Forbidden,
     Head,
@@ -19,6 +23,7 @@ from dschat_ppo.algorithms.fused_logprobs import (
     token_entropy,
     token_logprobs,
 )
+from dschat_ppo.common.dist import is_partitioned
 from dschat_ppo.models.activation_memory import activations_on_host
 from dschat_ppo.models.architectures import backbone_of
 from dschat_ppo.models.backbone import (
@@ -27,11 +32,21 @@ from dschat_ppo.models.backbone import (
     last_logits_argument,
     real_slots,
     slot_arguments,
+    unwrap,
 )
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_rows, token_states
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.types import LateEnds, Model, Rollout, chosen_columns, full_sequences
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """A teacher's distributions at some of a student's N tokens, and how they are compared with the student's."""
+
+    teacher: OutputLayer
+    divergence: Divergence
+    tokens: Tensor | None = None  # int64, the numbers of these tokens; None: all
 
 
 class WrappedModel(nn.Module):
@@ -84,38 +99,58 @@ class PolicyModel(WrappedModel):
 
     def forward(
         self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False,
-        distributions: bool = False, forbidden: Forbidden | None = None,
+        forbidden: Forbidden | None = None, states: bool = False, teachings: Sequence[Teaching] = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Log-probs of the N wanted tokens, and entropies of the distributions that they are drawn from, (N) fp32, row
-        after row; with `distributions` (not fused) then log-probs of every token (N, V) fp32.
+        after row; then, where they are asked for, the N hidden states that the head takes, and the divergence from each
+        teacher, (N) fp32.
 
         Args:
             input_ids: (B, T) int64, right-padded.
             wanted: (B, T) bool, True on tokens whose log-prob is wanted; the first column is ignored.
             entropy_grad: keep the gradient of the entropies.
             forbidden: (B, T) bool, True on tokens that were drawn without some others, and the ids of these.
+            states: give the hidden states (N, H), if `compares_distributions`.
+            teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
+                `compares_distributions`.
         """
         # (B,) int64: the tokens of each row up to the one whose state predicts the last wanted token, at least 1
         lengths = torch.where(wanted, torch.arange(wanted.shape[1], device=wanted.device), 0).amax(dim=1).clamp_min(1)
         with activations_on_host(self.layout.offload_activations):
             if self.layout.divided:
                 return self._divided_scores(input_ids, wanted, lengths, temperature, entropy_grad, forbidden)
-            if distributions or not self.layout.fused:
-                return self._plain_scores(
-                    input_ids, wanted, lengths, temperature, entropy_grad, distributions, forbidden
-                )
+            if not self.layout.fused:
+                return self._plain_scores(input_ids, wanted, lengths, temperature, entropy_grad, forbidden)
             # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
             row, column = wanted[:, 1:].nonzero(as_tuple=True)
             tokens, places = input_ids[row, column + 1], row * input_ids.shape[1] + column
             if forbidden is not None:
                 forbidden = forbidden[0][row, column + 1], forbidden[1]
-            states, places = token_states(self.backbone, self.layout, input_ids, lengths, places, self.layout.reads_few)
-            return self._head_scores(states[places], tokens, temperature, entropy_grad, forbidden)
+            found, places = token_states(self.backbone, self.layout, input_ids, lengths, places, self.layout.reads_few)
+            hidden = found[places]  # (N, H)
+            scores = self._head_scores(hidden, tokens, temperature, entropy_grad, forbidden, teachings)
+            return (*scores[:2], hidden, *scores[2:]) if states else scores
+
+    @property
+    def compares_distributions(self) -> bool:
+        """Whether divergences between whole distributions can be computed: the head is a matrix product, and each rank
+        has whole rows."""
+        return self.layout.fused and not self.layout.divided
+
+    def output_layer(self, hidden: Tensor) -> OutputLayer:
+        """The head, and hidden states (N, H) that it takes."""
+        head = self.lm.get_output_embeddings()
+
+        def whole() -> AbstractContextManager[Any]:
+            parts = [part for part in (head.weight, head.bias) if part is not None and is_partitioned(part)]
+            return deepspeed.zero.GatheredParameters(parts) if parts else nullcontext()
+
+        return OutputLayer(hidden.to(head.weight.dtype), head.weight, head.bias, self._head, whole)
 
     def _plain_scores(
         self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,
-        distributions: bool, forbidden: Forbidden | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        forbidden: Forbidden | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
@@ -129,9 +164,7 @@ class PolicyModel(WrappedModel):
         if forbidden is not None:
             logits = logits.float()
             forbid_(logits, (forbidden[0][:, 1:][places], forbidden[1]))
-        scores = _scores(logits, tokens, temperature, entropy_grad)
-        extras = [torch.log_softmax(logits.float() / temperature, dim=-1)] if distributions else []
-        return *scores, *extras
+        return _scores(logits, tokens, temperature, entropy_grad)
 
     def _divided_scores(
         self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,
@@ -156,15 +189,28 @@ class PolicyModel(WrappedModel):
         return logprobs, entropy if entropy_grad else entropy.detach()
 
     def _head_scores(
-        self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs of `tokens` (N,) after hidden states (N, H), and entropies, from the fused head."""
+        self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None,
+        teachings: Sequence[Teaching] = (),
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Log-probs of `tokens` (N,) after hidden states (N, H), entropies, and the divergence from each teacher, from
+        the fused head."""
         head = self.lm.get_output_embeddings()
 
-        def scores(hidden: Tensor) -> tuple[Tensor, Tensor]:
-            return fused_token_scores(
-                hidden, head.weight, head.bias, tokens, temperature, self._head, entropy_grad, forbidden=forbidden
+        def scores(hidden: Tensor) -> tuple[Tensor, ...]:
+            layer = head.weight, head.bias
+            found = fused_token_scores(
+                hidden, *layer, tokens, temperature, self._head, entropy_grad, forbidden=forbidden
             )
+            divergences = []  # (N,) each
+            for teaching in teachings:
+                at = slice(None) if teaching.tokens is None else teaching.tokens
+                part = fused_divergence(
+                    hidden[at], *layer, teaching.teacher, teaching.divergence, temperature, self._head,
+                    forbidden=forbidden and (forbidden[0][at], forbidden[1]),
+                )  # fmt: skip
+                elsewhere = part.new_zeros(len(hidden))
+                divergences.append(part if teaching.tokens is None else elsewhere.index_add(0, teaching.tokens, part))
+            return *found, *divergences
 
         # Call the head as a module, so that ZeRO-3 gathers its weight, with another function inside.
         with forward_replaced(head, scores):
@@ -223,33 +269,36 @@ def vocabulary_size(model: Any) -> int:
 
 @dataclass(frozen=True)
 class ResponseLogprobs:
-    """Of the response tokens: `logprobs` and `entropy` are (B, R) fp32, 0 outside `response_mask`. If requested,
-    `distributions` (N, V) fp32 are the log-probs of all tokens at the N response tokens, row after row."""
+    """Of the response tokens: `logprobs`, `entropy` and the `divergences` from teachers are (B, R) fp32, 0 outside
+    `response_mask`; `layer` is what the model computes the distributions at the N tokens from, row after row."""
 
     logprobs: Tensor
     entropy: Tensor
-    distributions: Tensor | None = None
+    divergences: Sequence[Tensor] = ()
+    layer: OutputLayer | None = None
 
 
 def response_logprobs(
-    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, distributions: bool = False,
-    late_ends: LateEnds | None = None,
+    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, late_ends: LateEnds | None = None,
+    keeps_layer: bool = False, teachings: Sequence[Teaching] = (),
 ) -> ResponseLogprobs:  # fmt: skip
     """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine, and entropies of what they are
-    drawn from. `late_ends`: tokens that could not be drawn at the beginning of an answer."""
+    drawn from. `late_ends`: tokens that could not be drawn at the beginning of an answer. `keeps_layer`: give the
+    `layer`. `teachings`: give the `divergences` from teachers on the same tokens."""
     input_ids, _ = full_sequences(rows)
     wanted, forbidden = chosen_columns(rows, input_ids.shape[1]), None
     if late_ends is not None:
         slots = torch.arange(input_ids.shape[1], device=input_ids.device)
         early = slots < rows.prompt_mask.sum(dim=1, keepdim=True) + late_ends.minimum
         forbidden = wanted & early, late_ends.ids
-    empty = torch.zeros(rows.response_mask.shape, device=input_ids.device)
-    logprobs, entropy, *extras = engine(input_ids, wanted, temperature, entropy_grad, distributions, forbidden)
-    return ResponseLogprobs(
-        empty.masked_scatter(rows.response_mask, logprobs),
-        empty.masked_scatter(rows.response_mask, entropy),
-        extras.pop(0) if distributions else None,
-    )
+    logprobs, entropy, *extras = engine(input_ids, wanted, temperature, entropy_grad, forbidden, keeps_layer, teachings)
+
+    def in_rows(numbers: Tensor) -> Tensor:
+        return numbers.new_zeros(rows.response_mask.shape).masked_scatter(rows.response_mask, numbers)
+
+    policy: Any = unwrap(engine)
+    layer = policy.output_layer(extras.pop(0)) if keeps_layer else None
+    return ResponseLogprobs(in_rows(logprobs), in_rows(entropy), [in_rows(each) for each in extras], layer)
 
 
 def response_values(engine: Model, rows: Rollout) -> Tensor:

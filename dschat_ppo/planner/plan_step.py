@@ -135,15 +135,16 @@ def roles_of(
             if name == "critic" and flags["share_base"]:
                 shared = size.total - size.trained
         else:
-            assert isinstance(config, PPOConfig)
-            actor, of_reference = roles[0], name == "reference"
-            if of_reference and config.actor_base_is_frozen and config.reference.ref_model_name_or_path is None:
-                shared = min(actor.parts.total - actor.parts.trained, size.total)
-            elif config.lora.share_base and not of_reference:
+            first, kind = roles[0], "teacher" if name.startswith("teacher") else name
+            stage = flags["critic_zero_stage"] if kind == "reward" else first.stage
+            if kind == "reference" and flags["ref_model_name_or_path"] is None:
+                assert isinstance(config, PPOConfig)
+                if config.actor_base_is_frozen:
+                    shared = min(first.parts.total - first.parts.trained, size.total)
+            elif kind == "reward" and flags["share_base"]:
                 shared = size.total - size.head
-            stage = flags["actor_zero_stage" if of_reference else "critic_zero_stage"]
-            offloads = flags["offload_reference_model" if of_reference else "offload_reward_model"]
-            made = eval_config(actor.stage if shared else stage, dtype, offloads, ranks)
+            offloads = flags[f"offload_{kind}_model"]
+            made = eval_config(first.stage if shared else stage, dtype, offloads, ranks)
         zero = made["zero_optimization"]
         on_host = {
             part: (zero.get(f"offload_{part}") or {}).get("device", "none") != "none" for part in ("optimizer", "param")

@@ -43,13 +43,15 @@ class AdvantageComputation:
     """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`, then, with the values
     known, the advantages. Every rank holds the same state. The policy does not move in the first `warmup_rollouts` PPO
     steps. `score_clip` 0: scores are not clipped. With `to_go_weight`, that of the environment's rewards, each of these
-    is received at the end of its turn, and the rest of the score at the last token."""
+    is received at the end of its turn, and the rest of the score at the last token. `distill_coef`: weight of the KL to
+    the teacher at each token, a reward that is received there and whose discount is 0."""
 
     def __init__(
         self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0,
-        to_go_weight: float | None = None,
+        to_go_weight: float | None = None, distill_coef: float = 0.0,
     ):  # fmt: skip
         self.flags = flags
+        self.distill_coef = distill_coef
         self.estimate = named("--advantage_estimator", flags.advantage_estimator, ESTIMATORS)
         self.score_clip = score_clip
         self.to_go_weight = to_go_weight
@@ -107,6 +109,10 @@ class AdvantageComputation:
                 advantages, returns = self.estimate(inputs)
             if flags.whitens:
                 advantages = masked_whiten(advantages, mask)
+            if rows.teacher_logprobs is not None:  # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
+                kl = torch.where(mask, kl_k1(rows.policy_logprobs, rows.teacher_logprobs), 0.0)
+                taught = torch.ones_like(mask[:, :1]) if rows.teachers is None else (rows.teachers >= 0).unsqueeze(1)
+                advantages = advantages - self.distill_coef * kl * taught
         weights = mask.float()  # (N, R)
         if flags.importance_correction != "none":
             assert rows.old_logprobs is not None

@@ -16,6 +16,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.own_functions import own_files
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
+from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
 from dschat_ppo.data.templates import with_template_flags
@@ -25,10 +26,9 @@ from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.errors import UserError, counted
-from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
+from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
 from dschat_ppo.models.loading import (
-    check_causal_lm,
     check_sequence_classifier,
     check_vocabulary,
     load_config,
@@ -42,6 +42,7 @@ from dschat_ppo.ppo.own_algorithms import check_own_functions
 from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
+from dschat_ppo.run.model_checks import check_language_model, check_same_tokens
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import log_samples, show_plan
 
@@ -55,18 +56,21 @@ def model_folders(config: PPOConfig) -> ModelFolders:
     local = {role: model_folder(name, flag) for role, (flag, name) in config.models.items()}
     actor, reference = local["actor"], local.get("reference", local["actor"])
     other = None if Path(reference).resolve() == Path(actor).resolve() else reference
-    return ModelFolders(actor, local.get("critic"), local.get("reward"), other)
+    teachers = tuple(local[role] for role in config.teacher.models)
+    return ModelFolders(actor, local.get("critic"), local.get("reward"), other, teachers)
 
 
 def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the folders hold models that their roles can use. An error names the flag and the folder."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
     adapter = adapter_settings(config.lora, config.adapters, "actor_")
-    actor_config = _check_language_model(config, ACTOR, folders.actor, tokenizer, longest, adapter)
+    actor_config = check_language_model(config, ACTOR, folders.actor, tokenizer, longest, LIMITS, adapter)
     if config.algorithm.router_loss_coef > 0:
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
-        _check_reference(config, folders.reference, tokenizer, actor_config, longest)
+        check_same_tokens(config, REFERENCE, folders.reference, tokenizer, longest, LIMITS)
+    for folder in folders.teachers:
+        check_same_tokens(config, TEACHER, folder, tokenizer, longest, LIMITS)
     _check_division(config, actor_config)
     if folders.critic is not None:
         flag, _ = config.models["critic"]
@@ -82,20 +86,6 @@ def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrained
         _check_reward_model(config, folders.reward, tokenizer, longest)
     if config.lora.share_base:
         check_shared_base(config, folders)
-
-
-def _check_language_model(
-    config: PPOConfig, flag: str, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int,
-    adapter: AdapterSettings | None = None,
-) -> PretrainedConfig:  # fmt: skip
-    """Check actor or reference, which read the actor's token ids; the configuration of the model."""
-    model_config = load_config(folder, flag)
-    check_vocabulary(tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
-    with naming(flag):
-        check_causal_lm(folder, adapter)
-    require_length(folder, longest, LIMITS)
-    check_long_sequences(config.memory, flag, folder, scalar=False)
-    return model_config
 
 
 def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
@@ -126,25 +116,6 @@ def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
         raise UserError(
             f"--share_base: {config.models['reward'][0]} {folders.reward} is a whole model; train it as an adapter "
             "over the actor's base (step 2 with --lora_dim and --only_optimize_lora), or omit --share_base"
-        )
-
-
-def _check_reference(
-    config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, actor: PretrainedConfig, longest: int
-) -> None:
-    """Check a reference that is another model than the actor."""
-    if read_tokenizer(folder, REFERENCE).get_vocab() != tokenizer.get_vocab():
-        raise UserError(
-            f"{REFERENCE} {folder}: its tokenizer differs from the actor's, so it would score other text; "
-            "use a model with the same tokenizer"
-        )
-    model_config = _check_language_model(config, REFERENCE, folder, tokenizer, longest)
-    least = len(tokenizer) if config.run.resize_vocabulary else 0
-    sizes = [max(each.get_text_config().vocab_size, least) for each in (model_config, actor)]
-    if sizes[0] != sizes[1] and "full" in (config.algorithm.kl_estimator, config.algorithm.kl_loss_estimator):
-        raise UserError(
-            f"{REFERENCE} {folder}: has {sizes[0]} rows in its vocabulary and the actor {sizes[1]}, but the KL "
-            "estimator 'full' compares all of them; use a reference of the same size or another estimator"
         )
 
 
@@ -223,7 +194,8 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
-    check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train))
+    routed = [(TEACHER, sources) for sources, _ in config.teacher.teachers]
+    check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train), routed)
     plan = plan_ppo(
         ppo, len(rows.train), dist.world_size(), algorithm.critic_warmup_rollouts,
         config.memory.sequence_parallel_size,
@@ -267,7 +239,16 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
     return RunInputs(
         rows.train,
         {EVAL_ROWS: rows.eval, TEXT_BLOCKS: None if texts is None else texts.rows},
-        with_bases([(config.models[role][0], folder) for role, folder in vars(folders).items() if folder is not None]),
+        with_bases(
+            [
+                *(
+                    (config.models[role][0], folder)
+                    for role, folder in vars(folders).items()
+                    if isinstance(folder, str)
+                ),
+                *((TEACHER, folder) for folder in folders.teachers),
+            ]
+        ),
         [
             ("--deepspeed_config", config.run.deepspeed_config),
             *own_files(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,11 @@ from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
-from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.common.seeding import row_seeds, shared_generator
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.data.batches import IndexStream, collate_prompts
+from dschat_ppo.data.batches import IndexStream, collate_prompts, right_padded
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
@@ -31,13 +32,32 @@ from dschat_ppo.errors import RolloutCancelled, UserError
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
-from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores, number_means
+from dschat_ppo.rewards.reward_source import (
+    RewardFunctionError,
+    RewardServiceError,
+    Scores,
+    is_routed_to,
+    number_means,
+)
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import EngineName, GenerationConfig, choose_engine, engine_text, generate
 from dschat_ppo.rollout.kv_cache import rows_for_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.types import Rollout, ScoredRollout, concat_rows, record_of, select_rows, tensors_of, to_device
+from dschat_ppo.types import (
+    FinishReason,
+    Rollout,
+    ScoredRollout,
+    concat_rows,
+    pad_rows,
+    record_of,
+    repeat_rows,
+    select_rows,
+    tensors_of,
+    to_device,
+)
+
+SOURCE_OF_ANSWERS = 4  # separates the random stream of `--distill_on` from others of the same seed and step
 
 
 def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -145,6 +165,28 @@ class RolloutGenerator:
         rows = torch.arange(own * config.samples, device=self.device)
         return select_rows(rollout, place * len(rows) + rows)
 
+    def answers_of_the_data(self, indices: list[int]) -> Rollout:
+        """The data rows' answers to the prompts at `indices`, cut at `--max_answer_seq_len`, without log-probs."""
+        batch, limit = collate_prompts(self.prompts, indices, self.pad_id), self.config.stopping.max_new_tokens
+        answers = [self.prompts[index]["answers"][0] for index in indices]
+        ids, lengths = right_padded([answer[:limit] for answer in answers], self.pad_id)
+        mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)  # (B, R)
+        reasons = [FinishReason.EOS if len(answer) <= limit else FinishReason.LENGTH for answer in answers]
+        rollout = Rollout(
+            batch.prompt_ids, batch.prompt_mask, ids, mask, torch.zeros(ids.shape),
+            torch.tensor(reasons, dtype=torch.int8),
+        )  # fmt: skip
+        return to_device(rollout, self.device)
+
+    def with_teacher_prompts(self, rollout: Rollout, indices: list[int]) -> Rollout:
+        """The rollout with what the teacher reads in place of the prompts at `indices`."""
+        rows = [{"prompt_ids": self.prompts[index]["teacher_prompt_ids"]} for index in indices]
+        seen = to_device(collate_prompts(rows, range(len(rows)), self.pad_id), self.device)
+        seen = repeat_rows(seen, len(rollout.prompt_ids) // len(indices))
+        width = max(seen.prompt_ids.shape[1], rollout.prompt_ids.shape[1])
+        seen, rollout = pad_rows(seen, width, 0), pad_rows(rollout, width, rollout.response_ids.shape[1])
+        return replace(rollout, teacher_prompt_ids=seen.prompt_ids, teacher_prompt_mask=seen.prompt_mask)
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -206,11 +248,22 @@ class ExperienceCollection:
     def sample(self, prompts: Prompts, step: int, checkpointer: CheckpointManager) -> Rollout:
         """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested. Collective."""
         with self.clock.phase("rollout"):
-            rollout = self.generator.answer(prompts.rows, *self._path(step), cancelled=stop_requests.flag_is_set)
+            if self._samples_in(step):
+                rollout = self.generator.answer(prompts.rows, *self._path(step), cancelled=stop_requests.flag_is_set)
+            else:
+                rollout = self.generator.answers_of_the_data(prompts.rows)
+                rollout = replace(rollout, rollout_logprobs=self.passes.actor_logprobs(rollout))
+            if self.config.distillation.teacher_prompt_column:
+                rollout = self.generator.with_teacher_prompts(rollout, prompts.rows)
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         if checkpointer.stop_requested():
             raise RolloutCancelled
         return rollout
+
+    def _samples_in(self, step: int) -> bool:
+        """Whether the answers of a PPO step are sampled (`--distill_on`); the same on every rank."""
+        draw = torch.rand((), generator=shared_generator(self.config.run.seed, step, 0, SOURCE_OF_ANSWERS))
+        return float(draw) < self.config.distillation.on_policy_share
 
     def _path(self, step: int) -> tuple[int, ...]:
         """What the seeds of a round's answers are derived from."""
@@ -240,12 +293,21 @@ class ExperienceCollection:
         with self.clock.phase("score"):
             numbers = torch.arange(prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device)
             groups = numbers.repeat_interleave(self.plan.samples)  # (B,)
-            scored = self.passes(rollout, scores, groups)
+            scored = self.passes(rollout, scores, groups, self._teachers(prompts))
             if self.several_data_sets:
                 numbers = torch.tensor(self.generator.prompts[prompts.rows]["source"], device=groups.device)
                 scored = replace(scored, data_sources=numbers.repeat_interleave(self.plan.samples))  # (B,)
             self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
         return scored
+
+    def _teachers(self, prompts: Prompts) -> Tensor | None:
+        """(B,) int64, the number of the teacher of each row, -1 where there is none; None if one teaches all rows."""
+        routes = [sources for sources, _ in self.config.teacher.teachers]
+        if not any(routes):
+            return None
+        data = (json.loads(text) for text in self.generator.prompts[prompts.rows]["row"])
+        found = [next((n for n, route in enumerate(routes) if is_routed_to(route, row)), -1) for row in data]
+        return torch.tensor(found, device=self.generator.device).repeat_interleave(self.plan.samples)
 
     def add(self, rows: ScoredRollout, step: int) -> ScoredRollout | None:
         """Add the rows of a round, of all ranks. Returns those of the PPO step once it has enough, or after the last

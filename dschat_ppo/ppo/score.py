@@ -11,14 +11,16 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.kl import KL_ESTIMATORS, kl_full
+from dschat_ppo.algorithms.divergence import Divergence
+from dschat_ppo.algorithms.kl import KL_ESTIMATORS
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
-from dschat_ppo.models.wrapped_models import ResponseLogprobs, response_logprobs, response_values
+from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
+from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest, Scores
 from dschat_ppo.types import (
     FinishReason,
@@ -112,22 +114,27 @@ class ForwardPasses:
     old_logprobs: OldLogprobs  # "recompute" also gives entropies; with "update", rows have no old log-probs
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
     late_ends: LateEnds | None = None  # of sampling
+    teachers: Teachers | None = None  # whose log-probs advantages need; None: no advantage does
 
     @torch.no_grad()
-    def __call__(self, rollout: Rollout, scores: Scores, groups: Tensor) -> ScoredRollout:
+    def __call__(
+        self, rollout: Rollout, scores: Scores, groups: Tensor, teachers: Tensor | None = None
+    ) -> ScoredRollout:
         """B rows with the numbers of one forward pass of each model, in eval mode from here on; `groups` (B,) int64 is
-        the number of each row's prompt. Collective; ranks with fewer micro-batches run their last one again. Ranks that
-        share rows (`--sequence_parallel_size`) run those of all of them together."""
+        the number of each row's prompt, `teachers` (B,) int64 that of its teacher where there are several. Collective;
+        ranks with fewer micro-batches run their last one again. Ranks that share rows (`--sequence_parallel_size`) run
+        those of all of them together."""
         for model in (self.actor, self.reference, self.critic):
             if model is not None:
                 model.eval()
         batch = ScoredRollout(
             **tensors_of(rollout), old_logprobs=None, entropies=None, ref_logprobs=None, kl=None,
             values=None, source_scores=scores.by_source, scores=scores.total, baselines=scores.baselines, groups=groups,
+            teachers=teachers,
         )  # fmt: skip
         if dist.sequence_ranks() > 1:
             batch = gather_rows(batch, of_group=True)
-        shares = share_prompts(self.actor, self.reference, self.critic) and self.kl_estimator != "full"
+        shares = share_prompts(self.actor, self.reference, self.critic)
         prompts = prompts_of(batch) if shares else None
         parts, own = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
         temperature, late_ends, done = self.temperature, self.late_ends, list[ScoredRollout]()
@@ -136,20 +143,28 @@ class ForwardPasses:
             heartbeat()
             rows = select_rows(batch, part)
             mask = rows.response_mask
+            reference = teaching = None
+            if self.reference is not None:
+                reference = response_logprobs(self.reference, rows, temperature, late_ends=late_ends, keeps_layer=full)
+            if reference is not None and reference.layer is not None:
+                teaching = Teaching(reference.layer, Divergence("reverse_kl"))
             if self.old_logprobs == "recompute":
-                actor = response_logprobs(self.actor, rows, temperature, distributions=full, late_ends=late_ends)
-                rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
+                actor = response_logprobs(
+                    self.actor, rows, temperature, late_ends=late_ends, teachings=[teaching] if teaching else []
+                )
+                rows = replace(
+                    rows,
+                    old_logprobs=actor.logprobs,
+                    entropies=actor.entropy,
+                    kl=actor.divergences[0] if full else None,
+                )
             elif self.old_logprobs == "rollout":
                 rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
-            if self.reference is not None:
-                reference = response_logprobs(
-                    self.reference, rows, temperature, distributions=full, late_ends=late_ends
-                )
-                if full:
-                    kl = exact_kl(rows, actor, reference)
-                else:
-                    kl = KL_ESTIMATORS[self.kl_estimator](rows.policy_logprobs, reference.logprobs)
+            if reference is not None:
+                kl = rows.kl if full else KL_ESTIMATORS[self.kl_estimator](rows.policy_logprobs, reference.logprobs)
                 rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
+            if self.teachers is not None:
+                rows = replace(rows, teacher_logprobs=self.teachers.logprobs(rows))
             if self.critic is not None:
                 rows = replace(rows, values=response_values(self.critic, rows))
             done.append(rows)
@@ -157,9 +172,15 @@ class ForwardPasses:
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
         return select_rows(concat_rows(done[:own]), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
 
-
-def exact_kl(rows: Rollout, actor: ResponseLogprobs, reference: ResponseLogprobs) -> Tensor:
-    """(B, R) fp32, `kl_full` at each response token and 0 elsewhere; carries the actor's gradient if it has one."""
-    assert actor.distributions is not None and reference.distributions is not None
-    per_token = kl_full(actor.distributions, reference.distributions)  # (response tokens,)
-    return per_token.new_zeros(rows.response_mask.shape).masked_scatter(rows.response_mask, per_token)
+    @torch.no_grad()
+    def actor_logprobs(self, rollout: Rollout) -> Tensor:
+        """Log-probs of the response tokens under the actor in eval mode, (B, R) fp32. Collective."""
+        self.actor.eval()
+        parts, own = even_passes(row_lengths(rollout), self.micro_batch_tokens)
+        whole = torch.zeros(rollout.response_mask.shape, device=rollout.response_mask.device)
+        for number, part in enumerate(parts):
+            rows = select_rows(rollout, part)
+            found = response_logprobs(self.actor, rows, self.temperature, late_ends=self.late_ends).logprobs
+            if number < own:
+                whole[part, : found.shape[1]] = found
+        return whole

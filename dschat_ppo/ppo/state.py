@@ -37,6 +37,7 @@ from dschat_ppo.ppo.evaluation import Evaluation
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
 from dschat_ppo.ppo.own_algorithms import own_metrics
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.ppo.teaching import teachers_of
 from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of, to_device
@@ -136,12 +137,15 @@ class PPOComponents:
         logger().info(f"old log-probs: {describe(self.old_logprobs, reason)}")
         self.shaping = AdvantageComputation(
             algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts,
-            config.environment.to_go_weight,
+            config.environment.to_go_weight, config.distill_coef if config.teacher_gives_rewards else 0.0,
         )  # fmt: skip
         late_ends = generator.config.stopping.late_ends
+        reference = engines.reference if algorithm.has_reference else None
+        teachers = teachers_of(config, engines.teachers, engines.reference, late_ends)
         passes = ForwardPasses(
-            engines.actor, engines.reference, None if self.old_logprobs == "update" else engines.critic,
+            engines.actor, reference, None if self.old_logprobs == "update" else engines.critic,
             ppo.temperature, plan.micro_batch_tokens, self.old_logprobs, algorithm.kl_estimator, late_ends,
+            teachers if config.teacher_gives_rewards else None,
         )  # fmt: skip
         pool = GroupPool(plan.rollout_rows, self.shaping.shaped) if algorithm.dynamic_sampling else None
         self.collection = ExperienceCollection(
@@ -150,7 +154,7 @@ class PPOComponents:
         )  # fmt: skip
         self.mini_dataset = MiniDataset(
             plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed,
-            share_prompts(engines.actor, engines.critic) and not algorithm.full_kl_loss,
+            share_prompts(engines.actor, engines.critic),
         )  # fmt: skip
         self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
         if algorithm.entropy_target is not None:

@@ -108,6 +108,7 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
     roles = {
         "actor": (engines.actor, folders.actor), "reference": (engines.reference, reference),
         "critic": (engines.critic, folders.critic), "reward model": (engines.reward, folders.reward),
+        **dict(zip(config.teacher.models, zip(engines.teachers, folders.teachers, strict=True), strict=True)),
     }  # fmt: skip
     rollout = ("rollout", ppo.collection.generator.engine_text)
     show_models(roles, config.run.dtype, output, [rollout], trains=not config.validate_only)
@@ -161,13 +162,13 @@ def evaluation_of(
     tokenizer: PreTrainedTokenizerBase, kept: KeptModels,
 ) -> Evaluation:  # fmt: skip
     """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
-    flags, engines, collection = config.validation, ppo.engines, ppo.collection
+    flags, collection = config.validation, ppo.collection
     rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
     mixture = collection.requests.mixture
     if flags.eval_reward_function:
         mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.reward_default)
     scorer = None
-    if engines.reference is not None:
+    if collection.passes.reference is not None:
         old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
         scorer = replace(collection.passes, critic=None, old_logprobs=old_logprobs)
 

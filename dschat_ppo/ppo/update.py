@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,11 @@ from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.optimizer_step import Gradients, StepResult, accumulate, apply, apply_together
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.engine.router_term import router_settings, with_router_term
-from dschat_ppo.models.router_recorder import recorded_router
-from dschat_ppo.models.wrapped_models import ResponseLogprobs, response_logprobs, response_values
+from dschat_ppo.models.wrapped_models import response_logprobs, response_values
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
-from dschat_ppo.ppo.score import exact_kl
+from dschat_ppo.ppo.teaching import Teachers, full_kl_reference, teachers_of
 from dschat_ppo.types import Engine, Experience, LateEnds, Model, RewardedRollout, Rollout
 
 
@@ -70,17 +69,19 @@ LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
 @dataclass(eq=False)
 class ActorLoss:
-    """Policy loss, entropy bonus and KL."""
+    """Policy loss, entropy bonus, KL to the reference, and divergence from teachers."""
 
     actor: Model
-    reference: Model | None  # only the full KL as a loss needs it
     flags: AlgorithmFlags
     temperature: float
     late_ends: LateEnds | None = None
+    reference: Teachers | None = None  # the reference, which only the full KL as a loss needs
+    teachers: Teachers | None = None
+    distill_coef: float = 0.0  # weight of the divergence from the teachers
 
     def __post_init__(self) -> None:
         flags = self.flags
-        self.full_kl = flags.full_kl_loss
+        self.has_policy_loss = flags.advantage_estimator != "none"
         self.policy_loss = named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
         self.settings = PolicyLossSettings(
             clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,
@@ -99,7 +100,12 @@ class ActorLoss:
         the denominators."""
         flags, mask = self.flags, rows.loss_mask
         aggregation, denominators = flags.aggregation, minibatch.denominators
-        current = response_logprobs(self.actor, rows, self.temperature, entropy_coef > 0, self.full_kl, self.late_ends)
+        own_prompts = replace(rows, teachers=None, teacher_prompt_ids=None, teacher_prompt_mask=None)
+        of_reference = [] if self.reference is None else self.reference.teachings(own_prompts)
+        of_teachers = [] if self.teachers is None else self.teachers.teachings(rows)
+        current = response_logprobs(
+            self.actor, rows, self.temperature, entropy_coef > 0, self.late_ends, teachings=of_reference + of_teachers
+        )
         old_logprobs = current.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
         if recorded is not None:
             recorded.record(rows, current.logprobs)
@@ -111,6 +117,7 @@ class ActorLoss:
             sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
             weights = weights * keep.unsqueeze(1)
         loss = aggregate(policy.losses * weights, mask, aggregation, denominators)
+        loss = loss if self.has_policy_loss else loss.new_zeros(())
         weight = loss.new_full((), minibatch.metric_weight)
         sums.add_sum("policy/loss", loss, weight)
         log_ratio = (current.logprobs - old_logprobs).detach()  # (b, R)
@@ -126,23 +133,21 @@ class ActorLoss:
         if entropy_coef > 0:
             loss = loss - entropy_coef * aggregate(current.entropy, mask, aggregation, denominators)
         if flags.kl_loss_coef > 0:
-            kl = aggregate(self._kl(rows, current), mask, aggregation, denominators)
+            if flags.full_kl_loss:
+                kl = current.divergences[0]  # (b, R)
+            else:
+                assert rows.ref_logprobs is not None
+                estimator, straight = flags.kl_loss_estimator, flags.kl_straight_through
+                kl = kl_loss(current.logprobs, rows.ref_logprobs, estimator, straight)
+            kl = aggregate(kl, mask, aggregation, denominators)
             sums.add_sum("policy/kl_loss", kl, weight)
             loss = loss + flags.kl_loss_coef * kl
+        if of_teachers:
+            divergence = torch.stack([*current.divergences[len(of_reference) :]]).sum(dim=0)  # (b, R)
+            divergence = aggregate(divergence, mask, aggregation, denominators)
+            sums.add_sum("distill/divergence", divergence, weight)
+            loss = loss + self.distill_coef * divergence
         return loss
-
-    def _kl(self, rows: Experience, current: ResponseLogprobs) -> Tensor:
-        """(b, R) KL to the reference at each token, with gradient."""
-        flags = self.flags
-        if not self.full_kl:
-            assert rows.ref_logprobs is not None
-            return kl_loss(current.logprobs, rows.ref_logprobs, flags.kl_loss_estimator, flags.kl_straight_through)
-        assert self.reference is not None
-        with torch.no_grad(), recorded_router(None):  # the router loss is the actor's
-            reference = response_logprobs(
-                self.reference, rows, self.temperature, distributions=True, late_ends=self.late_ends
-            )
-        return exact_kl(rows, current, reference)
 
 
 def critic_loss(
@@ -218,7 +223,13 @@ class PPOUpdate:
         flags, temperature, actor = self.config.algorithm, self.config.ppo.temperature, self.engines.actor
         coef = flags.router_loss_coef
         self.router = router_settings(coef, actor.module) if coef > 0 else None
-        self.actor_loss = ActorLoss(actor, self.engines.reference, flags, temperature, self.late_ends)
+        reference, teachers = self.engines.reference, None
+        if self.config.distill_loss_coef > 0:
+            teachers = teachers_of(self.config, self.engines.teachers, reference, self.late_ends)
+        self.actor_loss = ActorLoss(
+            actor, flags, temperature, self.late_ends, full_kl_reference(self.config, reference, self.late_ends),
+            teachers, self.config.distill_loss_coef,
+        )  # fmt: skip
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
         """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.

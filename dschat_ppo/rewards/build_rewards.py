@@ -58,9 +58,10 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
 
 
 def check_routes(
-    flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str], are_all_rows: bool = True
-) -> None:
-    """Check that each route of a reward source leads to prompts.
+    flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str], are_all_rows: bool = True,
+    others: Sequence[tuple[str, Sequence[str]]] = (),
+) -> None:  # fmt: skip
+    """Check that each route of a reward source, and of `others` (flag, data sources), leads to prompts.
 
     `names`: of the data sets. `rows`: the data row of each training prompt, as JSON; at most `MOST_ROWS`, evenly
     spaced, are read. A route without prompts is an error only if all rows were read and `are_all_rows` (not with
@@ -70,6 +71,7 @@ def check_routes(
     routes: list[tuple[str, Sequence[str]]] = [(str(spec), spec.sources) for spec in specs]
     routes += [("--reward_model_sources", flags.reward_model_sources)] * flags.use_reward_model
     routes += [("--remote_reward_sources", flags.remote_reward_sources)] * bool(flags.remote_urls)
+    routes += others
     if not any(sources for _, sources in routes):
         return
     count = min(len(rows), MOST_ROWS)

@@ -161,6 +161,8 @@ class RewardMixture:
         All ranks call the same sources in the same order. If a source fails on some rank, the others still run, because
         they may be collective; then every rank raises `RewardServiceError`."""
         device, problem = rollout.response_ids.device, None
+        if not self.sources:  # distillation alone
+            return Scores(torch.zeros(len(request), device=device), torch.zeros(len(request), 0, device=device))
         columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source does not score the response
         weighted = [torch.zeros(len(request), device=device)]
         scored = torch.zeros(len(request), dtype=torch.bool, device=device)  # by a source with a weight, if one has any

@@ -3,34 +3,62 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
-from dschat_ppo.models.kernel_selection import apply_memory_flags
+from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_whole_distributions
+from dschat_ppo.models.backbone import unwrap
+from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.tokenizers import filler_id
-from dschat_ppo.models.wrapped_models import PolicyModel
+from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective, on_device
-from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
+from dschat_ppo.supervised.supervised_run import SupervisedRun, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
 from dschat_ppo.types import Model
 
 
-def sft_loss(model: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
-    """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step."""
-    logprobs, _ = model(batch.input_ids, batch.loss_mask)  # (N,) of the tokens in the mask
+@dataclass(frozen=True)
+class SFTTeacher:
+    """A model whose distributions the one that trains learns at the tokens of the loss."""
+
+    engine: Model
+    divergence: Divergence
+    coef: float  # share of the divergence in the loss; the rest is that of the cross entropy
+
+    @torch.no_grad()
+    def teaching(self, batch: SFTBatch) -> Teaching:
+        """What it says of the tokens in the batch's `loss_mask`."""
+        policy: Any = unwrap(self.engine)
+        _, _, hidden = self.engine(batch.input_ids, batch.loss_mask, states=True)
+        return Teaching(policy.output_layer(hidden), self.divergence)
+
+
+def sft_loss(
+    model: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums, teacher: SFTTeacher | None = None
+) -> Tensor:
+    """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step. With a
+    `teacher`, the weighted sum of that and of the divergence from it."""
+    teachings = [] if teacher is None else [teacher.teaching(batch)]
+    logprobs, _, *divergences = model(batch.input_ids, batch.loss_mask, teachings=teachings)  # (N,) tokens of the mask
     sums.add_mean("loss", -logprobs.detach())
     if len(sums.sources) > 1:
         assert batch.data_sources is not None
         of_tokens = batch.data_sources.repeat_interleave(batch.loss_mask.sum(dim=1))  # (N,)
         sums.add_by_source("loss", -logprobs, of_tokens)
-    return -logprobs.sum() / num_tokens
+    if teacher is None:
+        return -logprobs.sum() / num_tokens
+    sums.add_mean("divergence", divergences[0].detach())
+    return (teacher.coef * divergences[0].sum() - (1 - teacher.coef) * logprobs.sum()) / num_tokens
 
 
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
@@ -38,10 +66,31 @@ def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
     return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))}
 
 
-def sft_objective(pad_id: int, train_on_prompt: bool, device: torch.device) -> Objective[SFTBatch]:
-    """Mean cross entropy over the tokens of the answers."""
+def sft_objective(
+    pad_id: int, train_on_prompt: bool, device: torch.device, teacher: SFTTeacher | None = None
+) -> Objective[SFTBatch]:
+    """Mean cross entropy over the tokens of the answers, or divergence from a teacher."""
+    loss, shown = sft_loss, ("loss",) if teacher is None else ("divergence", "loss")
+    if teacher is not None:
+        loss = partial(sft_loss, teacher=teacher)
     collate = on_device(collate_sft, device, pad_id, train_on_prompt)
-    return Objective(collate, lambda batch: batch.loss_mask, sft_loss, ("loss",), summary=with_perplexity)
+    return Objective(collate, lambda batch: batch.loss_mask, loss, shown, summary=with_perplexity)
+
+
+def sft_teacher(config: SFTConfig, run: SupervisedRun) -> SFTTeacher | None:
+    """The teacher of the run, in its engine; None without one."""
+    flags, dtype = config.teacher, config.run.dtype
+    if run.teacher is None:
+        return None
+    teacher, ds_config = frozen_policy(
+        run.teacher, dtype, config.fit.zero_stage, flags.offload_teacher_model, config.run.resize_vocabulary
+    )
+    apply_memory_flags(teacher, config.memory)
+    engine = eval_engine(teacher, ds_config)
+    select_kernels(engine)
+    require_whole_distributions([engine])
+    coef = 1.0 if flags.distill_coef is None else flags.distill_coef
+    return SFTTeacher(engine, Divergence(flags.kind, flags.distill_beta, flags.distill_topk), coef)
 
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:
@@ -51,7 +100,8 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     resize = flags.resize_vocabulary
     model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
-    objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device)
+    teacher = sft_teacher(config, run)
+    objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, teacher)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     chat = tool_command("chat", ["--model", str(run.output)])
     return train_and_save(trainer, run, chat)

@@ -18,6 +18,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import announce
+from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.prepare import TokenRows, prepare
@@ -28,17 +29,12 @@ from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
-from dschat_ppo.models.loading import (
-    check_causal_lm,
-    check_sequence_classifier,
-    check_vocabulary,
-    load_config,
-    require_length,
-)
+from dschat_ppo.models.loading import check_sequence_classifier, check_vocabulary, load_config, require_length
 from dschat_ppo.models.model_folders import base_folder, checkpoint_shapes, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
+from dschat_ppo.run.model_checks import check_language_model, check_same_tokens
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import (
@@ -53,7 +49,7 @@ from dschat_ppo.run.start_and_end import (
 from dschat_ppo.supervised.objective import score_rows
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, plan_batches, show_batches
 
-MODEL = "--model_name_or_path"
+MODEL, LIMIT = "--model_name_or_path", "--max_seq_len"
 SHOWN_ROWS = 8  # evaluation rows whose answers are written for the report
 _SMALL_MODEL = 1e8  # parameters; smaller models take higher learning rates
 
@@ -65,6 +61,7 @@ class SupervisedRun:
     name: str
     device: torch.device
     folder: str
+    teacher: str | None  # its folder
     tokenizer: PreTrainedTokenizerBase
     rows: TokenRows
     output: Path
@@ -78,23 +75,27 @@ class SupervisedRun:
 def begin_supervised_run(config: FitConfig, name: str, title: str) -> SupervisedRun:
     """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to stop, or is already
     complete. Collective. `name`: in lines about batches and progress; `title`: the first line of the log."""
-    fit, named, resize = config.fit, config.best.metric_for_best, config.run.resize_vocabulary
+    fit, named = config.fit, config.best.metric_for_best
     device, output = begin_run(config)
     logger().info(title)
     adapter = adapter_settings(config.lora, config.adapters)
     folder = model_folder(fit.model_name_or_path, MODEL)
-    model_config = load_config(folder, MODEL)
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
-    check_vocabulary(tokenizer, model_config, MODEL, folder, resize=resize)
-    with naming(MODEL):
-        if config.has_head:
+    if config.has_head:
+        model_config = load_config(folder, MODEL)
+        check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
+        with naming(MODEL):
             check_sequence_classifier(folder, True, adapter)
-        else:
-            check_causal_lm(folder, adapter)
+        require_length(folder, fit.max_seq_len, LIMIT)
+        check_long_sequences(config.memory, MODEL, folder, scalar=True)
+    else:
+        model_config = check_language_model(config, MODEL, folder, tokenizer, fit.max_seq_len, LIMIT, adapter)
     if fit.router_loss_coef > 0:
         router_top_k(model_config, f"{MODEL} {folder}")
-    require_length(folder, fit.max_seq_len, "--max_seq_len")
-    check_long_sequences(config.memory, MODEL, folder, config.has_head)
+    teacher = None
+    if "teacher" in config.models:
+        teacher = model_folder(*reversed(config.models["teacher"]))
+        check_same_tokens(config, TEACHER, teacher, tokenizer, fit.max_seq_len, LIMIT)
     require_agreement(config, dist.world_size())
     ds_config = fit_ds_config(config)
     announce("prepare data")
@@ -109,14 +110,19 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     if config.run.dry_run and not fit.validate_only:
         show_batches(name, plan, config)
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
-    overlay, bases = ("--deepspeed_config", config.run.deepspeed_config), with_bases([(MODEL, folder)])
+    overlay, bases = (
+        ("--deepspeed_config", config.run.deepspeed_config),
+        with_bases([(MODEL, folder), *([(TEACHER, teacher)] if teacher else [])]),
+    )
     session = None if fit.validate_only else open_session(
         output, config, RunInputs(rows.train, {EVAL_ROWS: rows.eval}, bases, [overlay]),
         {"rows_per_update": plan.global_batch}, plan.total_steps,
     )  # fmt: skip
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
-    return SupervisedRun(name, device, folder, tokenizer, rows, output, session, ds_config, nonfinite, adapter, config)
+    return SupervisedRun(
+        name, device, folder, teacher, tokenizer, rows, output, session, ds_config, nonfinite, adapter, config
+    )  # fmt: skip
 
 
 def report_learning_rate(fit: SupervisedFlags, adapter: AdapterSettings | None, folder: str) -> None:

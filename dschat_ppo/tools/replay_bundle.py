@@ -28,6 +28,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import BUNDLE, MODEL, bad_rows
 from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.ppo.teaching import full_kl_reference, teachers_of
 from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.supervised.sft import sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
@@ -102,13 +103,22 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
     minibatch: MiniBatch[Any] = MiniBatch([], over, constants["value_tokens"], constants["share"])
     if what["role"] == "critic":
         return lambda rows: critic_loss(model, rows, minibatch, config.algorithm, sums)
-    reference = None
-    if config.algorithm.full_kl_loss:  # compares whole distributions
-        path = model_folder(*reversed(config.models["reference"]))
-        lm = load_causal_lm(str(path), config.run.dtype, None, resize=config.run.resize_vocabulary)
-        reference = PolicyModel(lm, Layout(fused=False)).to(device).eval().requires_grad_(False)
     late_ends = constants["late_ends"] and LateEnds(*constants["late_ends"])
-    actor_loss = ActorLoss(model, reference, config.algorithm, config.ppo.temperature, late_ends)
+
+    def frozen(role: str) -> PolicyModel:
+        path = model_folder(*reversed(config.models[role]))
+        lm = load_causal_lm(str(path), config.run.dtype, None, resize=config.run.resize_vocabulary)
+        return PolicyModel(lm).to(device).eval().requires_grad_(False)
+
+    reference = frozen("reference") if config.algorithm.full_kl_loss else None
+    coef, teachers = config.distill_loss_coef, None
+    if coef > 0:
+        roles = [*config.teacher.models] or ["reference"]
+        teachers = teachers_of(config, [frozen(role) for role in roles], None, late_ends)
+    actor_loss = ActorLoss(
+        model, config.algorithm, config.ppo.temperature, late_ends, full_kl_reference(config, reference, late_ends),
+        teachers, coef,
+    )  # fmt: skip
 
     def loss_of(rows: Any) -> Tensor:
         if isinstance(rows, SFTBatch):

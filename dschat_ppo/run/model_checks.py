@@ -1,0 +1,50 @@
+"""Checks of language models and teachers before any of them is loaded."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from dschat_ppo.common.logging import logger
+from dschat_ppo.config.distillation_flags import TEACHER
+from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.data.templates import answer_ends
+from dschat_ppo.errors import UserError
+from dschat_ppo.models.adapters import AdapterSettings
+from dschat_ppo.models.kernel_selection import check_long_sequences
+from dschat_ppo.models.loading import check_causal_lm, check_vocabulary, load_config, require_length
+from dschat_ppo.models.tokenizers import read_tokenizer
+from dschat_ppo.run.session import naming
+
+
+def check_language_model(
+    config: StepConfig, flag: str, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int, limits: str,
+    adapter: AdapterSettings | None = None,
+) -> PretrainedConfig:  # fmt: skip
+    """Check that `folder`, which `flag` names, holds a language model that can read the tokenizer's ids in rows of up
+    to `longest` tokens, a number that the flags `limits` set; returns its configuration."""
+    model_config = load_config(folder, flag)
+    check_vocabulary(tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
+    with naming(flag):
+        check_causal_lm(folder, adapter)
+    require_length(folder, longest, limits)
+    check_long_sequences(config.memory, flag, folder, scalar=False)
+    return model_config
+
+
+def check_same_tokens(
+    config: StepConfig, flag: str, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int, limits: str
+) -> None:
+    """Check a reference or teacher, which reads the ids of the model that trains."""
+    own = read_tokenizer(folder, flag)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{flag} {folder}: its tokenizer differs from that of the model that trains, so it would read other text; "
+            "use a model with the same tokenizer"
+        )
+    if flag == TEACHER and answer_ends(own) != answer_ends(tokenizer):
+        theirs, ours = (tokenizer.convert_ids_to_tokens(list(answer_ends(each))) for each in (own, tokenizer))
+        logger().warning(
+            f"{flag} {folder}: ends its answers with {theirs}, but the model that trains with {ours}, so it learns to "
+            "go on where it should end; use models with the same chat template and EOS"
+        )
+    check_language_model(config, flag, folder, tokenizer, longest, limits)
