@@ -1,4 +1,5 @@
-"""Estimators of the KL divergence from samples (J. Schulman, "Approximating KL Divergence", 2020), and the exact sum.
+"""Estimators of the KL divergence from samples (J. Schulman, "Approximating KL Divergence", 2020); the exact sum is in
+`divergence.py`.
 
 With x drawn from p and d = log p(x) - log q(x): k1 = d is an unbiased estimate of KL(p || q) and may be negative;
 k3 = exp(-d) - 1 + d is unbiased and never negative; k2 = d^2 / 2 and abs = |d| are biased. An unbiased value does not
@@ -47,17 +48,6 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3": kl_k3,
     "abs": kl_abs,
 }
-
-
-def kl_full(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """`sum_v p_v (log p_v - log q_v)`, exact: (..., V) fp32 normalised -> (...) fp32, with both gradients.
-
-    Entries of p = 0 (-inf, or an underflow) add 0 to value and gradient, whatever `log_q` holds there. The result is
-    infinite if `log_q` is -inf where p is not 0.
-    """
-    impossible = log_p.exp() == 0
-    log_p, log_q = (x.masked_fill(impossible, 0.0) for x in (log_p, log_q))
-    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)  # (..., V) -> (...)
 
 
 def smooth_abs(difference: Tensor) -> Tensor:

@@ -72,10 +72,10 @@ class ActorLoss:
     """Policy loss, entropy bonus, KL to the reference, and divergence from teachers."""
 
     actor: Model
+    reference: Teachers | None  # the reference, which only the full KL as a loss needs
     flags: AlgorithmFlags
     temperature: float
     late_ends: LateEnds | None = None
-    reference: Teachers | None = None  # the reference, which only the full KL as a loss needs
     teachers: Teachers | None = None
     distill_coef: float = 0.0  # weight of the divergence from the teachers
 
@@ -227,7 +227,7 @@ class PPOUpdate:
         if self.config.distill_loss_coef > 0:
             teachers = teachers_of(self.config, self.engines.teachers, reference, self.late_ends)
         self.actor_loss = ActorLoss(
-            actor, flags, temperature, self.late_ends, full_kl_reference(self.config, reference, self.late_ends),
+            actor, full_kl_reference(self.config, reference, self.late_ends), flags, temperature, self.late_ends,
             teachers, self.config.distill_loss_coef,
         )  # fmt: skip
 

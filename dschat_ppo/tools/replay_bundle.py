@@ -116,7 +116,7 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
         roles = [*config.teacher.models] or ["reference"]
         teachers = teachers_of(config, [frozen(role) for role in roles], None, late_ends)
     actor_loss = ActorLoss(
-        model, config.algorithm, config.ppo.temperature, late_ends, full_kl_reference(config, reference, late_ends),
+        model, full_kl_reference(config, reference, late_ends), config.algorithm, config.ppo.temperature, late_ends,
         teachers, coef,
     )  # fmt: skip
 

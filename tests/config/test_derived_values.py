@@ -27,7 +27,7 @@ def test_the_choices_are_the_implemented_estimators_losses_and_kl_forms():
     assert set(get_args(ESTIMATOR)) == set(ESTIMATORS) and set(get_args(POLICY_LOSS)) == set(POLICY_LOSSES)
     assert get_args(AGGREGATION) == get_args(LossAggregation)
     assert set(get_args(KL_FORM)) == {*KL_ESTIMATORS, "full"}
-    assert set(WITHIN_A_GROUP) == set(ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
+    assert set(WITHIN_A_GROUP) == set(ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax", "none"}
     assert [name for name in ESTIMATORS if AlgorithmFlags(advantage_estimator=name).has_critic] == ["gae"]
 
 
@@ -47,7 +47,7 @@ def test_group_estimators_have_no_kl_in_the_reward_by_default_and_then_no_refere
         found = AlgorithmFlags(advantage_estimator=estimator, **given)
         return found.kl_reward_coef, found.has_reference
 
-    assert flags() == ((0.0, False) if estimator in WITHIN_A_GROUP else (0.1, True))
+    assert flags() == ((0.0, False) if estimator in (*WITHIN_A_GROUP, "none") else (0.1, True))
     assert flags(kl_coef=0.3) == (0.3, True) and flags(kl_coef=0.0) == (0.0, False)
     assert flags(kl_coef=0.0, kl_loss_coef=0.01) == (0.0, True)
 

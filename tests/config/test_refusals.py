@@ -65,9 +65,9 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
      "--zero_hpz_partition_size (ZeRO++) needs --actor_zero_stage or --critic_zero_stage 3"),
     ("ppo", "--enable_mixed_precision_lora", "--actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16"),
     ("ppo", "--kl_estimator full --old_logprobs recompute --sequence_parallel_size 2",
-     "--kl_estimator full would gather"),
+     "--kl_estimator full needs whole rows"),
     ("ppo", "--kl_loss_coef 0.1 --kl_loss_estimator full --sequence_parallel_size 2",
-     "--kl_loss_estimator full would gather"),
+     "--kl_loss_estimator full needs whole rows"),
     # data
     ("sft", "--input_template Question:", "must contain {}"),
     ("sft", ["--input_template", "Q: {}\\nA:"], "backslash and the letter n; in bash, $'...'"),

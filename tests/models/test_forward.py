@@ -18,9 +18,9 @@ from rows_alone import (
 )
 from tiny_models import HYBRIDS as OF_GENERATION
 
-from dschat_ppo.algorithms.kl import kl_full
+from dschat_ppo.algorithms.divergence import Divergence, dense_divergence
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, Teaching, response_logprobs, response_values
 from dschat_ppo.types import LateEnds, full_sequences
 
 LAYOUTS = {
@@ -120,11 +120,6 @@ def test_ends_that_could_not_be_drawn_have_no_probability_in_fp16(way):
     for a, b in zip(both(found), expected, strict=True):
         torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=0.05)
     assert (expected[0] - free[0]).abs().max() > 0.5
-    if way == "plain":
-        whole = response_logprobs(policy, rows, TEMPERATURE, distributions=True, late_ends=ENDS).distributions
-        early = (torch.arange(max(ANSWERS)) < 2).expand_as(rows.response_mask)[rows.response_mask]  # (response tokens,)
-        assert not whole.exp()[early][:, list(ENDS.ids)].any() and whole.exp()[~early][:, list(ENDS.ids)].all()
-        assert kl_full(whole, whole.detach()).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gpt-neo", "gemma2"])
@@ -136,19 +131,37 @@ def test_ids_in_padding_change_nothing(name):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_distributions_and_their_gradient_are_those_of_each_row_alone(name):
-    lm, rows = model_of(name), rollout()
-    scores = response_logprobs(PolicyModel(lm), rows, TEMPERATURE, distributions=True)
-    tables = []
-    for ids, mask in zip(*full_sequences(rows), strict=True):
-        tables.append(torch.log_softmax(lm(input_ids=ids[None, :mask], use_cache=False).logits[0] / TEMPERATURE, -1))
-    starts = (rows.prompt_mask.sum(dim=1) - 1).tolist()
-    expected = torch.cat([table[start:-1] for table, start in zip(tables, starts, strict=True)])
-    torch.testing.assert_close(scores.distributions, expected, rtol=0, atol=2e-5)
-    weights = 0.01 * torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    losses = ((weights * part).sum() for part in (scores.distributions, expected))
-    assert_same_gradients(*losses, dict(lm.named_parameters()))
+@pytest.mark.parametrize("late_ends", [None, ENDS], ids=["free", "late"])
+@pytest.mark.parametrize(("name", "teacher"), [("llama", "qwen3"), ("gemma2", "llama"), ("gpt2", "gemma2")])
+def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teacher, late_ends):
+    lm, other, rows = model_of(name), model_of(teacher), rollout()
+
+    def table(model):
+        found = []
+        for ids, length in zip(*full_sequences(rows), strict=True):
+            found.append(model(input_ids=ids[None, :length], use_cache=False).logits[0])
+        starts = (rows.prompt_mask.sum(dim=1) - 1).tolist()
+        logits = torch.cat([each[start:-1] for each, start in zip(found, starts, strict=True)]) / TEMPERATURE
+        if late_ends is not None:
+            early = (torch.arange(max(ANSWERS)) < late_ends.minimum).expand_as(rows.response_mask)[rows.response_mask]
+            for token in late_ends.ids:
+                logits = logits.index_put((early.nonzero().squeeze(1), torch.tensor(token)), torch.tensor(-1e4))
+        return torch.log_softmax(logits, dim=-1)
+
+    with torch.no_grad():
+        layer = response_logprobs(PolicyModel(other), rows, TEMPERATURE, late_ends=late_ends, keeps_layer=True).layer
+    teachings = [Teaching(layer, Divergence(kind)) for kind in ("reverse_kl", "jsd")]
+    found = response_logprobs(PolicyModel(lm), rows, TEMPERATURE, late_ends=late_ends, teachings=teachings).divergences
+    log_p, log_q = table(lm), table(other).detach()
+    weights = 0.01 * torch.randn(2, len(log_p), generator=torch.Generator().manual_seed(1))
+    loss = of_alone = torch.zeros(())
+    for divergences, kind, weight in zip(found, ("reverse_kl", "jsd"), weights, strict=True):
+        expected = dense_divergence(log_p, log_q, kind)
+        torch.testing.assert_close(divergences[rows.response_mask], expected, rtol=1e-4, atol=2e-5)
+        assert not divergences[~rows.response_mask].any()
+        loss = loss + (weight * divergences[rows.response_mask]).sum()
+        of_alone = of_alone + (weight * expected).sum()
+    assert_same_gradients(loss, of_alone, dict(lm.named_parameters()))
 
 
 def test_rows_without_a_response_give_zero_gradients():

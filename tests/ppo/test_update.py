@@ -12,6 +12,7 @@ from tiny_models import new_model
 
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.algorithms.controllers import FixedCoefficient
+from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
@@ -24,6 +25,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
+from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.ppo.update import ActorLoss, PPOUpdate, RecordedTokens, critic_loss
 from dschat_ppo.types import Experience, LateEnds, RewardedRollout
 
@@ -33,6 +35,7 @@ COUNTED = torch.tensor([[True, True, True], [False, False, False]])
 LOG_RATIOS = torch.tensor([[0.0, 0.5, -0.1], [-0.9, 0.3, 9.0]])
 ADVANTAGES = torch.tensor([[1.0, 2.0, -1.0], [3.0, -3.0, 9.0]])
 WEIGHTS = torch.tensor([[1.0, 0.5, 2.0], [1.0, 1.0, 9.0]])
+DIVERGENCE = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]])
 ENTROPIES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]])
 MINIBATCH = MiniBatch([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=10.0, metric_weight=0.25)
 # -min(r A, clip(r, 0.8, 1.2) A), with its weight
@@ -54,19 +57,19 @@ def loss_of(monkeypatch):
     """(loss, metrics, what the forward pass was asked for) of flags, with log-probs that have these log-ratios."""
     asked = []
 
-    def response_logprobs(engine, rows, temperature, entropy_grad=False, distributions=False, late_ends=None):
+    def response_logprobs(engine, rows, temperature, entropy_grad=False, late_ends=None, teachings=()):
         assert late_ends is ENDS
-        asked.append((engine, temperature, entropy_grad, distributions))
-        tokens = int(rows.response_mask.sum())
-        spread = torch.tensor([0.5, 0.5] if engine == "actor" else [0.25, 0.75]).log().expand(tokens, 2)
-        logprobs = rows.old_logprobs + LOG_RATIOS
-        return ResponseLogprobs(logprobs, ENTROPIES, spread if distributions else None)
+        asked.append((engine, temperature, entropy_grad, *teachings))
+        divergences = [DIVERGENCE * number for number in range(1, len(teachings) + 1)]
+        return ResponseLogprobs(rows.old_logprobs + LOG_RATIOS, ENTROPIES, divergences)
 
-    def loss_of(rows=None, entropy_coef=0.0, **flags):
+    def loss_of(rows=None, entropy_coef=0.0, teachers=(), distill_coef=0.0, **flags):
         asked.clear()
         monkeypatch.setattr(update, "response_logprobs", response_logprobs)
-        sums = MetricSums()
-        loss = ActorLoss("actor", "reference", AlgorithmFlags(**flags), 0.7, late_ends=ENDS)
+        sums, flags = MetricSums(), AlgorithmFlags(**flags)
+        reference = SimpleNamespace(teachings=lambda rows: ["reference"]) if flags.full_kl_loss else None
+        taught = SimpleNamespace(teachings=lambda rows: teachers) if teachers else None
+        loss = ActorLoss("actor", reference, flags, 0.7, ENDS, taught, distill_coef)
         return float(loss(rows or rows_of(), MINIBATCH, entropy_coef, sums)), sums, asked
 
     return loss_of
@@ -74,7 +77,7 @@ def loss_of(monkeypatch):
 
 def test_the_policy_loss_is_a_mean_over_the_counted_tokens_of_the_optimizer_step(loss_of):
     loss, sums, asked = loss_of()
-    assert loss == pytest.approx(POLICY) and asked == [("actor", 0.7, False, False)]
+    assert loss == pytest.approx(POLICY) and asked == [("actor", 0.7, False)]
     assert loss_of(loss_aggregation="constant")[0] == pytest.approx(sum(TOKEN_LOSSES) / 12)
     assert loss_of(loss_aggregation="seq_mean_token_sum")[0] == pytest.approx(sum(TOKEN_LOSSES) / 4)
     assert loss_of(rows_of(loss_mask=RESPONSE))[0] != pytest.approx(POLICY)
@@ -106,19 +109,27 @@ def test_the_kl_loss_of_sampled_tokens_is_added(loss_of):
         assert sums.reduce()["policy/kl_loss"] == pytest.approx(k3 / 0.25, rel=1e-5)
 
 
-def test_the_full_kl_loss_takes_whole_distributions_of_actor_and_reference(loss_of):
-    kl = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-    loss, _, asked = loss_of(kl_loss_coef=0.5, kl_loss_estimator="full")
-    assert loss == pytest.approx(POLICY + 0.5 * 3 * kl / 6)
-    assert asked == [("actor", 0.7, False, True), ("reference", 0.7, False, True)]
+def test_divergences_from_the_reference_and_from_teachers_are_added_over_the_counted_tokens(loss_of):
+    """Of the three counted tokens 1 + 2 + 3 from the reference, twice that from the first teacher, and so on."""
+    loss, sums, asked = loss_of(kl_loss_coef=0.5, kl_loss_estimator="full")
+    assert loss == pytest.approx(POLICY + 0.5 * 6 / 6) and asked == [("actor", 0.7, False, "reference")]
+    assert sums.reduce()["policy/kl_loss"] == pytest.approx(6 / 6 / 0.25)
+    loss, sums, asked = loss_of(
+        kl_loss_coef=0.5, kl_loss_estimator="full", teachers=["first", "second"], distill_coef=2.0
+    )
+    assert loss == pytest.approx(POLICY + 0.5 * 6 / 6 + 2 * (2 + 3) * 6 / 6)
+    assert asked == [("actor", 0.7, False, "reference", "first", "second")]
+    assert sums.reduce()["distill/divergence"] == pytest.approx((2 + 3) * 6 / 6 / 0.25)
+    loss, sums, _ = loss_of(advantage_estimator="none", teachers=["first"], distill_coef=2.0)
+    assert loss == pytest.approx(2 * 6 / 6) and sums.reduce()["policy/loss"] == 0
 
 
 def test_the_router_loss_beside_the_full_kl_is_that_of_the_actor_alone():
     rows = rows_of(prompt_ids=torch.full((2, 1), 3), response_ids=torch.tensor([[4, 5, 6], [7, 8, 9]]))
     actor, reference = PolicyModel(new_model("mixtral")), PolicyModel(new_model("mixtral"))
     flags = AlgorithmFlags(kl_loss_coef=0.5, kl_loss_estimator="full")
-    loads = []
-    for model in (None, reference):
+    teacher, loads = Teachers([reference], Divergence("reverse_kl"), 1.0), []
+    for model in (None, teacher):
         with recorded_router(torch.ones(2, dtype=torch.bool), 2) as recorded:
             if model is None:
                 response_logprobs(actor, rows, 1.0)
