@@ -104,7 +104,7 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
             logger().info(f"data: {name}: {form.description}")
             if form.warning:
                 logger().warning(f"data: {name}: {form.warning}")
-            form.require(step.use)
+            form.require("sft" if step.keeps_answers else step.use)
             forms[name] = form
             settings = TokeniseSettings(form, source.name, columns, tokenizer, step)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
-from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, text_at
+from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, has_value, text_at
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.parts import Raw
 from dschat_ppo.data.templates import added_tokens
@@ -184,6 +184,8 @@ def teacher_prompt(row: dict[str, Any], example: Example, settings: TokeniseSett
     its last message. `UserError` if that is longer than a prompt may be."""
     step, column, prompt = settings.step, settings.step.teacher_column, example.prompt
     assert column is not None
+    if not has_value(row, column):
+        raise UserError(f"has no value at '{column}' (--teacher_prompt_column)")
     text = text_at(row, column)
     seen = text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
     ids = encode_example(settings.tokenizer, replace(example, prompt=seen, answers=[])).prompt

@@ -22,7 +22,8 @@ def experience_metrics(
     """Metrics of the experience of all ranks.
 
     Args:
-        sources: names of the reward sources, in the order of `source_scores`. The mean of a source is over the rows
+        sources: names of the reward sources, in the order of `source_scores`; without any there are no metrics of
+            scores. The mean of a source is over the rows
             that it scores; their share is reported if it is below 1.
         data_sources: names of the data sets, in the order of their numbers in `data_sources` of the rows. With more
             than one, scores, lengths and KL are also those of each data set that has rows.
@@ -32,8 +33,6 @@ def experience_metrics(
     kept = _real_tokens(mask)
     lengths, ended = mask.sum(dim=1).float(), rows.ended.float().mean()  # (B,) and a scalar
     found: dict[str, Tensor] = {
-        "reward/score_min": rows.scores.min(),
-        "reward/score_max": rows.scores.max(),
         "reward/total_mean": rows.rewards.sum(dim=1).mean(),
         "policy/counted_share": rows.loss_mask.sum() / mask.sum().clamp_min(1),
         "policy/loss_weight_mean": mean_and_std(kept(rows.loss_weights))[0],
@@ -41,7 +40,12 @@ def experience_metrics(
         "rollout/length_max": lengths.max(),
         "rollout/ended_share": ended,
     }
-    found["reward/score_mean"], found["reward/score_std"] = mean_and_std(rows.scores)
+    if sources:
+        found |= {"reward/score_min": rows.scores.min(), "reward/score_max": rows.scores.max()}
+        found["reward/score_mean"], found["reward/score_std"] = mean_and_std(rows.scores)
+    if rows.teacher_logprobs is not None:
+        taught = mask if rows.teachers is None else mask & (rows.teachers >= 0).unsqueeze(1)
+        found["distill/kl_k1"] = mean_and_std(kl_k1(rows.policy_logprobs, rows.teacher_logprobs)[taught])[0]
     if clip is not None:
         found["reward/clipped_share"] = (clip[0] != clip[1]).double().mean()
         found["reward/clipped_std"] = mean_and_std(clip[1])[1]
@@ -58,11 +62,12 @@ def experience_metrics(
     for name, values in spread.items():
         if values is not None:
             found[f"{name}mean"], found[f"{name}std"] = mean_and_std(kept(values))
-    if len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
+    if sources and len(torch.unique(rows.groups)) < len(rows.groups):  # some prompt has several answers
         differ = groups_that_differ(rows.scores if clip is None else clip[1], rows.groups)
         found["reward/equal_groups_share"] = 1 - differ.float().mean().double()
     for name, own in _rows_by_data_set(rows, data_sources):
-        found[f"reward/score_mean/{name}"] = mean_and_std(rows.scores[own])[0]
+        if sources:
+            found[f"reward/score_mean/{name}"] = mean_and_std(rows.scores[own])[0]
         found[f"rollout/length_mean/{name}"] = lengths[own].mean()
     metrics = read(found | _kl(rows, data_sources))
     for name in sources:  # the share is of interest where a source does not score all rows

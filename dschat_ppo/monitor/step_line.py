@@ -21,6 +21,8 @@ class Column:
 
 PPO_COLUMNS = (
     Column("score", "reward/score_mean", "7.3f"),
+    Column("divergence", "distill/divergence", "7.4f"),
+    Column("teacher KL", "distill/kl_k1", "7.4f"),
     Column("KL", "kl/ref_k1", "7.4f"),
     Column("entropy", "policy/entropy", "6.3f"),
     Column("explained", "value/explained_variance", "5.2f"),

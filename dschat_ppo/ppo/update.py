@@ -81,7 +81,8 @@ class ActorLoss:
 
     def __post_init__(self) -> None:
         flags = self.flags
-        self.has_policy_loss = flags.advantage_estimator != "none"
+        # without an estimator the loss of the teachers is the only one, unless they are in the advantages
+        self.has_policy_loss = flags.advantage_estimator != "none" or self.teachers is None
         self.policy_loss = named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
         self.settings = PolicyLossSettings(
             clip_eps_low=flags.clip_eps if flags.clip_eps_low is None else flags.clip_eps_low,

@@ -24,14 +24,14 @@ from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective, on_device
 from dschat_ppo.supervised.supervised_run import SupervisedRun, begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
-from dschat_ppo.types import Model
+from dschat_ppo.types import Engine, Model
 
 
 @dataclass(frozen=True)
 class SFTTeacher:
     """A model whose distributions the one that trains learns at the tokens of the loss."""
 
-    engine: Model
+    engine: Engine
     divergence: Divergence
     coef: float  # share of the divergence in the loss; the rest is that of the cross entropy
 
@@ -104,4 +104,4 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, teacher)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     chat = tool_command("chat", ["--model", str(run.output)])
-    return train_and_save(trainer, run, chat)
+    return train_and_save(trainer, run, chat, None if teacher is None else teacher.engine)

@@ -48,6 +48,7 @@ from dschat_ppo.run.start_and_end import (
 )
 from dschat_ppo.supervised.objective import score_rows
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, plan_batches, show_batches
+from dschat_ppo.types import Engine
 
 MODEL, LIMIT = "--model_name_or_path", "--max_seq_len"
 SHOWN_ROWS = 8  # evaluation rows whose answers are written for the report
@@ -138,14 +139,17 @@ def report_learning_rate(fit: SupervisedFlags, adapter: AdapterSettings | None, 
         )
 
 
-def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_command: str) -> dict[str, Any]:
+def train_and_save(
+    trainer: SupervisedTrainer[Any], run: SupervisedRun, next_command: str, teacher: Engine | None = None
+) -> dict[str, Any]:
     """Train, resuming from the session's checkpoint if it has one; save the model, write `result.json` and return its
-    content. Without a session, only evaluate."""
+    content. Without a session, only evaluate. `teacher`: shown beside the model."""
     output, config, started = run.output, run.config, time.perf_counter()
     if (session := run.session) is None:
         announce("evaluate")
         return write_validation(output, trainer.evaluate(), time.perf_counter() - started)
-    show_models({"model": (trainer.engine, run.folder)}, config.run.dtype, output)
+    roles = {"model": (trainer.engine, run.folder), "teacher": (teacher, run.teacher)}
+    show_models(roles, config.run.dtype, output)
     show_batches(run.name, trainer.plan, config)
     announce("train")
 
@@ -163,7 +167,7 @@ def train_and_save(trainer: SupervisedTrainer[Any], run: SupervisedRun, next_com
     write_result(output, result)
     if dist.is_main() and not config.safety.keep_final_checkpoint:
         remove_checkpoints(output)
-    names = {f"eval_{name}": f"evaluation {name}" for name in ("loss", "perplexity", "accuracy", "margin")}
+    names = {f"eval_{name}": f"evaluation {name}" for name in ("divergence", "loss", "perplexity", "accuracy", "margin")}
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
     is_resumed, changes = session.checkpoint is not None, changes_of(result, names)
     show_end(run.name, steps, result["seconds"], changes, [output], next_command, is_resumed)

@@ -50,6 +50,7 @@ from dschat_ppo.supervised.objective import Batch, Objective, collated
 from dschat_ppo.types import Engine
 
 COLUMNS = {
+    "divergence": Column("divergence", "divergence", "7.4f"),
     "loss": Column("loss", "loss", "7.4f"),
     "accuracy": Column("accuracy", "accuracy", "5.3f"),
     "margin": Column("margin", "margin", "7.3f"),
