@@ -11,6 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -143,7 +144,9 @@ class PolicyModel(WrappedModel):
 
         def whole() -> AbstractContextManager[Any]:
             parts = [part for part in (head.weight, head.bias) if part is not None and is_partitioned(part)]
-            return deepspeed.zero.GatheredParameters(parts) if parts else nullcontext()
+            # a student over the same base may hold them whole already
+            missing = [part for part in parts if part.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+            return deepspeed.zero.GatheredParameters(missing) if missing else nullcontext()
 
         return OutputLayer(hidden.to(head.weight.dtype), head.weight, head.bias, self._head, whole)
 

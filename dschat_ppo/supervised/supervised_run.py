@@ -167,7 +167,9 @@ def train_and_save(
     write_result(output, result)
     if dist.is_main() and not config.safety.keep_final_checkpoint:
         remove_checkpoints(output)
-    names = {f"eval_{name}": f"evaluation {name}" for name in ("divergence", "loss", "perplexity", "accuracy", "margin")}
+    names = {
+        f"eval_{name}": f"evaluation {name}" for name in ("divergence", "loss", "perplexity", "accuracy", "margin")
+    }
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
     is_resumed, changes = session.checkpoint is not None, changes_of(result, names)
     show_end(run.name, steps, result["seconds"], changes, [output], next_command, is_resumed)

@@ -6,8 +6,10 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from adapter_folders import save_adapter
 from launch import forked, succeed
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from workers.layouts import CASES, LAUNCHES, SUPERVISED_STEPS, UPDATES
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -42,6 +44,14 @@ def found(assets, stored_rollout, tmp_path_factory):
     write_rows(assets / "texts.jsonl", [{"text": "a few words " * count} for count in range(1, 30)])
     # every weight of the tiny models is partitioned under ZeRO-3, the small ones too
     (assets / "partition_all.json").write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    teacher = AutoModelForCausalLM.from_pretrained(assets / "lm")
+    with torch.no_grad():
+        for number, weight in enumerate(teacher.parameters()):
+            weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+    (
+        teacher.save_pretrained(assets / "teacher"),
+        AutoTokenizer.from_pretrained(assets / "lm").save_pretrained(assets / "teacher"),
+    )
     save_adapter(assets / "lm", assets / "reward_adapter", scalar=True)
     save_adapter(assets / "lm", assets / "reward_dora", scalar=True, use_dora=True)
     for name, (ranks, _, _) in LAUNCHES.items():

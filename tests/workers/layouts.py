@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
@@ -25,7 +26,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import advantages
 from dschat_ppo.rewards.reward_source import RewardMixture
-from dschat_ppo.supervised.sft import sft_objective
+from dschat_ppo.supervised.sft import sft_objective, sft_teacher
 from dschat_ppo.supervised.train_preference import OBJECTIVES, load_trained_model
 from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config
 from dschat_ppo.types import Rollout, select_rows
@@ -41,6 +42,7 @@ LORA += " --critic_lora_learning_rate 0.02 --lora_alpha 8"
 CASES = {
     "sft": "",
     "sft lora": "--only_optimize_lora --lora_dim 4 --lora_learning_rate 0.02",
+    "sft teacher": "--teacher_model_name_or_path {a}/teacher --distill_coef 0.7 --distill_topk 20",
     "reward": "--center_rewards_coef 0.1",
     "dpo": "",
     "kto": "--kto_undesirable_weight 0.2",
@@ -58,6 +60,9 @@ CASES = {
     "ppo kl_cov": f"{GRPO} reinforce_plus_plus --policy_loss kl_cov --covariance_share 0.2 --kl_estimator k3",
     "ppo gmpo": f"{GRPO} reinforce_plus_plus_baseline --policy_loss gmpo --kl_coef 0.1 --mask_truncated_answers",
     "ppo sapo": f"{GRPO} opo --policy_loss sapo --off_policy_delta 0.01",
+    "ppo teacher": f"{GRPO} rloo --teacher_model_name_or_path {{a}}/teacher --distill_loss jsd",
+    "ppo lora teacher": f"{LORA} --teacher_model_name_or_path {{a}}/teacher --distill_policy_gradient "
+    "--distill_coef 0.5",
     "ppo pass_at_k": f"{GRPO} grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9 --kl_coef 0.1",
 }
 BF16, PACKED, PADDED = "--dtype bf16", "packed", "padded"
@@ -75,7 +80,8 @@ LAUNCHES = {
         ("sft", 0, 1, ""), ("reward", 3, 1, ""), ("dpo", 2, 1, ""), ("kto", 0, 1, ""), ("process", 2, 1, PADDED),
         ("orpo", 1, 1, ""), ("ppo", 0, 1, ""), ("ppo clip_cov", 2, 1, ROLES), ("ppo gspo", 1, 1, ""),
         ("ppo full kl", 0, 1, ""), ("ppo cispo", 2, 1, ""), ("ppo kl_cov", 0, 1, ""), ("ppo gmpo", 0, 1, ""),
-        ("ppo sapo", 0, 1, ""), ("ppo pass_at_k", 0, 1, ""),
+        ("ppo sapo", 0, 1, ""), ("ppo pass_at_k", 0, 1, ""), ("sft teacher", 3, 1, ""), ("ppo teacher", 3, 2, ""),
+        ("ppo lora teacher", 3, 2, "--share_base"),
         # stage 3 with each kind of model: trained alone, with a scalar head (above), four in a step, with adapters
         ("sft", 3, 2, "--offload"), ("ppo", 3, 2, OTHER_IDS), ("sft lora", 3, 1, ""),
         # adapters of actor and critic: merged by stages 1 and 2, over one base by stage 3
@@ -126,7 +132,8 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
     if task == "sft":
         adapter = adapter_settings(config.lora, config.adapters)
         trained = PolicyModel(load_causal_lm(model, config.run.dtype, ds_config, adapter=adapter))
-        objective = sft_objective(0, False, dist.device())
+        teacher = sft_teacher(config, SimpleNamespace(teacher=config.models.get("teacher", ("", None))[1]))
+        objective = sft_objective(0, False, dist.device(), teacher)
         if config.fit.gradient_checkpointing:
             trained.gradient_checkpointing_enable()
         apply_memory_flags(trained, config.memory)
@@ -172,7 +179,12 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
     parts = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), dist.device())
     if config.algorithm.advantage_estimator != "gae":
         parts.collection.requests.mixture = RewardMixture([(TokenSum(), 1.0)])
-    for engine in (*parts.engines.trained.values(), parts.engines.reference, parts.engines.reward):
+    for engine in (
+        *parts.engines.trained.values(),
+        parts.engines.reference,
+        parts.engines.reward,
+        *parts.engines.teachers,
+    ):
         if engine is not None and packed is not None:
             assert engine.module.layout.divided == (dist.sequence_ranks() > 1)
             engine.module.layout = replace(engine.module.layout, packed=packed)
@@ -187,7 +199,14 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
         sums = MetricSums()
         norms = update_once(parts, minibatch, sums).grad_norms
         metrics = sums.reduce()
-        names = ("policy/loss", "value/loss", "policy/entropy", "policy/kl_loss", "policy/ptx_loss")
+        names = (
+            "policy/loss",
+            "value/loss",
+            "policy/entropy",
+            "policy/kl_loss",
+            "policy/ptx_loss",
+            "distill/divergence",
+        )
         found.append(norms | {name: metrics[name] for name in names if name in metrics})
     return found
 
@@ -200,7 +219,11 @@ def main() -> None:
     found: dict = {}
     for case, stage, micro, how in cases:
         words = ["--output_dir", "unused", "--dtype", "fp32", "--sequence_parallel_size", str(shared)]
-        words += ["--deepspeed_config", str(assets / "partition_all.json"), *CASES[case].split()]
+        words += [
+            "--deepspeed_config",
+            str(assets / "partition_all.json"),
+            *CASES[case].replace("{a}", str(assets)).split(),
+        ]
         words += [word for word in how.split() if word.startswith("--") or word.isdigit() or word == "bf16"]
         packed = True if PACKED in how else False if PADDED in how else None
         seed_everything(1)

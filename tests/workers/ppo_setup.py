@@ -28,7 +28,8 @@ def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComp
         config.ppo, len(prompts), dist.world_size(), config.algorithm.critic_warmup_rollouts, dist.sequence_ranks()
     )
     names = {role: folder for role, (_, folder) in config.models.items()}
-    folders = ModelFolders(names["actor"], names.get("critic"), names.get("reward"))
+    teachers = tuple(names[role] for role in config.teacher.models)
+    folders = ModelFolders(names["actor"], names.get("critic"), names.get("reward"), teachers=teachers)
     engines = RLHFEngine(config, plan, folders)
     tokenizer = load_tokenizer(folders.actor, "model")
     rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
