@@ -95,6 +95,8 @@ class PlainEngines:
         if config.reference.ref_sync_interval:
             other = SimpleNamespace(module=self.reference)
             self.reference_sync = ReferenceSync(self.actor, other, config.reference.ref_sync_mixup)
+        teachers = [name for _, name in config.teacher.teachers]
+        self.teachers = [PolicyModel(LlamaForCausalLM.from_pretrained(name)).eval() for name in teachers]
         self.critic = None
         if algorithm.has_critic:
             critic = ScalarModel(LlamaForSequenceClassification.from_pretrained(assets / "reward"))

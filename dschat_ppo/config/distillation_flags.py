@@ -47,8 +47,8 @@ class TeacherFlags:
     @property
     def teachers(self) -> list[tuple[tuple[str, ...], str]]:
         """(data sources, none for all rows, and folder or hub name) of each teacher."""
-        parts = [text.rpartition("=") for text in self.teacher_model_name_or_path]
-        return [(tuple(sources.split(",")) if equals else (), name) for sources, equals, name in parts]
+        parts = [text.partition("=") for text in self.teacher_model_name_or_path]
+        return [(tuple(first.split(",")), name) if equals else ((), first) for first, equals, name in parts]
 
     @property
     def models(self) -> dict[str, tuple[str, str]]:

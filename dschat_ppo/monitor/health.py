@@ -18,7 +18,7 @@ from dschat_ppo.common.paths import HEALTH
 from dschat_ppo.config.health_flags import HealthFlags, Level, Rule, thresholds
 
 CALM = 3  # steps without a warning after which it is over
-COMPLETE = ("policy/counted_share", "loss")  # a step without any of them made no update
+COMPLETE = ("reward/score_std", "policy/counted_share", "loss")  # a step without any of them made no update
 LENGTH = "rollout/length_mean"
 LONGER = 1.5  # factor of the length of answers, or of the KL, that is more than noise
 SHORT_ANSWER = 8  # tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers

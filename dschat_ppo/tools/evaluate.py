@@ -60,6 +60,15 @@ class EvaluationFlags:
     dtype: Literal["bf16", "fp16", "fp32"] = flag("bf16", "number format of the weights")
     show: int = not_negative(0, "print the answers to the first N prompts")
     json: str | None = flag(None, "file for metrics, answers and scores as JSON")
+    write_best: str | None = flag(
+        None,
+        "file for rows of SFT: each prompt with the first model's best answer (best-of-n with --samples N), unless the "
+        "length limit cut it",
+    )
+    write_pairs: str | None = flag(
+        None,
+        "file for rows of step 2: each prompt with the first model's best and worst answer, if their scores differ",
+    )
 
 
 def read_arguments(argv: Sequence[str]) -> Wanted:
@@ -77,6 +86,8 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
         "--model names a model twice": len(set(words.model)) < len(words.model),
         "--samples has no effect with --decoding greedy; omit one of them":
             words.decoding == "greedy" and words.samples > 1,
+        "--write_best and --write_pairs are for single answers, not for episodes; omit them":
+            environment.is_used and bool(words.write_best or words.write_pairs),
         "--process_reward scores the steps of one answer, not of episodes; omit it":
             environment.is_used and words.process_reward is not None,
     })  # fmt: skip
@@ -84,6 +95,12 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
     if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
         rewards = RewardSourceFlags(**_of(RewardSourceFlags, words), use_reward_model=learned is not None)
     truncation = words.truncation or PPOConfig.own_defaults["truncation"]  # rows that are too long: as in step 3
+    refuse({
+        "--write_pairs compares the scores of several answers: give --samples 2 or more, and a reward":
+            words.write_pairs is not None and (words.samples == 1 or rewards is None),
+        "--write_best takes the answer with the best score: give a reward, or --samples 1":
+            words.write_best is not None and words.samples > 1 and rewards is None,
+    })  # fmt: skip
     prompts = DataFlags(**_of(DataFlags, words) | {"truncation": truncation})
     return Wanted(words, prompts, rewards, environment, settings_of(words))
 
@@ -104,18 +121,22 @@ def _evaluate(wanted: Wanted) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.common.paths import shown_path
-    from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, notes, table
+    from dschat_ppo.tools.evaluate_models import answer_lines, best_rows, evaluate, json_of, notes, pairs_of_rows, table
 
     quiet_libraries()
-    path = None if wanted.words.json is None else Path(wanted.words.json)
-    if path is not None and (os.path.isdir(path) or not path.resolve().parent.is_dir()):
-        raise UserError(f"--json {path}: is a folder, or in none; name a file in a folder that exists")
+    files = {"json": json_of, "write_best": best_rows, "write_pairs": pairs_of_rows}
+    files = {name: text_of for name, text_of in files.items() if getattr(wanted.words, name) is not None}
+    for name in files:
+        path = Path(getattr(wanted.words, name))
+        if os.path.isdir(path) or not path.resolve().parent.is_dir():
+            raise UserError(f"--{name} {path}: is a folder, or in none; name a file in a folder that exists")
     found = evaluate(wanted)
     for line in [*answer_lines(found, wanted.words.show), *table(found), *notes(found)]:
         print(line)
-    if path is not None:
+    for name, text_of in files.items():
+        path = Path(getattr(wanted.words, name))
         try:
-            path.write_text(json_of(found), encoding="utf-8")
+            path.write_text(text_of(found), encoding="utf-8")
         except OSError as problem:
             raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
         print(f"written: {shown_path(path)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.cache import token_key
+from dschat_ppo.data.examples import MESSAGES, Messages
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.episodes.rollouts import EpisodeRollouts, described_tools
 from dschat_ppo.episodes.shown_turns import heading
@@ -89,6 +90,7 @@ class Evaluated:
     flags: dict[str, str]
     scored: bool  # there is a reward
     results: list[Result]
+    asked: list[str | Messages]  # the prompts of the first model, in the order of its answers
 
 
 def evaluate(wanted: Wanted) -> Evaluated:
@@ -120,7 +122,11 @@ def evaluate(wanted: Wanted) -> Evaluated:
     flags = {
         name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
     }
-    return Evaluated(flags, rewards is not None, results)
+    asked = [
+        json.loads(row).get(MESSAGES, answered.prompt)
+        for row, answered in zip(prompts[0]["row"], results[0].prompts, strict=True)
+    ]
+    return Evaluated(flags, rewards is not None, results, asked)
 
 
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
@@ -301,5 +307,39 @@ def answer_lines(found: Evaluated, count: int) -> list[str]:
     return lines
 
 
+def best_rows(found: Evaluated) -> str:
+    """JSON lines for SFT: each prompt with the best answer of the first model."""
+    lines = []
+    for asked, answers in _sampled(found):
+        text, score, ended = max(answers, key=lambda answer: answer[1])
+        if ended == "length":
+            continue
+        row: dict[str, Any] = {"prompt": asked, "response": text}
+        if not isinstance(asked, str):
+            row = {"messages": [*asked, {"role": "assistant", "content": text}]}
+        lines.append(json.dumps(row | ({"score": score} if found.scored else {}), ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+def pairs_of_rows(found: Evaluated) -> str:
+    """JSON lines for step 2: each prompt with the best and the worst answer of the first model, if they differ."""
+    lines = []
+    for asked, answers in _sampled(found):
+        (chosen, best, _), (rejected, worst, _) = (pick(answers, key=lambda one: one[1]) for pick in (max, min))
+        if best > worst:
+            row = {"prompt": asked, "chosen": chosen, "rejected": rejected}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+def _sampled(found: Evaluated) -> Iterator[tuple[str | Messages, list[tuple[str, float, str]]]]:
+    """Each prompt, and the (text, score, end) of the first model's sampled answers, or of the greedy one if none is."""
+    own = next((result for result in found.results if result.decoding == "sampled"), found.results[0])
+    for asked, row in zip(found.asked, own.prompts, strict=True):
+        yield asked, list(zip(row.answers, row.scores, row.ended, strict=True))
+
+
 def json_of(found: Evaluated) -> str:
-    return json.dumps(finite_or_null(asdict(found)), indent=1)
+    shown = asdict(found)
+    del shown["asked"]  # `prompts` has them as text
+    return json.dumps(finite_or_null(shown), indent=1)

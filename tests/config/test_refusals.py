@@ -10,6 +10,7 @@ from dschat_ppo.errors import UserError
 
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
 LORA = "--actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora"
+TAUGHT = "--teacher_model_name_or_path t"
 FUNCTION = "--use_reward_model False --reward_function exact_match"
 CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part of the message
     # schedule and reference
@@ -68,6 +69,21 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
      "--kl_estimator full needs whole rows"),
     ("ppo", "--kl_loss_coef 0.1 --kl_loss_estimator full --sequence_parallel_size 2",
      "--kl_loss_estimator full needs whole rows"),
+    # distillation
+    ("ppo", "--use_reward_model False", "or a teacher (--teacher_model_name_or_path)"),
+    ("ppo", "--advantage_estimator none", "--advantage_estimator none has no policy loss; give a teacher"),
+    ("ppo", "--distill_on mix:2", "must be policy, data or mix:P with P from 0 to 1"),
+    ("ppo", "--distill_loss jsd", "--distill_loss jsd has no effect: it is for a teacher"),
+    ("ppo", f"{TAUGHT} --distill_policy_gradient --distill_topk 9", "it is for the loss of a divergence"),
+    ("ppo", f"{TAUGHT} --distill_beta 0.1", "it is for --distill_loss jsd"),
+    ("ppo", f"{TAUGHT} --distill_coef 0", "--distill_coef 0 leaves the teacher without effect"),
+    ("ppo", f"{TAUGHT} --distill_on data", "--distill_on data: answers of the data are no samples of the policy"),
+    ("ppo", f"{TAUGHT} --offload_teacher_model", "--offload_teacher_model needs --actor_zero_stage 3"),
+    ("ppo", f"{TAUGHT} --sequence_parallel_size 2", "a divergence from a teacher needs whole rows on a rank"),
+    ("ppo", f"{TAUGHT} u", "of several teachers each needs SOURCE= in front"),
+    ("ppo", "--teacher_model_name_or_path a,b=t b=u", "with sources of its own"),
+    ("sft", f"{TAUGHT} --distill_coef 1.5", "--distill_coef 1.5 is the share of the divergence in the loss"),
+    ("sft", "--teacher_model_name_or_path a=t", "step 1 takes one teacher, for all rows"),
     # data
     ("sft", "--input_template Question:", "must contain {}"),
     ("sft", ["--input_template", "Q: {}\\nA:"], "backslash and the letter n; in bash, $'...'"),

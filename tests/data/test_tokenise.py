@@ -90,6 +90,30 @@ def test_plain_text_has_its_first_token_as_prompt_and_blocks_count_their_own_tok
     assert (cut["tokens"], cut["fitted"], dropped) == (34, Fitted.PROMPT_CUT, [])
 
 
+def test_a_teacher_reads_the_text_of_its_column_and_answers_of_the_data_stay_beside_the_prompt():
+    def rows(raw, prompt, answers=(), **changes):
+        kind = Kind("taught", {}, (("sft prompt", ""),), lambda cells, use: (prompt, answers), labelled=False)
+        of = settings("prompt", form=Form(kind, {}, about="f", description="a prompt"), limit=changes.pop("limit", 64))
+        of = replace(of, step=replace(of.step, **changes))
+        return tokenise_batch([raw], ["f, row 1"], of)
+
+    def ids(text):
+        return TOKENIZER(text)["input_ids"]
+
+    raw, wide = {"more": "a longer one"}, [Answer("yes", 1.0, "answer")]
+    [row] = rows(raw, "short", teacher_column="more")
+    assert row["teacher_prompt_ids"] == ids("a longer one") and row["prompt_ids"] == ids("short")
+    [row] = rows(raw, "short", wide, keeps_answers=True, limit=len(ids("short")))
+    assert row["prompt_ids"] == ids("short") and row["fitted"] == Fitted.KEPT_WHOLE
+    assert row["answers"] == [[*ids("yes"), TOKENIZER.eos_token_id]]
+    for changes, said in (
+        ({"teacher_column": "none"}, "no value at 'none' (--teacher_prompt_column)"),
+        ({"teacher_column": "more", "limit": 6}, "more than --max_prompt_seq_len 6; raise it"),
+    ):
+        [row] = rows(raw, "short", **changes)
+        assert row["fitted"] == Fitted.UNUSABLE and said in row["problem"]
+
+
 def test_row_text_keeps_the_columns_and_adds_what_they_lack():
     row = {"prompt": "é", "answer": "... #### 4", "n": None}
     assert row_text(row, Example("é", []), settings("prompt")) == json.dumps(row)[:-1] + ',\n"data_source": "mine"}'

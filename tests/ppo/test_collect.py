@@ -100,6 +100,34 @@ def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(asset
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets, tmp_path):
+    words = "--n_samples_per_prompt 1 --distill_on mix:0.5 --advantage_estimator none --use_reward_model False "
+    ppo = PlainRun(assets, tmp_path / "run", f"{words} --teacher_model_name_or_path {assets}/uniform_lm").ppo
+    generator, limit = ppo.collection.generator, ppo.config.ppo.max_answer_seq_len
+    answers = [[5, 6], [*range(5, 5 + limit + 1)]]
+    rows = [{"prompt_ids": [7, 8, 9], "answers": [answers[0]], "teacher_prompt_ids": [4]},
+            {"prompt_ids": [7], "answers": [answers[1]], "teacher_prompt_ids": [7, 8, 9, 4]}]  # fmt: skip
+    generator.prompts = Dataset.from_list(rows)
+    found = generator.answers_of_the_data([1, 0])
+    assert tokens_of(found) == [answers[1][:limit], answers[0]] and found.finish_reason.tolist() == [2, 0]
+    assert found.prompt_mask.sum(dim=1).tolist() == [1, 3]
+    logprobs = ppo.collection.passes.actor_logprobs(found)
+    for number, row in enumerate((rows[1], rows[0])):
+        ids = torch.tensor([row["prompt_ids"] + row["answers"][0][:limit]])
+        logits = ppo.engines.actor.module.lm(ids).logits[0] / ppo.config.ppo.temperature
+        table, start = torch.log_softmax(logits, dim=-1), len(row["prompt_ids"])
+        expected = [float(table[place - 1, ids[0, place]]) for place in range(start, ids.shape[1])]
+        assert logprobs[number][found.response_mask[number]].tolist() == pytest.approx(expected, abs=1e-4)
+    seen = generator.with_teacher_prompts(found, [1, 0])
+    assert seen.prompt_ids.shape == seen.teacher_prompt_ids.shape == (2, 4)
+    assert seen.teacher_prompt_ids[0].tolist() == [7, 8, 9, 4] and seen.teacher_prompt_mask.sum(dim=1).tolist() == [
+        4,
+        1,
+    ]
+    drawn = [ppo.collection._samples_in(step) for step in range(1, 401)]
+    assert 160 < sum(drawn) < 240 and drawn[:20] == [ppo.collection._samples_in(step) for step in range(1, 21)]
+
+
 # Prompts, groups, rounds, stops
 
 

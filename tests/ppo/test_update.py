@@ -263,7 +263,7 @@ def one_step(monkeypatch, words="", actor=GOOD, critic=GOOD, texts=None, policy=
     config = parse("ppo", (WORDS + words).split())
     engines = Engines(monkeypatch, log_ratios, actor=actor, critic=critic)
     policy = policy or NonFinitePolicy(config.safety)
-    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
+    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference", teachers=[])
     updates = PPOUpdate(config, None, roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
     outcome = updates.minimise([updates.actor_objective(STEP), updates.critic_objective(STEP)], 3)
     measured = sorted(name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen"))
@@ -316,7 +316,7 @@ def test_gradients_of_the_critic_that_wait_are_dropped_with_a_forbidden_aligned_
     """Else they would be added to those of the next step."""
     config = parse("ppo", f"{WORDS} {FP16} --max_log_ratio 0.1".split())
     engines = Engines(monkeypatch, (0.2, -0.2), actor=GOOD, critic=GOOD)
-    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference")
+    roles = SimpleNamespace(actor="actor", critic="critic", reference="reference", teachers=[])
     updates = PPOUpdate(config, None, roles, None, FixedCoefficient(0.01), NonFinitePolicy(config.safety), PhaseClock())
     critic = replace(updates.critic_objective(STEP), gradients=SimpleNamespace(engine="critic", fault=None))
     assert updates.minimise([updates.actor_objective(STEP), critic], 3).ends_step

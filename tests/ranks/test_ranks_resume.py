@@ -86,6 +86,13 @@ RUNS = {
         [3, 5],
     ),
     "shared base": ("ppo", ADAPTERS, ["step_000001"]),
+    "distilled": (
+        "ppo",
+        f"--actor_model_name_or_path {{a}}/lm --teacher_model_name_or_path {{a}}/uniform_lm {PPO} 3 --data_path "
+        "{a}/sft.jsonl --per_device_generation_batch_size @8 --per_device_training_batch_size @4 --advantage_estimator "
+        "none --use_reward_model False --distill_on mix:0.5 --distill_loss jsd --actor_zero_stage 3 --dtype fp32",
+        [INSIDE],
+    ),
     "shared rows": (
         "ppo",
         f"{MODELS} {PPO} 2 {BATCHES} {PLAIN_TEXT} --per_device_generation_batch_size @4 --eval_interval 1 "

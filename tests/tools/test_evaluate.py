@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import evaluate_models
 from dschat_ppo.tools.evaluate import main, read_arguments
-from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, table
+from dschat_ppo.tools.evaluate_models import answer_lines, best_rows, evaluate, json_of, pairs_of_rows, table
 
 TOKENS, PROMPTS = 6, 7
 
@@ -108,6 +109,28 @@ def test_the_command(found, assets, tmp_path, capsys, monkeypatch):
     assert main([*words, "--json", str(tmp_path / ("x" * 300))]) == 4
     out, err = capsys.readouterr()
     assert "wins against lm" in out and "cannot be written (File name too long)" in err
+
+
+def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
+    own = by_name(found, "/lm", "sampled").prompts
+    best, pairs = (
+        [json.loads(line) for line in text.splitlines()] for text in (best_rows(found), pairs_of_rows(found))
+    )
+    ranked = [sorted(zip(row.scores, row.answers, row.ended, strict=True), key=lambda one: -one[0]) for row in own]
+    kept = [(row.prompt, one[0]) for row, one in zip(own, ranked, strict=True) if one[0][2] != "length"]
+    assert [(row["prompt"], row["score"], row["response"]) for row in best] == [
+        (p, s, text) for p, (s, text, _) in kept
+    ]
+    assert [(row["chosen"], row["rejected"]) for row in pairs] == [
+        (one[0][1], one[-1][1]) for one in ranked if one[0][0] > one[-1][0]
+    ]
+    chat = replace(found, asked=[[{"role": "user", "content": "Hi"}]] * PROMPTS)
+    for line in best_rows(chat).splitlines():
+        assert [turn["role"] for turn in json.loads(line)["messages"]] == ["user", "assistant"]
+    alone = words_of(assets, "--samples", "2")
+    for words, said in (("--write_best b", "give a reward, or --samples 1"), ("--write_pairs b", "and a reward")):
+        with pytest.raises(UserError, match=said):
+            read_arguments([*alone, *words.split()])
 
 
 LETTERS = """
