@@ -88,6 +88,16 @@ class PhaseClock:
         _CURRENT.pop()
         heartbeat()
 
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the block as a part of the phase in progress, under `PHASE/name`."""
+        start = time.perf_counter()
+        yield
+        if (gpu := _gpu()) is not None:
+            gpu.synchronize()
+        name = f"{current_phase()}/{name}"
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
     def count_tokens(self, name: str, tokens: float) -> None:
         self.tokens[name] = self.tokens.get(name, 0.0) + tokens
 

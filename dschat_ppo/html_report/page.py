@@ -113,7 +113,7 @@ FIGURES = [
            "less likely too.", without=("*_logprob", "*_logprob/*")),
     Figure(_COST, "Time per step by phase", ("time/*",),
            "Together they are the time of a step, and the highest line is the phase to speed up.", "seconds",
-           without=("time/*_tokens_per_s", "time/*_imbalance")),
+           without=("time/*_tokens_per_s", "time/*_imbalance", "time/*/*")),
     Figure(_COST, "Throughput", ("time/*_tokens_per_s",),
            "Of all ranks: a lasting fall usually comes from longer responses or a busy machine.", "tokens per second"),
     Figure(_COST, "Memory", ("memory/*gib",),

@@ -129,17 +129,20 @@ def drift_metrics(rows: Experience) -> dict[str, float]:
 
 
 def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
-    """By phase: seconds of the slowest rank, tokens per second of all ranks, and peak memory of the fullest rank. With
-    several ranks also the imbalance of a phase: seconds, and tokens if they are counted, of the rank with the most over
-    the mean of the ranks; 1 means that all have the same. Collective."""
+    """By phase: seconds of the slowest rank, tokens per second of all ranks, and peak memory of the fullest rank; also
+    the seconds of each model (`time/score/critic`). With several ranks also the imbalance of a phase: seconds, and tokens if
+    they are counted, of the rank with the most over the mean of the ranks; 1 means that all have the same.
+    Collective."""
     seconds, tokens, peak = clock.take()
     names = sorted(seconds)
-    mine = [[seconds[name], peak[name], tokens.get(name, 0.0)] for name in names]
+    mine = [[seconds[name], peak.get(name, 0.0), tokens.get(name, 0.0)] for name in names]
     ranks = gather_cat(torch.tensor([mine], dtype=torch.float64, device=device))  # (ranks, phases, 3)
     largest, total = ranks.amax(dim=0).tolist(), ranks.sum(dim=0).tolist()
     metrics: dict[str, float] = {}
     for name, (most_seconds, most_gib, most_tokens), (all_seconds, _, count) in zip(names, largest, total, strict=True):
         metrics[f"time/{name}"] = most_seconds
+        if name not in peak:  # a model's part of a phase
+            continue
         metrics[f"memory/{name}_peak_gib"] = most_gib
         if count:
             metrics[f"time/{name}_tokens_per_s"] = count / max(most_seconds, 1e-9)

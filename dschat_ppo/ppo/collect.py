@@ -269,8 +269,10 @@ class ExperienceCollection:
         """What the seeds of a round's answers are derived from."""
         return (step, self._round) if self._round else (step,)
 
-    def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Scores:
-        """Score the answers; with ReMax (Li et al. 2024), the greedy answer to each prompt as well. Collective."""
+    def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Callable[[], Scores]:
+        """Let functions and services begin to score the answers; the function that is returned lets the learned reward
+        score them and waits for the others. With ReMax (Li et al. 2024), the greedy answer to each prompt is scored as
+        well. Collective, as is the function."""
         requests, baselines = self.requests, None
         if self.config.algorithm.advantage_estimator == "remax":
             with self.clock.phase("rollout"):
@@ -282,23 +284,32 @@ class ExperienceCollection:
                 greedy_scores = requests.mixture(request, greedy).total  # (count,)
                 baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
         with self.clock.phase("reward"):
-            report_phase(0, len(rollout.response_ids), "answers")
-            scores = requests.mixture(requests.request(rollout, prompts.rows, step - 1), rollout)
-            self._faults += requests.count_failed_rows()
-            self._numbers.append(scores.numbers)
-        return replace(scores, baselines=baselines)
+            pending = requests.mixture.begin(requests.request(rollout, prompts.rows, step - 1), rollout)
 
-    def forward_passes(self, rollout: Rollout, scores: Scores, prompts: Prompts) -> ScoredRollout:
-        """Add log-probs, KL and values; on-policy, the reference's alone. Collective."""
+        def scores() -> Scores:
+            with self.clock.phase("reward"):
+                report_phase(0, len(rollout.response_ids), "answers")
+                found = pending()
+                self._faults += requests.count_failed_rows()
+                self._numbers.append(found.numbers)
+            return replace(found, baselines=baselines)
+
+        return scores
+
+    def forward_passes(self, rollout: Rollout, scores: Callable[[], Scores], prompts: Prompts) -> ScoredRollout:
+        """Add log-probs, KL and values, on-policy the reference's alone, while functions and services score; then the
+        scores. Collective."""
         with self.clock.phase("score"):
             numbers = torch.arange(prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device)
             groups = numbers.repeat_interleave(self.plan.samples)  # (B,)
-            scored = self.passes(rollout, scores, groups, self._teachers(prompts))
+            unknown = torch.full(groups.shape, torch.nan, device=groups.device)
+            scored = self.passes(rollout, Scores(unknown, unknown.unsqueeze(1)), groups, self._teachers(prompts))
             if self.several_data_sets:
                 numbers = torch.tensor(self.generator.prompts[prompts.rows]["source"], device=groups.device)
                 scored = replace(scored, data_sources=numbers.repeat_interleave(self.plan.samples))  # (B,)
             self.clock.count_tokens("score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum()))
-        return scored
+        found = scores()
+        return replace(scored, scores=found.total, source_scores=found.by_source, baselines=found.baselines)
 
     def _teachers(self, prompts: Prompts) -> Tensor | None:
         """(B,) int64, the number of the teacher of each row, -1 where there is none; None if one teaches all rows."""

@@ -41,7 +41,7 @@ def make_experience(ppo: PPOComponents, step: int, checkpointer: CheckpointManag
         while rows is None:  # one round; several with --dynamic_sampling
             prompts = collection.next_prompts()  # those of this rank
             rollout = collection.sample(prompts, step, checkpointer)  # prompts (B, P), responses and log-probs (B, R)
-            scores = collection.reward(rollout, prompts, step)  # (B,), and (B, K) by source
+            scores = collection.reward(rollout, prompts, step)  # functions begin; later (B,), and (B, K) by source
             scored = collection.forward_passes(rollout, scores, prompts)  # reference; if needed, actor, critic: (B, R)
             rows = collection.add(gather_rows(scored), step)  # (N, R) of all ranks; None: too few, another round
     rewarded = ppo.shaping.with_rewards(rows)  # clipped score on the last token, KL penalty on each: (N, R)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.algorithms.kl import KL_ESTIMATORS
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
+from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
@@ -115,6 +116,7 @@ class ForwardPasses:
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
     late_ends: LateEnds | None = None  # of sampling
     teachers: Teachers | None = None  # whose log-probs advantages need; None: no advantage does
+    clock: PhaseClock = field(default_factory=PhaseClock)
 
     @torch.no_grad()
     def __call__(
@@ -137,21 +139,25 @@ class ForwardPasses:
         shares = share_prompts(self.actor, self.reference, self.critic)
         prompts = prompts_of(batch) if shares else None
         parts, own = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
-        temperature, late_ends, done = self.temperature, self.late_ends, list[ScoredRollout]()
+        part, temperature, late_ends, done = self.clock.part, self.temperature, self.late_ends, list[ScoredRollout]()
         full = self.kl_estimator == "full" and self.reference is not None
-        for number, part in enumerate(parts, start=1):  # one forward pass of each model; every tensor is (b, R)
+        for number, own_rows in enumerate(parts, start=1):  # one forward pass of each model; every tensor is (b, R)
             heartbeat()
-            rows = select_rows(batch, part)
+            rows = select_rows(batch, own_rows)
             mask = rows.response_mask
             reference = teaching = None
             if self.reference is not None:
-                reference = response_logprobs(self.reference, rows, temperature, late_ends=late_ends, keeps_layer=full)
+                with part("reference"):
+                    reference = response_logprobs(
+                        self.reference, rows, temperature, late_ends=late_ends, keeps_layer=full
+                    )
             if reference is not None and reference.layer is not None:
                 teaching = Teaching(reference.layer, Divergence("reverse_kl"))
             if self.old_logprobs == "recompute":
-                actor = response_logprobs(
-                    self.actor, rows, temperature, late_ends=late_ends, teachings=[teaching] if teaching else []
-                )
+                with part("actor"):
+                    actor = response_logprobs(
+                        self.actor, rows, temperature, late_ends=late_ends, teachings=[teaching] if teaching else []
+                    )
                 rows = replace(
                     rows,
                     old_logprobs=actor.logprobs,
@@ -164,9 +170,11 @@ class ForwardPasses:
                 kl = rows.kl if full else KL_ESTIMATORS[self.kl_estimator](rows.policy_logprobs, reference.logprobs)
                 rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
             if self.teachers is not None:
-                rows = replace(rows, teacher_logprobs=self.teachers.logprobs(rows))
+                with part("teacher"):
+                    rows = replace(rows, teacher_logprobs=self.teachers.logprobs(rows))
             if self.critic is not None:
-                rows = replace(rows, values=response_values(self.critic, rows))
+                with part("critic"):
+                    rows = replace(rows, values=response_values(self.critic, rows))
             done.append(rows)
             report_phase(number, len(parts), "batches")
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout

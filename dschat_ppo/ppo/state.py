@@ -145,7 +145,7 @@ class PPOComponents:
         passes = ForwardPasses(
             engines.actor, reference, None if self.old_logprobs == "update" else engines.critic,
             ppo.temperature, plan.micro_batch_tokens, self.old_logprobs, algorithm.kl_estimator, late_ends,
-            teachers if config.teacher_gives_rewards else None,
+            teachers if config.teacher_gives_rewards else None, self.clock,
         )  # fmt: skip
         pool = GroupPool(plan.rollout_rows, self.shaping.shaped) if algorithm.dynamic_sampling else None
         self.collection = ExperienceCollection(
@@ -174,7 +174,7 @@ class PPOComponents:
         [minibatch] = self.mini_dataset.minibatches(rows, 1, step)
         values = RecordedTokens()
         objective = self.updates.critic_objective(minibatch, values)
-        with self.clock.phase("train"), block("train critic"):
+        with self.clock.phase("train"), block("train critic"), self.clock.part("critic"):
             gradients = accumulate(objective.engine, objective.batches, objective.loss)
         self.state.critic_pass = replace(objective, gradients=gradients)
         return replace(rows, values=values.gathered(rows))

@@ -287,7 +287,7 @@ class PPOUpdate:
         waiting: list[tuple[Objective, Gradients[Any]]] = []  # for --align_overflow
         with self.clock.phase("train"):
             for objective in sorted(objectives, key=lambda objective: objective.gradients is None):
-                with block(f"train {objective.role}"):
+                with block(f"train {objective.role}"), self.clock.part(objective.role):
                     gradients = objective.gradients or accumulate(objective.engine, objective.batches, objective.loss)
                 if objective.role == "actor" and gradients.fault is None:
                     logprobs, refused = objective.recorded, "--max_log_ratio: the update is not applied"
@@ -298,7 +298,7 @@ class PPOUpdate:
                 if self.config.aligns_overflow:
                     waiting.append((objective, gradients))
                 else:
-                    with block(f"update {objective.role}"):
+                    with block(f"update {objective.role}"), self.clock.part(objective.role):
                         result = apply(gradients)
                     self._record_result(objective, result, step, outcome)
             with block("update actor and critic") if waiting else nullcontext():

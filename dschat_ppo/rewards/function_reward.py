@@ -111,6 +111,8 @@ class FunctionReward:
     """Scores responses with a function that runs in `workers` processes. A failed call costs a response, never the run.
     Such a response gets the score `default`. `timeout`: seconds for each call."""
 
+    scores_elsewhere = True
+
     def __init__(self, spec: FunctionSpec, workers: int, timeout: float, default: float):
         self.spec = spec
         self.default = default

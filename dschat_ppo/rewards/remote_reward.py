@@ -71,7 +71,7 @@ class RemoteReward:
     request at a time to each, of at most `timeout` seconds; a failed one is repeated `retries` times, each time at the
     next address. Rows of other data sources than `sources` are not sent, unless that is ()."""
 
-    name = "remote"
+    name, scores_elsewhere = "remote", True
 
     def __init__(
         self, urls: list[str], timeout: float, retries: int = 5, batch_size: int = 64, sources: Sequence[str] = ()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, attempt
 from dschat_ppo.types import Rollout
 
 DATA_SOURCE = "data_source"  # column: the row's own, otherwise the name of its data set
@@ -72,6 +73,7 @@ class RewardSource(Protocol):
     def name(self) -> str:
         """The name of the source in metrics."""
 
+    # an attribute `scores_elsewhere = True` says that other processes do the work, and the call is not collective
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
         """(B,) fp32, on the CPU or the rollout's device. For the meaning of NaN see `HasWorkers`."""
 
@@ -137,6 +139,29 @@ class Scores:
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
 
+class _InThread(threading.Thread):
+    """A call in a thread that does not keep the process alive; an exception is raised where its result is wanted."""
+
+    def __init__(self, call: Callable[[], Tensor]):
+        super().__init__(name="reward source", daemon=True)
+        self._call = call
+        self._outcome: Tensor | BaseException | None = None
+
+    def run(self) -> None:
+        with attempt() as tried:
+            self._outcome = self._call()
+        if tried.problem is not None:
+            self._outcome = tried.problem
+
+    def result(self) -> Tensor:
+        """Wait for the result."""
+        self.join()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
 class RewardMixture:
     """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`. `sources`: (source,
     weight). A source of weight 0 is called and reported, but never enters the sum. The second source of a name is
@@ -160,6 +185,23 @@ class RewardMixture:
         """Scores of B responses, given as text and as tokens, on the device of `rollout`, by every source. Collective.
         All ranks call the same sources in the same order. If a source fails on some rank, the others still run, because
         they may be collective; then every rank raises `RewardServiceError`."""
+        return self.begin(request, rollout)()
+
+    def begin(self, request: RewardRequest, rollout: Rollout) -> Callable[[], Scores]:
+        """Let the sources that score in other processes begin, each in a thread. The function that is returned calls
+        the others, waits, and gives what a call gives. It is collective; models may run meanwhile."""
+        elsewhere = {
+            name: _InThread(partial(source, request, rollout))
+            for name, (source, _) in zip(self.names, self.sources, strict=True)
+            if getattr(source, "scores_elsewhere", False)
+        }
+        if elsewhere:
+            _ = request.prompts  # decoded once, before several threads read them
+        for waiting in elsewhere.values():
+            waiting.start()
+        return partial(self._scores, request, rollout, elsewhere)
+
+    def _scores(self, request: RewardRequest, rollout: Rollout, elsewhere: Mapping[str, _InThread]) -> Scores:
         device, problem = rollout.response_ids.device, None
         if not self.sources:  # distillation alone
             return Scores(torch.zeros(len(request), device=device), torch.zeros(len(request), 0, device=device))
@@ -168,12 +210,18 @@ class RewardMixture:
         scored = torch.zeros(len(request), dtype=torch.bool, device=device)  # by a source with a weight, if one has any
         numbers: dict[str, Tensor] = {}
         any_weight = any(weight != 0 for _, weight in self.sources)
-        for name, (source, weight) in zip(self.names, self.sources, strict=True):
+        found = dict[str, Tensor]()
+        for name, (source, _) in sorted(
+            zip(self.names, self.sources, strict=True), key=lambda pair: pair[0] in elsewhere
+        ):
             try:
-                column = source(request, rollout).to(device=device, dtype=torch.float32)
+                found[name] = elsewhere[name].result() if name in elsewhere else source(request, rollout)
             except RewardServiceError as failure:
                 problem = problem or str(failure)
+        for name, (source, weight) in zip(self.names, self.sources, strict=True):
+            if name not in found:
                 continue
+            column = found[name].to(device=device, dtype=torch.float32)
             if isinstance(source, HasWorkers):
                 own = ~column.isnan()  # (B,) bool
                 numbers |= {f"{name}/{key}": values for key, values in source.numbers.items()}

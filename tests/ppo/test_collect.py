@@ -189,6 +189,9 @@ class RewardRequests:
         total = rollout.response_ids[:, 0].float()
         return Scores(total, torch.stack([total, -total], dim=1))
 
+    def begin(self, request, rollout):
+        return lambda: self(request, rollout)
+
     def count_failed_rows(self):
         if self.failure is not None:
             raise self.failure

@@ -1,5 +1,7 @@
 """Several reward sources as one, a failure on one rank that stops all, and means of the numbers that they return."""
 
+import threading
+
 import pytest
 import torch
 
@@ -46,6 +48,31 @@ def test_scores_are_the_weighted_sum():
     for weight in (0.0, -1.0):
         only = RewardMixture([(Fixed("a", [1, 2, 3]), weight)], default=7.0)
         assert only(REQUEST, ROLLOUT).total.tolist() == [weight, 2 * weight, 3 * weight]
+
+
+def test_sources_elsewhere_score_while_others_do():
+    """The first source waits for the second one, which runs after it in one thread."""
+    second_has_run = threading.Event()
+
+    class Elsewhere(Fixed):
+        scores_elsewhere = True
+
+        def __call__(self, request, rollout):
+            assert second_has_run.wait(timeout=20)
+            return super().__call__(request, rollout)
+
+    class Here(Fixed):
+        def __call__(self, request, rollout):
+            second_has_run.set()
+            return super().__call__(request, rollout)
+
+    calls = []
+    pending = RewardMixture([(Elsewhere("a", [1, 2, 3], calls), 1.0), (Here("b", [10, 0, -4], calls), 1.0)]).begin(
+        REQUEST, ROLLOUT
+    )
+    assert calls == [] and pending().total.tolist() == [11, 2, -1] and calls == ["b", "a"]
+    with pytest.raises(RewardServiceError, match="is down"):
+        RewardMixture([(Elsewhere("a", "is down"), 1.0)])(REQUEST, ROLLOUT)
 
 
 def test_sources_of_one_name_are_numbered():
