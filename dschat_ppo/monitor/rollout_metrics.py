@@ -129,9 +129,9 @@ def drift_metrics(rows: Experience) -> dict[str, float]:
 
 
 def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
-    """By phase: seconds of the slowest rank, tokens per second of all ranks, and peak memory of the fullest rank; also
-    the seconds of each model (`time/score/critic`). With several ranks also the imbalance of a phase: seconds, and tokens if
-    they are counted, of the rank with the most over the mean of the ranks; 1 means that all have the same.
+    """By phase: seconds of the slowest rank, tokens per second of all ranks, and peak memory of the fullest rank; of a
+    part of a phase (`score/critic`) the seconds alone. With several ranks also the imbalance of a phase: seconds, and
+    tokens if they are counted, of the rank with the most over the mean of the ranks; 1 means that all have the same.
     Collective."""
     seconds, tokens, peak = clock.take()
     names = sorted(seconds)
