@@ -55,7 +55,16 @@ def test_a_module_imports_lower_layers_or_its_own_package(module):
 
 @pytest.mark.parametrize("module", [m for m in MODULES if unit_of(m) == "algorithms"], ids=str)
 def test_algorithms_import_torch_and_themselves_alone(module):
-    allowed = ("torch", "dschat_ppo.algorithms", "__future__", "dataclasses", "math", "collections", "typing")
+    allowed = (
+        "torch",
+        "dschat_ppo.algorithms",
+        "__future__",
+        "collections",
+        "contextlib",
+        "dataclasses",
+        "math",
+        "typing",
+    )
     for line, name in imports_of(module):
         assert name.startswith(allowed), f"{module}:{line} imports {name}"
 
