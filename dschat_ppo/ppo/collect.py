@@ -115,7 +115,9 @@ class RolloutGenerator:
             logger().info("note: log-probs, KL and ratios are of the policy before truncation and penalty")
         hybrid.check_division()
         with hybrid.generating() as model:
-            self.config = choose_engine(model, config, hybrid.max_over_ranks, self.graphs)
+            self.config = choose_engine(
+                model, config, hybrid.max_over_ranks, self.graphs, has_turns=episodes is not None
+            )
             self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
 
     def answer(

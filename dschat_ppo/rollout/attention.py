@@ -148,7 +148,10 @@ class RolloutAttention:
             for cached, new in zip(step.cache.layer(layer, key, value), (key, value), strict=True):
                 _write(step, cached, new[step.source, :, step.columns])
             query, key, value = (step.to_the_left(part) for part in (query, key, value))
-            mixed = causal_attention(query, key, value, scale, sliding_window, softcap, sinks)
+            newest = None
+            if step.history is not None:
+                (key, value), newest = step.history.read(layer), step.history.newest
+            mixed = causal_attention(query, key, value, scale, sliding_window, softcap, sinks, newest)
             return step.to_the_right(mixed).transpose(1, 2), None
         outputs = []
         for batch in self.metadata:
@@ -178,29 +181,31 @@ def _write(step: PrefillMetadata | StepMetadata, cached: Tensor, new: Tensor) ->
 
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, newest: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of right-padded rows, whose padding comes after all real tokens and needs no mask: `query` (n,
-    heads, L, d), `key` and `value` (n, kv_heads, L, d) -> (n, heads, L, d). A token sees itself and the `window - 1`
+    heads, L, d), `key` and `value` (n, kv_heads, K, d) -> (n, heads, L, d). A token sees itself and the `window - 1`
     tokens before it; None: all. With `softcap`, scores become `softcap * tanh(scores / softcap)` (Gemma 2). `sinks`
-    (heads,): one more score of every softmax, for nothing to read (GPT-OSS)."""
+    (heads,): one more score of every softmax, for nothing to read (GPT-OSS). `newest` (n, L) int64: the key of each
+    token, where more keys than these are given; None: L = K, and they are in order."""
     length = query.shape[2]
-    if not softcap and can_run(query, key, value) and not query.requires_grad:
+    if newest is None and not softcap and can_run(query, key, value) and not query.requires_grad:
         parts = torch.tensor([[0, length, 0, 0]])
         mixed, log_sums = operations.causal_attention(query, key, value, parts, window, scale)
         if sinks is None:
             return mixed
         return mixed * torch.sigmoid(log_sums - sinks.float().view(-1, 1)).unsqueeze(3).to(mixed.dtype)
     if softcap and sinks is None:
-        return _softcapped(query, key, value, scale, window, softcap)
+        return _softcapped(query, key, value, scale, _visible(key, window, newest), softcap)
     width, first = value.shape[3], 0
     if sinks is not None:  # before the others comes a token that each head scores with its sink, and whose value is 0
         query, key, value = (nn.functional.pad(part, (0, 8, 1, 0)) for part in (query, key, value))  # 8: GPU kernels
         query[..., -1], key[:, :, 0, -1], first = (sinks / scale).view(-1, 1), 1, 1
+        newest = None if newest is None else nn.functional.pad(newest + 1, (1, 0))
     visible = None
-    if window is not None and window < query.shape[2]:
-        visible = _visible(query.shape[2], window, query.device)
-        visible[:, :first] = True
+    if newest is not None or window is not None and window < length + first:
+        visible = _visible(key, window, newest)
+        visible[..., :first] = True
     mixed = nn.functional.scaled_dot_product_attention(
         query, key, value, visible, is_causal=visible is None and query.shape[2] > 1, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -208,21 +213,22 @@ def causal_attention(
     return mixed[:, :, first:, :width]
 
 
-def _visible(length: int, reach: int, device: torch.device) -> Tensor:
-    """(L, L) bool: the tokens that each token sees, itself and the `reach - 1` ones before it."""
-    distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < reach)
+def _visible(key: Tensor, window: int | None, newest: Tensor | None) -> Tensor:
+    """(n or 1, 1, L, K) bool: which of the keys (n, kv_heads, K, d) each token of `causal_attention` sees."""
+    place = torch.arange(key.shape[2], device=key.device)
+    distance = (place if newest is None else newest).unsqueeze(-1) - place
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return visible.view(-1, 1, *distance.shape[-2:])
 
 
 def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor, softcap: float
 ) -> Tensor:  # fmt: skip
-    length, groups = query.shape[2], query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]
     power = 2.0 ** round(math.log2(scale))  # as in `decode_attention`
     query, scale = query * power, scale / power
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scale
-    visible = _visible(length, length if window is None else window, query.device)
     scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
     return torch.softmax(scores, dim=3).to(value.dtype) @ value
 
@@ -382,7 +388,7 @@ def _agrees(
             [0, 0, 20, 600, 20, 20, 600, 20], [0, 0, 250, 2, 250, 3, 40, 9],
         ], device=device,
     )  # fmt: skip
-    batch = PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, 300, True)
+    batch = PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, length=300, shares=True)
     with attempt() as tried:
         found = FlashDecode(kernel)(batch, 0, query, query, query, scale, None)
     if reason := unfit(tried):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ from dschat_ppo.rollout.kv_cache import (
     RowStates,
     warn_of_memory,
 )
-from dschat_ppo.rollout.running_batches import Rows, RunningBatches, RunningPool
+from dschat_ppo.rollout.running_batches import PooledRows, Rows, RunningBatches, RunningPool
 from dschat_ppo.rollout.sampling import ASK_DEVICE, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import FinishReason
@@ -35,7 +36,7 @@ MaxOverRanks = Callable[[int], int]
 
 MAX_PREFILL_TOKENS = 8192  # of one forward pass
 MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
-FED_KEYS = 2**18  # that the tokens of observations in one forward pass attend to
+MAX_EXTEND_PAIRS = 2**21  # of a token and a key that it attends to, in one pass over observations
 POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
 
 
@@ -122,8 +123,7 @@ class ContinuousBatching:
     def _step(self) -> None:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
         heartbeat()
-        if self.turns is not None:
-            self._observe(self.turns)
+        observed = self._observe(self.turns) if self.turns is not None else dict[int, int]()
         # Start a wave of sequences if enough rows are free.
         running, lengths, samples, waves = self.running, self.prompt_lengths, self.buffers.samples, list[Prefill]()
         free = self.rows - len(running)
@@ -138,20 +138,20 @@ class ContinuousBatching:
                 waves = running.start(wave)
         # Each forward pass is over the first tokens of prompts, longest first: all but the last token of each, which
         # the first decode step feeds, but at least one.
-        passes = list[tuple[Prefill, np.ndarray, int]]()
+        passes = list[Callable[[], None]]()
         for prefill in waves:
             prompts = np.unique(prefill.sequences)
             prompts = prompts[np.argsort(-lengths[prompts], kind="stable")]
             while len(prompts):
                 tokens = max(int(lengths[prompts[0]]) - 1, 1)
                 most = max(1, MAX_PREFILL_TOKENS // tokens)
-                passes.append((prefill, prompts[:most], tokens))
+                passes.append(partial(self._prefill, prefill, prompts[:most], tokens))
                 prompts = prompts[most:]
-        for number in range(self.max_over_ranks(len(passes))):
-            if number >= len(passes):
-                self._idle_pass()
-                continue
-            self._prefill(*passes[number])
+        if observed:
+            passes += self._extends(observed)
+        passes += [self._idle_pass] * (self.max_over_ranks(len(passes)) - len(passes))
+        for forward_pass in passes:
+            forward_pass()
         if not len(running):
             self._idle_pass()
             return
@@ -201,38 +201,60 @@ class ContinuousBatching:
             ids = self.buffers.token_ids[sequence, prompt + start : prompt + count].tolist()
             turns.end_turn(sequence, ids, count - 1)
 
-    def _observe(self, turns: Turns) -> None:
-        """Let the sequences go on whose environments have answered. Each token of an observation is a row of a decode
-        step: a layer writes the keys of all rows before one of them attends."""
-        running, buffers = self.running, self.buffers
+    def _observe(self, turns: Turns) -> dict[int, int]:
+        """Let the sequences go on whose environments have answered. Returns how many tokens of each are new to the
+        cache: those before its new position, which the next decode step feeds."""
+        running, buffers, counts = self.running, self.buffers, dict[int, int]()
         assert isinstance(running, RunningPool)
-        counts = dict[int, int]()
         is_idle = len(running) > 0 and not len(running.active)
         for sequence, tokens in turns.observed(is_idle):
             end = int(buffers.response_lengths[sequence])
             if tokens and end + len(tokens) < int(buffers.limits[sequence]):
                 buffers.observe(sequence, tokens)
                 counts[sequence], self.turn_starts[sequence] = len(tokens), end + len(tokens)
+                running.resume(sequence, int(self.prompt_lengths[sequence]) + end + len(tokens) - 1)
                 continue
             running.drop(sequence)
             if tokens:
                 buffers.finish_reasons[sequence] = FinishReason.LENGTH
                 turns.stop(sequence)
-        rows = running.rows.select(np.isin(running.rows.sequences, list(counts)))
-        number = np.array([counts[sequence] for sequence in rows.sequences.tolist()], dtype=np.int64)
-        fed = rows.select(np.repeat(np.arange(len(rows)), number))
-        fed.positions += np.arange(len(fed)) - np.repeat(np.cumsum(number) - number, number)
-        size = max(1, FED_KEYS // int(fed.positions.max(initial=1)))
-        for first in range(0, len(fed), size):
-            part = fed.select(np.arange(first, min(first + size, len(fed))))
-            columns = [part.sequences, part.positions, part.slots, part.starts, part.prefixes, part.prefix_lengths]
-            sequences, positions, own, starts, prefixes, shared = torch.from_numpy(np.stack(columns)).to(self.device)
-            longest, shares = int(part.positions.max()) + 1, bool(part.prefix_lengths.any())
-            self.attention.metadata = [PooledMetadata(running.pool, own, starts, prefixes, shared, longest, shares)]
-            ids = buffers.token_ids.view(-1)[sequences * buffers.width + positions]
-            self._forward(ids.unsqueeze(1), positions.unsqueeze(1), self.cache)
-        for sequence, position in zip(rows.sequences.tolist(), (rows.positions + number).tolist(), strict=True):
-            running.resume(sequence, position)
+        return counts
+
+    def _extends(self, counts: dict[int, int]) -> list[Callable[[], None]]:
+        """Forward passes over the last `counts` tokens before the positions of these sequences: one, unless they are
+        very many."""
+        rows, passes = self.running.rows, list[Callable[[], None]]()
+        assert isinstance(rows, PooledRows)
+        rows = rows.select(np.isin(rows.sequences, list(counts)))
+        numbers = np.array([counts[sequence] for sequence in rows.sequences.tolist()], dtype=np.int64)
+        order = np.argsort(-numbers, kind="stable")
+        while len(order):
+            tokens = max(1, min(MAX_PREFILL_TOKENS, MAX_EXTEND_PAIRS // int(rows.positions[order].max())))
+            longest = int(numbers[order[0]])
+            columns = min(longest, tokens)
+            chosen, order = np.split(order, [tokens // columns])
+            part = rows.select(chosen), numbers[chosen]
+            passes += [partial(self._extend, *part, first, columns) for first in range(0, longest, columns)]
+        return passes
+
+    def _extend(self, rows: PooledRows, numbers: np.ndarray, first: int, columns: int) -> None:
+        """A forward pass over tokens `first .. first + columns - 1` of the last `numbers` (n,) tokens before the
+        positions of n rows. A row with fewer tokens repeats its last one, which is not written to the cache again."""
+        assert isinstance(self.running, RunningPool)
+        token, pool, width = np.arange(first, first + columns), self.running.pool, self.buffers.width
+        numbers, sequences, ends = numbers[:, None], rows.sequences[:, None], rows.positions[:, None]
+        starts, prefixes, shared = rows.starts[:, None], rows.prefixes[:, None], rows.prefix_lengths[:, None]
+        places = ends - numbers + np.minimum(token, numbers - 1)  # (n, L)
+        source, column = np.nonzero(token < numbers)
+        slots = (starts + places - shared)[source, column]
+        history, written = (
+            [torch.from_numpy(part).to(self.device) for part in parts]
+            for parts in ((places - shared, starts, prefixes, shared), (np.zeros_like(slots), slots, source, column))
+        )
+        before = PooledMetadata(pool, *history, length=int(ends.max()), shares=bool(shared.any()))
+        self.attention.metadata = PrefillMetadata(pool, *written, history=before)
+        ids = self.buffers.token_ids.view(-1)[torch.from_numpy(sequences * width + places).to(self.device)]
+        self._forward(ids, torch.from_numpy(places).to(self.device), self.cache)
 
     def _return_to_queue(self, sequences: np.ndarray) -> None:
         """Forget the responses of these sequences; they are the next ones that start."""

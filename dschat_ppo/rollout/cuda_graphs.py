@@ -224,7 +224,9 @@ class GraphedDecoder:
         entries, marks = memory.entries[:, : bucket.rows], memory.marks[:, : bucket.rows]
         sequences, positions, own, starts, prefix_starts, prefix_lengths = entries
         idle, overflow = sequences == spare, torch.zeros_like(marks[1])
-        metadata = PooledMetadata(memory.pool, own, starts, prefix_starts, prefix_lengths, bucket.length, bucket.shares)
+        metadata = PooledMetadata(
+            memory.pool, own, starts, prefix_starts, prefix_lengths, length=bucket.length, shares=bucket.shares
+        )  # fmt: skip
         search = NucleusSearch(None if bucket.whole else NUCLEUS_STATIC, overflow)
         finished = self.step(sequences, positions, [metadata], search)
         marks[0] |= finished

@@ -230,22 +230,48 @@ def left_padded(rows: list[Tensor]) -> PromptBatch:
 _log = logging.getLogger(__name__)
 
 LENGTHS = (1, 9, 40, 5, 36)  # of the test prompts: the shortest possible, refilling of rows, two long enough to share
-NEW_TOKENS = 6
+NEW_TOKENS = 6  # of an answer or an episode
 TOLERANCE = {torch.float32: 1e-3}  # largest difference of log-probs; half precision: `HALF_TOLERANCE`
 HALF_TOLERANCE = 0.3
 
 
+class Echo:
+    """The environments of the self-check: each repeats an action of one token, once to three times."""
+
+    def __init__(self) -> None:
+        self._said = list[tuple[int, list[int]]]()
+
+    def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
+        """Answer."""
+        self._said.append((sequence, ids * (1 + sequence % 3)))
+
+    def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
+        """All answers so far."""
+        said, self._said = self._said, []
+        return said
+
+    def cut(self, sequence: int, end: int) -> None:
+        """Nothing is left to do."""
+
+    def stop(self, sequence: int) -> None:
+        """Nothing is left to do."""
+
+
 def choose_engine(
     model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None,
-    graphs: RolloutGraphs | None = None,
+    graphs: RolloutGraphs | None = None, has_turns: bool = False,
 ) -> GenerationConfig:  # fmt: skip
-    """Return `config` with the first of `ENGINES`, from its own on, that passes the self-check on `model`. Collective.
-    A warning names each that does not. If none agrees with the plain forward pass, the error is a `UserError`."""
+    """Return `config` with the first of `ENGINES`, from its own on, that passes the self-check on `model`, also with
+    episodes if it `has_turns`. Collective. A warning names each that does not. If none agrees with the plain forward
+    pass, the error is a `UserError`."""
     tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
     name = type(model).__name__
     remaining = list(ENGINES)[list(ENGINES).index(config.engine) :]
     for engine, slower in zip(remaining, [*remaining[1:], None], strict=True):
-        way, (difference, reason) = ENGINES[engine], check_engine(model, config, engine, max_over_ranks, graphs)
+        way, (difference, reason) = (
+            ENGINES[engine],
+            check_engine(model, config, engine, max_over_ranks, graphs, has_turns),
+        )
         found = reason or f"log-probs within {difference:.1e}"
         if not reason and difference <= tolerance:
             _log.info(f"rollout: generation by {way} agrees with {name} ({found})")
@@ -262,11 +288,11 @@ def choose_engine(
 
 def check_engine(
     model: PreTrainedModel, config: GenerationConfig, engine: EngineName, max_over_ranks: MaxOverRanks | None = None,
-    graphs: RolloutGraphs | None = None,
+    graphs: RolloutGraphs | None = None, has_turns: bool = False,
 ) -> tuple[float, str]:  # fmt: skip
-    """Generate greedy tokens from a few random prompts; compare with one forward pass without a cache. Collective.
-    Returns the largest difference of a log-prob from that of the pass, or of this one from that of the likeliest token;
-    and why the engine does not support the model, or ""."""
+    """Generate greedy tokens from a few random prompts, and episodes if it `has_turns`; compare with one forward pass
+    without a cache. Collective. Returns the largest difference of a log-prob from that of the pass, or of this one from
+    that of the likeliest token; and why the engine does not support the model, or ""."""
     device, vocabulary = next(model.parameters()).device, vocabulary_size(model)
     if engine == "continuous" and (reason := of_any_rank(reason_unsupported(model), device)):
         return 0.0, reason
@@ -281,12 +307,21 @@ def check_engine(
         engine=engine,
     )  # fmt: skip
     worst = torch.tensor(math.inf, device=device)
+    ways: list[tuple[GenerationConfig, Turns | None]] = [(greedy, None)]
+    if has_turns:  # each token ends an action
+        ends = StoppingCriteria(NEW_TOKENS, stop_ids=tuple(range(vocabulary)))
+        ways.append((replace(greedy, stopping=ends), Echo()))
     with attempt() as tried:
-        rollout = generate(model, prompts, torch.arange(2 * len(LENGTHS)), greedy, max_over_ranks, graphs=graphs)
-        logits = plain_logits(model, rollout)
-        logprobs = token_logprobs(logits, rollout.response_ids)
-        best = token_logprobs(logits, logits.argmax(dim=-1))
-        worst = torch.stack([(logprobs - rollout.rollout_logprobs).abs(), best - logprobs]).max()
+        differences = list[Tensor]()
+        for how, turns in ways:
+            rollout = generate(
+                model, prompts, torch.arange(2 * len(LENGTHS)), how, max_over_ranks, graphs=graphs, turns=turns
+            )
+            logits, chosen = plain_logits(model, rollout), rollout.response_mask
+            logprobs = token_logprobs(logits, rollout.response_ids)
+            best = token_logprobs(logits, logits.argmax(dim=-1))
+            differences += [(logprobs - rollout.rollout_logprobs)[chosen].abs(), (best - logprobs)[chosen]]
+        worst = torch.cat(differences).max()
     reason = unfit(tried)
     # of all ranks, so that they choose the same engine
     return float(all_reduce(worst, "max")), of_any_rank(reason, device)

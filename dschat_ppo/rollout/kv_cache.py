@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -102,14 +102,17 @@ class Prefill:
 @dataclass
 class PrefillMetadata:
     """A prefill: token `columns[i]` of row `source[i]` of the forward pass goes to slot `slots[i]` of row `rows[i]` of
-    `cache`. All are (m,) int64. `padding` (n,) int64: columns before the first token of each row; None: 0."""
+    `cache`. All are (m,) int64. `padding` (n,) int64: columns before the first token of each row; None: 0. `history`:
+    the rows of the pass go on after tokens in the cache, and attend to these too."""
 
     cache: KVCache
     rows: Tensor
     slots: Tensor
     source: Tensor
     columns: Tensor
+    _: KW_ONLY
     padding: Tensor | None = None
+    history: PooledMetadata | None = None
     kept: dict[Any, Any] = field(default_factory=dict, init=False)  # what the layers of a step share
 
     def to_the_left(self, part: Tensor) -> Tensor:
@@ -188,6 +191,8 @@ class PooledMetadata:
     The tokens of a row are `prefix_lengths` tokens from slot `prefix_starts` on, which other rows may share (0: none),
     then tokens of the row alone, from slot `starts` on; the new token is number `own` of these. No row has more than
     `length` tokens. An idle row has 0 everywhere. `shares` is whether some row has a prefix.
+
+    With L new tokens of each row, `own` is (count, L), not descending, and the others are (count, 1).
     """
 
     cache: KVCache
@@ -195,6 +200,7 @@ class PooledMetadata:
     starts: Tensor
     prefix_starts: Tensor
     prefix_lengths: Tensor
+    _: KW_ONLY
     length: int
     shares: bool
     first: int = 0
@@ -218,19 +224,22 @@ class PooledMetadata:
 
     @property
     def newest(self) -> Tensor:
-        """The number of the new token of each row among all its tokens, (count,) int64."""
+        """The number of the new token of each row among all its tokens, shaped as `own`."""
         return self.prefix_lengths + self.own
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` tokens, (count, kv_heads, length, head_dim), copied from the pool.
-        Places after the new token repeat it."""
+        Places after the last new token repeat it."""
         keys, values = self.cache.keys[layer][0], self.cache.values[layer][0]
         heads = len(keys)
         if heads not in self.kept:
-            token = torch.arange(self.length, device=self.own.device).minimum(self.newest.unsqueeze(1))
-            own = self.starts.unsqueeze(1) + token - self.prefix_lengths.unsqueeze(1)
-            in_prefix = token < self.prefix_lengths.unsqueeze(1)
-            slots = torch.where(in_prefix, self.prefix_starts.unsqueeze(1) + token, own)  # (count, length)
+            starts, prefix_starts, prefix_lengths, last = (
+                part.view(self.count, -1)[:, -1:]
+                for part in (self.starts, self.prefix_starts, self.prefix_lengths, self.newest)
+            )
+            token = torch.arange(self.length, device=last.device).minimum(last)
+            own = starts + token - prefix_lengths
+            slots = torch.where(token < prefix_lengths, prefix_starts + token, own)  # (count, length)
             planes = torch.arange(heads, device=slots.device).view(-1, 1) * self.cache.capacity
             self.kept[heads] = (slots.unsqueeze(1) + planes).flatten()  # count, head, token
         keys, values = (part.flatten(0, 1).index_select(0, self.kept[heads]) for part in (keys, values))

@@ -180,7 +180,10 @@ def _results_of(
     use_fast_layers(model)
     stopping = StoppingCriteria(settings.max_tokens, end_ids(checked.tokenizer, model))
     try:
-        sampled = choose_engine(model, GenerationConfig(settings.sampling, stopping, words.samples))
+        sampled = choose_engine(
+            model, GenerationConfig(settings.sampling, stopping, words.samples),
+            has_turns=wanted.environment.is_used,
+        )  # fmt: skip
     except RuntimeError as problem:
         raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
     learned = None

@@ -2,15 +2,18 @@
 whatever the environments answer, in whatever order."""
 
 import random
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import LENGTHS, model_of, plain_logprobs, prompts_of
+from generation import assert_same
+from tiny_models import CONTINUOUS, LENGTHS, VOCABULARY, model_of, new_model, plain_logprobs, prompts_of
 
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.models.backbone import slot_arguments
+from dschat_ppo.rollout import continuous_batching
+from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria, row_uniforms, sample
 from dschat_ppo.types import FinishReason
@@ -84,8 +87,11 @@ WAYS = {
 }  # fmt: skip
 
 
-OFTEN = (("llama", "few rows"), ("mistral-window", "pool"), ("lfm2", "turn by turn"))
-BEFORE_A_RELEASE = [(name, way) for name in ("llama", "gpt2", "mistral-window", "lfm2") for way in WAYS]
+OFTEN = (("llama", "few rows"), ("mistral-window", "pool"), ("gpt-oss", "pool"), ("lfm2", "turn by turn"))
+BEFORE_A_RELEASE = [
+    *((name, way) for name in ("llama", "gpt2", "mistral-window", "lfm2") for way in WAYS),
+    *((name, "pool") for name in CONTINUOUS if name not in ("llama", "gpt2", "mistral-window")),
+]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,7 @@ def test_tokens_and_log_probs_are_those_of_a_loop_over_whole_histories(name, way
     config = GenerationConfig(SAMPLING, StoppingCriteria(LIMIT, ENDS), SAMPLES, **WAYS[way])
     found = generate(model, prompts_of(), SEEDS, config, turns=turns)
     expected = by_hand(name)
-    assert len({len(tokens) for tokens, _, _ in expected}) > 3 and any(not all(chosen) for _, chosen, _ in expected)
+    assert len({len(tokens) for tokens, _, _ in expected}) > 1 and any(not all(chosen) for _, chosen, _ in expected)
     lengths = found.response_lengths.tolist()
     for row, (tokens, chosen, was_cut) in enumerate(expected):
         assert found.response_ids[row, : lengths[row]].tolist() == tokens
@@ -110,3 +116,64 @@ def test_tokens_and_log_probs_are_those_of_a_loop_over_whole_histories(name, way
         found.rollout_logprobs[mask], plain_logprobs(model, found, SAMPLING.temperature)[mask], atol=2e-5
     )
     assert not found.rollout_logprobs[~mask].any()
+
+
+def a_token_at_a_time(original):
+    """As decode steps: in each pass at most one token of each row."""
+
+    def passes(self, counts):
+        whole = [one.args for one in original(self, counts)]
+        return [partial(self._extend, rows, numbers, first + column, 1)
+                for rows, numbers, first, columns in whole for column in range(columns)]  # fmt: skip
+
+    return passes
+
+
+@pytest.mark.parametrize("pairs", [None, 1, 40, 300])
+def test_observations_are_one_pass_and_equal_decode_steps_however_they_are_divided(pairs, monkeypatch):
+    """`pairs`: of tokens and keys in one pass; with 40, a row has several passes, with 300, some passes have rows with
+    other numbers of tokens. The prompts of 40 tokens share them, the others do not."""
+    config, passes, observed = GenerationConfig(SAMPLING, StoppingCriteria(LIMIT, ENDS), SAMPLES), [], []
+    original, extend = ContinuousBatching._extends, ContinuousBatching._extend
+
+    class Noting(Scripted):
+        def observed(self, wait):
+            observed.append(super().observed(wait))
+            return observed[-1]
+
+    monkeypatch.setattr(ContinuousBatching, "_extends", a_token_at_a_time(original))
+    expected = generate(model_of("gemma3"), prompts_of(), SEEDS, config, turns=Scripted(2))
+    monkeypatch.setattr(ContinuousBatching, "_extends", original)
+    monkeypatch.setattr(ContinuousBatching, "_extend", lambda *args: passes.append(args[1:]) or extend(*args))
+    if pairs is not None:
+        monkeypatch.setattr(continuous_batching, "MAX_EXTEND_PAIRS", pairs)
+    found = generate(model_of("gemma3"), prompts_of(), SEEDS, config, turns=Noting(2))
+    assert_same(found, expected)
+    counts = [count for rows, numbers, first, columns in passes for count in np.clip(numbers - first, 0, columns)]
+    added = [len(tokens) for some in observed for _, tokens in some]
+    assert sum(counts) <= sum(added), "without those that leave no token"
+    if pairs is None:
+        assert (
+            len(passes) <= sum(any(tokens for _, tokens in some) for some in observed) < len(list(filter(None, added)))
+        )
+    if pairs == 300:
+        assert any(len(set(numbers)) > 1 for _, numbers, _, _ in passes) and any(first for _, _, first, _ in passes)
+
+
+def test_a_short_observation_at_the_last_position_of_the_model_may_come_with_a_long_one():
+    """Every token ends an action. The second row ends at position 33, eleven tokens before the padding would."""
+    model, turns = new_model("gpt2", n_positions=35), Scripted(0)
+
+    def together(wait):
+        asked, turns.asked = (turns.asked, []) if wait else ([], turns.asked)
+        return [(row, [9] * (12, 1)[row] if len(turns.actions[row]) == 1 else []) for row, _ in asked]
+
+    turns.observed = together
+    ends = StoppingCriteria(14, tuple(range(VOCABULARY)))
+    found = generate(
+        model, prompts_of((20, 32)), SEEDS[:2], GenerationConfig(SAMPLING, ends), limits=torch.tensor([14, 3]),
+        turns=turns,
+    )  # fmt: skip
+    assert found.response_lengths.tolist() == [14, 3]
+    expected = plain_logprobs(model, found, SAMPLING.temperature)[found.response_mask]
+    np.testing.assert_allclose(found.rollout_logprobs[found.response_mask], expected, atol=2e-5)

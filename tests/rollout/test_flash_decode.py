@@ -58,7 +58,7 @@ def pooled_batch(shares: bool = True) -> tuple[PooledMetadata, Tensor]:
     own, starts, prefix_starts, prefix_lengths = torch.tensor(places)
     if not shares:
         prefix_starts, prefix_lengths = torch.zeros_like(starts), torch.zeros_like(starts)
-    return PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, 12, shares), query
+    return PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, length=12, shares=shares), query
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,20 @@ def test_a_sink_is_one_more_score_of_each_softmax(window, dtype, atol):
     torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [
+    (None, None, False), (3, None, False), (None, 2.0, False), (3, 2.0, False), (None, None, True), (3, None, True),
+])  # fmt: skip
+def test_tokens_after_others_see_what_they_see_in_a_whole_row(window, softcap, has_sinks):
+    """`newest`: here three tokens of two rows, the second of which has one after two; keys after them are not seen."""
+    query, sinks = random(2, 4, 9, 8, seed=0), random(4, seed=3) if has_sinks else None
+    key, value = (random(2, 2, 9, 8, seed=seed) for seed in (1, 2))
+    whole = causal_attention(query, key, value, 0.3, window, softcap, sinks)
+    newest = torch.tensor([[5, 6, 7], [2, 2, 2]])
+    chosen = newest.view(2, 1, 3, 1).expand(2, 4, 3, 8)
+    found = causal_attention(query.gather(2, chosen), key, value, 0.3, window, softcap, sinks, newest)
+    torch.testing.assert_close(found, whole.gather(2, chosen), atol=2e-6, rtol=0)
+
+
 NOT_CAUSAL = SimpleNamespace(layer_idx=0, is_causal=False)
 IGNORED = ("position_bias", "sinks", "indices", "block_indices")  # as 0 they would change no number
 

@@ -13,7 +13,7 @@ from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.rollout import attention, continuous_batching, generator
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.generator import ENGINES, HALF_TOLERANCE, GenerationConfig, check_engine, choose_engine
-from dschat_ppo.rollout.kv_cache import DecodeMetadata, RowStates
+from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, RowStates
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
@@ -146,6 +146,36 @@ def test_a_mistake_of_continuous_batching_is_found(name, wrong, place, mistake, 
     monkeypatch.setattr(owner, attribute, mistake(vars(owner)[attribute]))
     assert choose_engine(model_of(name), HOW) == replace(HOW, engine="padded")
     assert "does not fit" in warnings_of(caplog)[0]
+
+
+def seen_after_others(change):
+    """A mistake of `causal_attention` where tokens come after cached ones, whose keys are number `newest`."""
+    return lambda right: lambda *args: right(*args[:7], None if args[7] is None else change(args[7]))
+
+
+OF_EPISODES = [
+    ("llama", "a later key", PREFILL, seen_after_others(lambda newest: newest + 1)),
+    ("llama", "not its own key", PREFILL, seen_after_others(lambda newest: (newest - 1).clamp_min(0))),
+    ("mistral-window", "no window", PREFILL,
+     lambda right: lambda *args: right(*args[:4], args[4] if args[7] is None else None, *args[5:])),
+    ("llama", "keys of another row", (PooledMetadata, "read"),
+     lambda right: lambda self, layer: tuple(part.roll(1, 0) for part in right(self, layer))),
+    ("gpt2", "positions one later", POSITIONS,
+     lambda right: lambda model, positions: right(model, positions + (positions[0, 0] > 0) * (positions.shape[1] > 1))),
+    ("llama", "one token less", (ContinuousBatching, "_extends"),
+     lambda right: lambda self, counts: right(self, {row: count - 1 for row, count in counts.items() if count > 1})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "place", "mistake"), OF_EPISODES, ids=[f"{m[0]} {m[1]}" for m in OF_EPISODES]
+)
+def test_a_mistake_after_an_observation_is_found(name, wrong, place, mistake, monkeypatch):
+    assert choose_engine(model_of(name), HOW, has_turns=True) == HOW
+    owner, attribute = place
+    monkeypatch.setattr(owner, attribute, mistake(vars(owner)[attribute]))
+    assert choose_engine(model_of(name), HOW, has_turns=False) == HOW
+    assert choose_engine(model_of(name), HOW, has_turns=True) == replace(HOW, engine="padded")
 
 
 def test_the_check_does_not_change_torchs_random_state():
