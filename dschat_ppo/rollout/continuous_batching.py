@@ -76,8 +76,11 @@ class ContinuousBatching:
         self.cancelled = cancelled
         self.memory = memory
         self.turns = turns
-        self.turn_starts = np.zeros(buffers.count, dtype=np.int64)  # the first response token of each sequence's action
         self.prompt_lengths = lengths = buffers.prompt_lengths[:-1].cpu().numpy()
+        self.given = lengths.copy()  # tokens of each sequence before its current action: it can start again after them
+        self.asked = np.zeros(buffers.count, dtype=bool)  # whether a sequence is in the hands of `turns`
+        self.away = set[int]()  # sequences that lost their rows meanwhile
+        self.answers = list[tuple[int, list[int]]]()  # of `turns`, that are not in the buffers yet
         self.waiting = np.argsort(-lengths, kind="stable")  # longest prompts first; sequences of one prompt together
         prompts = np.arange(buffers.count) // buffers.samples
         self.running: RunningBatches | RunningPool = RunningBatches(lengths, prompts, MIN_SHARED_TOKENS)
@@ -85,7 +88,7 @@ class ContinuousBatching:
         if memory is not None:
             limits = buffers.limits[:-1].cpu().numpy()
             self.running = RunningPool(
-                lengths, prompts, limits, memory.pool, memory.most_slots, POLL, MIN_SHARED_TOKENS, turns is not None
+                lengths, prompts, limits, memory.pool, memory.most_slots, POLL, MIN_SHARED_TOKENS, self.given
             )
             self.graphed = GraphedDecoder(
                 self._generate_tokens, lengths, memory, POLL, lambda: self.attention.reads_all_slots
@@ -94,16 +97,16 @@ class ContinuousBatching:
     @torch.no_grad()
     def run(self) -> None:
         """Generate until every sequence is finished, or generation is cancelled. When memory runs out, the running
-        sequences start again from their prompts, with half the rows, and a pool with as many slots a row as before."""
+        sequences start again from their prompts, or their last observations, with half the rows, and a pool with as
+        many slots a row as before."""
         try:
             with installed(self.model, self.attention):
-                while self.max_over_ranks(int(len(self.running) + len(self.waiting) > 0 and not self.cancelled())):
+                while self.max_over_ranks(int(self._unfinished() > 0 and not self.cancelled())):
                     try:
                         self._step()
                         continue
                     except RuntimeError as problem:
-                        is_last = self.rows == 1 or self.turns is not None  # an environment is not asked twice
-                        if self.synchronised or not ran_out_of_memory(problem) or is_last:
+                        if self.synchronised or not ran_out_of_memory(problem) or self.rows == 1:
                             raise
                     # Outside the handler nothing refers to the tensors of the failed step: their memory is free again.
                     before, self.rows = self.rows, max(1, self.rows // 2)
@@ -120,10 +123,14 @@ class ContinuousBatching:
         finally:
             self.graphed = None  # it refers to this object and the cache: the cycle would keep the memory for a while
 
+    def _unfinished(self) -> int:
+        """How many sequences are not finished."""
+        return len(self.running) + len(self.waiting) + len(self.away)
+
     def _step(self) -> None:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
         heartbeat()
-        observed = self._observe(self.turns) if self.turns is not None else dict[int, int]()
+        unread = self._observe(self.turns) if self.turns is not None else dict[int, int]()
         # Start a wave of sequences if enough rows are free.
         running, lengths, samples, waves = self.running, self.prompt_lengths, self.buffers.samples, list[Prefill]()
         free = self.rows - len(running)
@@ -136,6 +143,8 @@ class ContinuousBatching:
                     self.states.of(running.rows.sequences)  # forget the finished ones
                 wave, self.waiting = self.waiting[:count], self.waiting[count:]
                 waves = running.start(wave)
+                replayed = self.given[wave] - lengths[wave]
+                unread |= zip(wave[replayed > 0].tolist(), replayed[replayed > 0].tolist(), strict=True)
         # Each forward pass is over the first tokens of prompts, longest first: all but the last token of each, which
         # the first decode step feeds, but at least one.
         passes = list[Callable[[], None]]()
@@ -147,8 +156,8 @@ class ContinuousBatching:
                 most = max(1, MAX_PREFILL_TOKENS // tokens)
                 passes.append(partial(self._prefill, prefill, prompts[:most], tokens))
                 prompts = prompts[most:]
-        if observed:
-            passes += self._extends(observed)
+        if unread:
+            passes += self._extends(unread)
         passes += [self._idle_pass] * (self.max_over_ranks(len(passes)) - len(passes))
         for forward_pass in passes:
             forward_pass()
@@ -159,9 +168,7 @@ class ContinuousBatching:
         rows: Rows
         if isinstance(running, RunningPool):
             assert self.graphed is not None
-            if stopped := running.stop_for_slots():
-                self._return_to_queue(np.array(stopped[::-1]))
-            running.reserve_slots()
+            self._reserve_slots(running)
             rows, tokens = running.active, POLL
             if not len(rows):
                 return
@@ -175,15 +182,14 @@ class ContinuousBatching:
         if self.buffers.stopping.stop_strings:
             counts = rows.positions + 1 - lengths[rows.sequences]  # response tokens before the new ones
             finished = finished | self.buffers.find_stop_strings(
-                rows.sequences, counts, tokens, self.turn_starts[rows.sequences]
+                rows.sequences, counts, tokens, self.given[rows.sequences] - lengths[rows.sequences]
             )
         if self.turns is None:
             running.advance(finished, tokens)
         else:
             running.advance(np.zeros_like(finished), tokens)
             self._end_turns(rows.sequences[finished].tolist(), self.turns)
-        done = self.buffers.count - len(running) - len(self.waiting)
-        report_phase(done, self.buffers.count, "answers")
+        report_phase(self.buffers.count - self._unfinished(), self.buffers.count, "answers")
 
     def _end_turns(self, sequences: list[int], turns: Turns) -> None:
         """Hand sequences that ended an action to their environments; let those go that a limit cut."""
@@ -196,29 +202,48 @@ class ContinuousBatching:
                 self.running.drop(sequence)
                 turns.cut(sequence, count - 1)
                 continue
-            prompt, start = int(self.prompt_lengths[sequence]), int(self.turn_starts[sequence])
-            self.running.park(sequence, prompt + count - 1)
-            ids = self.buffers.token_ids[sequence, prompt + start : prompt + count].tolist()
+            start, end = int(self.given[sequence]), int(self.prompt_lengths[sequence]) + count
+            self.running.park(sequence, end - 1)
+            ids = self.buffers.token_ids[sequence, start:end].tolist()
+            self.asked[sequence] = True
             turns.end_turn(sequence, ids, count - 1)
 
     def _observe(self, turns: Turns) -> dict[int, int]:
-        """Let the sequences go on whose environments have answered. Returns how many tokens of each are new to the
-        cache: those before its new position, which the next decode step feeds."""
+        """Let the sequences go on whose environments have answered; those whose rows have stopped start again. Returns
+        how many tokens of each row are new to the cache: those before its new position, which the next decode step
+        feeds. When memory runs out, no answer is lost: it stays in `answers` until the sequence has it."""
         running, buffers, counts = self.running, self.buffers, dict[int, int]()
         assert isinstance(running, RunningPool)
-        is_idle = len(running) > 0 and not len(running.active)
-        for sequence, tokens in turns.observed(is_idle):
+        is_idle = not len(running.active) and (len(running) > 0 or not len(self.waiting))
+        self.answers += turns.observed(is_idle and not self.answers)
+        while self.answers:
+            sequence, tokens = self.answers[0]
             end = int(buffers.response_lengths[sequence])
             if tokens and end + len(tokens) < int(buffers.limits[sequence]):
                 buffers.observe(sequence, tokens)
-                counts[sequence], self.turn_starts[sequence] = len(tokens), end + len(tokens)
-                running.resume(sequence, int(self.prompt_lengths[sequence]) + end + len(tokens) - 1)
-                continue
-            running.drop(sequence)
-            if tokens:
-                buffers.finish_reasons[sequence] = FinishReason.LENGTH
-                turns.stop(sequence)
+                self.given[sequence] = self.prompt_lengths[sequence] + end + len(tokens)
+                if sequence in self.away:
+                    self.waiting = np.concatenate([[sequence], self.waiting])
+                else:
+                    counts[sequence] = len(tokens)
+                    running.resume(sequence, int(self.given[sequence]) - 1)
+            else:
+                running.drop(sequence)
+                if tokens:
+                    buffers.finish_reasons[sequence] = FinishReason.LENGTH
+                    turns.stop(sequence)
+            self.asked[sequence] = False
+            self.away.discard(sequence)
+            self.answers.pop(0)
+        if counts:
+            self._reserve_slots(running)
         return counts
+
+    def _reserve_slots(self, running: RunningPool) -> None:
+        """Give each running sequence slots for its next tokens; those for which there are none go back to the queue."""
+        if stopped := running.stop_for_slots():
+            self._return_to_queue(np.array(stopped[::-1]))
+        running.reserve_slots()
 
     def _extends(self, counts: dict[int, int]) -> list[Callable[[], None]]:
         """Forward passes over the last `counts` tokens before the positions of these sequences: one, unless they are
@@ -257,9 +282,12 @@ class ContinuousBatching:
         self._forward(ids, torch.from_numpy(places).to(self.device), self.cache)
 
     def _return_to_queue(self, sequences: np.ndarray) -> None:
-        """Forget the responses of these sequences; they are the next ones that start."""
+        """Forget the current actions of these sequences; they are the next ones that start. Those in the hands of their
+        environments start when these have answered."""
+        self.away.update(sequences[self.asked[sequences]].tolist())
+        sequences = sequences[~self.asked[sequences]]
         self.waiting = np.concatenate([sequences, self.waiting])
-        self.buffers.reset(sequences.tolist())
+        self.buffers.reset(sequences.tolist(), (self.given[sequences] - self.prompt_lengths[sequences]).tolist())
 
     def _prefill(self, prefill: Prefill, prompts: np.ndarray, tokens: int) -> None:
         """A forward pass over the prompts of sequences `prompts`, all but the last token of each; `tokens` columns."""

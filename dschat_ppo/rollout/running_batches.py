@@ -274,15 +274,17 @@ class RunningPool:
     Arguments as of `RunningBatches`; sequences of one prompt are consecutive. `limits` (A,) int64: most response tokens
     of each. `pool`: one row, whose contents are lost; if it has the capacity that another rollout needed, it grows only
     once that is used up. `most_slots`: its largest capacity; raised to what a single sequence needs. `poll`: tokens of
-    a decode step. `whole`: sequences start with slots for their longest answers, so that none is ever stopped.
+    a decode step. `given` (A,) int64: tokens with which each sequence starts, of which its prompt is the beginning;
+    None: the prompt. The caller may change it.
     """
 
     def __init__(
         self, prompt_lengths: np.ndarray, prompts: np.ndarray, limits: np.ndarray, pool: KVCache, most_slots: int,
-        poll: int, share_from: int, whole: bool = False,
+        poll: int, share_from: int, given: np.ndarray | None = None,
     ):  # fmt: skip
         self.prompt_lengths = prompt_lengths
         self.prompts = prompts
+        self.given = prompt_lengths if given is None else given
         self.pool = pool
         self.most_slots = most_slots
         self.poll = poll
@@ -292,8 +294,6 @@ class RunningPool:
         self.prefix_lengths = np.where(shared, tokens, 0)
         self._shared = dict(zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True))  # by number of the prompt
         self.needs = tokens - self.prefix_lengths + limits  # most slots of a sequence
-        first = self.needs if whole else rounded_up(tokens - self.prefix_lengths + FIRST_TOKENS)
-        self.first_sizes = np.minimum(first, self.needs)
         self.clear()
 
     def clear(self) -> None:
@@ -306,12 +306,19 @@ class RunningPool:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def first_sizes(self, sequences: np.ndarray) -> np.ndarray:
+        """Slots with which `sequences` (n,) start, (n,) int64."""
+        own = self.given[sequences] - 1 - self.prefix_lengths[sequences]
+        sizes: np.ndarray = np.minimum(rounded_up(own + FIRST_TOKENS), self.needs[sequences])
+        return sizes
+
     def room_for(self, waiting: np.ndarray, worthwhile: int) -> int:
         """How many of these sequences can start: at least `worthwhile` or none, and at least one if none is running."""
         rows, known = self.rows, set(self._prefixes)
         promised = self._total(np.minimum(2 * rows.sizes, self.needs[rows.sequences]))
+        doubled = np.minimum(2 * self.first_sizes(waiting), self.needs[waiting])
         for count, sequence in enumerate(waiting.tolist()):
-            promised += min(2 * self.first_sizes[sequence], self.needs[sequence])
+            promised += doubled[count]
             if (prompt := int(self.prompts[sequence])) not in known:
                 promised += self.prefix_lengths[sequence]
                 known.add(prompt)
@@ -322,11 +329,11 @@ class RunningPool:
     def start(self, wave: np.ndarray) -> list[Prefill]:
         """Give the sequences of `wave` their first segments. Returns what the pool gets: prompts that are not in it."""
         known, zeros = set(self._prefixes), np.zeros_like(wave)
-        new = PooledRows(wave, self.prompt_lengths[wave] - 1, self.prefix_lengths[wave], zeros, zeros, zeros, zeros)
+        new = PooledRows(wave, self.given[wave] - 1, self.prefix_lengths[wave], zeros, zeros, zeros, zeros)
         rows = PooledRows.of([self.rows, new])
         self.rows = rows = rows.select(np.argsort(self.prompts[rows.sequences], kind="stable"))
         self._prefixes = dict.fromkeys(self.prompts[wave[new.prefix_lengths > 0]].tolist(), SPARE) | self._prefixes
-        self._lay_out(np.where(rows.sizes > 0, rows.sizes, self.first_sizes[rows.sequences]))
+        self._lay_out(np.where(rows.sizes > 0, rows.sizes, self.first_sizes(rows.sequences)))
         own = np.isin(rows.sequences, wave) & (rows.prefix_lengths == 0)
         added = [(prompt, start) for prompt, start in self._prefixes.items() if prompt not in known]
         added += zip(self.prompts[rows.sequences[own]].tolist(), rows.starts[own].tolist(), strict=True)
@@ -387,7 +394,8 @@ class RunningPool:
             ends = np.cumsum([SPARE + 1, *lengths.values(), *sizes])
             prefixes, starts = dict(zip(lengths, ends.tolist(), strict=False)), ends[len(lengths) : -1]
             self._free = FreeSlots(total, capacity)
-        moves = list(zip(rows.starts, starts, np.where(rows.sizes > 0, rows.slots, 0), strict=True))
+        held = np.minimum(rows.slots, rows.sizes)  # of rows that need more slots for what they observe, or start
+        moves = list(zip(rows.starts, starts, held, strict=True))
         moves += [(old, prefixes[prompt], lengths[prompt]) for prompt, old in self._prefixes.items() if old != SPARE]
         if capacity == self.pool.capacity:
             moves = [(old, new, count) for old, new, count in moves if old != new and count]

@@ -163,10 +163,11 @@ class SequenceBuffers:
         self.token_ids[sequence, start : start + len(tokens)] = ids
         self.observed[sequence, count:after] = True
         self.logprobs[sequence, count:after] = 0.0
-        self.uniforms[sequence, after:] = self.uniforms[sequence, count : self.response_width - len(tokens)].clone()
         if self.seen is not None:  # without what was drawn after a stop string
             self.seen[sequence] = False
             self.seen[sequence, self.token_ids[sequence, : start + len(tokens)]] = True
+        # The last operation that may lack memory: so it can be repeated.
+        self.uniforms[sequence, after:] = self.uniforms[sequence, count : self.response_width - len(tokens)].clone()
         self.response_lengths[sequence], self.finish_reasons[sequence] = 0, UNFINISHED
 
     def reset(self, sequences: list[int], counts: list[int] | None = None) -> None:

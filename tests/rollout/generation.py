@@ -16,7 +16,7 @@ ENDS = StoppingCriteria(12, eos_ids=(3, 5, 8, 17))
 
 def run(
     model="llama", prompts=LENGTHS, sampling=PENALTY, stopping=ENDS, seeds=None, limits=None, max_over_ranks=None,
-    graphs=None, **how,
+    graphs=None, turns=None, **how,
 ) -> Rollout:  # fmt: skip
     """A rollout of `prompts`, or of random ones of these lengths, by `model`, or the shared model of that name. The
     other settings are those of `GenerationConfig`. Answer n has the seed n if there are no `seeds`."""
@@ -24,7 +24,7 @@ def run(
     config = GenerationConfig(sampling, stopping, **how)
     seeds = torch.arange(len(prompts.prompt_ids) * config.samples) if seeds is None else seeds
     model = model_of(model) if isinstance(model, str) else model
-    return generate(model, prompts, seeds, config, max_over_ranks, limits, graphs=graphs)
+    return generate(model, prompts, seeds, config, max_over_ranks, limits, graphs=graphs, turns=turns)
 
 
 def assert_same(found: Rollout, expected: Rollout, atol: float = 2e-5) -> None:

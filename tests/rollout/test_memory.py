@@ -9,14 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from generation import assert_same, run, warnings_of
-from tiny_models import model_of
+from tiny_models import model_of, tokens_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from dschat_ppo.rollout import kv_cache, running_batches
+from dschat_ppo.rollout import generator, kv_cache, running_batches
 from dschat_ppo.rollout.kv_cache import KVCache, cache_bytes, pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import GROWTH_TOKENS, InPlaceLayer, new_cache
+from dschat_ppo.rollout.running_batches import RunningPool
+from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 
 GIB = 2**30
 
@@ -156,6 +159,115 @@ def test_a_padded_batch_without_memory_starts_again_with_half_the_rows(most, war
     finally:
         hook.remove()
     assert len(warnings_of(caplog)) == warnings
+
+
+# Lack of memory in episodes
+
+
+class Counting:
+    """Environments that answer an action with its first tokens, twice; every second time all of them together."""
+
+    def __init__(self):
+        self.calls, self.asked, self.polls = [], [], 0
+
+    def end_turn(self, sequence, ids, end):
+        self.calls.append((sequence, end, tuple(ids)))
+        turn = sum(call[0] == sequence for call in self.calls)
+        self.asked.append((sequence, [ids[0]] * (3 + sequence % 7) if turn < 3 else []))
+
+    def observed(self, wait):
+        self.polls += 1
+        found, self.asked = (self.asked, []) if wait or self.polls % 2 else ([], self.asked)
+        return found
+
+    def cut(self, sequence, end):
+        self.calls.append((sequence, end, "cut"))
+
+    def stop(self, sequence):
+        self.calls.append((sequence, "stop"))
+
+
+def episodes(**how):
+    turns = Counting()
+    stopping = StoppingCriteria(30, eos_ids=tuple(range(3, 48, 5)))
+    return run(rows=8, samples=3, stopping=stopping, turns=turns, **how), sorted(map(str, turns.calls))
+
+
+@cache
+def undisturbed_episodes():
+    return episodes()
+
+
+def assert_same_episodes(found, calls):
+    expected, expected_calls = undisturbed_episodes()
+    assert_same(found, expected)
+    assert found.episode_lengths.tolist() == expected.episode_lengths.tolist()
+    assert calls == expected_calls, "no environment is asked twice"
+
+
+@pytest.mark.parametrize(
+    ("place", "call"), [("prefill", 2), ("prefill", 9), ("prefill", 16), ("decode", 12), ("decode", 150), ("move", 1)]
+)
+def test_episodes_go_on_after_a_lack_of_memory_and_ask_no_environment_again(place, call, monkeypatch, caplog):
+    """Prefills 9 and 16 read observations."""
+    fail_at(monkeypatch, place, lambda number: number == call)
+    assert_same_episodes(*episodes())
+    assert ["continuing with 4" in line for line in warnings_of(caplog)] == [True]
+
+
+def test_episodes_go_on_where_only_a_single_row_has_memory(monkeypatch, caplog):
+    fail_at(monkeypatch, "decode", lambda number: number in (30, 60, 90))
+    assert_same_episodes(*episodes())
+    assert len(warnings_of(caplog)) == 3
+
+
+@pytest.mark.parametrize("slots", [0, 150])
+def test_episodes_whose_slots_run_out_stop_and_start_again(slots, monkeypatch):
+    """0: as many as one episode may need. Also those stop that wait for their environments, and start when these have
+    answered."""
+    stopped, waited, stop = [], [], RunningPool.stop_for_slots
+
+    def noting(self):
+        parked = set(self.rows.sequences[self.rows.parked == 1].tolist())
+        found = stop(self)
+        stopped.extend(found)
+        waited.extend(parked & set(found))
+        return found
+
+    monkeypatch.setattr(RunningPool, "stop_for_slots", noting)
+    monkeypatch.setattr(generator, "pool_limits", lambda model, rows, length: (rows, slots))
+    monkeypatch.setattr(running_batches, "FIRST_TOKENS", 2)
+    monkeypatch.setattr(running_batches, "GROWTH", 4)
+    assert_same_episodes(*episodes())
+    assert len(stopped) > len(waited) > 0
+
+
+def test_an_answer_of_an_environment_is_not_lost_when_memory_runs_out_right_then(monkeypatch, caplog):
+    numbers, original = [], SequenceBuffers.observe
+
+    def failing(self, sequence, tokens):
+        numbers.append(sequence)
+        if len(numbers) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        original(self, sequence, tokens)
+
+    monkeypatch.setattr(SequenceBuffers, "observe", failing)
+    assert_same_episodes(*episodes())
+    assert numbers[2] in numbers[3:] and len(warnings_of(caplog)) == 1
+
+
+def test_an_episode_without_a_row_is_waited_for_when_no_other_is_left(monkeypatch, caplog):
+    """The first one ends an action at once and loses its row; the second one runs into its limit."""
+    greedy = {"prompts": (9, 40), "sampling": SamplingParameters(top_k=1)}
+    (first, *_), others = tokens_of(run(stopping=StoppingCriteria(30), **greedy))
+    assert first not in others
+    turns = Counting()
+    turns.observed = lambda wait: [(turns.asked.pop()[0], [])] if wait and turns.asked else []
+    fail_at(monkeypatch, "decode", lambda number: number == 20)
+    found = run(stopping=StoppingCriteria(30, eos_ids=(first,)), turns=turns, **greedy)
+    assert found.response_lengths.tolist() == [1, 30] and len(warnings_of(caplog)) == 1
+    assert turns.calls == [(0, 0, (first,)), (1, 29, "cut")]
+    assert not turns.asked, "its environment was heard"
 
 
 # Copies

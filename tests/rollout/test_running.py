@@ -294,3 +294,20 @@ def test_the_sequences_with_the_shortest_answers_stop_when_slots_run_out():
     running.rows.positions[:] = running.rows.sizes[:] = 31
     running.most_slots = SPARE + 1 + 2 * 36
     assert running.stop_for_slots() == [2] and running.rows.sequences.tolist() == [0, 1]
+
+
+def test_a_row_that_needs_more_slots_than_it_has_keeps_what_it_holds():
+    """The second row goes on after 40 tokens that it observed, of which none is in the pool, which has 11 slots."""
+    running = RunningPool(np.array([4, 4]), np.arange(2), np.full(2, 60), KVCache(1, 1), 999, STEP, 0)
+    running.start(np.arange(2))
+    slots = torch.arange(running.pool.capacity, dtype=torch.float32).view(1, 1, -1, 1)
+    running.pool.layer(0, slots, slots)[0].copy_(slots)
+    held = [range(start, start + size) for start, size in zip(running.rows.starts, running.rows.sizes, strict=True)]
+    running.park(1, 7)
+    running.resume(1, 47)
+    assert running.stop_for_slots() == []
+    running.reserve_slots()
+    assert running.rows.sizes[1] >= 47 + STEP
+    for row, before in enumerate(held):
+        start, count = running.rows.starts[row], min(running.rows.slots[row], len(before))
+        assert running.pool.keys[0][0, 0, start : start + count, 0].tolist() == list(before)[:count]
