@@ -80,7 +80,7 @@ def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) 
 def save_model(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, folder: str | Path,
     described: Mapping[str, float | str | None] | None = None, weights: Mapping[str, Tensor] | None = None,
-    ends: Sequence[int] = (), merge: bool = True,
+    ends: Sequence[int] = (), merge: bool = True, card: str = "",
 ) -> None:  # fmt: skip
     """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
 
@@ -95,13 +95,14 @@ def save_model(
         weights: whole tensors, on rank 0, that replace the engine's weights of these names.
         ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
         merge: merge an adapter instead of writing its folder; never done with quantised weights.
+        card: the text of `README.md`; "": none.
     """
     model: PreTrainedModel = engine.module.pretrained
     as_adapter = bool(adapter_layers(model)) and (not merge or bool(getattr(model, "is_quantized", False)))
     state = gather_state(model, is_in_adapter_folder if as_adapter else None) | dict(weights or {})
     problem = None
     if dist.is_main():
-        problem = write_model(engine.module, state, tokenizer, folder, described, ends, not as_adapter)
+        problem = write_model(engine.module, state, tokenizer, folder, described, ends, not as_adapter, card)
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
@@ -109,7 +110,7 @@ def save_model(
 
 def write_model(
     module: WrappedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: str | Path,
-    described: Mapping[str, float | str | None] | None, ends: Sequence[int], merge: bool,
+    described: Mapping[str, float | str | None] | None, ends: Sequence[int], merge: bool, card: str = "",
 ) -> str | None:  # fmt: skip
     """Write a model whose weights are `state`, not those of `module`; returns why it cannot be written, or None.
     `state` has the names of the transformers model in `module`; for an adapter folder only the weights of the adapter
@@ -136,6 +137,8 @@ def write_model(
             else:
                 _write_whole(model, merged_state(model, state), unfinished, not isinstance(module, ScalarModel))
             tokenizer.save_pretrained(unfinished)
+            if card:
+                (unfinished / "README.md").write_text(card, encoding="utf-8")
         readable = unfinished.stat().st_mode & 0o666  # as the umask permits; safetensors lets only the owner read
         for file in unfinished.iterdir():
             if file.is_file():

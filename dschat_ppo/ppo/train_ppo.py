@@ -37,6 +37,7 @@ from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.start_and_end import changes_of, show_end, show_models, tool_command, write_validation
 
@@ -65,7 +66,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         evaluation, health = None, HealthWatch(config.health)
         kept = KeptModels(
             output, config.safety.save_hf_steps, config.validation.save_best,
-            lambda folder: save_models(engines, tokenizer, folder),
+            lambda folder: save_models(config, engines, tokenizer, folder),
         )  # fmt: skip
         if rows.eval is not None:
             held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, kept)
@@ -92,7 +93,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         result = report.result()
 
     announce("save models")
-    save_models(engines, tokenizer, output)
+    save_models(config, engines, tokenizer, output)
     result |= {"ppo_steps": plan.ppo_steps, "optimizer_steps": plan.total_updates, "world_size": dist.world_size()}
     result["seconds"] = round(time.perf_counter() - begun.started, 2)
     write_result(output, result)
@@ -114,20 +115,22 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
     show_models(roles, config.run.dtype, output, [rollout], trains=not config.validate_only)
 
 
-def save_models(engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
+def save_models(config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Write the actor, its moving average and the critic, where they exist, as Hugging Face folders; nothing if a
     weight is not finite (`NonFiniteError`). Collective."""
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
-    ends, merge = answer_ends(tokenizer), engines.saves_merged
-    save_model(engines.actor, tokenizer, output / "actor", ends=ends, merge=merge)
+    ends, merge, card = answer_ends(tokenizer), engines.saves_merged, model_card(config, "actor")
+    save_model(engines.actor, tokenizer, output / "actor", ends=ends, merge=merge, card=card)
     if engines.actor_average is not None:
         average = engines.actor_average.gathered()
-        save_model(engines.actor, tokenizer, output / "actor_ema", weights=average, ends=ends, merge=merge)
+        save_model(engines.actor, tokenizer, output / "actor_ema", None, average, ends, merge, card)
     if engines.critic is not None:
         # A critic that started from a reward model does not keep what describes that model's scores.
         described = dict.fromkeys((*STATISTICS, SEPARATOR))
-        save_model(engines.critic, tokenizer, output / "critic", described, ends=ends, merge=merge)
+        save_model(
+            engines.critic, tokenizer, output / "critic", described, None, ends, merge, model_card(config, "critic")
+        )
 
 
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:

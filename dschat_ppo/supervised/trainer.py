@@ -44,6 +44,7 @@ from dschat_ppo.monitor.step_line import Column, show_step
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy
+from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, best_is_lost
 from dschat_ppo.run.start_and_end import show_plan
 from dschat_ppo.supervised.objective import Batch, Objective, collated
@@ -193,6 +194,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.objective = objective
         self.fit, self.console, self.seed = fit, config.console, run.seed
         # else an adapter folder is saved
+        self.card = model_card(config, "model")
         self.saves_whole_model = config.adapters.lora_merge or not config.adapters.only_optimize_lora
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done
@@ -346,7 +348,9 @@ class SupervisedTrainer(Generic[Batch]):
         described = self.describe()
         with self.clock.phase("save"):
             ends = answer_ends(tokenizer)
-            save_model(self.engine, tokenizer, folder, described, ends=ends, merge=self.saves_whole_model)
+            save_model(
+                self.engine, tokenizer, folder, described, ends=ends, merge=self.saves_whole_model, card=self.card
+            )
         before = self.before or {}
         result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
         result |= {f"{name}_after": value for name, value in (self.after or before).items()} | self.best.result()

@@ -31,6 +31,7 @@ from dschat_ppo.models.saving import is_in_adapter_folder, write_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
+from dschat_ppo.run.model_card import model_card
 
 ROLES = ("model", "actor", "critic", "actor_ema")
 
@@ -147,7 +148,8 @@ def export_role(
     if not merge:
         state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
     module, ends = module.to(number_format), answer_ends(tokenizer)
-    problem = write_model(module, state, tokenizer, place, described, ends, merge)
+    card = model_card(run.config, trained)
+    problem = write_model(module, state, tokenizer, place, described, ends, merge, card)
     if problem is not None:
         raise StorageError(problem)
 
