@@ -1,11 +1,10 @@
 """The start of a step: checks and messages before a model is loaded."""
 
-import logging
-
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from dschat_ppo.common.logging import logger
 from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.run import session
@@ -68,7 +67,7 @@ def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monk
 def test_a_processor_without_bf16_arithmetic_gets_a_warning(events, tmp_path, monkeypatch, caplog):
     if get_accelerator().device_name() != "cpu":
         pytest.skip("a run on a GPU asks the GPU")
-    monkeypatch.setattr(logging.getLogger("dschat_ppo"), "propagate", True)  # `begin_run` of another test ends it
+    monkeypatch.setattr(logger(), "propagate", True)
     for library, multiplies in ((True, True), (True, False), (False, True)):
         caplog.clear()
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda library=library: library)
