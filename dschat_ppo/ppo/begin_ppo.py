@@ -42,7 +42,7 @@ from dschat_ppo.ppo.own_algorithms import check_own_functions
 from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_sources
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
-from dschat_ppo.run.model_checks import check_language_model, check_same_tokens
+from dschat_ppo.run.run_models import check_language_model, check_same_tokens
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import log_samples, show_plan
 

@@ -37,8 +37,8 @@ from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
-from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
+from dschat_ppo.run.run_models import model_card
 from dschat_ppo.run.start_and_end import changes_of, show_end, show_models, tool_command, write_validation
 
 SAMPLES_PER_STEP = 8  # answers in samples.jsonl: of the first prompts, the one with the highest and the lowest score

@@ -34,8 +34,8 @@ from dschat_ppo.models.model_folders import base_folder, checkpoint_shapes, mode
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
-from dschat_ppo.run.model_checks import check_language_model, check_same_tokens
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
+from dschat_ppo.run.run_models import check_language_model, check_same_tokens
 from dschat_ppo.run.session import Session, begin_run, end_dry_run, naming, open_session
 from dschat_ppo.run.start_and_end import (
     changes_of,

@@ -44,8 +44,8 @@ from dschat_ppo.monitor.step_line import Column, show_step
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy
-from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, best_is_lost
+from dschat_ppo.run.run_models import model_card
 from dschat_ppo.run.start_and_end import show_plan
 from dschat_ppo.supervised.objective import Batch, Objective, collated
 from dschat_ppo.types import Engine

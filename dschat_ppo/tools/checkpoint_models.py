@@ -31,7 +31,7 @@ from dschat_ppo.models.saving import is_in_adapter_folder, write_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
-from dschat_ppo.run.model_card import model_card
+from dschat_ppo.run.run_models import model_card
 
 ROLES = ("model", "actor", "critic", "actor_ema")
 

@@ -3,7 +3,7 @@
 from huggingface_hub import ModelCard
 
 from dschat_ppo.config.cli import parse
-from dschat_ppo.run.model_card import model_card
+from dschat_ppo.run.run_models import model_card
 
 
 def test_a_card_names_what_a_model_started_from_its_data_and_its_flags_without_places(tmp_path):
