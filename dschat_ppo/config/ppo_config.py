@@ -59,6 +59,8 @@ class PPOConfig(StepConfig):
         refuse({
             f"--advantage_estimator {algorithm.advantage_estimator} {compares}":
                 algorithm.compares_answers and ppo.n_samples_per_prompt == 1,
+            "--sampler chooses among all prompts, which --streaming does not know; use one of the two":
+                ppo.sampler is not None and self.data.streaming,
             f"--dynamic_sampling {compares}": algorithm.dynamic_sampling and ppo.n_samples_per_prompt == 1,
             "--old_logprobs rollout skips the forward pass that --importance_correction, --high_entropy_share and "
             "--kl_estimator full need; use recompute or auto":

@@ -100,6 +100,9 @@ class PPOFlags:
     actor_dropout: float | None = fraction(None, "dropout of the actor in training; not given: 0")
     critic_dropout: float | None = fraction(None, "dropout of the critic in training; not given: 0")
 
+    sampler: str | None = flag(None,
+        "class of your own, FILE.py:CLASS, that chooses the prompts of each PPO step, such as a curriculum "
+        "(docs/extending.md); not given: each prompt once an epoch, in random order")
     metrics: list[str] = flag([],
         "functions of your own, FILE.py:FUNCTION, of the experience of a PPO step; their numbers are logged as "
         "own/NAME (docs/extending.md)")

@@ -254,6 +254,7 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
             *own_files(
                 ("--advantage_estimator", config.algorithm.advantage_estimator),
                 ("--policy_loss", config.algorithm.policy_loss),
+                ("--sampler", config.ppo.sampler or ""),
             ),
             *config.environment.files,
             *function_files("--reward_function", config.rewards.reward_function),

@@ -30,6 +30,7 @@ from dschat_ppo.engine.hybrid_engine import HybridEngine
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import RolloutCancelled, UserError
 from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.ppo.own_algorithms import OwnSampler
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import (
@@ -212,7 +213,10 @@ class ExperienceCollection:
     several_data_sets: bool = False  # rows carry the number of their prompt's data set, the column `source`
 
     def __post_init__(self) -> None:
-        self.stream = IndexStream(self.generator.prompts, self.config.run.seed)
+        prompts, seed, sampler = self.generator.prompts, self.config.run.seed, self.config.ppo.sampler
+        self.stream: IndexStream | OwnSampler = IndexStream(prompts, seed)
+        if sampler is not None:
+            self.stream = OwnSampler(sampler, [json.loads(row) for row in prompts["row"]], seed)
         self.metrics: dict[str, float] = {}  # of the last collection
         self._round = self._faults = 0
         self._numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
@@ -326,6 +330,8 @@ class ExperienceCollection:
         """Add the rows of a round, of all ranks. Returns those of the PPO step once it has enough, or after the last
         round, and prints their answers if asked to. Collective."""
         self._round += 1
+        if isinstance(self.stream, OwnSampler):
+            self.stream.update(rows.groups, rows.scores)
         if self.pool is not None:
             self.pool.add(rows)
             if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:

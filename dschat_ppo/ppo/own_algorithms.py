@@ -1,4 +1,4 @@
-"""Estimators, policy losses and metrics of one's own: tried on made-up rows before a model is loaded."""
+"""Estimators, policy losses, metrics and samplers of one's own: tried on made-up rows before a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from dschat_ppo.algorithms.actor_critic_losses import PolicyLossSettings, PolicyTerms, TokenLosses
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs
+from dschat_ppo.common import dist
 from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.errors import UserError
 from dschat_ppo.types import Experience, FinishReason
 
-METRICS = "--metrics"
+METRICS, SAMPLER = "--metrics", "--sampler"
 _B, _R = 4, 3
 
 
@@ -40,6 +41,57 @@ def check_own_functions(config: PPOConfig) -> None:
         if not is_own_function(name):
             raise UserError(f"{METRICS} {name}: expected FILE.py:FUNCTION")
     own_metrics(config.ppo.metrics, rows)
+    if config.ppo.sampler is not None:
+        if not is_own_function(config.ppo.sampler):
+            raise UserError(f"{SAMPLER} {config.ppo.sampler}: expected FILE.py:CLASS")
+        tried = OwnSampler(config.ppo.sampler, [{}] * _B, 0)
+        tried.take(_B)
+        tried.update(torch.arange(_B), torch.zeros(_B))
+        tried.load_state_dict(tried.state_dict())
+
+
+class OwnSampler:
+    """Chooses prompts by the class of `--sampler`, in place of an `IndexStream`. What its methods return on rank 0 holds
+    for all ranks. `rows`: the data row of each prompt. Its methods are collective."""
+
+    def __init__(self, name: str, rows: Sequence[dict[str, Any]], seed: int):
+        self.name, self.count = name, len(rows)
+        self.order = list[int]()  # of all prompts taken; its places number the groups
+        with running_own(f"{SAMPLER} {name}:", name):
+            self.own = own_function(SAMPLER, name)(rows, seed)
+
+    @property
+    def taken(self) -> int:
+        return len(self.order)
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` prompts."""
+        with running_own(f"{SAMPLER} {self.name}: take({count}):", self.name):
+            found = [int(index) for index in self.own.take(count)]
+            if len(found) != count or not all(0 <= index < self.count for index in found):
+                raise ValueError(f"it must return {count} numbers from 0 to {self.count - 1}, got {found[:8]}")
+        found = dist.broadcast_object(found)
+        self.order += found
+        return found
+
+    def update(self, groups: Tensor, scores: Tensor) -> None:
+        """Tell it the scores (N,) of answers, whose prompts have the numbers `groups` (N,)."""
+        if hasattr(self.own, "update"):
+            with running_own(f"{SAMPLER} {self.name}: update:", self.name):
+                self.own.update([self.order[number] for number in groups.tolist()], scores.tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with that of the class if it has any."""
+        with running_own(f"{SAMPLER} {self.name}: state_dict:", self.name):
+            own = self.own.state_dict() if hasattr(self.own, "state_dict") else None
+        return {"order": list(self.order), "own": dist.broadcast_object(own)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()`."""
+        self.order = list(state["order"])
+        if state["own"] is not None:
+            with running_own(f"{SAMPLER} {self.name}: load_state_dict:", self.name):
+                self.own.load_state_dict(state["own"])
 
 
 def own_metrics(names: Sequence[str], rows: Experience) -> dict[str, float]:

@@ -19,7 +19,7 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.errors import UserError
 from dschat_ppo.ppo.begin_ppo import inputs_of
-from dschat_ppo.ppo.own_algorithms import check_own_functions, made_up_rows, own_metrics
+from dschat_ppo.ppo.own_algorithms import OwnSampler, check_own_functions, made_up_rows, own_metrics
 from dschat_ppo.rewards.function_reward import parse_function
 
 PAGE = ROOT / "docs/extending.md"
@@ -39,7 +39,7 @@ TICKET = {
 @pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch):
     """The files of the page, in the current folder."""
-    assert len(FILES) == 5
+    assert len(FILES) == 6
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -109,6 +109,19 @@ def test_the_metric_by_hand():
     wide = torch.ones(4, 101, dtype=torch.bool) & torch.tensor([[True], [False], [True], [False]])
     found = own_metrics(["answers.py:long_answers"], replace(rows, response_mask=wide))
     assert found == {"own/long_answers": 0.5, "own/score_of_long_answers": 0.0}  # scores 1 and -1
+
+
+def test_the_sampler_takes_easy_prompts_first_leaves_out_what_is_solved_and_resumes(files):
+    rows = [{"level": 2}, {"level": 0}, {"level": 1}, {}]
+    sampler = OwnSampler(of_flag("--sampler"), rows, 0)
+    assert sampler.take(2) == [1, 3] and sampler.taken == 2
+    sampler.update(torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.0, 0.5]))  # groups: places in the order of taking
+    again = OwnSampler(of_flag("--sampler"), rows, 0)
+    again.load_state_dict(sampler.state_dict())
+    assert sampler.take(4) == again.take(4) == [2, 0, 3, 2] and again.order == [1, 3, 2, 0, 3, 2]
+    (files / "own.py").write_text("class Few:\n def __init__(self, rows, seed): pass\n def take(self, n): return [9]")
+    with pytest.raises(UserError, match=r"--sampler own.py:Few: take\(4\): ValueError: it must return 4 numbers"):
+        check_own_functions(config("--sampler", "own.py:Few"))
 
 
 def test_a_metric_that_fails_is_named_in_the_run_and_before_it(files):
