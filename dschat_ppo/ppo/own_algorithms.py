@@ -51,8 +51,8 @@ def check_own_functions(config: PPOConfig) -> None:
 
 
 class OwnSampler:
-    """Chooses prompts by the class of `--sampler`, in place of an `IndexStream`. What its methods return on rank 0 holds
-    for all ranks. `rows`: the data row of each prompt. Its methods are collective."""
+    """Chooses prompts by the class of `--sampler`, in place of an `IndexStream`. What its methods return on rank 0
+    holds for all ranks. `rows`: the data row of each prompt. Its methods are collective."""
 
     def __init__(self, name: str, rows: Sequence[dict[str, Any]], seed: int):
         self.name, self.count = name, len(rows)
