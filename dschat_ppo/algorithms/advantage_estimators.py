@@ -202,7 +202,10 @@ class AdvantageInputs:
     lam: float  # lambda of gae, in [0, 1]
     normalise_std: bool = True  # grpo and grpo_pass_at_k: divide by the standard deviation of the group
     epsilon: float = 1e-6  # added to that standard deviation
-    scores: Tensor | None = None  # (B,) fp32, scores before the KL penalty; None: the rewards hold no penalty
+    scores: Tensor | None = None  # (B,) fp32, scores before the KL penalty (gdpo: before all penalties); None: the
+    #   rewards hold no penalty
+    source_scores: Tensor | None = None  # (B, K) fp32, by each reward source; NaN where it does not score the row
+    source_weights: Tensor | None = None  # (K,) fp64, weights of the sources in the score
 
 
 Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
@@ -278,8 +281,7 @@ def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     totals = _row_scores(inputs)
     scores = totals if inputs.scores is None else inputs.scores.double()  # (B,) before the KL penalty
     gaps = groups.gaps(scores)
-    std = groups.std(gaps)
-    standardised = gaps / torch.where(std > 0, std + inputs.epsilon, 1.0)
+    standardised = gaps / _divisor(groups.std(gaps), inputs)
     penalised = groups.gaps(standardised - (scores - totals))
     return groups.gaps(penalised / groups.std(penalised).clamp_min(1))
 
@@ -336,6 +338,24 @@ def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(torch.where(leads, -second, 0.0), inputs)
 
 
+def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """`x / (std of x over the batch + epsilon)` on every token, with x the weighted sum over the reward sources k of
+    `(r_k - mean) / (std + epsilon)` over the group (GDPO, Liu et al. 2026, arXiv 2601.05242).
+
+    A source adds nothing to a row that it does not score. The paper subtracts the mean of x over the batch as well,
+    which is 0 as it is in each group. Penalties are subtracted as they are, compared within the group.
+    """
+    assert inputs.source_scores is not None and inputs.source_weights is not None
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    mixed = torch.zeros_like(groups.sizes)  # (B,) x
+    for weight, column in zip(inputs.source_weights, inputs.source_scores.double().T, strict=True):
+        scored = Groups.of(inputs.groups, inputs.response_mask & ~column.isnan().unsqueeze(1))
+        gaps = scored.gaps(column)  # (B,)
+        standardised = (gaps - scored.mean(gaps)) / _divisor(scored.std(gaps), inputs)
+        mixed += torch.where(scored.counted, weight * standardised, 0.0)
+    return _less_penalty(mixed / _divisor(_batch_std(mixed, groups), inputs), inputs, groups)
+
+
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """The return-to-go of the token rewards (REINFORCE++, Hu 2025)."""
     returns = returns_to_go(inputs.rewards, inputs.response_mask, inputs.gamma)
@@ -388,6 +408,24 @@ def _row_scores(inputs: AdvantageInputs) -> Tensor:
     return zero_outside(inputs.rewards, inputs.response_mask).double().sum(dim=1)
 
 
+def _divisor(std: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """`std + epsilon`; 1 where the deviation is 0."""
+    return torch.where(std > 0, std + inputs.epsilon, 1.0)
+
+
+def _batch_std(values: Tensor, groups: Groups) -> Tensor:
+    """Unbiased standard deviation of `values` (B,) fp64 over the counted rows of all groups, (); 0 for one row."""
+    kept = values[groups.counted]
+    return kept.std() if len(kept) > 1 else values.new_zeros(())
+
+
+def _less_penalty(advantages: Tensor, inputs: AdvantageInputs, groups: Groups) -> tuple[Tensor, Tensor]:
+    """The advantages of rows (B,), less the penalty in the rewards minus its mean over the group, on every token."""
+    totals = _row_scores(inputs)
+    gaps = groups.gaps(totals - (totals if inputs.scores is None else inputs.scores.double()))
+    return _on_every_token(advantages + gaps - groups.mean(gaps), inputs)
+
+
 def _on_every_token(advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """(B,) advantages of rows -> (B, R) advantages of tokens, with the returns-to-go."""
     tokens = advantages.unsqueeze(1).expand_as(inputs.rewards).to(inputs.rewards.dtype)
@@ -423,5 +461,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "opo": opo,
     "gpg": gpg,
     "grpo_pass_at_k": grpo_pass_at_k,
+    "gdpo": gdpo,
     "none": none,
 }

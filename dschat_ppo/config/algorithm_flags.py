@@ -10,14 +10,14 @@ from dschat_ppo.config.schema import flag, is_own_function, not_negative, positi
 
 ESTIMATOR = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
-    "grpo_pass_at_k", "none",
+    "grpo_pass_at_k", "gdpo", "none",
 ]  # fmt: skip
 POLICY_LOSS = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov"]
 AGGREGATION = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
 KL_FORM = Literal["k1", "k2", "k3", "abs", "full"]
 
 WITHIN_A_GROUP = (
-    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k",
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k", "gdpo",
 )  # fmt: skip
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISCOUNTED = (*WHITENED, "remax")
@@ -71,8 +71,7 @@ class AlgorithmFlags:
 
     kl_coef: float | None = not_negative(None,
         "weight of the per-token KL penalty in the reward; not given: 0 for the estimators that compare the answers to "
-        "one prompt (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_pass_at_k), which then need no "
-        "reference, else 0.1")
+        f"one prompt ({', '.join(WITHIN_A_GROUP)}), which then need no reference, else 0.1")
     kl_estimator: KL_FORM = flag("k1",
         "KL in the reward: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary")
     kl_target: float | None = positive(None,
@@ -129,6 +128,9 @@ class AlgorithmFlags:
             f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}":
                 not (self.dual_clip == 0 or self.dual_clip > 1),
             f"--importance_cap must be above 1, got {self.importance_cap}": not self.importance_cap > 1,
+            "--advantage_estimator gdpo standardises each reward source; --reward_clip and --normalize_rewards running "
+            "act on their sum, so omit them": self.advantage_estimator == "gdpo" and (
+                bool(self.reward_clip) or self.normalize_rewards == "running"),
             "the lower clip, --clip_eps_low or --clip_eps, must be below 1": (self.clip_eps_low or self.clip_eps) >= 1,
             f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}":
                 self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max,

@@ -100,8 +100,9 @@ class PPOConfig(StepConfig):
                 self.environment.is_used and self.rewards.process_reward is not None,
             "--min_answer_seq_len is not for episodes: an action may be short; omit it":
                 self.environment.is_used and ppo.min_answer_seq_len > 0,
-            "--advantage_estimator remax: the score of its baseline is of a whole episode; use --turn_reward sum":
-                self.environment.to_go_weight is not None and self.algorithm.advantage_estimator == "remax",
+            f"--advantage_estimator {algorithm.advantage_estimator} compares scores of whole episodes; use "
+            "--turn_reward sum": self.environment.to_go_weight is not None
+                and algorithm.advantage_estimator in ("remax", "gdpo"),
             f"--inference_tp_size {memory.inference_tp_size}: the ranks of a group would each run the episodes of all; "
             "set it to 1": self.environment.is_used and memory.inference_tp_size > 1,
             # memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,14 +45,16 @@ class AdvantageComputation:
     known, the advantages. Every rank holds the same state. The policy does not move in the first `warmup_rollouts` PPO
     steps. `score_clip` 0: scores are not clipped. With `to_go_weight`, that of the environment's rewards, each of these
     is received at the end of its turn, and the rest of the score at the last token. `distill_coef`: weight of the KL to
-    the teacher at each token, a reward that is received there and whose discount is 0."""
+    the teacher at each token, a reward that is received there and whose discount is 0. `source_weights`: of the reward
+    sources, in the order of `source_scores`."""
 
     def __init__(
         self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0,
-        to_go_weight: float | None = None, distill_coef: float = 0.0,
+        to_go_weight: float | None = None, distill_coef: float = 0.0, source_weights: Sequence[float] = (),
     ):  # fmt: skip
         self.flags = flags
         self.distill_coef = distill_coef
+        self.source_weights = list(source_weights)
         self.estimate = named("--advantage_estimator", flags.advantage_estimator, ESTIMATORS)
         self.score_clip = score_clip
         self.to_go_weight = to_go_weight
@@ -98,9 +101,11 @@ class AdvantageComputation:
         flags, mask = self.flags, rows.response_mask
         assert rows.answer_scores is not None
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
+        weights_of_sources = torch.tensor(self.source_weights, dtype=torch.float64, device=mask.device)  # (K,)
         inputs = AdvantageInputs(
             rows.rewards, rows.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
-            flags.normalize_group_std, scores=rows.answer_scores,
+            flags.normalize_group_std, source_scores=rows.source_scores, source_weights=weights_of_sources,
+            scores=rows.scores if flags.advantage_estimator == "gdpo" else rows.answer_scores,
         )  # fmt: skip
         with block("advantages"):
             if self.to_go_weight is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:

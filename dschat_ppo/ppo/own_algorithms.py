@@ -122,7 +122,10 @@ def _try(flag: str, name: str, check: Callable[[Callable[..., Any], Experience],
 
 
 def _check_estimator(function: Callable[..., Any], rows: Experience) -> None:
-    inputs = AdvantageInputs(rows.rewards, None, rows.response_mask, rows.groups, None, 0.9, 0.9, scores=rows.scores)
+    inputs = AdvantageInputs(
+        rows.rewards, None, rows.response_mask, rows.groups, None, 0.9, 0.9, scores=rows.scores,
+        source_scores=rows.source_scores, source_weights=torch.ones(1).double(),
+    )  # fmt: skip
     found = function(inputs)
     if not (isinstance(found, tuple) and len(found) == 2):
         raise TypeError(f"it must return (advantages, returns), not {type(found).__name__}")

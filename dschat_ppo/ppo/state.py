@@ -138,6 +138,7 @@ class PPOComponents:
         self.shaping = AdvantageComputation(
             algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts,
             config.environment.to_go_weight, config.distill_coef if config.teacher_gives_rewards else 0.0,
+            [weight for _, weight in rewards.sources],
         )  # fmt: skip
         late_ends = generator.config.stopping.late_ends
         reference = engines.reference if algorithm.has_reference else None

@@ -1,5 +1,7 @@
 """Advantage estimators, token rewards, returns and group statistics: by hand, and against loops over definitions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,7 @@ def inputs_of(mask, rewards=None, groups=None, **changes) -> AdvantageInputs:
         "response_mask": mask,
         "groups": torch.tensor(groups) if groups is not None else torch.zeros(rows, dtype=torch.int64),
         "baselines": normal(2, rows), "gamma": 0.9, "lam": 0.8,
+        "source_scores": normal(3, rows, 2), "source_weights": torch.tensor([0.5, 2.0]).double(),
     }  # fmt: skip
     return AdvantageInputs(**{**settings, **changes})
 
@@ -148,12 +151,57 @@ def test_grpo_subtracts_the_kl_from_standardised_scores_by_hand():
     assert row_advantages("grpo", penalised([2.0, 2.0], [0.02, 0.0])) == pytest.approx([-0.01, 0.01], rel=1e-5)
 
 
+def of_sources(inputs: AdvantageInputs, *columns, weights) -> AdvantageInputs:
+    weights = torch.tensor(weights, dtype=torch.float64)
+    return replace(inputs, source_scores=torch.tensor(columns).T, source_weights=weights)
+
+
+def test_gdpo_standardises_each_source_in_its_group_and_their_sum_over_the_batch_by_hand():
+    # First source: 0 and 1, 4 and 4, so -+h and 0 with h = 0.5^0.5. Second: it scores the second prompt alone, -+h.
+    nan = float("nan")
+    inputs = scored([9.0, 8.0, 7.0, 6.0], [5, 5, 3, 3])
+    inputs = of_sources(inputs, [0.0, 1.0, 4.0, 4.0], [nan, nan, -20.0, 30.0], weights=[3.0, 1.0])
+    # -3h, 3h, -h, h: variance 20 h^2 / 3 = 10 / 3
+    unit = 0.5**0.5 / (10 / 3) ** 0.5
+    assert row_advantages("gdpo", inputs) == pytest.approx([-3 * unit, 3 * unit, -unit, unit])
+    # One source: grpo, whose advantages -+h and 0 have the variance 1 / 3.
+    one = of_sources(inputs, [0.0, 1.0, 4.0, 4.0], weights=[0.5])
+    assert row_advantages("gdpo", one) == pytest.approx([-(1.5**0.5), 1.5**0.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gdpo_matches_a_loop_with_gaps_unscored_rows_and_penalties(seed):
+    mask, groups = ragged_mask(LENGTHS), list(PROMPTS)
+    columns = [normal(seed + k, len(groups)) for k in range(3)]
+    columns[1][[0, 4]] = torch.nan  # of prompt 7 some rows, of prompt -2 one
+    columns[2][:] = torch.nan
+    penalties = normal(seed + 9, len(groups)).abs()
+    scores = normal(seed + 5, len(groups))
+    rewards = token_rewards(scores - penalties, torch.zeros(mask.shape), mask, 0.0)
+    inputs = inputs_of(mask, rewards, groups, epsilon=0.03, scores=scores)
+    inputs = of_sources(inputs, *(column.tolist() for column in columns), weights=[0.7, -2.0, 1.0])
+    mixed, less = np.zeros(len(groups)), np.zeros(len(groups))
+    counted = [i for i, length in enumerate(LENGTHS) if length]
+    for i in counted:
+        mates = [j for j in counted if groups[j] == groups[i]]
+        less[i] = float(penalties[i]) - np.mean([float(penalties[j]) for j in mates])
+        for weight, column in zip((0.7, -2.0, 1.0), inputs.source_scores.T.tolist(), strict=True):
+            values = [column[j] for j in mates if not np.isnan(column[j])]
+            if len(values) > 1 and not np.isnan(column[i]):
+                mixed[i] += weight * (column[i] - np.mean(values)) / (np.std(values, ddof=1) + 0.03)
+    kept = mixed[counted]
+    expected = (mixed - kept.mean()) / (kept.std(ddof=1) + 0.03) - less
+    found, returns = ESTIMATORS["gdpo"](inputs)
+    np.testing.assert_allclose(found.numpy(), np.where(mask.numpy(), expected[:, None], 0.0), atol=1e-6)
+    np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards.numpy(), mask.numpy(), 0.9), atol=1e-6)
+
+
 @pytest.mark.parametrize("score", [0.1, -0.7, 1e-8, 3e7])
 @pytest.mark.parametrize("name", WITHIN_A_GROUP)
 def test_equal_scores_have_advantage_exactly_zero(name, score):
     lengths = [5, 3, 1, 2, 4, 4, 2]
     for epsilon in (1e-6, 1e-30):
-        inputs = scored([score] * 7, [0] * 7, lengths, epsilon=epsilon)
+        inputs = of_sources(scored([score] * 7, [0] * 7, lengths, epsilon=epsilon), [score] * 7, weights=[1.0])
         assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(7, 5))
 
 
@@ -210,6 +258,8 @@ def test_results_do_not_depend_on_padding_or_the_order_of_rows(name, filling, co
         inputs.baselines[order],
         inputs.gamma,
         inputs.lam,
+        source_scores=inputs.source_scores[order],
+        source_weights=inputs.source_weights,
     )
     for result, expected in zip(ESTIMATORS[name](other), ESTIMATORS[name](inputs), strict=True):
         torch.testing.assert_close(result, widened(expected, columns, 0.0)[order])

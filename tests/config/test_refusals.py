@@ -111,6 +111,11 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--advantage_estimator grpo --gae_lambda 1.0", "it is for --advantage_estimator gae"),
     ("ppo", "--advantage_estimator rloo --gamma 0.9", "--gamma 0.9 has no effect"),
     ("ppo", "--advantage_estimator grpo --whiten_advantages False", "--whiten_advantages False has no effect"),
+    ("ppo", "--advantage_estimator gdpo", "--advantage_estimator gdpo compares the answers to one prompt"),
+    *[("ppo", f"--advantage_estimator gdpo --n_samples_per_prompt 2 {words}", "gdpo standardises each reward source")
+      for words in ("--reward_clip 5", "--normalize_rewards running")],
+    *[("ppo", f"--advantage_estimator {name} --n_samples_per_prompt 2 --environment e.py:E --turn_reward to_go",
+       f"--advantage_estimator {name} compares scores of whole episodes") for name in ("gdpo", "remax")],
     ("ppo", "--normalize_group_std False", "it is for --advantage_estimator grpo or grpo_pass_at_k"),
     ("ppo", "--kl_coef 0.0 --kl_target 0.1", "--kl_target 0.1 has no effect: it is for a --kl_coef above 0"),
     ("ppo", "--advantage_estimator grpo --kl_target 0.1",

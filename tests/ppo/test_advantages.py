@@ -106,6 +106,19 @@ def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
         assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length, abs=1e-5)
 
 
+def test_gdpo_weighs_the_sources_and_subtracts_penalties_as_they_are():
+    """Rows of groups 0, 0, -, 1, 2, 2, of which that of group 1 has no other; rows 2 to 5 except 4 are cut."""
+    sources = torch.tensor([[1.0, 2.0], [3.0, 1.0], [9.0, 9.0], [5.0, 5.0], [7.0, 0.0], [7.0, 4.0]])
+    weights = [2.0, 0.5]
+    rows = scored(source_scores=sources, scores=sources @ torch.tensor(weights))
+    flags = AlgorithmFlags(advantage_estimator="gdpo", missing_eos_penalty=0.5)
+    found = Computation(flags, LONGEST, 0, 0.0, source_weights=weights)(rows, step=1).advantages[:, 0]
+    half = 0.5**0.5
+    mixed = np.array([-2 + 0.5, 2 - 0.5, 0.0, -0.5, 0.5]) * half  # of rows 0, 1, 3, 4, 5
+    expected = mixed / mixed.std(ddof=1) + np.array([0.0, 0.0, 0.0, 0.25, -0.25])
+    np.testing.assert_allclose(found[[0, 1, 3, 4, 5]].numpy(), expected, atol=1e-5)
+
+
 def test_the_greedy_score_of_remax_carries_no_penalties():
     rows = scored(baselines=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0]))
     flags = {"missing_eos_penalty": 1.5, "overlong_buffer": 2, "overlong_penalty": 3.0}
