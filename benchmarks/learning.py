@@ -29,7 +29,8 @@ from measure import markdown
 
 SEEDS = (1, 2, 3)
 QUICK = ("gae", "grpo", "rloo")
-# estimator -> the loss it is usually combined with
+# Estimator -> the loss it is usually combined with. Left out: gdpo, which with one source is grpo up to a factor;
+# maxrl, which takes no negative scores; none, which learns from a teacher alone.
 ESTIMATORS = {
     "gae": "--policy_loss ppo",
     "grpo": "--policy_loss ppo",

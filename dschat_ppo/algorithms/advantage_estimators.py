@@ -338,6 +338,22 @@ def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(torch.where(leads, -second, 0.0), inputs)
 
 
+def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """`(S - mean) / mean` over the group, on every token; 0 where the mean is not above 0 (MaxRL, Tajwar et al. 2026,
+    arXiv 2602.02710).
+
+    For scores of 0 and 1 this approaches the gradient of the log of the success rate. Scores, before the KL penalty,
+    must be 0 or above: with negative ones a mean close to 0 makes advantages huge. The penalty is subtracted as it is,
+    compared within the group.
+    """
+    groups = Groups.of(inputs.groups, inputs.response_mask)
+    scores = _row_scores(inputs) if inputs.scores is None else inputs.scores.double()  # (B,)
+    gaps = groups.gaps(scores)
+    mean = groups.best(scores) + groups.mean(gaps)
+    advantages = torch.where(mean > 0, (gaps - groups.mean(gaps)) / mean, 0.0)
+    return _less_penalty(advantages, inputs, groups)
+
+
 def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """`x / (std of x over the batch + epsilon)` on every token, with x the weighted sum over the reward sources k of
     `(r_k - mean) / (std + epsilon)` over the group (GDPO, Liu et al. 2026, arXiv 2601.05242).
@@ -461,6 +477,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "opo": opo,
     "gpg": gpg,
     "grpo_pass_at_k": grpo_pass_at_k,
+    "maxrl": maxrl,
     "gdpo": gdpo,
     "none": none,
 }

@@ -10,14 +10,14 @@ from dschat_ppo.config.schema import flag, is_own_function, not_negative, positi
 
 ESTIMATOR = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
-    "grpo_pass_at_k", "gdpo", "none",
+    "grpo_pass_at_k", "maxrl", "gdpo", "none",
 ]  # fmt: skip
 POLICY_LOSS = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov"]
 AGGREGATION = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
 KL_FORM = Literal["k1", "k2", "k3", "abs", "full"]
 
 WITHIN_A_GROUP = (
-    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k", "gdpo",
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k", "maxrl", "gdpo",
 )  # fmt: skip
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISCOUNTED = (*WHITENED, "remax")

@@ -71,6 +71,8 @@ def row_by_loop(name, i, scores, lengths, groups, epsilon, normalise) -> float:
         counted = [j for j in range(len(scores)) if lengths[j] > 0]
         useful = [j for j in counted if len({scores[k] for k in counted if groups[k] == groups[j]}) > 1]
         return len(counted) / len(useful) * (scores[i] - mean)
+    if name == "maxrl":
+        return (scores[i] - mean) / mean if mean > 0 else 0.0
     assert name == "grpo_pass_at_k"
     first, second = sorted(values, reverse=True)[:2]
     return (first - second) / (spread if normalise else 1.0) if scores[i] == first else 0.0
@@ -87,7 +89,7 @@ def check_rows(name, inputs):
     np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards, mask, inputs.gamma), atol=1e-10)
 
 
-ROW_LEVEL = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_pass_at_k"]
+ROW_LEVEL = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_pass_at_k", "maxrl"]
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -110,6 +112,11 @@ BY_HAND = {
     "gpg": (scored([0.0, 0.5, 1.0, 0.5, 1.0, 1.0], [0, 0, 0, 0, 1, 1]), [-0.75, 0.0, 0.75, 0.0, 0.0, 0.0]),
     "grpo_pass_at_k": (
         scored([1.0, 4.0, 2.5, 3.0, 3.0, 9.0], [0, 0, 0, 1, 1, 2], normalise_std=False), [0.0, 1.5, 0.0, 0.0, 0.0, 0.0]
+    ),
+    # One of four, three of four, none of two, a mean of -1.
+    "maxrl": (
+        scored([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, -3.0, 1.0], [0] * 4 + [1] * 4 + [2] * 2 + [3] * 2),
+        [-1.0, 3.0, -1.0, -1.0, 1 / 3, -1.0, 1 / 3, 1 / 3, 0.0, 0.0, 0.0, 0.0],
     ),
 }  # fmt: skip
 
@@ -194,6 +201,12 @@ def test_gdpo_matches_a_loop_with_gaps_unscored_rows_and_penalties(seed):
     found, returns = ESTIMATORS["gdpo"](inputs)
     np.testing.assert_allclose(found.numpy(), np.where(mask.numpy(), expected[:, None], 0.0), atol=1e-6)
     np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards.numpy(), mask.numpy(), 0.9), atol=1e-6)
+
+
+def test_maxrl_divides_by_the_mean_before_the_kl_penalty_and_subtracts_that_by_hand():
+    # Mean 2: -0.5 and 0.5; penalties of 0.3 and 0.1 are 0.1 above and below theirs.
+    assert row_advantages("maxrl", penalised([1.0, 3.0], [0.3, 0.1])) == pytest.approx([-0.6, 0.6], rel=1e-5)
+    assert row_advantages("maxrl", penalised([0.0, 0.0], [-0.3, 0.1])) == pytest.approx([0.2, -0.2], rel=1e-5)
 
 
 @pytest.mark.parametrize("score", [0.1, -0.7, 1e-8, 3e7])
