@@ -201,6 +201,7 @@ class AdvantageInputs:
     gamma: float  # discount per token, in [0, 1]
     lam: float  # lambda of gae, in [0, 1]
     normalise_std: bool = True  # grpo and grpo_pass_at_k: divide by the standard deviation of the group
+    batch_std: bool = False  # instead by that of all rows
     epsilon: float = 1e-6  # added to that standard deviation
     scores: Tensor | None = None  # (B,) fp32, scores before the KL penalty (gdpo: before all penalties); None: the
     #   rewards hold no penalty
@@ -277,12 +278,16 @@ def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     its group's mean (Samuelson 1968, "How deviant can you be?"). Dividing the penalty by the deviation of the scores
     would amplify the noise of the KL without bound where scores are nearly equal. Where they are equal, the penalties
     alone are compared. Without a penalty the result is `S / (std(S) + epsilon)`.
+
+    With `batch_std`, std(S) is over all rows (TRL's `scale_rewards="batch"`), and Z is not divided again.
     """
     totals = _row_scores(inputs)
     scores = totals if inputs.scores is None else inputs.scores.double()  # (B,) before the KL penalty
     gaps = groups.gaps(scores)
-    standardised = gaps / _divisor(groups.std(gaps), inputs)
-    penalised = groups.gaps(standardised - (scores - totals))
+    std = _batch_std(scores, groups) if inputs.batch_std else groups.std(gaps)
+    penalised = groups.gaps(gaps / _divisor(std, inputs) - (scores - totals))
+    if inputs.batch_std:
+        return penalised
     return groups.gaps(penalised / groups.std(penalised).clamp_min(1))
 
 

@@ -43,6 +43,9 @@ class AlgorithmFlags:
         "reinforce_plus_plus_baseline)")
     normalize_group_std: bool = flag(True,
         "divide advantages by the standard deviation of the group (grpo, grpo_pass_at_k)")
+    group_std: Literal["group", "batch"] = flag("group",
+        "the standard deviation of --normalize_group_std: that of the scores of the 'group', or of all answers of the "
+        "PPO step ('batch')")
 
     policy_loss: POLICY_LOSS | str = flag("ppo",
         "policy loss; docs/algorithms.md describes them, docs/extending.md says how to write one")
@@ -154,6 +157,7 @@ class AlgorithmFlags:
             (own or estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
             (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),
             (standardises, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
+            (standardises and self.normalize_group_std, "--normalize_group_std of grpo or grpo_pass_at_k", "group_std"),
             (adaptive_entropy, "--entropy_target", "entropy_delta entropy_coef_max"),
             (self.kl_reward_coef > 0, f"a {penalty}, which it adapts", "kl_target"),
             (self.kl_target is not None, "--kl_target", "kl_horizon"),

@@ -311,7 +311,7 @@ THEIR_NAMES = {
     "clip_eps_high": "epsilon_high",
     "value_clip_eps": "cliprange_value value_clip",
     "gae_lambda": "lam lambd",
-    "normalize_group_std": "scale_rewards",
+    "normalize_group_std group_std": "scale_rewards",
     "kl_loss_coef kl_coef": "beta",
     "kl_coef": "init_kl_coef kl_init_coef",
     "reward_function": "reward_funcs",

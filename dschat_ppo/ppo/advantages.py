@@ -101,10 +101,10 @@ class AdvantageComputation:
         flags, mask = self.flags, rows.response_mask
         assert rows.answer_scores is not None
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
-        weights_of_sources = torch.tensor(self.source_weights, dtype=torch.float64, device=mask.device)  # (K,)
         inputs = AdvantageInputs(
             rows.rewards, rows.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
-            flags.normalize_group_std, source_scores=rows.source_scores, source_weights=weights_of_sources,
+            flags.normalize_group_std, flags.group_std == "batch", source_scores=rows.source_scores,
+            source_weights=torch.tensor(self.source_weights, dtype=torch.float64, device=mask.device),
             scores=rows.scores if flags.advantage_estimator == "gdpo" else rows.answer_scores,
         )  # fmt: skip
         with block("advantages"):

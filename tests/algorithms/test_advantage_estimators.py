@@ -203,6 +203,20 @@ def test_gdpo_matches_a_loop_with_gaps_unscored_rows_and_penalties(seed):
     np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards.numpy(), mask.numpy(), 0.9), atol=1e-6)
 
 
+def test_grpo_divides_by_the_deviation_of_the_batch_by_hand():
+    # 1, 3, 5, 5, 6: mean 4, variance (9 + 1 + 1 + 1 + 4) / 4 = 4. An empty answer is no score.
+    inputs = scored([1.0, 3.0, 5.0, 5.0, 6.0, 99.0], [0, 0, 1, 1, 2, 2], [1, 1, 2, 1, 1, 0], batch_std=True)
+    assert row_advantages("grpo", inputs) == pytest.approx([-0.5, 0.5, 0.0, 0.0, 0.0, 0.0])
+    assert row_advantages("grpo_pass_at_k", inputs) == pytest.approx([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    # A group may spread more than the batch, and keeps that: 0 and 6 among 3, 3, 3, 3 and 3 have the variance 18 / 6.
+    wide = scored([0.0, 6.0, 3.0, 3.0, 3.0, 3.0, 3.0], [0, 0, 1, 1, 1, 1, 1], batch_std=True)
+    assert row_advantages("grpo", wide) == pytest.approx([-(3**0.5), 3**0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
+    # The penalties 0.3 and 0.1 keep their size.
+    inputs = penalised([1.0, 3.0], [0.3, 0.1], batch_std=True)
+    half = 0.5**0.5 + 0.1
+    assert row_advantages("grpo", inputs) == pytest.approx([-half, half], rel=1e-5)
+
+
 def test_maxrl_divides_by_the_mean_before_the_kl_penalty_and_subtracts_that_by_hand():
     # Mean 2: -0.5 and 0.5; penalties of 0.3 and 0.1 are 0.1 above and below theirs.
     assert row_advantages("maxrl", penalised([1.0, 3.0], [0.3, 0.1])) == pytest.approx([-0.6, 0.6], rel=1e-5)

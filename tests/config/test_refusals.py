@@ -117,6 +117,8 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     *[("ppo", f"--advantage_estimator {name} --n_samples_per_prompt 2 --environment e.py:E --turn_reward to_go",
        f"--advantage_estimator {name} compares scores of whole episodes") for name in ("gdpo", "remax")],
     ("ppo", "--normalize_group_std False", "it is for --advantage_estimator grpo or grpo_pass_at_k"),
+    *[("ppo", f"--group_std batch --advantage_estimator {words}", "it is for --normalize_group_std of grpo")
+      for words in ("rloo", "grpo --normalize_group_std False")],
     ("ppo", "--kl_coef 0.0 --kl_target 0.1", "--kl_target 0.1 has no effect: it is for a --kl_coef above 0"),
     ("ppo", "--advantage_estimator grpo --kl_target 0.1",
      "--kl_target 0.1 has no effect: it is for a --kl_coef above 0 (for grpo it is 0 unless given)"),

@@ -106,6 +106,12 @@ def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
         assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length, abs=1e-5)
 
 
+def test_the_deviation_of_the_batch_is_that_of_the_rows_with_a_token():
+    found = computation(advantage_estimator="grpo", group_std="batch", reward_clip=0.0)(scored(), step=1).advantages
+    std = np.std([1.0, -7.0, 0.5, 3.0, -1.0], ddof=1) + 1e-6
+    np.testing.assert_allclose(found[:, 0].numpy(), np.array([4, -4, 0, 0, 2, -2]) / std, atol=1e-5)
+
+
 def test_gdpo_weighs_the_sources_and_subtracts_penalties_as_they_are():
     """Rows of groups 0, 0, -, 1, 2, 2, of which that of group 1 has no other; rows 2 to 5 except 4 are cut."""
     sources = torch.tensor([[1.0, 2.0], [3.0, 1.0], [9.0, 9.0], [5.0, 5.0], [7.0, 0.0], [7.0, 4.0]])
