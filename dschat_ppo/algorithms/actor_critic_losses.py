@@ -7,6 +7,7 @@ Values outside the mask, NaN too, affect neither losses nor gradients. sg(x) is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from dschat_ppo.algorithms.aggregation import row_means, zero_outside
 from dschat_ppo.algorithms.kl import smooth_abs
 
+CLOSEST_TO_ONE = -1e-8  # log-probs above this count as this, so that log(1 - p) is finite
 LARGEST_LOG_RATIO = 20.0  # exp(20) is 5e8: far beyond every clip, and still finite when squared in fp32
 
 
@@ -42,6 +44,7 @@ class PolicyLossSettings:
 
     clip_eps_low: float = 0.2  # lower clip of the ratio at 1 - this (gmpo: of the log-ratio at -this)
     clip_eps_high: float = 0.2  # upper clip of the ratio at 1 + this (gmpo: of the log-ratio at this)
+    #   both: of dppo_tv and dppo_kl, the largest divergence
     dual_clip: float = 0.0  # c > 1 bounds the loss at -c A where A < 0 (ppo, gspo, clip_cov); 0 = off
     sapo_tau_positive: float = 1.0  # temperature of sapo where A > 0
     sapo_tau_negative: float = 1.05  # temperature of sapo elsewhere
@@ -127,6 +130,35 @@ def gmpo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     return TokenLosses(zero_outside(-advantage * ratio, terms.mask), ratio.detach(), clipped)
 
 
+def dppo_tv(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
+    """`-A rho` within a bound on the total variation of the sampled token against all others, `|p - p_old|` (DPPO, Qi
+    et al. 2026, arXiv 2602.04879); see `_within`."""
+    return _within(terms, settings, (terms.logprobs.detach().exp() - terms.old_logprobs.exp()).abs())
+
+
+def dppo_kl(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
+    """`-A rho` within a bound on the KL of the sampled token against all others, `p_old log(p_old / p) + (1 - p_old)
+    log((1 - p_old) / (1 - p))` (DPPO, Qi et al. 2026); see `_within`."""
+    new, old = (lp.detach().clamp_max(CLOSEST_TO_ONE) for lp in (terms.logprobs, terms.old_logprobs))  # (B, R) each
+    others = -old.expm1() * (_log1mexp(old) - _log1mexp(new))
+    return _within(terms, settings, old.exp() * (old - new) + others)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """`log(1 - exp(x))` for x < 0, exact near 0 and far from it (Mächler 2012)."""
+    return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
+
+
+def _within(terms: PolicyTerms, settings: PolicyLossSettings, divergence: Tensor) -> TokenLosses:
+    """`-A rho`. A token adds neither loss nor gradient once the policy has moved the way that A asks for, by a
+    `divergence` (B, R) above `clip_eps_high` where A > 0, above `clip_eps_low` where A < 0."""
+    ratio, advantages = terms.log_ratio.exp(), zero_outside(terms.advantages, terms.mask)
+    raised = (advantages > 0) & (ratio > 1) & (divergence > settings.clip_eps_high)
+    lowered = (advantages < 0) & (ratio < 1) & (divergence > settings.clip_eps_low)
+    left_out = raised | lowered
+    return TokenLosses((-advantages * ratio).masked_fill(left_out, 0.0), ratio.detach(), left_out)
+
+
 def clip_cov(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """ppo without the `selected` tokens, which add neither loss nor gradient (Clip-Cov, Cui et al. 2025)."""
     assert terms.selected is not None
@@ -157,6 +189,8 @@ POLICY_LOSSES: dict[str, Callable[[PolicyTerms, PolicyLossSettings], TokenLosses
     "reinforce": reinforce,
     "sapo": sapo,
     "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }

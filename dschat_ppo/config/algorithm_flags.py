@@ -12,7 +12,9 @@ ESTIMATOR = Literal[
     "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
     "grpo_pass_at_k", "maxrl", "gdpo", "none",
 ]  # fmt: skip
-POLICY_LOSS = Literal["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov"]
+POLICY_LOSS = Literal[
+    "ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
+]  # fmt: skip
 AGGREGATION = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
 KL_FORM = Literal["k1", "k2", "k3", "abs", "full"]
 
@@ -22,7 +24,7 @@ WITHIN_A_GROUP = (
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISCOUNTED = (*WHITENED, "remax")
 STANDARDISED = ("grpo", "grpo_pass_at_k")
-CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "clip_cov")
+CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov")
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean_token_mean
 
@@ -53,7 +55,8 @@ class AlgorithmFlags:
         "how token losses are averaged over the optimizer step; not given: seq_mean_token_mean for the losses gspo, "
         "gmpo and sapo, else constant for the estimator dr_grpo, else token_mean")
     clip_eps: float = positive(0.2,
-        "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps)")
+        "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps; dppo_tv and dppo_kl: "
+        "the largest divergence)")
     clip_eps_low: float | None = positive(None, "eps of the lower clip; not given: --clip_eps")
     clip_eps_high: float | None = positive(None, "eps of the upper clip; not given: --clip_eps")
     dual_clip: float = flag(0.0, "bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off")

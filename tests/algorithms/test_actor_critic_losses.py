@@ -15,7 +15,7 @@ LENGTHS = (5, 3, 0, 1, 4)
 SETTINGS = PolicyLossSettings(
     clip_eps_low=0.15, clip_eps_high=0.3, dual_clip=1.5, sapo_tau_positive=0.8, sapo_tau_negative=1.7, kl_cov_coef=0.6
 )
-NAMES = ["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov"]
+NAMES = ["ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"]
 
 
 def random_terms(lengths=LENGTHS, width=5, seed=0, spread=0.5) -> PolicyTerms:
@@ -40,6 +40,15 @@ def surrogate(ratio, advantage, s: PolicyLossSettings) -> float:
     return loss
 
 
+def within(rho, advantage, divergence, s: PolicyLossSettings) -> float:
+    away = divergence > s.clip_eps_high if rho > 1 else divergence > s.clip_eps_low
+    return 0.0 if away and (rho - 1) * advantage > 0 else -advantage * rho
+
+
+def binary_kl(p: float, old: float) -> float:
+    return old * math.log(old / p) + (1 - old) * math.log((1 - old) / (1 - p))
+
+
 def smooth(x: float) -> float:
     return abs(x) - 0.005 if abs(x) > 0.01 else x**2 / 0.02
 
@@ -58,12 +67,15 @@ def row_by_loop(name, new, old, advantages, selected, s: PolicyLossSettings, wei
     losses = []
     for t in range(n):
         a, rho, tau = advantages[t], ratios[t], s.sapo_tau_positive if advantages[t] > 0 else s.sapo_tau_negative
+        p, p_old = (min(math.exp(x), 1 - 1e-8) for x in (new[t], old[t]))
         losses.append(
             {
                 "ppo": surrogate(rho, a, s),
                 "cispo": -clip(weights[t] if weights else rho, 1 - s.clip_eps_low, 1 + s.clip_eps_high) * a * new[t],
                 "reinforce": -a * new[t],
                 "sapo": -a * 4 / tau / (1 + math.exp(-tau * (rho - 1))),
+                "dppo_tv": within(rho, a, abs(math.exp(new[t]) - math.exp(old[t])), s),
+                "dppo_kl": within(rho, a, binary_kl(p, p_old), s),
                 "clip_cov": 0.0 if selected[t] else surrogate(rho, a, s),
                 "kl_cov": -a * rho + (s.kl_cov_coef * smooth(logs[t]) if selected[t] else 0.0),
             }[name]
@@ -140,6 +152,38 @@ PENALTY = 0.6 * (math.log(2) - 0.005)
 )
 def test_a_token_by_hand(name, ratio, advantage, selected, expected):
     assert one(name, ratio, advantage, SETTINGS, selected) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "old", "new", "advantage", "left_out"), [
+    ("dppo_tv", 0.40, 0.75, 2.0, True),  # by 0.35, above 0.3
+    ("dppo_tv", 0.40, 0.65, 2.0, False), ("dppo_tv", 0.40, 0.75, -1.0, False),  # A asks for the way back
+    ("dppo_tv", 0.40, 0.20, -1.0, True),  # by 0.2, above 0.15
+    ("dppo_tv", 0.40, 0.30, -1.0, False), ("dppo_tv", 0.75, 0.40, 2.0, False), ("dppo_tv", 0.40, 0.75, 0.0, False),
+    ("dppo_tv", 0.001, 0.01, 2.0, False),  # ten times as likely
+    ("dppo_kl", 0.50, 0.90, 2.0, True),  # (log(5 / 9) + log 5) / 2 = 0.511
+    ("dppo_kl", 0.50, 0.80, 2.0, False),  # (log(5 / 8) + log(5 / 2)) / 2 = 0.223
+    ("dppo_kl", 0.50, 0.20, -1.0, True),  # (log(5 / 2) + log(5 / 8)) / 2, above 0.15
+    ("dppo_kl", 0.50, 0.30, -1.0, False),  # (log(5 / 3) + log(5 / 7)) / 2 = 0.087
+    ("dppo_kl", 0.50, 0.90, -1.0, False), ("dppo_kl", 0.50, 0.10, 1.0, False),
+])  # fmt: skip
+def test_dppo_leaves_out_tokens_that_moved_too_far_the_way_of_their_advantage(name, old, new, advantage, left_out):
+    found = one(name, new / old, advantage, SETTINGS, logprob=math.log(new))
+    kept = -advantage * new / old
+    assert found == pytest.approx((0.0, 0.0, new / old, True) if left_out else (kept, kept, new / old, False))
+
+
+@pytest.mark.parametrize(("old", "new", "left_out"), [
+    (0.0, 0.0, False), (-1e-7, -1e-9, False), (-1e-4, -1e-6, False), (-100.0, -90.0, False),
+    (-0.7, 0.0, True), (-0.7, -1e-7, True), (-1.2, -100.0, True), (0.0, -3.0, True),
+])  # fmt: skip
+def test_the_binary_kl_is_finite_where_a_probability_rounds_to_one_or_zero(old, new, left_out):
+    leaf = torch.tensor([[new]], requires_grad=True)  # fp32
+    advantage = torch.tensor([[1.0 if new > old else -1.0]])
+    terms = PolicyTerms(leaf, torch.tensor([[old]]), advantage, torch.tensor([[True]]))
+    result = POLICY_LOSSES["dppo_kl"](terms, SETTINGS)
+    result.losses.sum().backward()
+    assert result.clipped.item() is left_out
+    assert result.losses.isfinite().all() and bool(leaf.grad) is not left_out
 
 
 @pytest.mark.parametrize("name", NAMES)
