@@ -21,23 +21,26 @@ def importance_weights(
     level: Literal["token", "sequence"],
     mode: Literal["truncate", "mask"],
     cap: float,
+    floor: float | None = None,
 ) -> Tensor:
     """Importance weights from the policy as the generator computes it to the policy as the training engine does.
 
     `w = exp(old - rollout)` for each token, or with the sum over the row in the exponent (clamped to +-20).
 
-    - truncate: `min(w, cap)` (Ionides 2008; Yao et al. 2025), which limits the variance.
-    - mask: w where `1 / cap <= w <= cap`, 0 elsewhere: drops tokens on which the two engines disagree.
+    - truncate: `min(w, cap)` (Ionides 2008; Yao et al. 2025), which limits the variance; with a `floor` at least that.
+    - mask: w where `floor <= w <= cap`, 0 elsewhere: drops tokens on which the two engines disagree. The floor is
+      `1 / cap` unless given.
 
-    All (B, R): log-probs and weights fp32, `mask` bool; 0 outside the mask. `cap` is at least 1.
+    All (B, R): log-probs and weights fp32, `mask` bool; 0 outside the mask. `cap` is at least 1, `floor` below it.
     """
     log_weights = zero_outside(old_logprobs - rollout_logprobs, mask).detach()
     if level == "sequence":
         log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)  # (B, R) -> (B, 1) -> (B, R)
     weights = log_weights.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
-    outside = (weights > cap) | (weights < 1 / cap)
-    weights = weights.clamp_max(cap) if mode == "truncate" else weights.masked_fill(outside, 0.0)
-    return zero_outside(weights, mask)
+    if mode == "truncate":
+        return zero_outside(weights.clamp(floor, cap), mask)
+    outside = (weights > cap) | (weights < (1 / cap if floor is None else floor))
+    return zero_outside(weights.masked_fill(outside, 0.0), mask)
 
 
 def off_policy_rows(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:

@@ -93,9 +93,12 @@ class AlgorithmFlags:
         "weight the policy loss by the ratio of the training engine's probability to the one recorded while sampling, "
         "per token or per answer ('sequence')")
     importance_mode: Literal["truncate", "mask"] = flag("truncate",
-        "'truncate' lowers importance weights above --importance_cap to it; 'mask' sets them to 0, and also those "
-        "below its inverse")
+        "'truncate' lowers importance weights above --importance_cap to it, and raises those below --importance_floor; "
+        "'mask' sets both to 0")
     importance_cap: float = flag(2.0, "upper bound of the importance weights, above 1")
+    importance_floor: float | None = not_negative(None,
+        "lower bound of the importance weights, below --importance_cap; not given: none, and with --importance_mode "
+        "mask the inverse of --importance_cap")
     off_policy_delta: float | None = not_negative(None,
         "drop answers with a negative advantage whose log-prob (mean over tokens) has fallen by more than this many "
         "nats since scoring; not given: off")
@@ -134,6 +137,8 @@ class AlgorithmFlags:
             f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}":
                 not (self.dual_clip == 0 or self.dual_clip > 1),
             f"--importance_cap must be above 1, got {self.importance_cap}": not self.importance_cap > 1,
+            f"--importance_floor {self.importance_floor} must be below --importance_cap {self.importance_cap}":
+                self.importance_floor is not None and self.importance_floor >= self.importance_cap,
             "--advantage_estimator gdpo standardises each reward source; --reward_clip and --normalize_rewards running "
             "act on their sum, so omit them": self.advantage_estimator == "gdpo" and (
                 bool(self.reward_clip) or self.normalize_rewards == "running"),
@@ -167,7 +172,7 @@ class AlgorithmFlags:
             (kl_loss, "--kl_loss_coef above 0", "kl_loss_estimator"),
             (biased_gradient, "a KL loss k1, k3 or abs", "kl_straight_through"),
             (self.kl_reward_coef > 0, penalty, "kl_estimator"),
-            (correction, "--importance_correction", "importance_mode importance_cap"),
+            (correction, "--importance_correction", "importance_mode importance_cap importance_floor"),
             (self.overlong_buffer > 0, "--overlong_buffer", "overlong_penalty"),
             (self.dynamic_sampling, "--dynamic_sampling", "dynamic_sampling_rounds"),
         ]

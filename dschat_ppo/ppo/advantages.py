@@ -123,7 +123,7 @@ class AdvantageComputation:
             assert rows.old_logprobs is not None
             weights = weights * importance_weights(
                 rows.old_logprobs, rows.rollout_logprobs, mask, flags.importance_correction, flags.importance_mode,
-                flags.importance_cap,
+                flags.importance_cap, flags.importance_floor,
             )  # fmt: skip
         if flags.high_entropy_share < 1:
             assert rows.entropies is not None

@@ -44,6 +44,16 @@ def test_importance_weights_by_hand(level, how, expected):
     torch.testing.assert_close(weights, torch.tensor(expected), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize(("how", "floor", "expected"), [
+    ("truncate", 0.3, [0.3, 0.4, 0.6, 2.0]), ("truncate", 0.0, [0.1, 0.4, 0.6, 2.0]),
+    ("mask", 0.3, [0.0, 0.4, 0.6, 0.0]), ("mask", 0.0, [0.1, 0.4, 0.6, 0.0]), ("mask", None, [0.0, 0.0, 0.6, 0.0]),
+])  # fmt: skip
+def test_the_floor_of_importance_weights_by_hand(how, floor, expected):
+    old, rollout = log_weights([0.1, 0.4, 0.6, 3.0, 0.1])
+    weights = importance_weights(old, rollout, ragged_mask([4], 5), "token", how, 2.0, floor)
+    torch.testing.assert_close(weights, torch.tensor([[*expected, 0.0]]))
+
+
 @pytest.mark.parametrize("how", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @properties

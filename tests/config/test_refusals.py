@@ -128,6 +128,8 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--kl_coef 0.0 --kl_estimator full", "it is for --kl_coef above 0"),
     ("ppo", "--importance_cap 3.0", "it is for --importance_correction"),
     ("ppo", "--importance_correction token --importance_cap 0.5", "--importance_cap must be above 1"),
+    ("ppo", "--importance_floor 0.5", "it is for --importance_correction"),
+    ("ppo", "--importance_correction token --importance_floor 2", "--importance_floor 2.0 must be below"),
     ("ppo", "--entropy_delta 0.1", "it is for --entropy_target"),
     ("ppo", "--entropy_target 1.0 --entropy_coef 2.0", "--entropy_coef 2.0 is above --entropy_coef_max 1.0"),
     ("ppo", "--overlong_penalty 2.0", "it is for --overlong_buffer"),

@@ -157,6 +157,8 @@ def test_importance_weights_are_factors_of_the_token_losses():
     found = computation(importance_correction="token", importance_cap=1.5)(rows, step=1)
     ratios = (rows.old_logprobs - rows.rollout_logprobs).exp().clamp_max(1.5)
     torch.testing.assert_close(found.loss_weights, torch.where(rows.response_mask, ratios, 0.0))
+    found = computation(importance_correction="token", importance_cap=1.5, importance_floor=0.9)(rows, step=1)
+    torch.testing.assert_close(found.loss_weights, torch.where(rows.response_mask, ratios.clamp_min(0.9), 0.0))
 
 
 @pytest.fixture
