@@ -81,6 +81,15 @@ def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
     return (spread > 0) | ~spread.isfinite()
 
 
+def groups_within(scores: Tensor, groups: Tensor, low: float, high: float) -> Tensor:
+    """(B,) bool, True on the rows of a group whose mean score is above `low` and below `high`, or not finite. Arguments
+    as for `groups_that_differ`."""
+    index = torch.unique(groups, return_inverse=True)[1]
+    scores = scores.double()
+    mean = _sum_by_group(scores, index) / _sum_by_group(torch.ones_like(scores), index)
+    return ((mean > low) & (mean < high)) | ~mean.isfinite()
+
+
 def _sum_by_group(values: Tensor, index: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add(0, index, values)[index]
 

@@ -124,6 +124,9 @@ class AlgorithmFlags:
         "drop prompts whose answers all have the same score, and sample other prompts until the PPO step is full")
     dynamic_sampling_rounds: int = positive(8,
         "maximum sampling rounds per PPO step; if prompts are still missing, dropped ones fill the step")
+    dynamic_sampling_range: list[float] = flag([],
+        "two numbers, LOW HIGH: --dynamic_sampling also drops prompts whose mean score is not above LOW and below "
+        "HIGH; not given: off", commas=True)
     target_kl: float | None = positive(None,
         "end the updates of a PPO step after an update whose KL (k3, nats per token) is above this; not given: off")
     max_log_ratio: float | None = positive(None,
@@ -133,6 +136,7 @@ class AlgorithmFlags:
 
     def __post_init__(self) -> None:
         require_used(self, self._uses())
+        between = self.dynamic_sampling_range
         refuse({
             f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}":
                 not (self.dual_clip == 0 or self.dual_clip > 1),
@@ -143,6 +147,8 @@ class AlgorithmFlags:
             "act on their sum, so omit them": self.advantage_estimator == "gdpo" and (
                 bool(self.reward_clip) or self.normalize_rewards == "running"),
             "the lower clip, --clip_eps_low or --clip_eps, must be below 1": (self.clip_eps_low or self.clip_eps) >= 1,
+            f"--dynamic_sampling_range {' '.join(map(str, between))}: expected two numbers, the lower one first":
+                bool(between) and not (len(between) == 2 and between[0] < between[1]),
             f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}":
                 self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max,
         })  # fmt: skip
@@ -174,7 +180,7 @@ class AlgorithmFlags:
             (self.kl_reward_coef > 0, penalty, "kl_estimator"),
             (correction, "--importance_correction", "importance_mode importance_cap importance_floor"),
             (self.overlong_buffer > 0, "--overlong_buffer", "overlong_penalty"),
-            (self.dynamic_sampling, "--dynamic_sampling", "dynamic_sampling_rounds"),
+            (self.dynamic_sampling, "--dynamic_sampling", "dynamic_sampling_rounds dynamic_sampling_range"),
         ]
 
     @property

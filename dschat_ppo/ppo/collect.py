@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.advantage_estimators import groups_that_differ
+from dschat_ppo.algorithms.advantage_estimators import groups_that_differ, groups_within
 from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger
@@ -347,8 +347,9 @@ class ExperienceCollection:
             self.metrics["rollout/dynamic_sampling_filled_rows"] = float(filled)
             if filled:
                 logger().warning(
-                    f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score; "
-                    f"{filled} rows of prompts whose answers score alike fill the step (see --dynamic_sampling_rounds)"
+                    f"dynamic sampling: {self._round} rounds gave too few prompts whose answers differ in score"
+                    f"{' and whose mean is in --dynamic_sampling_range' if self.pool.score_range else ''}; {filled} "
+                    "rows of other prompts fill the step (see --dynamic_sampling_rounds)"
                 )
         ppo = self.config.ppo
         if dist.is_main() and ppo.print_answers and step % ppo.print_answers_interval == 0:
@@ -372,12 +373,14 @@ class ExperienceCollection:
 class GroupPool:
     """Collects the rows of a PPO step from several rounds of sampling: dynamic sampling (Yu et al. 2025, DAPO).
 
-    It replaces prompts whose answers all have the same score, so advantage 0. Every rank holds the rows of all ranks,
+    It replaces prompts whose answers all have the same score, so advantage 0, and those whose mean score is not within
+    `score_range`. Every rank holds the rows of all ranks,
     so every rank makes the same decision. Accepted rows beyond what the step needs are kept for the next one.
     """
 
     rows_needed: int  # of a PPO step over all ranks, whole groups
     shaped: Callable[[Tensor], Tensor]  # (N,) raw -> scaled and clipped scores, which differ in an accepted group
+    score_range: Sequence[float] = ()  # what the mean of its raw scores is between; empty: any
     accepted: list[ScoredRollout] = field(default_factory=list)
     dropped: list[ScoredRollout] = field(default_factory=list)
     sampled: int = 0  # rows of this step's rounds
@@ -395,10 +398,12 @@ class GroupPool:
 
     def add(self, rows: ScoredRollout) -> None:
         """Sort the rows of a round (whole groups) into accepted and dropped ones."""
-        differ = groups_that_differ(self.shaped(rows.scores), rows.groups)  # (N,) bool
-        self.sampled += len(differ)
-        self.kept += int(differ.sum())
-        for parts, chosen in ((self.accepted, differ), (self.dropped, ~differ)):
+        kept = groups_that_differ(self.shaped(rows.scores), rows.groups)  # (N,) bool
+        if self.score_range:
+            kept = kept & groups_within(rows.scores, rows.groups, *self.score_range)
+        self.sampled += len(kept)
+        self.kept += int(kept.sum())
+        for parts, chosen in ((self.accepted, kept), (self.dropped, ~kept)):
             if chosen.any():
                 parts.append(select_rows(rows, chosen.nonzero().squeeze(1)))
 

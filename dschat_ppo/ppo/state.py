@@ -148,7 +148,9 @@ class PPOComponents:
             ppo.temperature, plan.micro_batch_tokens, self.old_logprobs, algorithm.kl_estimator, late_ends,
             teachers if config.teacher_gives_rewards else None, self.clock,
         )  # fmt: skip
-        pool = GroupPool(plan.rollout_rows, self.shaping.shaped) if algorithm.dynamic_sampling else None
+        pool = None
+        if algorithm.dynamic_sampling:
+            pool = GroupPool(plan.rollout_rows, self.shaping.shaped, algorithm.dynamic_sampling_range)
         self.collection = ExperienceCollection(
             config, plan, generator, RewardRequests(rewards, rows.train, tokenizer), passes, pool, self.clock,
             len(self.data_sources) > 1,

@@ -16,6 +16,7 @@ from dschat_ppo.algorithms.advantage_estimators import (
     Groups,
     by_turn,
     groups_that_differ,
+    groups_within,
     returns_to_go,
     token_rewards,
 )
@@ -414,6 +415,13 @@ def test_groups_differ_if_their_scores_are_unequal_or_not_finite(scores, differ)
     order = [2, 0, 3, 1]
     shuffled = groups_that_differ(torch.tensor(scores)[order], torch.tensor([4, 4, -1, -1])[order])
     assert shuffled.tolist() == [differ[i] for i in order]
+
+
+def test_groups_within_two_bounds_have_a_mean_strictly_between_them_or_not_finite():
+    scores = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, float("nan"), 1.0])
+    groups = torch.tensor([5, 5, 5, 5, 2, 2, 0, -1, 0])  # means 0.25, 0.5, 1, NaN
+    assert groups_within(scores, groups, 0.25, 1.0).tolist() == [False] * 4 + [True] * 2 + [False, True, False]
+    assert groups_within(scores, groups, 0.2, 0.5).tolist() == [True] * 4 + [False] * 3 + [True, False]
 
 
 TURNS = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 0, 0]]).bool()  # two turns, two, one

@@ -134,6 +134,9 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--entropy_target 1.0 --entropy_coef 2.0", "--entropy_coef 2.0 is above --entropy_coef_max 1.0"),
     ("ppo", "--overlong_penalty 2.0", "it is for --overlong_buffer"),
     ("ppo", "--dynamic_sampling_rounds 2", "it is for --dynamic_sampling"),
+    ("ppo", "--dynamic_sampling_range 0 1", "it is for --dynamic_sampling"),
+    *[("ppo", f"--dynamic_sampling --n_samples_per_prompt 2 --dynamic_sampling_range {words}", "the lower one first")
+      for words in ("0.5", "1 0", "0 0", "-1 0 1", "nan 1")],
     # evaluation
     ("ppo", "--eval_batch_size 8", "--eval_batch_size 8 has no effect: it is for --eval_data_path"),
     ("ppo", "--save_best False", "--save_best False has no effect: it is for --eval_data_path"),

@@ -399,6 +399,24 @@ def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, wo
     assert stopped.stream.taken == 0 and len(stopped.generator.asked) == 1
 
 
+def test_a_range_of_dynamic_sampling_drops_prompts_by_the_mean_of_their_raw_scores():
+    pool = GroupPool(4, clipped, (0.5, 9.0))
+    pool.add(rows([0, 0, 1, 1, 2, 2, 3, 3, 4, 4], [0.0, 1.0, 1.0, 1.0, 0.0, 2.0, 4.0, 14.0, 4.0, 13.0]))
+    assert [part.groups.tolist() for part in pool.accepted] == [[2, 2, 4, 4]]
+    assert [part.groups.tolist() for part in pool.dropped] == [[0, 0, 1, 1, 3, 3]] and pool.kept_share == 0.4
+
+
+def test_the_weights_of_the_sources_and_the_range_reach_the_parts_and_the_run_trains(assets, tmp_path):
+    words = "--advantage_estimator gdpo --n_samples_per_prompt 2 --kl_coef 0.1 --policy_loss dppo_kl --clip_eps 0.05 "
+    words += "--dynamic_sampling --dynamic_sampling_range 0.2 2.8 --importance_correction token --importance_floor 0.5"
+    run = PlainRun(assets, tmp_path / "run", words)
+    assert run.ppo.shaping.source_weights == [1.0] and run.ppo.collection.pool.score_range == [0.2, 2.8]
+    before = {name: weight.clone() for name, weight in run.weights.items()}
+    run.run()
+    assert all(weight.isfinite().all() for weight in run.weights.values())
+    assert any(not torch.equal(weight, before[name]) for name, weight in run.weights.items())
+
+
 def test_groups_that_were_kept_are_restored():
     pool, other = GroupPool(4, clipped), GroupPool(4, clipped)
     pool.add(rows([0, 0, 1, 1, 2, 2], [0.0, 1.0, 2.0, 1.0, 5.0, 3.0]))
