@@ -37,7 +37,7 @@ class PPOFlags:
     critic_model_name_or_path: str | None = flag(None,
         "reward model: initialises the critic, and gives the reward unless --reward_model_name_or_path is given. Not "
         "needed without a critic and a learned reward. With --use_reward_model False it may lack a score head: the "
-        "critic gets a new one")
+        "critic gets a new one, whose first values are 0")
 
     per_device_generation_batch_size: int = positive(16,
         "prompts per generation batch and device; a PPO step takes this times --generation_batches prompts per device")

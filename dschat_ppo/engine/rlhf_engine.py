@@ -135,7 +135,7 @@ class RLHFEngine:
             else:
                 new_head, dropout = config.critic_may_have_new_head, ppo.critic_dropout or 0.0
                 classifier = load_sequence_classifier(
-                    folders.critic, dtype, ds_config, new_head, dropout, resize, adapter
+                    folders.critic, dtype, ds_config, new_head, dropout, resize, adapter, zero_head=True
                 )
             critic = ScalarModel(classifier)
             apply_memory_flags(critic, config.memory, ppo.critic_gradient_checkpointing)
@@ -214,8 +214,8 @@ def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> Pre
 
 def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None) -> PreTrainedModel:
     """A one-label classifier whose backbone has the parameters of a causal language model without adapters and hooks,
-    with the adapter and head of `folder`, or new ones if that is the base's own. `adapter` None: as in `folder`.
-    `UserError` where transformers' classifier has another backbone than its language model."""
+    with the adapter and head of `folder`, or, if that is the base's own, a new adapter and a head of zeros. `adapter`
+    None: as in `folder`. `UserError` where transformers' classifier has another backbone than its language model."""
     tree = model_over_base(base)
     backbone = backbone_of(tree)
     config = config_for(classifier_class(tree.config), tree.config)
@@ -227,10 +227,8 @@ def classifier_over_base(base: PreTrainedModel, folder: str, adapter: AdapterSet
         raise UserError(f"--share_base: {kind.__name__} has another backbone than {type(base).__name__}; omit the flag")
     setattr(classifier, name, backbone)
     text = config.get_text_config()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch.initial_seed())  # the same head on every rank, whatever was drawn before
-        head = nn.Linear(text.hidden_size, 1, bias=False, dtype=base.dtype)
-        nn.init.normal_(head.weight, std=getattr(text, "initializer_range", 0.02))
+    head = nn.utils.skip_init(nn.Linear, text.hidden_size, 1, bias=False, dtype=base.dtype)
+    nn.init.zeros_(head.weight)
     setattr(classifier, SCORE, head)
     add_adapter(classifier, adapter or settings_of(folder), folder=folder if is_adapter_folder(folder) else None)
     return classifier

@@ -205,18 +205,24 @@ def check_sequence_classifier(folder: str, new_head: bool, adapter: AdapterSetti
 
 def load_sequence_classifier(
     folder: str, dtype: str, ds_config: dict[str, Any] | None, new_head: bool, dropout: float | None = None,
-    resize: bool = False, adapter: AdapterSettings | None = None, device: str | None = None,
+    resize: bool = False, adapter: AdapterSettings | None = None, device: str | None = None, zero_head: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     """A checked model with a scalar head: a decoder's one-label sequence classifier, or DeepSpeed-Chat's layout. A base
-    or causal model without a head gets a new one if `new_head`. The head trains with an adapter. The other arguments
-    are those of `load_causal_lm`."""
-    if check_sequence_classifier(folder, new_head):
+    or causal model without a head gets a new one if `new_head`, random as transformers makes it or, with `zero_head`,
+    zero. The head trains with an adapter. The other arguments are those of `load_causal_lm`."""
+    is_new = check_sequence_classifier(folder, new_head)
+    if is_new:
         logger().info(f"model: {folder} has no scalar head; a new one is initialised and will be trained")
     config = _with_dropout(load_config(folder, "model"), dropout)
     kind = classifier_class(config)
     config = config_for(kind, config)
     names = _deepspeed_chat_mapping(base_folder(folder, "model"), kind) or None
-    return _loaded(kind, partial(kind, config), folder, config, dtype, ds_config, resize, adapter, device, names)
+    model = _loaded(kind, partial(kind, config), folder, config, dtype, ds_config, resize, adapter, device, names)
+    if is_new and zero_head:
+        head = model.get_parameter(SCORE_WEIGHT)
+        with deepspeed.zero.GatheredParameters([head], modifier_rank=0):
+            nn.init.zeros_(head)
+    return model
 
 
 def _loaded(

@@ -53,6 +53,26 @@ def test_public_reward_model_scores_as_in_transformers(assets):
     torch.testing.assert_close(scores_of(assets / "reward"), expected_scores(model), rtol=0, atol=1e-5)
 
 
+def test_a_new_head_of_zeros_values_all_tokens_0_and_learns_before_the_body(assets):
+    random = load_sequence_classifier(str(assets / "lm"), "fp32", None, new_head=True)
+    assert random.score.weight.std() > 0.05, "that of a reward model which step 2 begins"
+    model = ScalarModel(load_sequence_classifier(str(assets / "lm"), "fp32", None, True, zero_head=True))
+    assert torch.equal(model(IDS, LENGTHS), torch.zeros(2, 7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    head, body = model.classifier.score.weight, model.backbone.layers[0].mlp.down_proj.weight
+    for moves in (False, True):
+        optimizer.zero_grad()
+        (model(IDS, LENGTHS, last_only=True) - 1).square().sum().backward()
+        assert head.grad.any() and body.grad.any() == moves
+        optimizer.step()
+
+
+def test_the_head_of_a_reward_model_stays(assets):
+    model = load_sequence_classifier(str(assets / "reward"), "fp32", None, True, zero_head=True)
+    trained = LlamaForSequenceClassification.from_pretrained(assets / "reward")
+    assert torch.equal(model.score.weight, trained.score.weight)
+
+
 def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda question: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -89,6 +89,7 @@ def cases_of(data, url: str) -> dict[str, str]:
         "foreign": f"--advantage_estimator grpo --reward_model_name_or_path {data / 'foreign'} --test_stop_step 1 "
         "--normalize_rewards model",
         "steps": f"--critic_model_name_or_path {data / 'prm'} --process_reward min --test_stop_step 1",
+        "new head": f"{no_model}--reward_function {functions}:letters --critic_learning_rate 0.003 --test_stop_step 3",
         "unhealthy": f"--advantage_estimator grpo --use_reward_model False --test_stop_step 3 --stop_on_health warning "
         f"--reward_function {functions}:constant",
         "one rank": f"--advantage_estimator grpo --remote_reward_timeout 1 {no_model} --remote_reward_url {url}",
@@ -113,7 +114,7 @@ def runs(data, tmp_path_factory):
         assert ends[name] in end["error"] if name in ends else end["error"] is None, name
     for name in cases:
         assert (folder / name / "result.json").exists() == (name not in ("all bad", "one rank"))
-        assert (folder / name / "critic").exists() == (name == "steps")
+        assert (folder / name / "critic").exists() == (name in ("steps", "new head"))
     return {
         name: (
             metrics_of(folder / name) if (folder / name / "metrics.jsonl").exists() else [],
@@ -170,3 +171,9 @@ def test_reward_models_with_another_tokenizer_and_of_steps(runs):
     (foreign, said, _), (steps, _, _) = runs["foreign"], runs["steps"]
     assert "has its own tokenizer" in said and foreign[0]["reward/score_std"] > 0
     assert all(0 < line["reward/score_min"] < line["reward/score_max"] < 1 and line["value/loss"] > 0 for line in steps)
+
+
+def test_a_critic_that_no_reward_model_began_values_every_token_0_at_first(runs):
+    first, second, _ = runs["new head"][0]
+    assert first["value/mean"] == first["value/std"] == first["value/explained_variance"] == 0
+    assert second["value/std"] > 0 and first["optim/grad_norm/critic"] > 0
