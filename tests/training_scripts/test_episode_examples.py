@@ -81,14 +81,16 @@ def test_the_game_by_hand(monkeypatch):
         assert game.step(question) == ("yes" if is_yes else "no", 0.0, False, False, {})
     assert game.step("Is it red?")[0] == "I do not understand."
     observation, reward, ended, _, numbers = game.step(f"It is the {thing}.")
-    assert (observation, ended, numbers) == ("", True, {"right": True, "questions": 7})
-    assert reward == pytest.approx(1 - 7 * 0.05)
+    assert (observation, ended, numbers) == ("", True, {"right": True, "questions": 6})
+    assert reward == pytest.approx(1 - 6 * 0.05)
     assert game.step("It is the thing.")[1:3] == (0.0, True)
     answers = [tuple(thing in things.split() for things in task.QUESTIONS.values()) for thing in task.THINGS]
-    assert len(set(answers)) == 8, "the questions tell all things apart"
+    assert len({of_thing[:3] for of_thing in answers}) == 8, "three questions tell all things apart"
+    assert [sum(of_question[3:]) for of_question in answers].count(1) == 1, "of the others, one names one thing"
     for seed in range(20):
         row = task.demonstration(random.Random(seed))["messages"]
         guess = row[-1]["content"].removeprefix("It is the ").rstrip(".")
+        assert len({turn["content"] for turn in row[1:-1:2]}) == len(row[1:-1:2]) <= 4
         for asked, said in zip(row[1:-1:2], row[2:-1:2], strict=True):
             assert (guess in task.QUESTIONS[asked["content"]].split()) == (said["content"] == "yes")
 

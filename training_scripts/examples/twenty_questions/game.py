@@ -4,12 +4,11 @@ import random
 import re
 
 QUESTIONS = {  # question -> the things for which the answer is yes
-    "Is it alive?": "eagle mouse whale frog",
-    "Is it big?": "whale plane ship piano",
-    "Does it fly?": "eagle plane",
-    "Is it seen in water?": "whale frog ship",
-    "Is it kept at home?": "mouse piano lamp",
+    "Is it alive?": "horse mouse whale frog",
+    "Is it big?": "horse whale piano ship",
+    "Is it found in water?": "whale frog ship shell",
     "Is it made of glass?": "lamp",
+    "Does it fly?": "",
 }
 THINGS = sorted({*" ".join(QUESTIONS.values()).split()})
 COST = 0.05  # of a question

@@ -12,5 +12,5 @@ launch "${step3[@]}" \
     --n_samples_per_prompt 4 \
     --per_device_generation_batch_size "$(per_rank 48)" \
     --per_device_training_batch_size "$(per_rank 192)" \
-    --max_steps 24 \
+    --actor_learning_rate 1e-3 \
     "${@:2}"

@@ -1,7 +1,7 @@
 """Games of twenty questions, played by a player without a plan.
 
-It asks up to six questions at random, also one twice, and guesses any thing that the answers allow. SFT so teaches what
-may be asked and what the answers mean; which questions are worth their cost is for RL to find.
+It asks up to four of the questions at random, none twice, and guesses any thing that the answers allow. SFT so teaches
+what may be asked and what the answers mean; which questions are worth their cost is for RL to find.
 
     python training_scripts/examples/twenty_questions/task.py FOLDER
 """
@@ -16,7 +16,8 @@ from game import QUESTIONS, THINGS, TwentyQuestions
 
 from dschat_ppo.tools.toy import make_tokenizer, task_command, untrained_llama, write_task
 
-COUNTS = {"sft": 10000, "prompts": 1024, "heldout": 64}
+COUNTS = {"sft": 16000, "prompts": 1024, "heldout": 64}
+MOST_QUESTIONS = 4
 PROMPT = "Let us play."  # the environment adds what `reset` returns
 
 
@@ -25,7 +26,7 @@ def demonstration(rng: random.Random) -> dict[str, Any]:
     game, possible = TwentyQuestions(), list(THINGS)
     opening, _ = game.reset(seed=rng.randrange(2**31))
     messages = [{"role": "user", "content": f"{PROMPT}\n\n{opening}"}]
-    for question in rng.choices(list(QUESTIONS), k=rng.randint(0, len(QUESTIONS))):
+    for question in rng.sample(list(QUESTIONS), k=rng.randint(0, MOST_QUESTIONS)):
         said, *_ = game.step(question)
         messages += [{"role": "assistant", "content": question}, {"role": "user", "content": said}]
         possible = [thing for thing in possible if (thing in QUESTIONS[question].split()) == (said == "yes")]
