@@ -6,6 +6,8 @@ import random
 import shutil
 import subprocess
 import sys
+from itertools import combinations
+from operator import itemgetter
 
 import pytest
 from launch import ROOT, environment, succeed
@@ -87,6 +89,12 @@ def test_the_game_by_hand(monkeypatch):
     answers = [tuple(thing in things.split() for things in task.QUESTIONS.values()) for thing in task.THINGS]
     assert len({of_thing[:3] for of_thing in answers}) == 8, "three questions tell all things apart"
     assert [sum(of_question[3:]) for of_question in answers].count(1) == 1, "of the others, one names one thing"
+    found = []  # of the player without a plan: of every choice of questions, the share of things that it tells apart
+    for count in range(5):
+        told = [len({itemgetter(*kept)(of_thing) if kept else () for of_thing in answers}) / 8
+                for kept in combinations(range(5), count)]  # fmt: skip
+        found.append(sum(told) / len(told) * (1 - 0.05 * count))
+    assert sum(found) / 5 == pytest.approx(0.35, abs=0.005), "as the README says"
     for seed in range(20):
         row = task.demonstration(random.Random(seed))["messages"]
         guess = row[-1]["content"].removeprefix("It is the ").rstrip(".")
