@@ -31,4 +31,4 @@ def test_each_picture_has_runs_and_is_shown():
     shown = [name for page in pages for name in PICTURE.findall(page.read_text(encoding="utf-8"))]
     assert sorted(shown) == sorted(PICTURES)
     files = {file.stem for file in (ROOT / "docs/pictures").iterdir()}
-    assert files == {*PICTURES, "learning", "distillation"}
+    assert files == {*PICTURES, "learning", "distillation", "episodes"}
