@@ -1,14 +1,165 @@
-"""The page as text: figures and their data, tables, states, escaping, and no address that a browser would load."""
+"""Reports: reading the files of a run, whatever state they are in; the page as text, with no address that a browser
+would load; that a report is cheap, and never the end of a finished run."""
 
 import json
 import re
+import subprocess
+import sys
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
-from report_runs import SAMPLE, ppo_lines, write_run
+import pytest
+from report_runs import SAMPLE, ppo_lines, write_lines, write_run
 
-from dschat_ppo.html_report.page import Figure, answers, drawings, figures_of, page, rounded, thin
-from dschat_ppo.html_report.run_folder import Answer, Run, read_runs
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError
+from dschat_ppo.html_report.page import (
+    Figure,
+    answers,
+    drawings,
+    figures_of,
+    page,
+    report_run,
+    reporting,
+    rounded,
+    thin,
+    write_report,
+)
+from dschat_ppo.html_report.run_folder import Answer, Run, read_run, read_runs
+
+
+def test_metrics_become_columns(tmp_path):
+    first = {"step": 1, "time": 5.0, "rollout/count": 4, "text": "x"}
+    again = {"step": 2, "time": 6.5, "loss": None, "rollout/count": 5}  # of two lines of a step the later counts
+    write_run(tmp_path, [first, {"step": 2, "time": 6.0, "loss": 1.0}, again])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ti')  # incomplete: the run is running
+    run = read_run(tmp_path, "a")
+    assert run.metrics == {"rollout/count": [(1, 4), (2, 5)], "loss": [(2, None)]}
+    assert run.times == {1: 5.0, 2: 6.5}
+    assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
+    config = {"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}
+    assert read_run(write_run(tmp_path / "grpo", [first], config), "a").kind == "PPO (grpo)"
+
+
+def test_damaged_lines_and_files_are_skipped_and_the_rest_is_read(tmp_path):
+    write_run(tmp_path, [{"step": 1, "loss": 1.0}])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n[1]\n{"step": 2, "loss": 2.0}\n')
+    (tmp_path / "config.yaml").write_text("remote_reward_url: http://me:secret@host/score\n")
+    assert read_run(tmp_path, "a").config == {"remote_reward_url": "http://***@host/score"}
+    (tmp_path / "config.yaml").write_text("{a: [")
+    (tmp_path / "result.json").write_text("{")
+    run = read_run(tmp_path, "a")
+    assert run.metrics["loss"] == [(1, 1.0), (2, 2.0)]
+    assert run.config == {}
+    assert run.result is None
+
+
+def test_answers_of_evaluations_and_of_training(tmp_path):
+    row = {"index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [1.0, None], "lengths": [3, 4],
+           "ended": ["stop", "length"], "kl": [0.75, None],
+           "scores_by_source": {"rule": [1.0, None], "learned": [0.5, 2.0]}}  # fmt: skip
+    alone = {"prompt": "p", "answers": ["a"], "scores": [1], "lengths": [3], "ended": ["eos"], "kl": None,
+             "scores_by_source": {}}  # fmt: skip
+    sample = {"step": 2, "prompt": "q", "answer": "c", "tokens": 5, "score": 2.0, "scores": {"rule": 2.0}, "kl": 0.5,
+              "length": 5, "ended": "stop"}  # fmt: skip
+    files = {"step_000010": [row], "step_000011": [alone], "step_000011_copy": [row], "samples": [sample]}
+    run = read_run(write_run(tmp_path, ppo_lines(1), **files), "a")
+    found = [
+        (one.kind, one.step, one.prompt, one.text, one.score, one.kl, one.tokens, one.ended) for one in run.answers
+    ]
+    assert found == [
+        ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
+        ("held-out", 10, "p", "a", 1.0, 0.25, 3, "stop"),  # KL: 0.75 over 3 tokens
+        ("held-out", 10, "p", "b", None, None, 4, "length"),
+        ("held-out", 11, "p", "a", 1, None, 3, "eos"),
+    ]
+    assert [one.scores for one in run.answers] == [
+        {"rule": 2.0}, {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {},
+    ]  # fmt: skip
+
+
+def test_turns_of_episodes(tmp_path):
+    turns = [{"role": "model", "text": "3", "reward": 0.5}, {"role": "environment", "text": "no"},
+             {"role": "call", "text": "f", "reward": None}]  # fmt: skip
+    row = {"prompt": "p", "answers": ["a", "b"], "lengths": [3, 4], "ended": ["eos", "eos"], "kl": None}
+    files = {"step_1": [row, row | {"turns": [[], turns]}], "samples": [SAMPLE | {"turns": turns}]}
+    run = read_run(write_run(tmp_path, ppo_lines(1), **files), "a")
+    read = [("model", "3", 0.5), ("environment", "no", None), ("call", "f", None)]
+    assert [list(one.turns) for one in run.answers] == [read, [], [], [], read]
+
+
+def test_what_is_no_run_is_refused_with_a_way_out(tmp_path):
+    run = write_run(tmp_path / "sft", [])
+    with pytest.raises(UserError, match=r"has no metrics.jsonl.*name its runs: .*/sft$"):
+        read_run(tmp_path, "a")
+    with pytest.raises(UserError, match="no finished step yet"):
+        read_run(run, "a")
+    write_lines(run / "metrics.jsonl", ppo_lines(1))
+    with pytest.raises(UserError, match="named twice"):
+        read_runs([run, run / "../sft"])
+
+
+LARGE = ("torch", "numpy", "transformers", "deepspeed", "datasets", "pandas")
+
+
+def test_a_report_of_200_steps_takes_less_than_a_second_of_cpu_and_imports_no_large_library(tmp_path):
+    wide = [line | {f"other/{number}": 0.1 * number for number in range(70)} for line in ppo_lines(200)]
+    folder = write_run(tmp_path, wide, {"actor_model_name_or_path": "m"})
+    code = (
+        "import sys, time; from pathlib import Path; from dschat_ppo.html_report.page import write_report\n"
+        f"start = time.process_time(); write_report([Path({str(folder)!r})], Path({str(folder / 'r.html')!r}))\n"
+        f"print(time.process_time() - start, [name for name in {LARGE} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    seconds, _, imported = done.stdout.strip().partition(" ")
+    assert float(seconds) < 1
+    assert imported == "[]"
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda folder: (folder / "metrics.jsonl").unlink(),
+    lambda folder: (folder / "report.html").mkdir(),
+])  # fmt: skip
+def test_a_finished_run_gets_a_warning_when_its_report_fails(tmp_path, capsys, spoil):
+    folder = write_run(tmp_path, ppo_lines(1))
+    spoil(folder)
+    report_run(folder)
+    assert f"no report: {folder}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("inner", "problem"), [
+    ("", None), ("validation", None), ("", StopRequested), ("", UnhealthyRun), ("", NonFiniteError), ("", RuntimeError),
+])  # fmt: skip
+def test_a_run_that_writes_metrics_leaves_a_report_unless_it_crashes(tmp_path, inner, problem):
+    other = write_run(tmp_path / ("validation" if not inner else ""), ppo_lines(1))
+    with nullcontext() if problem is None else pytest.raises(problem), reporting(tmp_path):
+        folder = write_run(tmp_path / inner, ppo_lines(2))
+        if problem is not None:
+            raise problem("ends")
+    assert (folder / "report.html").exists() is (problem is not RuntimeError)
+    assert not (other / "report.html").exists()
+
+
+def test_a_run_without_a_step_leaves_the_report_of_the_run_before_it(tmp_path):
+    write_run(tmp_path, ppo_lines(1))
+    with pytest.raises(StopRequested), reporting(tmp_path):
+        raise StopRequested("this run is done")
+    assert not (tmp_path / "report.html").exists()
+    with pytest.raises(NonFiniteError), reporting(tmp_path):
+        (tmp_path / "metrics.jsonl").write_text("")
+        raise NonFiniteError("the loss is NaN")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_command_s_errors_name_the_problem(tmp_path):
+    folders = [write_run(tmp_path / str(number), ppo_lines(1)) for number in range(7)]
+    with pytest.raises(UserError, match="1 to 6 runs, got 7"):
+        write_report(folders, tmp_path / "r.html")
+    with pytest.raises(UserError, match=r"no/r.html: cannot be written \(No such file or directory\)"):
+        write_report(folders[:1], tmp_path / "no" / "r.html")
+
 
 EVIL = '</script><script>document.title="run"</script><img src=x onerror="document.title=1">&amp;'
 

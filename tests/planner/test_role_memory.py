@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from one_rank import one_rank  # noqa: F401
-from planned_role import PARTS, role
 from torch import nn
 
 from dschat_ppo.config.run_flags import MemoryFlags
@@ -13,7 +12,20 @@ from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.planner import role_memory
-from dschat_ppo.planner.role_memory import Memory
+from dschat_ppo.planner.model_parts import ModelParts, SavedActivations
+from dschat_ppo.planner.role_memory import Memory, Role
+
+SAVED = SavedActivations((100, 120), 20, 16)
+PARTS = ModelParts(
+    embedding=300, layers=(200, 200), head=300, other=0, trained=1000, adapted=0, largest=300, packed=700, hidden=8,
+    vocabulary=50, kv_bytes=64, saved=SAVED,
+)  # fmt: skip
+
+
+def role(stage=1, dtype="bf16", ranks=4, **settings):
+    running = 1 if stage == 0 and dtype != "fp32" else stage
+    return Role("actor", PARTS, dtype, ranks, running, True, **settings)
+
 
 MIB = 2**20
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)

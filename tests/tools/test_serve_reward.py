@@ -6,19 +6,48 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from served import send, served
+import uvicorn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward
-from dschat_ppo.tools.serve_reward import reward_app, text_scorer
+from dschat_ppo.tools.serve_reward import listen, reward_app, server_options, text_scorer
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The address of a server."""
+    listening = listen("127.0.0.1", 0, "--port")
+    server = uvicorn.Server(server_options(app))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = server.force_exit = True
+    thread.join(60)
+
+
+def send(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
+    """Status and JSON of the reply; {} for a reply in another format. Names of headers have "_" for "-"."""
+    named = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, named), timeout=20) as answer:
+            return answer.status, json.loads(answer.read()) if "json" in answer.headers["Content-Type"] else {}
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, json.loads(refusal.read()) if "json" in refusal.headers["Content-Type"] else {}
+
 
 TEXTS = ["a lamp in the hall", "", "red", "no thanks " * 12, "blue\n\x00é"]
 
