@@ -9,7 +9,8 @@ memory that are left over, and steps that were saved but had to be repeated, are
 
 SIGKILL meets a rank, the launcher or a child of a rank (a process of a reward function or of data) of one of `RUNS`, at
 moments drawn from `--seed`. `others` lists the remaining kinds. `--power` cuts the power of runs instead
-(`power_loss.py`). Full and read-only disks, and power losses, need root. The exit code is 1 if a run did not survive.
+(`fault_outcomes.py`). Full and read-only disks, and power losses, need root. The exit code is 1 if a run did not
+survive.
 """
 
 from __future__ import annotations
@@ -31,22 +32,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import power_loss
 import psutil
 from fault_outcomes import (
-    ROOT,
+    POWER_MARKS,
     Outcome,
     comes_in_time,
-    environment,
-    free_port,
+    draw_cuts,
     is_finished,
-    launcher,
     left_over,
     lost_steps,
+    may_cut,
+    meet_cut,
     same_outputs,
     table,
 )
-from measure import publish
+from measure import ROOT, environment, free_port, launcher, publish
 from models import save_tiny_models
 
 STEPS = 4  # of every run
@@ -335,10 +335,10 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     bench, outcomes = Bench(work.resolve()), []
     if chosen.power:
-        if not power_loss.may_cut():
+        if not may_cut():
             sys.exit("power losses need root and loop devices: a file system cannot be mounted and shut down here")
-        cuts = power_loss.draw(chosen.seed, 4 if chosen.quick else 20)
-        meetings = [(str(cut), lambda n, cut=cut: power_loss.meet(bench, cut, n)) for cut in cuts]
+        cuts = draw_cuts(chosen.seed, 4 if chosen.quick else 20)
+        meetings = [(str(cut), lambda n, cut=cut: meet_cut(bench, cut, n)) for cut in cuts]
     else:
         faults = (
             [*kills(chosen.seed, 5), *others()[:3]] if chosen.quick else [*kills(chosen.seed, chosen.kills), *others()]
@@ -353,7 +353,7 @@ def main() -> int:
         "steps_lost": sum(outcome.steps_lost for outcome in outcomes),
         "trajectories_equal": all(outcome.equal for outcome in outcomes),
     }  # fmt: skip
-    publish(found, table(outcomes), power_loss.MARKS if chosen.power else MARKS, chosen.json, chosen.docs)
+    publish(found, table(outcomes), POWER_MARKS if chosen.power else MARKS, chosen.json, chosen.docs)
     return int(found["survived"] < found["injected"])
 
 

@@ -33,10 +33,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from fuzz_cases import KINDS, kind_of
-from fuzz_material import make_material, train_run
+from fuzz_cases import KINDS, ROOT, kind_of, make_material, train_run
 
-ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from dschat_ppo.common.processes import signal_when_parent_ends  # noqa: E402  benchmarks run from any folder
 
@@ -151,7 +149,6 @@ class Process:
         return Ended(os.waitstatus_to_exitcode(status) if done else None, *texts)
 
     def wait(self) -> Ended:
-        """How it ended."""
         while (found := self.ended()) is None:
             time.sleep(0.02)
         return found
@@ -182,7 +179,6 @@ class Fuzz:
         gc.freeze()  # the cases share these pages
 
     def start(self, number: int) -> Process:
-        """Start a case."""
         folder = self.work / f"case_{number}"
         folder.mkdir()
         case = KINDS[kind_of(number)][0]

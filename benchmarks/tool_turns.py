@@ -23,7 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fault_outcomes import ROOT, environment, launcher
+from measure import ROOT, environment, launcher
 from trl_step import StepTimes
 
 EXAMPLE = ROOT / "training_scripts/examples/calculator"

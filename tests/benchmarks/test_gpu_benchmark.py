@@ -21,7 +21,7 @@ from dschat_ppo.rollout.generator import GenerationConfig
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import ppo_parts  # noqa: E402
 import rollout  # noqa: E402
-from gpu_checks import generation, parts, steps, trajectory  # noqa: E402
+from gpu_checks import parts, speed, trajectory  # noqa: E402
 from models import workload  # noqa: E402
 
 
@@ -31,7 +31,7 @@ def perfect(monkeypatch) -> dict:
     monkeypatch.setattr(rollout, "GenerationConfig", partial(GenerationConfig, static=True))
     model, work = model_of("llama"), workload("long", 48, 4, 64)
     with torch.no_grad():
-        ours = generation.measured(model, work, 4)
+        ours = speed.measured(model, work, 4)
     assert ours["captures_first"] > 0
     rolled = {"ours_64": ours | {"share_of_limit": 0.7}, "ratio_to_transformers": 8.0}
     step = {"score_mfu": 0.5, "train_mfu": 0.45, "captures": 0}
@@ -64,7 +64,7 @@ def test_right_and_fast_code_misses_nothing(monkeypatch):
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_the_models_of_a_step_fit_the_card(card, gib, algorithm):
     def fits(memory: int) -> bool:
-        setting = steps.Setting.of(algorithm, False, memory)
+        setting = speed.Setting.of(algorithm, False, memory)
         work = setting.work
         prompts, longest = work.prompts.prompt_ids.shape
         most = longest, int(work.answer_lengths.max())
@@ -85,7 +85,7 @@ def test_model_flops_by_hand(run, counted):
                       torch.ones(16, dtype=torch.int64))  # fmt: skip
     backbone = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 3, bias=False))
     backbone.get_input_embeddings = lambda: backbone[0]
-    counter = steps.PassCounter.__new__(steps.PassCounter)
+    counter = speed.PassCounter.__new__(speed.PassCounter)
     engine = SimpleNamespace(module=SimpleNamespace(backbone=backbone))
     counter.engines = {"actor": engine, "critic": engine}
     keys = [("train", "actor", True), ("train", "critic", True), ("score", "actor", False)]

@@ -13,7 +13,6 @@ from dschat_ppo.config.cli import parse
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import trajectories  # noqa: E402
-import trajectory_runs  # noqa: E402
 
 RECORDED = {"metrics": [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}], "weights": {"a": "1", "best/a": "2"}}
 
@@ -41,9 +40,9 @@ def test_differences_are_named(found, named):
     assert list(trajectories.differences("run", found, RECORDED)) == named
 
 
-@pytest.mark.parametrize("name", trajectory_runs.RUNS)
+@pytest.mark.parametrize("name", trajectories.RUNS)
 def test_the_flags_of_every_run_are_accepted(name):
-    run = trajectory_runs.RUNS[name]
+    run = trajectories.RUNS[name]
     step = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}[run.script]
     parse(step, [*run.flags.format(made="made").split(), "--output_dir", "out"])
 
@@ -71,7 +70,7 @@ def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(t
 
     small = "--data_path {made}/plain.jsonl --eval_data_path {made}/plain.jsonl --eval_iters 1 --dtype fp32"
     small += " --per_device_train_batch_size 4 --max_steps 2 --save_steps 1 --keep_final_checkpoint"
-    run = trajectory_runs.Run("step1_sft", f"{trajectory_runs.SFT} {small}", ranks=1, resumed=("step_000001",))
+    run = trajectories.Run("step1_sft", f"{trajectories.SFT} {small}", ranks=1, resumed=("step_000001",))
     monkeypatch.setitem(trajectories.RUNS, "sft", run)
     before, kept = tmp_path / "before.json", tmp_path / "before"
     monkeypatch.setattr(trajectories.Tree, "call", call)
