@@ -120,6 +120,8 @@ def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine, capsys):
     assert world_of(command) == {"localhost": [0, 1, 2, 3]}
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
     assert "DS_ACCELERATOR" not in os.environ
+    with pytest.raises(Replaced):
+        start("sft", [*SFT, "--num_accelerators", "4"])
     assert start("sft", [*SFT, "--num_accelerators", "5"]) == 2
     assert "--num_accelerators 5: this machine has 4 GPUs" in capsys.readouterr().err
     assert start("sft", [*SFT, "--no_such_flag"]) == 2

@@ -53,6 +53,15 @@ def test_a_long_observation_is_cut(truncation, kept):
     assert kept in text and "..." in text and "five six" not in text
 
 
+@pytest.mark.parametrize(("truncation", "head"), [("right", 5), ("left", 0), ("middle", 2)])
+def test_a_long_text_as_it_is_keeps_so_many_tokens_at_its_ends(truncation, head):
+    tokenizer, _ = shaped("ChatML")
+    words = "one two three four five six seven eight nine ten"
+    ids = encode_after(tokenizer, "", words)
+    found = ObservationTokens(tokenizer, [], 5, truncation)(Turn(text=words))
+    assert found == ids[:head] + ids[len(ids) - 5 + head :]
+
+
 def test_what_follows_a_prompt_that_is_text_is_cut_and_has_no_special_token():
     tokenizer, _ = shaped("ChatML")
     ids = ObservationTokens(tokenizer, [], 12).plain("<|im_end|> here " * 50)

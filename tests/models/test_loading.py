@@ -176,6 +176,7 @@ def test_vocabulary_that_does_not_fit_is_refused(assets):
     with pytest.raises(UserError, match=r"--critic_model_name_or_path.*vocabulary of 100.*--resize_vocabulary"):
         check_vocabulary(tokenizer, small, "--critic_model_name_or_path", "folder", other=True)
     check_vocabulary(tokenizer, small, "--model_name_or_path", "folder", resize=True)
+    check_vocabulary(tokenizer, tiny_config(vocab_size=len(tokenizer)), "--model_name_or_path", "folder")
     check_vocabulary(tokenizer, load_config(str(assets / "reward"), "f"), "f", str(assets / "reward"), other=True)
 
 

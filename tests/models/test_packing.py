@@ -101,6 +101,14 @@ def test_groups_of_random_rows_share_what_they_have_in_common_and_save_the_most(
         assert sum(shared) == most_saved([words[row] for row in order])
 
 
+def test_a_group_that_saves_much_is_kept_beside_one_that_a_small_beginning_joins():
+    """All rows begin alike with 8 tokens, the first two with 40, the last two with 20."""
+    ids = torch.stack([torch.arange(100 * group, 100 * group + 40) for group in (0, 0, 1, 2, 2)])
+    ids[:, :8], ids[4, 20:] = torch.arange(8), 300
+    _, shared, _ = beginnings(ids, torch.full((5,), 40))
+    assert sorted(shared) == [0, 0, 0, 20, 40]
+
+
 def test_a_beginning_ends_with_the_shorter_row_and_never_holds_padding():
     ids = torch.ones(2, 40, dtype=torch.int64)
     assert beginnings(ids, torch.tensor([40, 12])) == ([1, 0], [12, 0], [1, 1])
