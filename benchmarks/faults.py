@@ -23,14 +23,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import psutil
 from fault_outcomes import (
@@ -46,11 +42,10 @@ from fault_outcomes import (
     same_outputs,
     table,
 )
-from measure import ROOT, environment, free_port, launcher, publish
+from measure import ROOT, environment, launcher, publish
 from models import save_tiny_models
 
 STEPS = 4  # of every run
-AWAY_SECONDS = 30
 MARKS = ("<!-- faults -->", "<!-- /faults -->")
 COMMON = "--dtype fp32 --num_warmup_steps 0 --save_steps 1 --save_minutes 0 --collective_timeout 60"
 SFT = (
@@ -62,36 +57,12 @@ STEP_3 = (
     "--per_device_generation_batch_size 4 --n_samples_per_prompt 2 --ppo_epochs 2 --per_device_training_batch_size 4 "
     f"--actor_learning_rate 0.003 --preprocessing_num_workers 2 --max_steps {STEPS}"
 )
-PPO = (
-    f"{STEP_3} --critic_zero_stage 3 --critic_learning_rate 0.003 --kl_target 0.05 --normalize_rewards running "
-    "--remote_reward_weight 0.01"
-)
+PPO = f"{STEP_3} --critic_zero_stage 3 --critic_learning_rate 0.003 --kl_target 0.05 --normalize_rewards running"
 FUNCTION = "--advantage_estimator grpo --use_reward_model False --reward_workers 1"
-PLAY = """
-import os, time, zlib
-class Game:
-    def reset(self, seed=None, options=None):
-        return "?"
-    def step(self, text):  # some actions make it raise, hang, die or write too much
-        place = zlib.crc32(text.encode()) % 20
-        if place == 0:
-            raise ValueError("no")
-        if place == 1:
-            time.sleep(60)
-        if place == 2:
-            os._exit(3)
-        return "x" * 10**8 if place == 3 else str(place), place / 20, False, False, {}
-"""
-TURNS = (
-    f"{STEP_3.replace('answer_seq_len 6', 'answer_seq_len 48')} --advantage_estimator grpo --use_reward_model False "
-    "--rollout_engine padded --max_turns 4 --turn_reward to_go --environment_timeout 3 "
-    f"--stop_token_ids {' '.join(map(str, range(40, 90)))}"
-)
 RUNS = {  # name -> (script, flags)
     "PPO": ("training/step3_ppo/main.py", f"{PPO} --actor_dropout 0.1"),
     "GRPO": ("training/step3_ppo/main.py", f"{STEP_3} {FUNCTION} --actor_dropout 0.1"),
     "LoRA": ("training/step3_ppo/main.py", f"{STEP_3} {FUNCTION} --actor_lora_dim 4 --only_optimize_lora"),
-    "episodes": ("training/step3_ppo/main.py", TURNS),
     "SFT, packed": ("training/step1_sft/main.py", f"{SFT} --packing"),
     "SFT, streamed": ("training/step1_sft/main.py", f"{SFT} --streaming --streaming_rows 16"),
 }
@@ -121,23 +92,6 @@ class Fault:
     disk: str | None = None
 
 
-class Service(BaseHTTPRequestHandler):
-    """A reward service: the length of each text; nothing but 503 while it is away."""
-
-    away_until = 0.0
-
-    def do_POST(self) -> None:  # noqa: N802
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = json.dumps({"rewards": [float(len(text)) for text in body["query"]]}).encode()
-        self.send_response(503 if time.monotonic() < Service.away_until else 200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Silence."""
-
-
 def make_models(folder: Path) -> None:
     """A small actor, a small reward model, forty prompts, 64 answers and a reward function."""
     save_tiny_models(
@@ -150,20 +104,14 @@ def make_models(folder: Path) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     (folder / "scores.py").write_text("def length(response):\n    return float(len(response) % 7)\n")
-    (folder / "play.py").write_text(PLAY)
 
 
 class Bench:
     """Starts runs in a work folder, each with its own output folder."""
 
     def __init__(self, work: Path):
-        """Makes the models and starts the reward service."""
         self.work, self.models = work, work / "models"
         make_models(self.models)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
 
     def whole(self, run: str) -> Path:
         """The outputs of this run without a fault. It runs at the first call."""
@@ -184,10 +132,10 @@ class Bench:
         if script == "training/step3_ppo/main.py":
             words += ["--actor_model_name_or_path", str(self.models / "actor")]
             words += ["--data_path", str(self.models / "prompts.jsonl")]
-            words += {
-                "PPO": ["--critic_model_name_or_path", str(self.models / "reward"), "--remote_reward_url", self.url],
-                "episodes": ["--environment", f"{self.models / 'play.py'}:Game"],
-            }.get(run, ["--reward_function", f"{self.models / 'scores.py'}:length"])
+            if run == "PPO":
+                words += ["--critic_model_name_or_path", str(self.models / "reward")]
+            else:
+                words += ["--reward_function", f"{self.models / 'scores.py'}:length"]
         else:
             words += ["--model_name_or_path", str(self.models / "actor")]
             words += ["--data_path", str(self.models / "answers.jsonl")]
@@ -271,33 +219,12 @@ def kills(seed: int, count: int) -> list[Fault]:
     return found
 
 
-def take_service_away(process: subprocess.Popen[str], output: Path) -> None:
-    Service.away_until = time.monotonic() + AWAY_SECONDS
-
-
-def start_rival(process: subprocess.Popen[str], output: Path) -> None:
-    """Run the same command for the same output folder: it is refused, and the run goes on; then end the run."""
-    one = psutil.Process(process.pid)
-    words, env = one.cmdline(), one.environ()
-    words[words.index("--master_port") + 1] = str(free_port())
-    log = Path(f"{output}_rival.log")
-    with log.open("w", encoding="utf-8") as file:
-        code = subprocess.run(words, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code == 0 and process.poll() is None:
-        raise RuntimeError(f"two runs wrote to one folder; see {log}")
-    process.terminate()
-
-
 def others() -> list[Fault]:
     """All other kinds of faults. A stopped rank stands for one that hangs."""
-    rank = "rank 1"
     faults = [
-        Fault("rank 1 hangs", signals(rank, signal.SIGSTOP)),
+        Fault("rank 1 hangs", signals("rank 1", signal.SIGSTOP)),
         Fault("SIGTERM to the launcher", signals("the launcher", signal.SIGTERM)),
         Fault("SIGTERM to the command", lambda process, _: process.terminate()),
-        Fault("SIGTERM to rank 1", signals(rank, signal.SIGTERM)),
-        Fault(f"reward service away for {AWAY_SECONDS} s", take_service_away, mend=lambda _: time.sleep(AWAY_SECONDS)),
-        Fault("the same command for the same folder", start_rival),
     ]
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -22,18 +22,6 @@ def turns(*contents: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
 
 
-def ultrafeedback(count: int) -> list[dict[str, Any]]:
-    """HuggingFaceH4/ultrafeedback_binarized: the prompt as text, and again as the first message of both answers."""
-    return [
-        {
-            "prompt": question, "prompt_id": f"id{number}", "chosen": turns(question, good),
-            "rejected": turns(question, bad), "messages": turns(question, good), "score_chosen": 8.0,
-            "score_rejected": 5.5,
-        }
-        for number, (question, good, bad) in enumerate(questions(count))
-    ]  # fmt: skip
-
-
 def sharegpt(count: int) -> list[dict[str, Any]]:
     """ShareGPT: `conversations` of `from` and `value`, several turns."""
     return [

@@ -9,7 +9,7 @@ from bash_blocks import FLAGS_OF_STEP_3, ROOT, blocks_of, files_of
 
 from dschat_ppo.common.own_functions import load
 from dschat_ppo.config.cli import parse
-from dschat_ppo.episodes.environments import Turn, form_of
+from dschat_ppo.episodes.environments import form_of
 
 PAGE = ROOT / "docs/environments.md"
 NEEDED = ["--actor_model_name_or_path", "model", "--data_path", "rows.jsonl", "--output_dir", "out"]
@@ -60,32 +60,6 @@ def test_a_game(words, request):
     assert turn.done is not bool(form.tools), "a game of tools ends with a message that calls none"
     assert turn.done or episode.step({"role": "assistant", "content": "It is 7."}).done
     assert (said, [*rewards, episode.finish().reward]) == EXPECTED[name]
-
-
-@pytest.mark.skipif("verl_game" in INSTALLED, reason="verl is installed")
-def test_episodes_of_verl_have_instances_and_numbers_of_their_own(tmp_path):
-    """Of the game of the page, whose instances have other names here and whose calls are traced and counted."""
-    changes = {
-        '["game"]': "[str(secret)]", 'return "game"': "return str(secret)", "-0.01, {}": '-0.01, {"calls": 1}',
-        "    async def execute": "    @rollout_trace_op\n    async def execute",
-        "from verl.tools.schemas": "from verl.utils.rollout_trace import rollout_trace_op\nfrom verl.tools.schemas",
-    }  # fmt: skip
-    for name in ("verl_game.py", "verl_game.yaml"):
-        text = (tmp_path / name).read_text()
-        for before, after in changes.items():
-            text = text.replace(before, after)
-        (tmp_path / name.replace("_game", "_traced")).write_text(text.replace("verl_game", "verl_traced"))
-    form = form_of(tool_config="verl_traced.yaml")
-    episodes = [form.make(), form.make()]
-    for episode, secret in zip(episodes, (5, 6), strict=True):
-        row = {"extra_info": {"tools_kwargs": {"guess": {"create_kwargs": {"secret": secret}}}}}
-        assert episode.reset(row, 0) == Turn()
-    guess = {"role": "assistant", "tool_calls": [{"function": {"name": "guess", "arguments": {"number": 5}}}]}
-    for episode, said, reward in zip(episodes, ("right", "higher"), (1.0, 0.0), strict=True):
-        message = {"role": "tool", "name": "guess", "content": said}
-        assert episode.step(guess) == Turn([message], None, -0.01, False, {"calls": 1.0})
-        assert episode.step({"role": "assistant", "content": "done"}) == Turn(done=True)
-        assert episode.finish() == Turn(reward=reward)
 
 
 def test_every_form_of_the_page_is_played():

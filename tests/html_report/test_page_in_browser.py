@@ -107,12 +107,6 @@ class Chromium:
         sent = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [parameters["request"]["url"] for parameters in sent]
 
-    def screenshot(self, path: Path) -> None:
-        """Write a PNG of the window."""
-        import base64
-
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-
 
 pytestmark = needs_chromium
 EVIL = '</script><script>document.title="run"</script><img src=x onerror="document.title=1">'

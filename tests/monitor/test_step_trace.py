@@ -68,12 +68,6 @@ def test_other_steps_leave_nothing(tmp_path, step, first):
     assert (tmp_path / f"profile/step_{first + 1}_rank_0.json.gz").exists()
 
 
-def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, capsys):
-    (tmp_path / "profile").write_text("in the way")
-    assert len(work(StepTrace(tmp_path, 1), 2)) == 2
-    assert "step_1_rank_0.json.gz cannot be written, and the run continues: File exists" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("raised", [ZeroDivisionError, StopRequested])
 def test_a_step_that_ends_by_an_exception_leaves_its_trace_and_no_profiler(tmp_path, raised):
     def fail() -> None:

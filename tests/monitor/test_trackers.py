@@ -1,8 +1,7 @@
 """Trackers are checked before anything is loaded; names and ids of their runs. What is written is read back: by
-TensorBoard, by Trackio from its local database, and of W&B, in offline mode, from the files that `wandb sync` sends."""
+TensorBoard, by Trackio from its local database, and of W&B, in offline mode, from its run and its tables."""
 
 import json
-import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,63 +158,20 @@ def offline(monkeypatch):
     wandb.teardown()
 
 
-def records_of(file) -> list:
-    """The records of a `.wandb` file: 7 bytes, then LevelDB's log format, blocks of 32 KiB with parts of records."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, place, records, parts = file.read_bytes(), 7, [], b""
-    while place < len(content):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, size, kind = struct.unpack_from("<IHB", content, place)
-        parts += content[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # whole, last
-            records.append(Record.FromString(parts))
-            parts = b""
-    return records
-
-
-def starts_of(output) -> list[dict]:
-    """For each start of the run in `output`: its record `run`, flags, exit codes, and history, step -> name -> value.
-
-    W&B's process may still write the files when a run has finished.
-    """
-    import wandb
-
-    wandb.teardown()
-    found = []
-    for file in output.glob("wandb/offline-run-*/*.wandb"):
-        records, history = records_of(file), {}
-        for record in records:
-            if record.HasField("history"):
-                items = {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-                }
-                history[record.history.step.num] = items
-        run = next(record.run for record in records if record.HasField("run"))
-        config = {item.key: json.loads(item.value_json) for item in run.config.update}
-        exit_codes = [record.exit.exit_code for record in records if record.HasField("exit")]
-        found.append({"run": run, "flags": config, "history": history, "exit": exit_codes})
-    return sorted(found, key=lambda start: start["run"].start_time.ToNanoseconds())
-
-
-def test_a_step_is_one_point_of_the_run_of_wandb(tmp_path, offline):
+def test_a_step_is_one_point_of_the_run_of_wandb(tmp_path, offline, monkeypatch):
     tracking = tracking_in(tmp_path, "wandb")
     tracker = WandbTracker("wandb", tracking, Start())
+    run, ended = tracker._run, []
     tracker.write(1, {"reward/score_mean": 1.5, "kl/ref_k1": float("nan")}, ANSWERS)
-    assert tracker._run.step == 2  # the step is sent, and not kept back until the next one: a killed run keeps it
+    assert run.step == 2  # the step is sent, and not kept back until the next one: a killed run keeps it
     tracker.write(2, {"reward/score_mean": 2.5}, ())
+    assert (run.project, run.name, run.step, run.summary["reward/score_mean"]) == ("addition", "ppo", 3, 2.5)
+    assert json.loads((tracking.folder / RUN_IDS).read_text()) == {"wandb": run.id}
+    assert run.config["learning_rate"] == 0.5 and run.config["data_path"] == ["a", "b"]
+    finish = run.finish
+    monkeypatch.setattr(run, "finish", lambda exit_code: ended.append(exit_code) or finish(exit_code=exit_code))
     tracker.close(succeeded=False)
-    [start] = starts_of(tracking.folder)
-    assert (start["run"].project, start["run"].display_name) == ("addition", "ppo")
-    assert json.loads((tracking.folder / RUN_IDS).read_text()) == {"wandb": start["run"].run_id}
-    assert start["flags"]["learning_rate"] == 0.5 and start["flags"]["data_path"] == ["a", "b"]
-    assert start["exit"] == [1]
-    first, second = start["history"][1], start["history"][2]
-    assert first["reward/score_mean"] == 1.5 and second["reward/score_mean"] == 2.5
+    assert ended == [1]
     [table] = tracking.folder.glob("wandb/offline-run-*/files/media/table/samples/answers*.json")
     assert json.loads(table.read_text()) == {
         "columns": ["prompt", "answer", "score", "tokens"], "data": [["1 + 1 =", "2", 0.25, 3]],
@@ -226,11 +182,14 @@ def test_flags_come_before_variables_and_variables_before_the_names_of_folders(t
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_NAME", "named")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    found, ids = [], set()
     for changes in ({}, {"project": "mine", "run_name": "first"}):
-        WandbTracker("wandb", tracking_in(tmp_path, "wandb", **changes), Start()).close(succeeded=True)
-    one, other = (start["run"] for start in starts_of(tmp_path))
-    assert [(run.project, run.display_name) for run in (one, other)] == [("theirs", "named"), ("mine", "first")]
-    assert one.run_id != other.run_id  # both from scratch
+        tracker = WandbTracker("wandb", tracking_in(tmp_path, "wandb", **changes), Start())
+        found.append((tracker._run.project, tracker._run.name))
+        ids.add(tracker._run.id)  # both from scratch
+        tracker.close(succeeded=True)
+    assert found == [("theirs", "named"), ("mine", "first")] and len(ids) == 2
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
 
 
 def test_without_an_api_key_only_offline_runs_begin(tmp_path, offline, monkeypatch):

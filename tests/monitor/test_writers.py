@@ -173,17 +173,6 @@ def test_a_resumed_run_continues_after_the_lines_of_the_checkpoint(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_lines_are_synced_by_saved_offset(tmp_path, monkeypatch):
-    path, synced, entries = tmp_path / "a.jsonl", [], []
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
-    monkeypatch.setattr(writers, "sync_entries", entries.append)
-    lines = JsonLines(path)
-    for count in (1, 2):
-        lines.append([{"step": count}])
-        assert lines.saved_offset() == path.stat().st_size == synced[-1]
-    assert entries == [tmp_path], "the name of the new file, once"
-
-
 def test_other_ranks_neither_write_nor_cut(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     (tmp_path / "a.jsonl").write_text('{"step": 1}\n')

@@ -107,25 +107,6 @@ def test_a_cpu_keeps_less_in_bf16():
     assert kept["bf16", False] < 0.9 * kept["bf16", True] and kept["fp32", False] == kept["fp32", True]
 
 
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("Gemma3Config", {"text_config": TEXT, "vision_config": {"num_hidden_layers": 1}}),
-    # pad_token_id must be a number
-    ("ModernBertDecoderConfig", {**TEXT, "layer_types": ["full_attention"] * 2, "is_decoder": True, "pad_token_id": 0}),
-    # settings of each layer
-    ("Gemma4TextConfig", {**TEXT, "hidden_size_per_layer_input": 0, "layer_types": ["full_attention"] * 2,
-                          "global_head_dim": 8}),
-    # attention gets its mask by name
-    ("DogeConfig", TEXT),
-])  # fmt: skip
-def test_unusual_architectures_are_planned(kind, settings):
-    parts = parts_of(getattr(transformers, kind)(**settings), "bf16", scalar=False)
-    assert len(parts.layers) == 2 and parts.hidden == 32
-
-
 def backbone(device="meta", dtype=torch.bfloat16):
     with torch.device(device):
         return LlamaModel(llama(vocab_size=50)).to(dtype)

@@ -165,7 +165,6 @@ def ended(machines: list[Ranks], seconds: float = 200) -> list[int]:
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
 TIMEOUT = 15
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner"]
 
 
@@ -252,28 +251,8 @@ def test_a_folder_that_the_machines_do_not_share_is_refused(hosts, assets):
     assert "machine beta does not see what the first machine writes" in message_of(machines[0])
 
 
-@pytest.fixture
-def ssh(hosts, tmp_path) -> dict[str, str]:
-    """sshd on both machines; the variables with which pdsh reaches them, and deepspeed passes on what ranks need."""
-    if SSHD is None or not shutil.which("pdsh"):
-        pytest.skip("deepspeed --hostfile needs sshd, ssh and pdsh")
-    folder = tmp_path / "ssh"
-    folder.mkdir(mode=0o700)
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    settings = f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
-    (folder / "config").write_text(settings + "PermitRootLogin prohibit-password\n")
-    subprocess.run(["mkdir", "-p", "/run/sshd"], check=True)
-    for number in range(2):
-        hosts.start(number, [SSHD, "-D", "-e", "-f", folder / "config"])
-    variables = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TMPDIR": hosts.disk / "tmp"}
-    (folder / "variables").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
-    options = f"-i {folder}/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    return {"PDSH_SSH_ARGS_APPEND": options, "DS_ENV_FILE": str(folder / "variables")}
-
-
-def test_each_launcher_continues_the_run_of_the_one_before(hosts, ssh, assets, tmp_path):
-    """`deepspeed --no_ssh`, `--hostfile` over ssh, torchrun."""
+def test_each_launcher_continues_the_run_of_the_one_before(hosts, assets, tmp_path):
+    """`deepspeed --no_ssh`, torchrun."""
     output, hostfile = tmp_path / "out", tmp_path / "hostfile"
     hostfile.write_text("alpha slots=1\nbeta slots=1\n")
     words = [
@@ -291,15 +270,6 @@ def test_each_launcher_continues_the_run_of_the_one_before(hosts, ssh, assets, t
     commands[1].send(signal.SIGINT)
     assert ended(commands)[0] == 0
     assert "stopped as asked, saved as" in commands[0].out
-
-    # deepspeed --hostfile on the first machine, which starts all ranks through ssh; Ctrl-C there
-    before = len(metrics_of(output))
-    command = hosts.start(0, [*DEEPSPEED, "--hostfile", hostfile, "--no_ssh_check", *address(), *words], **ssh)
-    wait_for_step(before + 1, output, [command])
-    command.send(signal.SIGINT)
-    ended([command])
-    log = output / "logs/rank_0.log"
-    wait_until(lambda: log.read_text().count("stopped as asked, saved as") == 2, 60, lambda: command.err)
 
     # torchrun on each machine, to the end
     common = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, *address()]

@@ -1,20 +1,17 @@
-"""Running a step: exit codes and the one message of a run that fails, what a run without memory says, and the variables
-of the launcher."""
+"""Running a step: exit codes and the one message of a run that fails, what counts as a lack of memory, and the
+variables of the launcher."""
 
-import dataclasses
 import errno
-import re
 
 import pytest
 import torch
 
 from dschat_ppo.common.exit_codes import HOW_TO_RESUME, exit_code, ran_out_of_memory
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step, reset_phases
-from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun, UserError, reading
 from dschat_ppo.run import launch
 from dschat_ppo.run.first_failure import FirstFailureRecord
-from dschat_ppo.run.launch import complete_environment, memory_advice, run_step
+from dschat_ppo.run.launch import complete_environment, run_step
 from dschat_ppo.run.rank_log import close_log, open_log
 
 
@@ -193,30 +190,3 @@ def error_after(first: Exception, then: Exception) -> Exception:
 ])  # fmt: skip
 def test_a_lack_of_memory_is_known_by_class_or_message(problem, expected):
     assert ran_out_of_memory(problem) is expected
-
-
-def test_a_run_without_memory_names_flags_of_its_phase(capsys):
-    def train(_config):
-        with PhaseClock().phase("rollout"):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert run_step(lambda argv: argv, train, []) == 1
-    *_, problem, advice = capsys.readouterr().err.splitlines()
-    assert problem.endswith("CUDA out of memory")
-    assert advice.startswith("out of memory in phase 'rollout'; what helps") and "--unpin_actor_parameters" in advice
-
-
-def flags_of(step: str, **models: str) -> set[str]:
-    """All flags of a step."""
-    words = [word for name, value in models.items() for word in (f"--{name}", value)]
-    config = parse(step, [*words, "--data_path", "d", "--output_dir", "o"])
-    groups = [getattr(config, field.name) for field in dataclasses.fields(config)]
-    return {f"--{field.name}" for group in groups for field in dataclasses.fields(group)}
-
-
-@pytest.mark.parametrize("phase", ["train", "score", "rollout", "load models", "save"])
-def test_every_flag_of_the_advice_exists(phase):
-    named = set(re.findall(r"--\w+", memory_advice(phase)))
-    known = flags_of("sft", model_name_or_path="m")
-    known |= flags_of("ppo", actor_model_name_or_path="m", critic_model_name_or_path="c")
-    assert named and named <= known

@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-import torch
 from deepspeed.accelerator import get_accelerator
 from stub_runs import Trainer, open_run, run, steps_of, train
 
@@ -18,7 +17,6 @@ from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Start
 from dschat_ppo.run import session
-from dschat_ppo.run.session import naming
 
 
 def names(output) -> list[str]:
@@ -222,27 +220,6 @@ def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monk
     device = accelerator.device_name()
     with pytest.raises(UserError, match=f"^--dtype {dtype}: this {device} does not support it; use one of {usable}$"):
         session.begin_run(config_of(tmp_path, "--dtype", dtype))
-
-
-def test_a_processor_without_bf16_arithmetic_gets_a_warning(events, tmp_path, monkeypatch, caplog):
-    if get_accelerator().device_name() != "cpu":
-        pytest.skip("a run on a GPU asks the GPU")
-    for library, multiplies in ((True, True), (True, False), (False, True)):
-        caplog.clear()
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda library=library: library)
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda multiplies=multiplies: multiplies)
-        session.begin_run(config_of(tmp_path))
-        assert ("--dtype fp32 is several times as fast" in caplog.text) is not (library and multiplies)
-
-
-def test_errors_of_a_block_name_its_flag():
-    with pytest.raises(UserError, match="^--rank 8: not that of m$"), naming("--model"):
-        raise UserError("--rank 8: not that of m")
-    with pytest.raises(UserError, match="^--model m: no such folder$"), naming("--model"):
-        raise UserError("m: no such folder")
-    hint = r"\(are actor and critic swapped\?\)"
-    with pytest.raises(UserError, match=f"^--critic m: lacks score.weight {hint}$"), naming("--critic"):
-        raise UserError("m: lacks score.weight")
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -1,11 +1,8 @@
 """The chat in a terminal: its flags, a whole chat through pipes, models that answer by rule, tools and environments."""
 
-import argparse
 import io
-import re
 from contextlib import ExitStack, closing
-from dataclasses import asdict, fields, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from chat_tokenizers import WITH_TOOLS, shaped
@@ -16,18 +13,10 @@ from dschat_ppo.data.encode import encode_after
 from dschat_ppo.data.templates import render
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import UserError
-from dschat_ppo.rollout.sampling import SamplingParameters
 from dschat_ppo.tools.chat import main
 from dschat_ppo.tools.chat_episodes import EpisodeModel
-from dschat_ppo.tools.chat_model import HELP, Terminal, Token, check_models, printable
-from dschat_ppo.tools.sampling_settings import RANGES, SamplingSettings, add_sampling_flags, settings_of
-
-
-def test_the_documents_name_every_command_and_default():
-    text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `/(\w+)", text, re.M) == re.findall(r"^/(\w+)", HELP, re.M)
-    settings = {name: str(value) for name, value in asdict(SamplingSettings()).items()}
-    assert dict(re.findall(r"^\| `--(\w+)` \| ([\d.]+) \|", text, re.M)) == settings
+from dschat_ppo.tools.chat_model import Terminal, Token, check_models, printable
+from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
 def test_a_chat_through_pipes(assets, monkeypatch, capsys):
@@ -285,27 +274,3 @@ def test_what_ends_an_episode_early(played):
     output, model = played("Counter", ["x", "y"], [call("add", '{"a": 101, "b": 3}'), "Hm.<|im_end|>"])
     assert "[the environment took longer than 4 s (--environment_timeout)]\n" in output and output.endswith("Hm.\n")
     assert model.prompts[1].endswith("</tool_call><|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n")
-
-
-def parsed(*words: str) -> SamplingSettings:
-    parser = argparse.ArgumentParser()
-    add_sampling_flags(parser)
-    return settings_of(parser.parse_args(words))
-
-
-def test_each_setting_is_a_flag_with_a_range():
-    assert [field.name for field in fields(SamplingSettings)] == list(RANGES)
-    assert parsed() == SamplingSettings()
-    words = "--temperature .5 --top_p .9 --top_k 3 --min_p .1 --repetition_penalty 1.2 --max_tokens 7 --seed 9".split()
-    assert parsed(*words) == SamplingSettings(0.5, 0.9, 3, 0.1, 1.2, 7, 9)
-    assert parsed(*words).sampling == SamplingParameters(0.5, 0.9, 3, 0.1, 1.2)
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("temperature", 0), ("temperature", "nan"), ("temperature", "x"), ("top_p", 1.1), ("top_p", 0), ("top_k", -1),
-    ("top_k", "2.5"), ("top_k", True), ("min_p", None), ("max_tokens", 0), ("seed", 2**53), ("seed", ""),
-    ("top_k", float("inf")),
-])  # fmt: skip
-def test_values_out_of_range_are_refused(name, value):
-    with pytest.raises(UserError, match=f"^--{name} must be an? "):
-        SamplingSettings().with_values({name: value}, "--")

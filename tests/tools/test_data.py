@@ -3,12 +3,11 @@
 import re
 
 import pytest
-from real_shapes import hh, sharegpt, ultrafeedback, verl, write_lines, write_parquet
+from real_shapes import hh, sharegpt, verl, write_lines, write_parquet
 from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data.batches import collate_sft
-from dschat_ppo.data.examples import ADDED
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.tools import data
 
@@ -65,27 +64,6 @@ def test_what_is_trained_is_marked(preview, tmp_path, name):
     split = [] if "--data_split" in words else ["--data_split", "0,1,0", "--eval_fraction", 0]
     code, found, _ = preview(*words.split(), "--data_path", path, *split, "--samples", 1)
     assert (code, found.count(OPEN)) == (0, count) and re.search(shown, found), found
-
-
-def test_step_3_shows_prompts_with_what_rules_receive(preview, tmp_path):
-    rows = [{**row, "_own": number} for number, row in enumerate(verl(4))]
-    path = write_parquet(tmp_path / "arithmetic.parquet", rows)
-    code, shown, _ = preview("--step", 3, "--data_path", path, "--data_split", "0,0,1", "--samples", 1)
-    assert code == 0
-    assert OPEN not in shown and not any(f"  {name}: " in shown for name in ADDED)
-    assert '\n  data_source: "openai/gsm8k"\n' in shown and "\n  ground_truth: " in shown and "\n  _own: " in shown
-
-
-def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
-    rows = ultrafeedback(10)
-    rows[3]["chosen"], rows[7]["rejected"] = None, rows[7]["chosen"]
-    path = write_lines(tmp_path / "bad.jsonl", [*rows, rows[0]])
-    words = ("--step", 2, "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
-    code, _, error = preview(*words)
-    assert code == 2
-    assert error.startswith(f"error: {path}: 2 of 11 rows cannot be used") and error.count("\n") == 1
-    assert f"{path}, row 4: 'chosen' is null" in error and "row 8" in error and "--bad_rows skip" in error
-    assert preview(*words, "--bad_rows", "skip")[0] == 0
 
 
 def test_the_routes_of_rewards_are_checked_as_in_training(preview, tmp_path):
