@@ -152,6 +152,13 @@ def test_a_plan_holds_what_training_makes_of_shorter_answers(prompt, answer, sam
     assert 0.9 * planned < largest <= planned
 
 
+def test_pairs_take_two_rows_each():
+    words = "--model_name_or_path m --data_path d --output_dir o".split()
+    plans = [plan_step(parse(step, words), {"model": SMALL}, 1, 0, HOST) for step in ("sft", "dpo")]
+    one, two = (held(plan, "update", "model", "activations").device for plan in plans)
+    assert two == 2 * one
+
+
 def test_what_a_device_and_a_host_need():
     plan = plan_ppo(f"{STAGE_3} {CHECKPOINTING} --offload")
     rollout = plan.phases[0]
