@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from fault_outcomes import free_port
-from measure import markdown, publish
+from measure import free_port, markdown, publish
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -153,7 +152,6 @@ def launch(ranks: int, work: Path, path: Path, cache: Path) -> list[dict[str, An
 
 
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """All figures."""
     make_files(work, arguments.rows)
     path, processes = work / f"pairs_{arguments.rows}.jsonl", worker_count(None, arguments.rows)
     speeds = [tokenizer_speed(work, path, arguments.rows, processes)]
@@ -187,7 +185,6 @@ COLUMNS = {
 
 
 def main() -> None:
-    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000, help="preference pairs")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the node")

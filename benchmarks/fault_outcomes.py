@@ -1,27 +1,50 @@
-"""What a fault cost a run: processes left over, saved steps lost, different numbers; and the table of all faults."""
+"""What a fault cost a run: processes left over, saved steps lost, different numbers; and power losses.
+
+In a power loss the file system of a run loses, at one instant, everything that is not synced. The disk is an ext4
+image, mounted through a loop device. `FS_IOC_SHUTDOWN` without a flush of the journal stops it at once: content that is
+only in the page cache is lost. When it is mounted again it replays its journal. ext4's own repair of programs that
+forget to sync (`auto_da_alloc`) is off.
+"""
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import random
 import re
-import socket
+import signal
+import struct
 import subprocess
-import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from measure import markdown
+from measure import markdown, metrics_of
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parent.parent
-MEASURED = ("time", "seconds", "memory/")  # "seconds": of result.json
+if TYPE_CHECKING:
+    from faults import Bench
+
+POWER_MARKS = ("<!-- power -->", "<!-- /power -->")
+FS_IOC_SHUTDOWN, WITHOUT_A_FLUSH = 0x8004587D, 2
+IMAGE_BYTES = 2**29
+MODES = ("data=ordered", "data=writeback", "data=ordered,nodelalloc", "data=writeback,nodelalloc")
+RUNS = ("PPO", "SFT, packed")
+EVENTS = {  # files that appear on the disk, in this order; a cut follows one of them after some time
+    "the prepared data": "**/*.arrow",
+    "config.yaml": "output/config.yaml",
+    "metrics.jsonl": "output/metrics.jsonl",
+    "the first checkpoint": "output/checkpoints/step_000001",
+    "the third checkpoint": "output/checkpoints/step_000003",
+    "the exported model": "output/**/model.safetensors*",
+    "result.json": "output/result.json",
+}
+LONGEST_DELAY = 2.5
 
 
 @dataclass(frozen=True)
@@ -42,41 +65,6 @@ class Outcome:
     @property
     def survived(self) -> bool:
         return self.left == 0 and self.steps_lost == 0 and self.equal
-
-
-def free_port() -> int:
-    """A port below those that systems give to connections, so that no other launch takes it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def launcher(ranks: int) -> list[str]:
-    """The command that starts ranks, before the script; each has a port of its own."""
-    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
-    return [*words, "--master_port", str(free_port())]
-
-
-def environment(tree: Path = ROOT, **more: str) -> dict[str, str]:
-    """Variables of a command that runs the code of `tree` with one thread a process."""
-    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    paths["PYTHONPATH"] = f"{tree}:{os.environ.get('PYTHONPATH', '')}"
-    return {**os.environ, **paths, "OMP_NUM_THREADS": "1", **more}
-
-
-def logged(command: list[str], log: Path, folder: Path, env: dict[str, str]) -> str:
-    """Run a command in `folder`, its output in `log`; returns that. `SystemExit` with its end if it fails."""
-    with log.open("w", encoding="utf-8") as file:
-        code = subprocess.run(
-            command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, check=False
-        ).returncode
-    said = log.read_text(encoding="utf-8", errors="replace")
-    if code:
-        end = "\n".join(said.splitlines()[-25:])
-        raise SystemExit(f"{end}\nexit code {code}; the whole log is {log}")
-    return said
 
 
 def left_over(word: str, timeout: float = 40.0) -> int:
@@ -113,17 +101,6 @@ def lost_steps(first: str, both: str) -> int:
     return max(0, max(map(int, saved), default=0) - (int(resumed[-1]) if resumed else 0))
 
 
-def metrics_of(output: Path) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` without what measures the machine."""
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [without_times(json.loads(line)) for line in lines]
-
-
-def without_times(line: dict[str, Any]) -> dict[str, Any]:
-    """A line without what measures the machine."""
-    return {name: value for name, value in line.items() if not name.startswith(MEASURED)}
-
-
 def same_outputs(one: Path, other: Path) -> bool:
     """Whether metrics and saved weights are equal to the last bit."""
     if metrics_of(one) != metrics_of(other):
@@ -146,3 +123,122 @@ def table(outcomes: list[Outcome]) -> str:
         for o in outcomes
     ]  # fmt: skip
     return markdown(["fault", "exit code", "processes left", "saved steps lost", "equal after resuming"], rows)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A run loses power `delay` seconds after the files of `event` exist."""
+
+    run: str
+    event: str
+    delay: float
+    mode: str
+    commit: int  # seconds after which ext4 commits names to its journal
+
+    def __str__(self) -> str:
+        return f"{self.run}, {self.delay:.1f} s after {self.event} ({self.mode}, commit={self.commit})"
+
+
+class Disk:
+    """An ext4 file system in the file `image`, mounted at `place` with `options` of `mount`."""
+
+    def __init__(self, image: Path, place: Path, options: str):
+        self.image, self.place, self.options = image, place, options
+        place.mkdir(exist_ok=True)
+        with image.open("wb") as file:
+            file.truncate(IMAGE_BYTES)
+        subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True, capture_output=True)
+        self.mount()
+
+    def mount(self) -> None:
+        options = f"loop,noauto_da_alloc,{self.options}"
+        subprocess.run(["mount", "-o", options, str(self.image), str(self.place)], check=True, capture_output=True)
+
+    def unmount(self) -> None:
+        """Wait until no process uses it, then unmount."""
+        for _ in range(100):
+            if subprocess.run(["umount", str(self.place)], check=False, capture_output=True).returncode == 0:
+                return
+            time.sleep(0.1)
+        subprocess.run(["umount", str(self.place)], check=True)
+
+    def cut(self) -> None:
+        """Cut the power: nothing more reaches the disk."""
+        number = os.open(self.place, os.O_RDONLY)
+        try:
+            fcntl.ioctl(number, FS_IOC_SHUTDOWN, struct.pack("I", WITHOUT_A_FLUSH))
+        finally:
+            os.close(number)
+
+    def content(self) -> dict[str, bytes]:
+        """Path -> content of each file; they are small."""
+        found = {}
+        for place, _, names in os.walk(self.place):
+            for name in names:
+                path = Path(place) / name
+                with suppress(OSError):  # a run is active, and has sockets
+                    found[str(path)] = path.read_bytes()
+        return found
+
+
+def may_cut() -> bool:
+    """Whether file systems can be mounted and shut down here."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            disk = Disk(Path(folder) / "image", Path(folder) / "disk", "data=ordered")
+        except (OSError, subprocess.CalledProcessError):
+            return False
+        try:
+            disk.cut()
+        except OSError:
+            return False
+        finally:
+            disk.unmount()
+    return True
+
+
+def draw_cuts(seed: int, count: int) -> list[Cut]:
+    """Cuts after each event by turns, of each run by turns."""
+    drawn, events = random.Random(seed), list(EVENTS)
+    return [
+        Cut(RUNS[number % len(RUNS)], events[number % len(events)], drawn.uniform(0, LONGEST_DELAY),
+            drawn.choice(MODES), drawn.choice((1, 5)))
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill every process of the run: the machine is off."""
+    for one in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            one.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def meet_cut(bench: Bench, cut: Cut, number: int) -> Outcome:
+    """Cut the power of the run, run the same command to its end, and compare; `number` names its files."""
+    whole, log = bench.whole(cut.run), bench.work / f"power_{number:02d}.log"
+    # A new image for each run: a loop device that still holds the last image would be mounted instead.
+    disk = Disk(bench.work / f"image_{number:02d}", bench.work / "disk", f"{cut.mode},commit={cut.commit}")
+    output, env = disk.place / "output", {"HF_HOME": str(disk.place / "hf"), "TMPDIR": str(disk.place / "tmp")}
+    try:
+        (disk.place / "tmp").mkdir()
+        os.sync()
+        process = bench.start(cut.run, output, env, log)
+        met = comes_in_time(process, disk.place, EVENTS[cut.event], cut.delay)
+        done, before = is_finished(output), disk.content()
+        disk.cut()
+        end(process)
+        left_over(str(disk.place), timeout=0)
+        disk.unmount()
+        disk.mount()
+        after, first = disk.content(), log.read_text(encoding="utf-8", errors="replace")
+        files = sum(not after.get(path, b"").startswith(was or b"?") for path, was in before.items())
+        (disk.place / "tmp").mkdir(exist_ok=True)
+        code = bench.start(cut.run, output, env, log).wait()
+        lost = 0 if done else lost_steps(first, log.read_text(encoding="utf-8", errors="replace"))
+        name = f"{cut}: {files} files lost bytes"
+        return Outcome(name, met, process.returncode, 0, lost, code == 0 and same_outputs(whole, output))
+    finally:
+        disk.unmount()
+        disk.image.unlink()

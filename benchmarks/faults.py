@@ -9,7 +9,8 @@ memory that are left over, and steps that were saved but had to be repeated, are
 
 SIGKILL meets a rank, the launcher or a child of a rank (a process of a reward function or of data) of one of `RUNS`, at
 moments drawn from `--seed`. `others` lists the remaining kinds. `--power` cuts the power of runs instead
-(`power_loss.py`). Full and read-only disks, and power losses, need root. The exit code is 1 if a run did not survive.
+(`fault_outcomes.py`). Full and read-only disks, and power losses, need root. The exit code is 1 if a run did not
+survive.
 """
 
 from __future__ import annotations
@@ -22,35 +23,29 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-import power_loss
 import psutil
 from fault_outcomes import (
-    ROOT,
+    POWER_MARKS,
     Outcome,
     comes_in_time,
-    environment,
-    free_port,
+    draw_cuts,
     is_finished,
-    launcher,
     left_over,
     lost_steps,
+    may_cut,
+    meet_cut,
     same_outputs,
     table,
 )
-from measure import publish
+from measure import ROOT, environment, launcher, publish
 from models import save_tiny_models
 
 STEPS = 4  # of every run
-AWAY_SECONDS = 30
 MARKS = ("<!-- faults -->", "<!-- /faults -->")
 COMMON = "--dtype fp32 --num_warmup_steps 0 --save_steps 1 --save_minutes 0 --collective_timeout 60"
 SFT = (
@@ -62,10 +57,7 @@ STEP_3 = (
     "--per_device_generation_batch_size 4 --n_samples_per_prompt 2 --ppo_epochs 2 --per_device_training_batch_size 4 "
     f"--actor_learning_rate 0.003 --preprocessing_num_workers 2 --max_steps {STEPS}"
 )
-PPO = (
-    f"{STEP_3} --critic_zero_stage 3 --critic_learning_rate 0.003 --kl_target 0.05 --normalize_rewards running "
-    "--remote_reward_weight 0.01"
-)
+PPO = f"{STEP_3} --critic_zero_stage 3 --critic_learning_rate 0.003 --kl_target 0.05 --normalize_rewards running"
 FUNCTION = "--advantage_estimator grpo --use_reward_model False --reward_workers 1"
 PLAY = """
 import os, time, zlib
@@ -121,23 +113,6 @@ class Fault:
     disk: str | None = None
 
 
-class Service(BaseHTTPRequestHandler):
-    """A reward service: the length of each text; nothing but 503 while it is away."""
-
-    away_until = 0.0
-
-    def do_POST(self) -> None:  # noqa: N802
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = json.dumps({"rewards": [float(len(text)) for text in body["query"]]}).encode()
-        self.send_response(503 if time.monotonic() < Service.away_until else 200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Silence."""
-
-
 def make_models(folder: Path) -> None:
     """A small actor, a small reward model, forty prompts, 64 answers and a reward function."""
     save_tiny_models(
@@ -157,13 +132,8 @@ class Bench:
     """Starts runs in a work folder, each with its own output folder."""
 
     def __init__(self, work: Path):
-        """Makes the models and starts the reward service."""
         self.work, self.models = work, work / "models"
         make_models(self.models)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
 
     def whole(self, run: str) -> Path:
         """The outputs of this run without a fault. It runs at the first call."""
@@ -185,7 +155,7 @@ class Bench:
             words += ["--actor_model_name_or_path", str(self.models / "actor")]
             words += ["--data_path", str(self.models / "prompts.jsonl")]
             words += {
-                "PPO": ["--critic_model_name_or_path", str(self.models / "reward"), "--remote_reward_url", self.url],
+                "PPO": ["--critic_model_name_or_path", str(self.models / "reward")],
                 "episodes": ["--environment", f"{self.models / 'play.py'}:Game"],
             }.get(run, ["--reward_function", f"{self.models / 'scores.py'}:length"])
         else:
@@ -271,33 +241,12 @@ def kills(seed: int, count: int) -> list[Fault]:
     return found
 
 
-def take_service_away(process: subprocess.Popen[str], output: Path) -> None:
-    Service.away_until = time.monotonic() + AWAY_SECONDS
-
-
-def start_rival(process: subprocess.Popen[str], output: Path) -> None:
-    """Run the same command for the same output folder: it is refused, and the run goes on; then end the run."""
-    one = psutil.Process(process.pid)
-    words, env = one.cmdline(), one.environ()
-    words[words.index("--master_port") + 1] = str(free_port())
-    log = Path(f"{output}_rival.log")
-    with log.open("w", encoding="utf-8") as file:
-        code = subprocess.run(words, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code == 0 and process.poll() is None:
-        raise RuntimeError(f"two runs wrote to one folder; see {log}")
-    process.terminate()
-
-
 def others() -> list[Fault]:
     """All other kinds of faults. A stopped rank stands for one that hangs."""
-    rank = "rank 1"
     faults = [
-        Fault("rank 1 hangs", signals(rank, signal.SIGSTOP)),
+        Fault("rank 1 hangs", signals("rank 1", signal.SIGSTOP)),
         Fault("SIGTERM to the launcher", signals("the launcher", signal.SIGTERM)),
         Fault("SIGTERM to the command", lambda process, _: process.terminate()),
-        Fault("SIGTERM to rank 1", signals(rank, signal.SIGTERM)),
-        Fault(f"reward service away for {AWAY_SECONDS} s", take_service_away, mend=lambda _: time.sleep(AWAY_SECONDS)),
-        Fault("the same command for the same folder", start_rival),
     ]
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -335,10 +284,10 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     bench, outcomes = Bench(work.resolve()), []
     if chosen.power:
-        if not power_loss.may_cut():
+        if not may_cut():
             sys.exit("power losses need root and loop devices: a file system cannot be mounted and shut down here")
-        cuts = power_loss.draw(chosen.seed, 4 if chosen.quick else 20)
-        meetings = [(str(cut), lambda n, cut=cut: power_loss.meet(bench, cut, n)) for cut in cuts]
+        cuts = draw_cuts(chosen.seed, 4 if chosen.quick else 20)
+        meetings = [(str(cut), lambda n, cut=cut: meet_cut(bench, cut, n)) for cut in cuts]
     else:
         faults = (
             [*kills(chosen.seed, 5), *others()[:3]] if chosen.quick else [*kills(chosen.seed, chosen.kills), *others()]
@@ -353,7 +302,7 @@ def main() -> int:
         "steps_lost": sum(outcome.steps_lost for outcome in outcomes),
         "trajectories_equal": all(outcome.equal for outcome in outcomes),
     }  # fmt: skip
-    publish(found, table(outcomes), power_loss.MARKS if chosen.power else MARKS, chosen.json, chosen.docs)
+    publish(found, table(outcomes), POWER_MARKS if chosen.power else MARKS, chosen.json, chosen.docs)
     return int(found["survived"] < found["injected"])
 
 

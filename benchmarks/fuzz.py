@@ -1,6 +1,6 @@
 """Fuzzing: a thousand mutated files and flags; each must end with a result or one line that says what to do.
 
-    python benchmarks/fuzz.py [--seed S] [--cases N] [--case N] [--only WORD] [--json F] [--docs F.md]
+    python benchmarks/fuzz.py [--seed S] [--cases N] [--case N] [--json F] [--docs F.md]
 
 Each case (`fuzz_cases.py`) mutates something valid and gives it to a step until it would load its models. `--seed` and
 its number determine a case; `--case N` repeats one and prints what it prints. This process imports the libraries once
@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import gc
 import importlib
-import json
 import os
 import random
 import resource
@@ -28,15 +27,13 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from fuzz_cases import KINDS, kind_of
-from fuzz_material import make_material, train_run
+from fuzz_cases import KINDS, ROOT, make_material, train_run
 
-ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from dschat_ppo.common.processes import signal_when_parent_ends  # noqa: E402  benchmarks run from any folder
 
@@ -95,13 +92,13 @@ def judge(ended: Ended) -> tuple[str, str]:
     return "error line", ""
 
 
-def fork(folder: Path, body: Callable[[], int | None]) -> Process:
-    """Run `body` in a child process with its output in files of `folder`."""
+def run_forked(folder: Path, body: Callable[[], int | None]) -> Ended:
+    """Run `body` in a child process, to its end, with its output in files of `folder`."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if child:
-        return Process(child, folder, time.monotonic() + WALL_SECONDS)
+        return _ended(child, folder)
     code = 1
     try:
         os.setsid()
@@ -129,32 +126,19 @@ def fork(folder: Path, body: Callable[[], int | None]) -> Process:
         os._exit(code)
 
 
-@dataclass
-class Process:
-    """A forked process, and where its output is."""
-
-    child: int
-    folder: Path
-    deadline: float
-
-    def ended(self) -> Ended | None:
-        """How it ended, with what it printed; None while it runs. What is left of its session ends with it."""
-        done, status = os.waitpid(self.child, os.WNOHANG)
-        if not done and time.monotonic() < self.deadline:
-            return None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child, signal.SIGKILL)
-        if not done:
-            os.waitpid(self.child, 0)
-        files = [self.folder / name for name in ("stdout", "stderr")]
-        texts = [file.read_text(encoding="utf-8", errors="replace") if file.exists() else "" for file in files]
-        return Ended(os.waitstatus_to_exitcode(status) if done else None, *texts)
-
-    def wait(self) -> Ended:
-        """How it ended."""
-        while (found := self.ended()) is None:
-            time.sleep(0.02)
-        return found
+def _ended(child: int, folder: Path) -> Ended:
+    """How a process ends, with what it printed. What is left of its session ends with it."""
+    deadline, done = time.monotonic() + WALL_SECONDS, 0
+    while not done and time.monotonic() < deadline:
+        time.sleep(0.02)
+        done, status = os.waitpid(child, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if not done:
+        os.waitpid(child, 0)
+    files = [folder / name for name in ("stdout", "stderr")]
+    texts = [file.read_text(encoding="utf-8", errors="replace") if file.exists() else "" for file in files]
+    return Ended(os.waitstatus_to_exitcode(status) if done else None, *texts)
 
 
 class Fuzz:
@@ -175,41 +159,24 @@ class Fuzz:
         for make in (make_material, train_run):
             name = make.__name__
             (work / name).mkdir()
-            ended = fork(work / name, partial(make, self.material)).wait()
+            ended = run_forked(work / name, partial(make, self.material))
             if ended.code != 0:
                 raise RuntimeError(f"the valid files cannot be made ({name}, {ended.code}):\n{ended.out}{ended.err}")
         gc.collect()
         gc.freeze()  # the cases share these pages
 
-    def start(self, number: int) -> Process:
-        """Start a case."""
-        folder = self.work / f"case_{number}"
+    def run(self, number: int) -> Verdict:
+        """Run and judge a case; its folder stays only if it failed."""
+        folder, kind = self.work / f"case_{number}", list(KINDS)[number % len(KINDS)]
         folder.mkdir()
-        case = KINDS[kind_of(number)][0]
-        return fork(folder, lambda: case(random.Random(f"{self.seed} {number}"), self.material, folder))
-
-    def judged(self, number: int, folder: Path, ended: Ended) -> Verdict:
-        """Judge a case; its folder stays only if it failed."""
+        rng = random.Random(f"{self.seed} {number}")
+        ended = run_forked(folder, lambda: KINDS[kind](rng, self.material, folder))
         outcome, why = judge(ended)
         noted = folder / "case.txt"
         what = noted.read_text(encoding="utf-8") if noted.exists() else ""
         if outcome != "failed":
             shutil.rmtree(folder, ignore_errors=True)
-        return Verdict(number, kind_of(number), outcome, why, what, ended.code, ended.err)
-
-    def run(self, numbers: Iterable[int], jobs: int) -> Iterator[Verdict]:
-        """Run cases, `jobs` at a time, in any order of their ends."""
-        waiting, running = iter(numbers), dict[int, Process]()
-        while True:
-            while len(running) < jobs and (number := next(waiting, None)) is not None:
-                running[number] = self.start(number)
-            if not running:
-                return
-            for number, process in list(running.items()):
-                if (ended := process.ended()) is not None:
-                    del running[number]
-                    yield self.judged(number, process.folder, ended)
-            time.sleep(0.02)
+        return Verdict(number, kind, outcome, why, what, ended.code, ended.err)
 
 
 def table(verdicts: list[Verdict]) -> str:
@@ -230,20 +197,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
     parser.add_argument("--cases", type=int, default=1000, help="number of cases (default: 1000)")
     parser.add_argument("--case", type=int, help="run only the case with this number, and print what it prints")
-    parser.add_argument("--only", default="", help="only cases whose kind holds this")
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: 2)")
     parser.add_argument("--work", type=Path, help="an empty folder, kept at the end with the files of failed cases")
     parser.add_argument("--json", type=Path, help="write {seed, cases, seconds, outcomes, failures} there")
     parser.add_argument("--docs", type=Path, help="write the table into this file")
     chosen = parser.parse_args()
     work = (chosen.work or Path(tempfile.mkdtemp(prefix="fuzz_"))).resolve()
     fuzz, started, verdicts = Fuzz(work, chosen.seed), time.monotonic(), []
-    numbers = range(chosen.cases) if chosen.case is None else [chosen.case]
-    numbers = [number for number in numbers if chosen.only in kind_of(number)]
-    for verdict in fuzz.run(numbers, chosen.jobs):
-        verdicts.append(verdict)
-        with (work / "cases.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(verdict)) + "\n")
+    for number in range(chosen.cases) if chosen.case is None else [chosen.case]:
+        verdicts.append(verdict := fuzz.run(number))
         if verdict.outcome == "failed" or chosen.case is not None:
             ended = f"{verdict.outcome} {verdict.why} (exit code {verdict.code})"
             print(f"case {verdict.case} ({verdict.kind}): {ended}\n{verdict.what}{verdict.err[-3000:]}", flush=True)

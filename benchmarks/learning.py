@@ -24,8 +24,7 @@ import sys
 import time
 from pathlib import Path
 
-from fault_outcomes import ROOT, logged
-from measure import markdown
+from measure import ROOT, logged, markdown
 
 SEEDS = (1, 2, 3)
 QUICK = ("gae", "grpo", "rloo")

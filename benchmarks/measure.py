@@ -1,4 +1,4 @@
-"""Timing, memory and hardware limits for the benchmarks, and where their results go.
+"""Timing, memory and hardware limits for the benchmarks, the commands that they run, and where their results go.
 
 Contenders alternate within one run, so other load on the machine affects them alike.
 """
@@ -8,18 +8,26 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
+import random
+import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from dschat_ppo.common.phases import PhaseClock
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ("time", "seconds", "memory/")  # "seconds": of result.json
 
 
 @dataclass(frozen=True)
@@ -83,31 +91,29 @@ def peak_memory(run: Callable[[], object]) -> float:
     return clock.peak_gib["run"] - before / 2**30
 
 
+def seconds(run: Callable[[], object]) -> float:
+    """Wall time until the device is idle."""
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
+
+
 def read_bandwidth(device: torch.device) -> float:
     """Memory read bandwidth in bytes per second: the best of five sums over a large tensor."""
     tensor = torch.ones(2**27 if device.type == "cpu" else 2**30, device=device)
-    return tensor.nbytes / _best(tensor.sum)
+    return tensor.nbytes / min(seconds(tensor.sum) for _ in range(5))
 
 
-def matmul_rate(device: torch.device, width: int) -> float:
-    """Floating-point operations per second of a large bf16 matrix product with inner dimension `width`."""
-    left = torch.randn(4096, width, device=device).bfloat16()
-    right = torch.randn(width, 2048, device=device).bfloat16()
-    return 2 * 4096 * width * 2048 / _best(lambda: left @ right)
-
-
-def _best(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def matmul_rate(device: torch.device, rows: int, width: int, columns: int) -> float:
+    """Floating-point operations per second of a bf16 product (rows, width) x (width, columns) of random numbers: the
+    best of six."""
+    left, right = (torch.randn(size, device=device).bfloat16() for size in ((rows, width), (width, columns)))
+    return 2 * rows * width * columns / min(seconds(lambda: left @ right) for _ in range(6))
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -127,3 +133,49 @@ def publish(found: object, text: str, marks: tuple[str, str], json_file: Path | 
         json_file.write_text(json.dumps(found, indent=2) + "\n")
     if docs:
         write_docs(docs, text, marks)
+
+
+def free_port() -> int:
+    """A port below those that systems give to connections, so that no other launch takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def launcher(ranks: int) -> list[str]:
+    """The command that starts ranks, before the script; each has a port of its own."""
+    words = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
+    return [*words, "--master_port", str(free_port())]
+
+
+def environment(tree: Path = ROOT, **more: str) -> dict[str, str]:
+    """Variables of a command that runs the code of `tree` with one thread a process."""
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    paths["PYTHONPATH"] = f"{tree}:{os.environ.get('PYTHONPATH', '')}"
+    return {**os.environ, **paths, "OMP_NUM_THREADS": "1", **more}
+
+
+def logged(command: list[str], log: Path, folder: Path, env: dict[str, str]) -> str:
+    """Run a command in `folder`, its output in `log`; returns that. `SystemExit` with its end if it fails."""
+    with log.open("w", encoding="utf-8") as file:
+        code = subprocess.run(
+            command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if code:
+        end = "\n".join(said.splitlines()[-25:])
+        raise SystemExit(f"{end}\nexit code {code}; the whole log is {log}")
+    return said
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` without what measures the machine."""
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [without_times(json.loads(line)) for line in lines]
+
+
+def without_times(line: dict[str, Any]) -> dict[str, Any]:
+    """A line without what measures the machine."""
+    return {name: value for name, value in line.items() if not name.startswith(MEASURED)}

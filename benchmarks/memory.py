@@ -32,8 +32,7 @@ from typing import Any
 
 import psutil
 import torch
-from fault_outcomes import ROOT, environment, launcher
-from measure import markdown, write_docs
+from measure import ROOT, environment, launcher, markdown, write_docs
 from models import config_of, save_reward_adapter
 from ppo_parts import save_models
 from torch import Tensor
@@ -271,7 +270,6 @@ def comparison(results: dict[str, Any], work: Path) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(ALL), help="settings to measure; default: all; none: table")
     parser.add_argument("--planner", action="store_true", help="compare the planner with measured peaks")

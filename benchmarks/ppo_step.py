@@ -51,7 +51,6 @@ class Sizes:
     shrink: int = 1  # divides the numbers of prompts and tokens
 
     def workload(self, name: str, vocabulary: int) -> Workload:
-        """The workload `name`."""
         return workload(name, vocabulary, max(2, WORKLOADS[name] // self.shrink), self.shrink)
 
     def components(self, folder: Path, config: PretrainedConfig, work: Workload, flags: list[str]) -> PPOComponents:
@@ -68,12 +67,10 @@ TINY = Sizes(config_of(320, 2, 128), config_of(512, 2, 128), shrink=16)
 
 
 def ways_of(ppo: PPOComponents, work: Workload) -> dict[str, Any]:
-    """Contenders."""
     return {"plain": lambda: plain.step(ppo, work), "dschat_ppo": lambda: ppo_parts.ppo_step(ppo, work)}
 
 
 def compare(ppo: PPOComponents, work: Workload, repeats: int, cores: int) -> dict[str, Any]:
-    """All numbers of one workload."""
     found, samples = costs(ways_of(ppo, work), repeats, cores), len(work.answer_lengths)
     before, ours = found["plain"], found["dschat_ppo"]
     return {
@@ -105,7 +102,6 @@ def table(results: dict[str, Any]) -> str:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
@@ -117,7 +113,6 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and print."""
     arguments = parsed()
     if arguments.compare:
         import trl  # noqa: F401  (fails now if it is not installed, and not after an hour)

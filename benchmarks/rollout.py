@@ -108,7 +108,8 @@ def memory_limit(model: PreTrainedModel, work: Workload, most_rows: int) -> floa
 def compute_limit(model: PreTrainedModel, work: Workload) -> float:
     """Tokens per second if only arithmetic took time."""
     passed = float(work.prompts.prompt_mask.sum()) + work.tokens
-    return work.tokens / (2 * used_weights(model) * passed) * matmul_rate(model.device, model.config.hidden_size)
+    rate = matmul_rate(model.device, 4096, model.config.hidden_size, 2048)
+    return work.tokens / (2 * used_weights(model) * passed) * rate
 
 
 def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrainedModel, work: Workload) -> int:
@@ -166,7 +167,6 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each contender; the median is reported")

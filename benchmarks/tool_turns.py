@@ -1,15 +1,11 @@
 """Step 3 with a tool: samples per second, ours beside the GRPO trainer of TRL, at several latencies of the tool.
 
     python benchmarks/tool_turns.py [--latencies 0 0.2 1] [--larger] [--steps 4] [--work DIR] [--json FILE]
-    python benchmarks/tool_turns.py --observations 64 256 [--json FILE]
 
 Both train the SFT model of `training_scripts/examples/calculator`, which is made first (some minutes), in one process
 with one thread: 16 prompts a step, 8 answers each, one update, no KL, and the same functions as tool and reward. An
 answer calls the tool up to a few times. That model has 0.25 M parameters; with `--larger` 10 M, which change nothing in
 what it says. Needs `pip install trl==1.16.0`.
-
-With `--observations` it measures instead what reading the answers of tools costs, without TRL: 16 episodes of a random
-model of 10 M parameters, with two observations of so many tokens each.
 """
 
 from __future__ import annotations
@@ -23,13 +19,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fault_outcomes import ROOT, environment, launcher
+from measure import ROOT, environment, launcher
 from trl_step import StepTimes
 
 EXAMPLE = ROOT / "training_scripts/examples/calculator"
@@ -130,71 +124,6 @@ def trl(*given: Any) -> list[float]:
         return pool.submit(by_trl, *given).result()
 
 
-class Repeating:
-    """Environments that answer all episodes together, twice, with so many tokens."""
-
-    def __init__(self, tokens: int, rows: int):
-        self.tokens, self.asked, self.turns = tokens, list[int](), [0] * rows
-
-    def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
-        self.turns[sequence] += 1
-        self.asked.append(sequence)
-
-    def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
-        found, self.asked = (self.asked, []) if wait else ([], self.asked)
-        return [(sequence, [7] * self.tokens if self.turns[sequence] <= 2 else []) for sequence in found]
-
-    def cut(self, sequence: int, end: int) -> None: ...
-    def stop(self, sequence: int) -> None: ...
-
-
-def reading(tokens: int) -> dict[str, float]:
-    """CPU seconds of the observations of 16 episodes: read in one pass, or a token of each episode in a pass as decode
-    steps would; and of the whole rollout with the first, and with a prefill of the whole history in each turn."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-    from dschat_ppo.rollout.generator import EngineName, GenerationConfig, generate
-    from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-    from dschat_ppo.types import PromptBatch
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=8, **shape)).eval()
-    prompts = PromptBatch(torch.randint(4096, (4, 64)), torch.ones(4, 64, dtype=torch.bool))
-    stopping = StoppingCriteria(3 * tokens + 256, tuple(range(0, 4096, 20)))
-    whole, extend, spent = ContinuousBatching._extends, ContinuousBatching._extend, [0.0]
-
-    def counted(*args: Any) -> None:
-        start = time.process_time()
-        extend(*args)
-        spent[0] += time.process_time() - start
-
-    def in_steps(self: ContinuousBatching, counts: dict[int, int]) -> list[Any]:
-        parts = [part.args for part in whole(self, counts)]  # rows, their numbers, the first token, tokens
-        return [partial(self._extend, *rows, first + token, 1) for *rows, first, all in parts for token in range(all)]
-
-    def seconds(engine: EngineName, extends: Any) -> tuple[float, float]:
-        ContinuousBatching._extends, ContinuousBatching._extend = extends, counted  # type: ignore[method-assign]
-        config, spent[0], start = (
-            GenerationConfig(SamplingParameters(), stopping, 4, engine=engine),
-            0.0,
-            time.process_time(),
-        )
-        generate(model, prompts, torch.arange(16), config, turns=Repeating(tokens, 16))
-        return spent[0], time.process_time() - start
-
-    try:
-        (one, episodes), (steps, _), (_, by_turn) = (
-            seconds("continuous", whole), seconds("continuous", in_steps), seconds("padded", whole)
-        )  # fmt: skip
-    finally:
-        ContinuousBatching._extends, ContinuousBatching._extend = whole, extend  # type: ignore[method-assign]
-    return {"tokens": tokens, "one pass": one, "steps": steps, "rollout": episodes, "turn by turn": by_turn}
-
-
 def main() -> None:
     """Alternate between the two, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,15 +131,8 @@ def main() -> None:
     parser.add_argument("--larger", action="store_true", help="with 10 M parameters; give it a --work of its own")
     parser.add_argument("--steps", type=int, default=4, help="of each; the first is not counted")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tool_turns")
-    parser.add_argument("--observations", type=int, nargs="+", help="tokens; what reading them costs")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    if chosen.observations:
-        rows = [reading(tokens) for tokens in chosen.observations]
-        print(*rows, sep="\n")
-        if chosen.json:
-            chosen.json.write_text(json.dumps(rows))
-        return
     if not (chosen.work / "sft/result.json").exists():
         run(["bash", str(EXAMPLE / "run.sh"), str(chosen.work), "--max_steps", "1", "--output_dir", f"{chosen.work}/x"])
         if chosen.larger:

@@ -25,7 +25,6 @@ class StepTimes(TrainerCallback):
         self.ends: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Called by the trainer."""
         self.ends.append(time.perf_counter())
 
 

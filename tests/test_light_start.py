@@ -1,5 +1,8 @@
-"""`--help` and wrong flags: the answer comes before torch and the Hugging Face libraries are imported."""
+"""`--help` and wrong flags: the answer comes before torch and the Hugging Face libraries are imported. Benchmarks,
+entry points and launched tests are rarely run: every name that they import must exist."""
 
+import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -7,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-MAINS = sorted((Path(__file__).parents[1] / "training").glob("*/main.py"))
+ROOT = Path(__file__).parents[1]
+MAINS = sorted((ROOT / "training").glob("*/main.py"))
 HEAVY = {"torch", "transformers", "deepspeed", "datasets", "tokenizers", "numpy", "pyarrow", "pandas"}
 _IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", re.MULTILINE)
 
@@ -35,3 +39,17 @@ def test_a_tool_answers_wrong_flags_without_a_large_library(tool):
     assert done.returncode == 2 and re.search("^(error|.*: error): ", done.stderr, re.MULTILINE), done.stderr[-2000:]
     imported = {name.split(".")[0] for name in _IMPORTED.findall(done.stderr)}
     assert "dschat_ppo" in imported and imported & HEAVY == set()
+
+
+FOLDERS = ("benchmarks", "training", "tests/workers", "tests/ranks")
+FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_names_imported_from_the_package_exist(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dschat_ppo":
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names):
+                if not hasattr(module, name):
+                    importlib.import_module(f"{node.module}.{name}")

@@ -7,6 +7,7 @@ The exit code is 1 if a part failed or something is wrong, and 0 if all is right
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.parts import PARTS, missed
+from gpu_checks.parts import PARTS, Findings, missed
 
 LIMIT = 585  # seconds of all parts
 LEAST = 15  # a part that has less time left does not start
@@ -26,11 +27,24 @@ LEAST = 15  # a part that has less time left does not start
 
 def start(names: list[str], folder: Path, tiny: bool) -> subprocess.Popen[bytes]:
     """Start a process for these parts, in a session, so that processes it starts end with it."""
-    command = [sys.executable, "-m", "gpu_checks.run_part", *names]
+    command = [sys.executable, "-m", "gpu_checks", "--here", "--only", *names]
     with (folder / f"{names[0]}.log").open("wb") as log:
         return subprocess.Popen(
             command + ["--tiny"] * tiny, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
         )
+
+
+def run_here(names: list[str], tiny: bool) -> None:
+    """Run the parts in this process, which ends; PART.json has what each has found so far."""
+    for name in names:
+        part, started = PARTS[name], time.monotonic()
+        function = getattr(importlib.import_module(f"gpu_checks.{part.module}"), part.function)
+        findings = Findings(Path(f"{name}.json"))
+        function(findings, tiny, *part.arguments)
+        findings.add("seconds", round(time.monotonic() - started, 1))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # no teardown of DeepSpeed's process groups
 
 
 def finish(names: list[str], folder: Path, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
@@ -86,7 +100,6 @@ def groups_of(names: list[str], tiny: bool) -> list[list[str]]:
 
 
 def main() -> int:
-    """Run, print and judge."""
     lines = [f"  {name:<15}{part.what} (at most {part.seconds} s)" for name, part in PARTS.items()]
     description = "\n".join([__doc__ or "", "parts:", *lines])
     parser = argparse.ArgumentParser("gpu.sh", None, description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,7 +107,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the findings to this file too")
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds of all parts together")
     parser.add_argument("--tiny", action="store_true", help="a trial on tiny sizes, with or without a GPU")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # a process of `start`
     arguments = parser.parse_args()
+    if arguments.here:
+        run_here(arguments.only, arguments.tiny)
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
         groups = groups_of(arguments.only, arguments.tiny)
         results = run(groups, Path(folder), arguments.limit, arguments.tiny)

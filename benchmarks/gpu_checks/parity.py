@@ -18,7 +18,7 @@ from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.types import PromptBatch, Rollout, to_device
-from gpu_checks.run_part import Findings
+from gpu_checks.parts import Findings
 
 FP32 = 1e-3  # largest difference of log-probs and values
 GREEDY = 24  # tokens

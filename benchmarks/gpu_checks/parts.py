@@ -1,8 +1,12 @@
-"""The names, time limits and targets of the parts of `gpu.sh`. Imports no torch."""
+"""Names, time limits and targets of the parts of `gpu.sh`, and where a part keeps what it finds. Imports no torch."""
 
 from __future__ import annotations
 
+import json
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -19,15 +23,15 @@ class Part:
 
 # in the order in which they run: if the time is up, the last ones are missing
 PARTS = {
-    "machine": Part("machine", "limits", 45, "bandwidth, matrix products, attention at shapes not seen before"),
+    "machine": Part("speed", "limits", 45, "bandwidth, matrix products, attention at shapes not seen before"),
     "parity": Part("parity", "parity", 80, "generation and scoring against plain transformers, in fp32 and bf16"),
     "trajectory": Part("trajectory", "trajectory", 110, "SFT, PPO and GRPO in fp32 against the same runs on the CPU"),
     "resume": Part("trajectory", "resume", 90, "a resumed PPO run against two uninterrupted ones, in bf16"),
-    "waits": Part("waits", "waits", 60, "waits of the host for the GPU, per token and per micro-batch"),
-    "rollout_small": Part("generation", "rollout", 90, "tokens/s of 0.5 B weights", ("qwen2-0.5b",)),
-    "rollout_large": Part("generation", "rollout", 130, "tokens/s of 7 B weights", ("llama-7b",)),
-    "ppo": Part("steps", "steps", 110, "PPO steps, four models of 1.5 B weights (0.5 B below 100 GiB)", ("ppo",)),
-    "grpo": Part("steps", "steps", 100, "GRPO steps, two models of 1.5 B weights", ("grpo",)),
+    "waits": Part("speed", "waits", 60, "waits of the host for the GPU, per token and per micro-batch"),
+    "rollout_small": Part("speed", "rollout", 90, "tokens/s of 0.5 B weights", ("qwen2-0.5b",)),
+    "rollout_large": Part("speed", "rollout", 130, "tokens/s of 7 B weights", ("llama-7b",)),
+    "ppo": Part("speed", "steps", 110, "PPO steps, four models of 1.5 B weights (0.5 B below 100 GiB)", ("ppo",)),
+    "grpo": Part("speed", "steps", 100, "GRPO steps, two models of 1.5 B weights", ("grpo",)),
 }
 
 
@@ -94,3 +98,29 @@ def missed(found: dict[str, Any], right_only: bool) -> list[dict[str, Any]]:
             given = {name: bound for name, bound in bounds.items() if bound is not None}
             lines.append({"path": target.path, "is": value, **given, "right": target.right})
     return lines
+
+
+class Findings:
+    """What a part has found so far, in a file that is always whole."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.found: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Keep a number, or a dict of them."""
+        self.found[name] = value
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.found), encoding="utf-8")
+        partial.replace(self.file)
+
+    def measure(self, name: str, run: Callable[[], Any]) -> Any:
+        """Keep what `run` returns; if it fails, say so in its place, and let the part continue. Returns that, or {}."""
+        try:
+            value = run()
+        except Exception as problem:  # noqa: BLE001  one number that cannot be had must not cost the others
+            traceback.print_exc()
+            self.add(name, {"failed": f"{type(problem).__name__}: {problem}"[:300]})
+            return {}
+        self.add(name, value)
+        return value

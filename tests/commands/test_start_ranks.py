@@ -1,4 +1,5 @@
-"""The commands that start their own ranks: how many, by which command, and what they refuse."""
+"""The commands: each step and each tool is one; how many ranks they start, and what they refuse; what `--dry_run`
+checks."""
 
 import base64
 import json
@@ -7,15 +8,53 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from launch import ROOT, environment
 
+import dschat_ppo
+from dschat_ppo import __main__ as program
 from dschat_ppo import commands
-from dschat_ppo.commands import count_gpus, start, take_num_accelerators, visible_devices
-from dschat_ppo.common import stop_requests
+from dschat_ppo.commands import (
+    TRAINERS,
+    _ranks_of,
+    count_gpus,
+    run_training,
+    start,
+    take_num_accelerators,
+    visible_devices,
+)
+from dschat_ppo.common import dist, ranks, stop_requests
+from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
+from dschat_ppo.models import loading, model_folders
+from dschat_ppo.planner import plan_step
+from dschat_ppo.supervised import sft, supervised_run
+
+TOOLS = Path(dschat_ppo.__file__).parent / "tools"
+
+
+def test_every_program_of_the_tools_is_a_command():
+    programs = {path.stem for path in TOOLS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert programs == set(program.TOOLS)
+    assert set(program.TRAINING) == set(TRAINERS)
+
+
+def test_a_step_gets_its_flags(monkeypatch):
+    started = []
+    monkeypatch.setattr(program, "start", lambda step, words: started.append((step, words)) or 7)
+    assert program.main(["ppo", "--seed", "3"]) == 7
+    assert program.main(["--local_rank=1", "sft", "--seed", "3"]) == 7  # as DeepSpeed's launcher writes it
+    assert started == [("ppo", ["--seed", "3"]), ("sft", ["--seed", "3"])]
+
+
+def test_an_unknown_command_is_refused(capsys):
+    assert program.main(["rewrad"]) == 2
+    assert "error: rewrad: no such command; did you mean reward?" in capsys.readouterr().err
+
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 
@@ -71,6 +110,8 @@ def test_several_gpus_are_several_ranks_of_deepspeeds_launcher(machine, capsys):
     assert world_of(command) == {"localhost": [0, 1, 2, 3]}
     assert int(os.environ["OMP_NUM_THREADS"]) >= 1
     assert "DS_ACCELERATOR" not in os.environ
+    with pytest.raises(Replaced):
+        start("sft", [*SFT, "--num_accelerators", "4"])
     assert start("sft", [*SFT, "--num_accelerators", "5"]) == 2
     assert "--num_accelerators 5: this machine has 4 GPUs" in capsys.readouterr().err
     assert start("sft", [*SFT, "--no_such_flag"]) == 2
@@ -159,3 +200,71 @@ def test_the_environment_hides_gpus(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert count_gpus() == 0
+
+
+SHORT = ["--max_seq_len", "64"]
+LENGTHS = ["--max_prompt_seq_len", "32", "--max_answer_seq_len", "32"]
+
+
+def dry_run(step: str, folder, *words: object) -> int:
+    return run_training(step, [*map(str, words), "--output_dir", str(folder / "out"), "--dry_run"])
+
+
+@pytest.mark.parametrize(("step", "title", "words"), [
+    ("sft", "packed rows", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT, "--packing"]),
+    ("dpo", "DPO: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
+    ("ppo", "PPO: batches", ["--actor_model_name_or_path", "{a}/lm", "--critic_model_name_or_path", "{a}/reward",
+                             "--data_path", "{a}/prompts.jsonl", *LENGTHS]),
+])  # fmt: skip
+def test_a_dry_run_prints_the_batches_and_writes_nothing(assets, tmp_path, capsys, monkeypatch, step, title, words):
+    monkeypatch.setattr(loading, "_loading", None)  # every model is loaded inside it
+    assert dry_run(step, tmp_path, *(word.format(a=assets) for word in words), "--dry_run_ranks", 8) == 0
+    assert "WORLD_SIZE" not in os.environ
+    said = capsys.readouterr().out
+    assert title in said
+    assert "x 8 ranks = 128" in said  # 16 rows on each
+    assert "expected peak: " in said
+    assert "dry run for 8 ranks" in said
+    assert not (tmp_path / "out").exists()
+    assert not model_folders.wants_settings_only()
+
+
+def test_before_a_run_the_plan_fetches_no_weights_and_gpu_memory_is_set_up_for_training(monkeypatch):
+    seen, names = [], ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def planned(config) -> None:
+        seen.append((model_folders.wants_settings_only(), *map(os.environ.get, names)))
+
+    monkeypatch.setattr(plan_step, "show_memory_plan", planned)
+    monkeypatch.setattr(sft, "train_sft", lambda config: seen.append(model_folders.wants_settings_only()))
+    monkeypatch.setattr(dist, "on_gpu", lambda: True)
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
+    for given in ({}, {names[1]: "max_split_size_mb:99"}):
+        with patch.dict(os.environ, given):
+            assert run_training("sft", words) == 0
+    grows = "expandable_segments:True"
+    assert seen == [(True, grows, grows), False, (True, None, "max_split_size_mb:99"), False]
+
+
+@pytest.mark.parametrize(("launch", "on_each"), [({}, 8), ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
+    ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, 8), ({"WORLD_SIZE": "6", "LOCAL_SIZE": "3"}, 8)])  # fmt: skip
+def test_a_dry_run_divides_its_ranks_over_the_machines_of_the_launch(monkeypatch, launch, on_each):
+    for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o", "--dry_run", "--dry_run_ranks", "8"]
+    before = dict(os.environ)
+    with _ranks_of(parse("sft", words).run):
+        assert (ranks.world_size(), ranks.local_world_size()) == (8, on_each)
+    assert dict(os.environ) == before
+
+
+def test_other_ranks_of_a_dry_run_end_at_once(assets, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervised_run, "begin_run", None)
+    launched = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": 1, "MASTER_ADDR": "here"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    assert dry_run("sft", tmp_path, "--model_name_or_path", "x", "--data_path", "y") == 0

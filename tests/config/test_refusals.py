@@ -1,10 +1,12 @@
-"""What is refused by the flags alone, before anything is loaded: values out of range, flags that contradict each other
-or have no effect with the others, and flags that are missing."""
+"""What the flags alone decide: what is refused before anything is loaded, notes about flags without effect, and whether
+the update of a PPO step gives old log-probs and values."""
 
 import pytest
-from command_lines import config_of, read
+from command_lines import NEEDED, config_of, noted, read
 
+from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.on_policy import describe, old_logprobs_source
 from dschat_ppo.config.run_flags import MemoryFlags, check_sequence_parallel_size
 from dschat_ppo.errors import UserError
 
@@ -73,15 +75,12 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--use_reward_model False", "or a teacher (--teacher_model_name_or_path)"),
     ("ppo", "--advantage_estimator none", "--advantage_estimator none has no policy loss; give a teacher"),
     ("ppo", "--distill_on mix:2", "must be policy, data or mix:P with P from 0 to 1"),
-    ("ppo", "--distill_loss jsd", "--distill_loss jsd has no effect: it is for a teacher"),
     ("ppo", f"{TAUGHT} --distill_policy_gradient --distill_topk 9", "it is for the loss of a divergence"),
-    ("ppo", f"{TAUGHT} --distill_beta 0.1", "it is for --distill_loss jsd"),
     ("ppo", f"{TAUGHT} --distill_coef 0", "--distill_coef 0 leaves the teacher without effect"),
     ("ppo", f"{TAUGHT} --distill_on data", "--distill_on data: answers of the data are no samples of the policy"),
     ("ppo", f"{TAUGHT} --offload_teacher_model", "--offload_teacher_model needs --actor_zero_stage 3"),
     ("ppo", f"{TAUGHT} --sequence_parallel_size 2", "a divergence from a teacher needs whole rows on a rank"),
     ("ppo", f"{TAUGHT} u", "of several teachers each needs SOURCE= in front"),
-    ("ppo", "--teacher_model_name_or_path a,b=t b=u", "with sources of its own"),
     ("sft", f"{TAUGHT} --distill_coef 1.5", "--distill_coef 1.5 is the share of the divergence in the loss"),
     ("sft", "--teacher_model_name_or_path a=t", "step 1 takes one teacher, for all rows"),
     # data
@@ -263,3 +262,144 @@ def test_an_empty_name_of_a_model_is_no_name():
     """As of a shell variable that is not set."""
     models = config_of("ppo", "--critic_model_name_or_path", "", "--reward_model_name_or_path", "r").models
     assert models["critic"] == models["reward"] == ("--reward_model_name_or_path", "r")
+
+
+SHARED = f"--share_base {LORA}"
+STAGES = "--actor_zero_stage 3 --critic_zero_stage 2"
+OFFLOAD = "--offload_reference_model --offload_reward_model --actor_zero_stage 3 --critic_zero_stage 3"
+ALONE = "--lora_dim 8 --only_optimize_lora"
+VALIDATE = "--validate_only --eval_data_path e"
+WITHOUT_EFFECT = [  # step, what is given, the flags without effect
+    # trackers
+    ("sft", "--report_to wandb --run_name a --project b", ""), ("sft", "--report_to trackio", ""),
+    ("reward", "--report_to tensorboard --run_name a", "run_name"),
+    ("ppo", "--project b --enable_tensorboard", "project"),
+    ("ppo", "--report_to none --enable_tensorboard", "enable_tensorboard"),
+    # schedule, length and reference
+    ("sft", "--warmup_ratio 0.1", ""), ("sft", "--warmup_ratio 0 --num_warmup_steps 5", ""),
+    ("ppo", "--warmup_ratio 0.1 --num_warmup_steps 100", ""),  # its default, as a resolved configuration has it
+    ("ppo", "--ref_model_name_or_path r --ref_sync_interval 2 --ref_sync_mixup 0.6", ""),
+    *[(step, *case) for step in NEEDED for case in (
+        ("--max_steps 9 --num_train_epochs 2", "num_train_epochs"), ("--max_steps 9 --num_train_epochs 1", ""),
+        ("--lr_scheduler_type constant --num_warmup_steps 7", "num_warmup_steps"),
+        ("--lr_scheduler_type constant", ""), ("--lr_scheduler_type constant --num_warmup_steps 0", ""),
+    )],
+    # LoRA
+    ("sft", "--lora_module_name decoder.layers.", "lora_module_name"),
+    ("sft", "--lora_learning_rate 1e-3", "lora_learning_rate"), ("dpo", "--lora_alpha 16", "lora_alpha"),
+    ("reward", "--lora_merge", "lora_merge"), ("sft", "--lora_dim 4 --lora_merge", "lora_merge"),
+    ("ppo", "--actor_lora_module_name layers.", "actor_lora_module_name"),
+    ("ppo", "--actor_lora_dim 8 --critic_lora_learning_rate 1e-3", "critic_lora_learning_rate"),
+    ("ppo", f"{GRPO} --critic_lora_dim 8 --critic_lora_learning_rate 1e-3",
+     "critic_lora_dim critic_lora_learning_rate"),
+    ("sft", f"--learning_rate 2e-3 --lora_learning_rate 1e-3 {ALONE}", "learning_rate"),
+    ("dpo", f"--learning_rate 2e-3 --lora_learning_rate 5e-4 {ALONE}", "learning_rate"),
+    ("sft", f"--learning_rate 2e-3 {ALONE}", ""), ("sft", "--learning_rate 2e-3 --lora_dim 8", ""),
+    ("reward", f"--learning_rate 2e-3 {ALONE}", ""),  # of the score head
+    ("ppo", "--actor_learning_rate 1e-3 --actor_lora_learning_rate 2e-3 --actor_lora_dim 8 --only_optimize_lora",
+     "actor_learning_rate"),
+    ("ppo", "--actor_learning_rate 1e-3 --critic_lora_dim 8 --only_optimize_lora", ""),
+    # memory
+    ("ppo", "--inference_tp_size 2 --tp_gather_partition_size 4", ""),
+    ("ppo", "--tp_gather_partition_size 4", "tp_gather_partition_size"),
+    ("ppo", OFFLOAD, ""), ("ppo", f"{OFFLOAD} --actor_lora_dim 4", ""),
+    ("ppo", f"{OFFLOAD} {LORA}", "offload_reference_model"),
+    ("ppo", f"{OFFLOAD} {SHARED}", "offload_reference_model offload_reward_model"),
+    ("ppo", "--align_overflow --dtype fp16", ""), ("ppo", "--align_overflow", "align_overflow"),
+    ("ppo", "--align_overflow --dtype fp16 --advantage_estimator remax", "align_overflow"),
+    # what follows training
+    *[(step, f"--report_to tensorboard --profile 2 --stop_on_health error {VALIDATE}",
+       "report_to profile stop_on_health") for step in NEEDED],
+    ("ppo", f"{VALIDATE} --eval_interval 5", "eval_interval"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "words", "names"), WITHOUT_EFFECT)
+def test_a_note_names_each_flag_without_effect(step, words, names):
+    lines = noted(step, *words.split())
+    assert {line.split(" has no effect: ")[0] for line in lines} == {f"--{name}" for name in names.split()}
+
+
+@pytest.mark.parametrize("words", [
+    f"--sleep_in_rollout --offload {STAGES}", f"--offload_optimizer {STAGES}",
+    f"--zero_hpz_partition_size 2 {STAGES}", f"--inference_tp_size 2 {STAGES} --actor_lora_dim 8",
+    f"--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16 {STAGES}",
+    f"{SHARED} --actor_zero_stage 1 --critic_zero_stage 2", f"{SHARED} --actor_dropout 0",
+    f"--share_base --actor_lora_dim 4 --only_optimize_lora {GRPO} --actor_zero_stage 3",
+    "--kl_estimator full --old_logprobs recompute", "--process_reward min --normalize_rewards running",
+    "--actor_lora_dim 8 --only_optimize_lora --load_in_4bit --critic_zero_stage 3",
+    f"{GRPO} --critic_lora_dim 8 --actor_lora_dim 8 --only_optimize_lora --load_in_4bit --critic_zero_stage 3",
+])  # fmt: skip
+def test_flags_that_fit_together_are_accepted(words):
+    read("ppo", *words.split())
+
+
+ONE_UPDATE = (
+    "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o "
+    "--per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
+)
+GROUPS = "--advantage_estimator grpo --n_samples_per_prompt 2 --per_device_generation_batch_size 2 "
+LLAMA = {"model_type": "llama", "id2label": {0: "LABEL_0"}, "rope_parameters": {"rope_type": "default"}}
+
+
+def source(words: str = "", *models: dict, ranks: int = 1, shared: int = 1) -> tuple:
+    config = parse("ppo", (ONE_UPDATE + words).split())
+    return old_logprobs_source(config, plan_ppo(config.ppo, 64, ranks, shared=shared), models or (LLAMA, LLAMA))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("words", [
+    "", GROUPS, "--per_device_training_batch_size 1 --gradient_accumulation_steps 4",
+    "--max_log_ratio 0.1 --target_kl 0.1 --off_policy_delta 0.1 --kl_loss_coef 0.1 --kl_loss_estimator full",
+    "--kl_target 0.1 --entropy_target 1 --critic_warmup_rollouts 1 --actor_dropout 0 --router_loss_coef 0.1",
+    GROUPS + "--critic_dropout 0.1",  # there is no critic
+])  # fmt: skip
+def test_the_only_update_of_a_step_gives_them(words, dtype):
+    assert source(f"{words} --dtype {dtype}") == ("update", None)
+
+
+def test_rows_of_ranks_and_of_groups_that_share_rows_are_counted():
+    assert source("", ranks=2)[0] == "update"
+    assert source("", ranks=2, shared=2)[1] == "a PPO step makes 2 optimizer steps"
+    assert source("--gradient_accumulation_steps 2", ranks=2, shared=2)[0] == "update"
+
+
+@pytest.mark.parametrize(("words", "reason"), [
+    ("--ppo_epochs 2", "a PPO step makes 2 optimizer steps"),
+    ("--per_device_training_batch_size 1", "a PPO step makes 4 optimizer steps"),
+    (GROUPS + "--dynamic_sampling", "--dynamic_sampling keeps answers"),
+    ("--importance_correction token", "--importance_correction compares"),
+    ("--high_entropy_share 0.5", "--high_entropy_share selects tokens"),
+    ("--policy_loss clip_cov", "--policy_loss clip_cov selects tokens"),
+    ("--kl_estimator full", "--kl_estimator full compares"), ("--actor_dropout 0.1", "--actor_dropout changes them"),
+    ("--critic_dropout 0.1", "--critic_dropout changes values"),
+    ("--actor_lora_dim 4 --lora_dropout 0.1", "--lora_dropout changes them"),
+])  # fmt: skip
+def test_what_is_needed_before_the_update_is_scored(words, reason):
+    in_bf16, why = source(f"{words} --dtype bf16")
+    assert in_bf16 == "recompute" and why.startswith(reason)
+    needs_pass = any(flag in words for flag in ("importance", "entropy_share", "full"))
+    in_fp32, also = source(f"{words} --dtype fp32")
+    assert (in_fp32, also) == ("recompute" if needs_pass else "rollout", why)
+    assert why in describe(in_fp32, why) and "--old_logprobs auto" in describe(in_fp32, why)
+
+
+def test_the_absolute_kl_is_scored_where_rounding_would_count():
+    reason = "--kl_estimator abs measures rounding in bf16"
+    assert source("--kl_estimator abs --dtype bf16") == ("recompute", reason)
+    assert source("--kl_estimator abs --dtype fp32") == source("--kl_estimator k3 --dtype bf16") == ("update", None)
+
+
+@pytest.mark.parametrize("noise", [{"router_jitter_noise": 0.01}, {"ffn_config": {"moe_jitter_eps": 0.01}}])
+def test_a_router_that_adds_noise_in_training_needs_scoring(noise):
+    assert source("--dtype bf16", {**LLAMA, **noise}, LLAMA)[0] == "recompute"
+    assert source("--dtype bf16", LLAMA, {**LLAMA, **noise}) == (
+        "recompute", "the router of a model adds noise in training",
+    )  # fmt: skip
+    assert source("", {"router_jitter_noise": 0.0, "ffn_config": {"moe_jitter_eps": None}}) == ("update", None)
+
+
+@pytest.mark.parametrize("asked", ["recompute", "rollout"])
+def test_an_explicit_source_is_kept(asked):
+    assert source(f"--old_logprobs {asked}") == (asked, None)
+    assert "auto" not in describe(*source(f"--old_logprobs {asked}"))

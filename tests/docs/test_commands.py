@@ -26,10 +26,8 @@ from dschat_ppo.tools.plan import step_config
 RUN = ("README.md", "docs/your-data.md")
 VARIANTS = r".*--output_dir out/(grpo|dpo)\b"  # of README.md
 NOT_RUN = r"bash |source |python benchmarks/"  # scripts and benchmarks have tests of their own
-LAUNCHER_LINE = re.compile(r"\[(runner|launch)\.py:|Setting accelerator to CPU")
-LIBRARY_LINE = re.compile(r"^\[(20\d\d-|rank|transformers\])|built successfully|^ *- |it/s\]")
 SHORT = {"README.md": "--dtype fp32", "docs/your-data.md": ""}
-FIRST = r".*step1_sft.*out/sft$"  # of README.md: under the launcher, whose console is checked
+FIRST = r".*step1_sft.*out/sft$"  # of README.md: under the launcher
 MORE = {r"deepspeed training/step3_ppo": "--max_answer_seq_len 8", r".*tools\.(chat|evaluate)": "--max_tokens 8"}
 STEPS = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}
 STEP_3 = (
@@ -50,12 +48,12 @@ CHECKED = sorted({
 })  # fmt: skip
 
 
-def run_command(command: str, folder, page: str) -> str:
-    """Run a command in `folder`, and return its output; fails with the end of that."""
+def run_command(command: str, folder, page: str) -> None:
+    """Run a command in `folder`; fails with the end of its output."""
     more = [words for start, words in MORE.items() if re.match(start, command)]
     first = page == "README.md" and re.match(FIRST, command)
     if command.startswith("deepspeed "):
-        more += [SHORT[page], "--max_steps 4 --logging_steps 2" if first else "--max_steps 2"]
+        more += [SHORT[page], "--max_steps 2"]
     line = re.sub(r"\bDATA\b", "pairs.jsonl", " ".join([command, *more]))
     words = shlex.split(line)
     if "|" in words or first:
@@ -67,20 +65,7 @@ def run_command(command: str, folder, page: str) -> str:
     else:
         assert words[:2] == ["python", "-m"]
         result = forked(1, "tests/workers/run_module.py", *words[2:], folder=folder, stdin=folder / "input")
-    return succeed(result).stdout + result.stderr
-
-
-def check_console(lines: list[str], metrics: list[dict]) -> None:
-    """Two ranks print lines of this project alone, each once, and the steps to be logged."""
-    lines = [line for line in lines if not LAUNCHER_LINE.search(line)]
-    assert [line for line in lines if LIBRARY_LINE.search(line)] == []
-    for start in ("step 1: supervised", "expected peak: ", "models", "SFT: batches", "SFT: done", "report: "):
-        assert len([line for line in lines if line.startswith(start)]) == 1, start
-    assert len(lines) <= 45
-    shown = [line for line in lines if re.match(r"step \d+/4 ", line)]
-    assert [line.split()[1] for line in shown] == ["1/4", "2/4", "4/4"]
-    assert f"loss {metrics[-1]['loss']:7.4f}  lr {metrics[-1]['lr']:8.2e}  " in shown[-1]
-    assert re.search(r"[\d,]+ tokens/s$", shown[-1]) and re.search(r"tokens/s  \d+:\d\d left$", shown[0])
+    succeed(result)
 
 
 @pytest.mark.ranks
@@ -96,15 +81,14 @@ def test_commands_of_a_page(page, left_out, assets, tmp_path):
     shutil.copy(assets / "pairs.jsonl", tmp_path)
     (tmp_path / "input").write_text("Where is the lamp?\n")  # typed into the chats
     (tmp_path / "my_rewards.py").write_text("def score(response, **columns):\n    return float(response.count('e'))\n")
-    commands = [command for command in COMMANDS[page] if not re.match(left_out, command)]
-    said = [run_command(command, tmp_path, page) for command in commands]
+    for command in COMMANDS[page]:
+        if not re.match(left_out, command):
+            run_command(command, tmp_path, page)
     out = tmp_path / "out"
     for step in ("sft", "reward", "ppo"):
         assert json.loads((out / step / "result.json").read_text())["world_size"] == (2 if page == "README.md" else 1)
         assert (out / step / "report.html").stat().st_size > 10_000
     assert (out / "ppo/actor/model.safetensors").exists()
-    if page == "README.md":
-        check_console(said[0].splitlines(), metrics_of(out / "sft"))
     if page == "README.md" and left_out == NOT_RUN:
         assert (out / "dpo/model.safetensors").exists() and not (out / "grpo/critic").exists()
         means = [line["reward/score_mean"] for line in metrics_of(out / "grpo") if "reward/score_mean" in line]

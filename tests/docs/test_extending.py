@@ -160,6 +160,10 @@ WRONG = {
         "--policy_loss", "own.py:f",
         "from dschat_ppo.algorithms.actor_critic_losses import *\n"
         "def f(t, s): return TokenLosses(t.advantages, t.advantages, t.mask)"),
+    "losses are not finite": (
+        "--policy_loss", "own.py:f",
+        "from dschat_ppo.algorithms.actor_critic_losses import *\n"
+        "def f(t, s): return TokenLosses(t.logprobs / t.mask.cumsum(0).sub(1), t.advantages, t.mask)"),
     "it must return a number or a dict of numbers": ("--metrics", "own.py:f", "def f(rows): return 'x'"),
     "expected FILE.py:FUNCTION": ("--metrics", "kl", ""),
 }  # fmt: skip

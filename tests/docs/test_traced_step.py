@@ -40,11 +40,3 @@ def test_the_page_shows_the_trace(trace, request):
     if request.config.getoption("--update-docs"):
         PAGE.write_text(now, encoding="utf-8")
     assert now == PAGE.read_text(encoding="utf-8"), "pytest --update-docs writes the new trace"
-
-
-def test_the_page_names_the_flags_and_the_number_of_updates(trace):
-    text = PAGE.read_text(encoding="utf-8")
-    for line in FLAGS.splitlines():
-        assert line in text
-    assert trace["updates"] == 2
-    assert "two updates" in text

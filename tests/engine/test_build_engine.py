@@ -1,4 +1,5 @@
-"""Engines from models: parameter groups, optimizer, schedule, modes."""
+"""Engines from models: parameter groups, optimizer, modes, and the schedule, equal to those of transformers to the last
+bit."""
 
 import os
 import sys
@@ -14,6 +15,7 @@ from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from dschat_ppo.common import dist
 from dschat_ppo.engine.build_engine import (
@@ -126,3 +128,34 @@ def test_below_zero_2_the_number_of_ranks_changes_no_gradient(tmp_path):
     assert len(one) == 2 and all(part.abs().max() > 1e-3 for part in one)
     for part, other in zip(one, two, strict=True):
         torch.testing.assert_close(part, other, rtol=1e-6, atol=1e-9)
+
+
+KINDS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+
+
+def of_transformers(kind: str, warmup: int, total: int, peak: float, **settings) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = get_scheduler(kind, optimizer, warmup, total, scheduler_specific_kwargs=settings)
+    return [float(scheduler.lr_lambdas[0](step)) for step in range(total + 4)]
+
+
+def factors(kind: str, warmup: int, total: int, steps: int, peak: float = 1.0, least: float = 0.0) -> list[float]:
+    settings = OptimizerSettings(peak, 0.0, kind, warmup, total, (0.9, 0.95), 1e-8, min_lr_ratio=least)
+    return [rate_factor(settings, step) for step in range(steps)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("warmup", "total"), [(0, 7), (3, 11), (7, 100), (0, 1), (5, 6)])
+def test_factors_are_those_of_transformers(kind, warmup, total):
+    assert factors(kind, warmup, total, total + 4, 3e-5) == of_transformers(kind, warmup, total, 3e-5)
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(0, 9), (3, 11)])
+def test_a_lowest_factor_is_that_of_transformers_where_it_has_one(warmup, total):
+    expected = of_transformers("cosine_with_min_lr", warmup, total, 0.5, min_lr_rate=0.3)
+    assert factors("cosine", warmup, total, total + 4, least=0.3) == expected
+
+
+def test_a_lowest_factor_by_hand():
+    assert factors("linear", 1, 5, 7, least=0.2) == pytest.approx([0, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert factors("cosine_with_restarts", 0, 2, 4, least=0.2) == pytest.approx([1, 0.6, 0.2, 0.2])

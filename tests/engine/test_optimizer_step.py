@@ -1,4 +1,5 @@
-"""One optimizer step on one rank: micro-batches add up, and a NaN or infinity changes nothing."""
+"""One optimizer step on one rank: micro-batches add up, a NaN or infinity changes nothing, and the load-balancing loss
+is that of the whole step, however it is divided."""
 
 import math
 
@@ -8,13 +9,20 @@ from deepspeed.accelerator import get_accelerator
 from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dschat_ppo.common import dist
+from dschat_ppo.data.batches import SFTBatch
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, apply_together, learning_rates
+from dschat_ppo.engine.router_term import RouterSettings, router_settings, with_router_term
+from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.loading import DTYPES
+from dschat_ppo.models.wrapped_models import PolicyModel
+from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.rollout.fused_layers import side_by_side
+from dschat_ppo.supervised.sft import sft_loss
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -243,3 +251,67 @@ def test_an_overflow_at_the_smallest_scale_is_a_fault(fp16):
     result = apply(accumulate(engine, batches(0, "fp16"), bad_in(engine, 2, nan_gradient)))
     assert (result.overflow, result.fault.kind, result.fault.micro_batch) == (False, "gradient", 2)
     assert scale(engine) == engine.optimizer.loss_scaler.min_scale
+
+
+LENGTHS = torch.tensor([7, 4, 6, 5])
+
+
+def real_rows(batch: SFTBatch) -> torch.Tensor:
+    return batch.loss_mask.any(dim=1)
+
+
+def whole_step(lm):
+    """Rows of an optimizer step, the last one a padding row, and the loss of plain transformers."""
+    ids = torch.randint(2, 48, (4, 7), generator=torch.Generator().manual_seed(5))
+    slots = torch.arange(7)
+    wanted = (slots >= 2) & (slots < LENGTHS.unsqueeze(1)) & (torch.arange(4) < 3).unsqueeze(1)
+    output = lm(input_ids=ids, use_cache=False, output_router_logits=True)
+    logits, losses = output.logits[:, :-1], wanted[:, 1:]
+    nll = torch.nn.functional.cross_entropy(logits[losses], ids[:, 1:][losses])
+    counted = (slots < (LENGTHS - 1).unsqueeze(1)) & (torch.arange(4) < 3).unsqueeze(1)
+    router = load_balancing_loss_func(output.router_logits, 4, 2, counted.long())
+    return ids, wanted, nll, router
+
+
+@pytest.mark.parametrize(("parts", "packed"), [([[0, 1], [2, 3]], False), ([[0], [1], [2], [3]], True)])
+def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, packed):
+    lm = new_model("mixtral")
+    ids, wanted, nll, router = whole_step(lm)
+    (nll + 0.5 * router).backward()
+    expected = {name: p.grad.clone() for name, p in lm.named_parameters()}
+    lm.zero_grad()
+
+    policy, sums, total = PolicyModel(lm, Layout(packed=packed)), MetricSums(), wanted.sum()
+    batches = [SFTBatch(ids[rows], wanted[rows]) for rows in parts]
+    settings = router_settings(0.5, policy)
+    loss_of = with_router_term(
+        settings, "router_loss", batches, lambda batch, sums: sft_loss(policy, batch, total, sums), real_rows, sums
+    )
+    losses = [loss_of(batch) for batch in batches]
+    sum(losses).backward()
+    assert sum(losses).item() == pytest.approx((nll + 0.5 * router).item(), rel=1e-5)
+    for name, parameter in lm.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    metrics = sums.reduce()
+    assert metrics["router_loss"] == pytest.approx(router.item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(nll.item(), rel=1e-5), "the counting passes add no metrics"
+
+
+def test_dropout_is_the_same_in_both_passes():
+    lm = new_model("mixtral", attention_dropout=0.5).train()
+    policy = PolicyModel(lm, Layout(fused=False))
+    ids, wanted, *_ = whole_step(lm)
+    batch, seen = SFTBatch(ids, wanted), []
+
+    def loss(batch, sums):
+        logprobs, _ = policy(batch.input_ids, batch.loss_mask)
+        seen.append(logprobs.detach())
+        return -logprobs.sum()
+
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    loss_of = with_router_term(RouterSettings(1.0, 2), "router_loss", [batch], loss, real_rows, MetricSums())
+    assert torch.equal(torch.get_rng_state(), state)
+    loss_of(batch)
+    torch.testing.assert_close(seen[0], seen[1])
+    assert not torch.equal(torch.get_rng_state(), state), "there is dropout"

@@ -68,46 +68,6 @@ class AgentExecutor(MultiTurnAgentExecutor):
         super().__init__(AgentInstance)
 '''
 
-VERL = """
-from uuid import uuid4
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.rollout_trace import rollout_trace_op
-
-class Gsm8k(BaseTool):
-    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
-        super().__init__(config, tool_schema)
-        self._state = {}
-    async def create(self, instance_id=None, ground_truth=None, **kwargs):
-        instance_id = instance_id or str(uuid4())
-        self._state[instance_id] = {"truth": ground_truth, "reward": 0.0}
-        return instance_id, ToolResponse()
-    @rollout_trace_op
-    async def execute(self, instance_id, parameters, **kwargs):
-        state = self._state[instance_id]
-        state["reward"] = float(parameters["answer"] == state["truth"])
-        return ToolResponse(text=f"{self.name} got {parameters['answer']}"), -0.05, {"calls": 1}
-    async def calc_reward(self, instance_id, **kwargs):
-        return self._state[instance_id]["reward"]
-    async def release(self, instance_id, **kwargs):
-        del self._state[instance_id]
-"""
-
-YAML = """
-tools:
-  - class_name: "verl_like_tool.Gsm8k"
-    config: {type: native}
-    tool_schema:
-      type: "function"
-      function:
-        name: "check"
-        description: "Check an answer."
-        parameters:
-          type: "object"
-          properties: {answer: {type: "string", description: "The answer."}}
-          required: ["answer"]
-"""
-
 
 def say(content="", *calls):
     return {"role": "assistant", "content": content, "tool_calls": [{"function": call} for call in calls]}
@@ -191,22 +151,6 @@ def test_an_agent_of_openrlhf(write):
     second = episode.step(say("6"))
     assert second.text == "\nHuman: 2+2?5\nHuman: 2+2?|</s>\nAssistant: |</s>\nAssistant: "
     assert episode.step(say("4")) == Turn([], "", 1.0, True, {"steps": 3.0})
-
-
-@pytest.mark.skipif(find_spec("verl") is not None, reason="verl is installed")
-def test_tools_of_verl(write):
-    write("verl_like_tool.py", VERL)
-    form = form_of(tool_config=write("tools.yaml", YAML))
-    assert form.tools[0]["function"]["name"] == "check"
-    rows = [{"extra_info": {"tools_kwargs": {"check": {"create_kwargs": {"ground_truth": truth}}}}} for truth in "12"]
-    one, two = form.make(), form.make()
-    for episode, row in zip((one, two), rows, strict=True):
-        assert episode.reset(row, 0) == Turn()
-    message = {"role": "tool", "name": "check", "content": "check got 1"}
-    for episode, reward in ((one, 1.0), (two, 0.0)):
-        assert episode.step(say("", call("check", answer="1"))) == Turn([message], None, -0.05, False, {"calls": 1.0})
-        assert episode.step(say("done")) == Turn(done=True)
-        assert episode.finish() == Turn(reward=reward)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,22 @@
-"""Tokens of observations, whatever they hold; `test_sft_renders_alike.py` compares them with whole conversations."""
+"""Tokens of observations, whatever they hold, and of a conversation as step 1 and as a rollout renders it; tool calls
+in the text of a model, in the formats of published ones."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
-from chat_tokenizers import EACH, EVERY, WITH_TOOLS, opened_by, shaped, special_tokenizer
+from chat_tokenizers import EACH, EVERY, SHAPES, WITH_TOOLS, opened_by, shaped, special_tokenizer
+from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.config.data_flags import DataFlags
-from dschat_ppo.data.encode import encode_after
+from dschat_ppo.data.encode import encode_after, encode_example, encode_prompt
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import render
 from dschat_ppo.data.tokenise import row_text
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
+from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
 from dschat_ppo.errors import UserError
 
 ASK = {"role": "user", "content": "Where?"}
@@ -48,6 +51,15 @@ def test_a_long_observation_is_cut(truncation, kept):
     most = len(all_of_it) // 2
     text = tokenizer.decode(ObservationTokens(tokenizer, [], most, truncation)(Turn([{**SEEN, "content": words}])))
     assert kept in text and "..." in text and "five six" not in text
+
+
+@pytest.mark.parametrize(("truncation", "head"), [("right", 5), ("left", 0), ("middle", 2)])
+def test_a_long_text_as_it_is_keeps_so_many_tokens_at_its_ends(truncation, head):
+    tokenizer, _ = shaped("ChatML")
+    words = "one two three four five six seven eight nine ten"
+    ids = encode_after(tokenizer, "", words)
+    found = ObservationTokens(tokenizer, [], 5, truncation)(Turn(text=words))
+    assert found == ids[:head] + ids[len(ids) - 5 + head :]
 
 
 def test_what_follows_a_prompt_that_is_text_is_cut_and_has_no_special_token():
@@ -85,3 +97,176 @@ def test_a_prompt_with_what_its_environment_says_lists_each_tool_once():
     found = tokenizer.decode(rollouts._prompt([], row, Turn([{"role": "user", "content": "Look."}])))
     expected = render(tokenizer, [{"role": "user", "content": "Where?\n\nLook."}], open_answer=True, tools=[TOOL])
     assert found == expected and found.count("look") == 1
+
+
+LOOK = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, *calls):
+    made = [{"type": "function", "id": number, "function": {"name": "look", "arguments": {"at": what}}}
+            for number, what in calls]  # fmt: skip
+    return {"role": "assistant", "content": text} | ({"tool_calls": made} if made else {})
+
+
+def seen(number, text):
+    return {"role": "tool", "name": "look", "tool_call_id": number, "content": text}
+
+
+TALKS = {
+    "Hermes": [
+        user("Where?"), said("I look.", ("a", "hall"), ("b", "room")), seen("a", " no\n"), seen("b", "a lamp"),
+        said("In the room."), user("And now?"), said("", ("c", "hall")), seen("c", "5"), said("Five."),
+    ],
+    "Llama-3": [
+        user("Where?"), said("", ("a", "hall")), seen("a", "no lamp"), said("", ("b", "room")), seen("b", "a lamp"),
+        said("In the room."), user("And now?"), said("There."),
+    ],
+    "Mistral": [
+        user("Where?"), said("", ("abcdefgh1", "hall"), ("abcdefgh2", "room")), seen("abcdefgh1", "1"),
+        seen("abcdefgh2", "2"), said("", ("abcdefgh3", "hall")), seen("abcdefgh3", "3"), said("In the room."),
+    ],
+}  # fmt: skip
+PLAIN = [
+    user("Where?"),
+    said("In the hall."),
+    user("No, that is wrong."),
+    said("In the\n\nroom."),
+    user("Yes."),
+    said("Good."),
+]
+
+
+def as_data(tokenizer, talk, tools):
+    """(ids, which of them train) of a row of step 1 that trains every answer."""
+    found = encode_example(tokenizer, Example(talk[:-1], [talk[-1]], tools=tools), all_turns=True)
+    trained = [any(start <= n < stop for start, stop in found.prompt_spans) for n in range(len(found.prompt))]
+    return found.prompt + found.answers[0], trained + [True] * len(found.answers[0])
+
+
+def as_episode(tokenizer, talk, tools):
+    """(ids, which of them the policy chose) of an episode whose model says what the assistant says."""
+    read, first = ObservationTokens(tokenizer, tools, 1000), 1
+    ids = encode_prompt(tokenizer, talk[:first], tools)
+    chosen = [False] * len(ids)
+    while True:
+        [action] = encode_example(tokenizer, Example(talk[:first], [talk[first]], tools=tools)).answers
+        ids, chosen = ids + action, chosen + [True] * len(action)
+        heard = []
+        for message in talk[first + 1 :]:
+            if message["role"] == "assistant":
+                break
+            heard.append(message)
+        if not heard:
+            return ids, chosen
+        tokens = read(Turn(heard))
+        ids, chosen, first = ids + tokens, chosen + [False] * len(tokens), first + 1 + len(heard)
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_conversation_with_tools(name):
+    tokenizer, _ = shaped(name, WITH_TOOLS)
+    (ids, trained), (expected, chosen) = (make(tokenizer, TALKS[name], [LOOK]) for make in (as_data, as_episode))
+    assert tokenizer.decode(ids) == tokenizer.decode(expected)
+    assert (ids, trained) == (expected, chosen)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_conversation_with_an_environment_as_the_user(name):
+    tokenizer, _ = shaped(name)
+    assert as_data(tokenizer, PLAIN, []) == as_episode(tokenizer, PLAIN, [])
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_are_read_from_what_training_renders(name):
+    """Also the ids by which results name them."""
+    tokenizer, shape = shaped(name, WITH_TOOLS)
+    message = TALKS[name][1]
+    [ids] = encode_example(tokenizer, Example(TALKS[name][:1], [message], tools=[LOOK])).answers
+    found = parse_action(tokenizer, tokenizer.decode(ids).removesuffix(shape.end), [LOOK])
+    calls = [
+        call if name == "Mistral" else {k: v for k, v in call.items() if k != "id"} for call in message["tool_calls"]
+    ]
+    assert (found["content"], found["tool_calls"]) == (message["content"], calls)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ADD = {"name": "add", "arguments": {"a": 1, "b": "x"}}
+JSON = '{"name": "add", "arguments": {"a": 1, "b": "x"}}'
+
+
+def calls_of(text, tools=TOOLS):
+    message = parse_action(tokenizer_of("bytes"), text, tools)
+    return message["content"], [call["function"] for call in message.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("It is 3.", "It is 3.", []),
+        (f"I add.\n<tool_call>\n{JSON}\n</tool_call>", "I add.", [ADD]),
+        (f"<tool_call>{JSON}</tool_call>\n<tool_call>{JSON}</tool_call>", "", [ADD, ADD]),
+        ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>\n"
+         "</tool_call>", "", [ADD]),  # Qwen3-Coder, Qwen3.5
+        ("<tool_call><function=add><parameter=b>\ntwo\nlines\n</parameter></function></tool_call>", "",
+         [{"name": "add", "arguments": {"b": "two\nlines"}}]),
+        ('{"name": "add", "parameters": {"a": 1, "b": "x"}}', "", [ADD]),  # Llama 3
+        ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}<|eom_id|>', "", [ADD]),
+        (f"[TOOL_CALLS][{JSON}, {JSON}]", "", [ADD, ADD]),  # Mistral
+        ('Well.[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x"}[TOOL_CALLS]end[CALL_ID]9[ARGS]{}', "Well.",
+         [ADD, {"name": "end", "arguments": {}}]),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', "", [ADD]),
+        ('<tool_call>{"name": "now"}</tool_call>', "", [{"name": "now", "arguments": {}}]),
+    ],
+)  # fmt: skip
+def test_calls_in_the_formats_of_published_models(text, content, calls):
+    assert calls_of(text) == (content, calls)
+
+
+def test_json_is_an_answer_where_there_is_no_tool():
+    assert calls_of(JSON, tools=[]) == (JSON, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>add(1)</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "add", "argum', "not valid JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+        ("<tool_call>[1]</tool_call>", '"name" and "arguments"'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is a JSON object"),
+    ],
+)
+def test_a_malformed_call(text, problem):
+    with pytest.raises(MalformedCallError, match=problem):
+        calls_of(text)
+
+
+def test_a_response_template_of_the_tokenizer_goes_first():
+    tokenizer = tokenizer_of("bytes")
+    tokenizer.response_template = {
+        "start_anchor": "assistant", "defaults": {"role": "assistant"},
+        "fields": {"content": {}, "tool_calls": {
+            "open_pattern": r"<call (?P<name>\w+)>", "close": "</call>", "content": "json", "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}},
+    }  # fmt: skip
+    message = parse_action(tokenizer, 'Now.<call add>{"a": 1}</call>', TOOLS)
+    assert message["content"] == "Now."
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    with pytest.raises(MalformedCallError, match="could not parse"):
+        parse_action(tokenizer, "<call add>{a}</call>", TOOLS)
+
+
+def test_a_call_that_is_nested_too_deep_is_an_error_for_the_model():
+    """Else pickling it would end the rank, and again after each resume."""
+    for levels, is_read in ((90, True), (500, False)):
+        value = "[" * levels + "]" * levels
+        text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
+        if is_read:
+            assert calls_of(text)[1][0]["name"] == "f"
+        else:
+            with pytest.raises(MalformedCallError, match="nested more than 100 levels deep"):
+                calls_of(text)

@@ -1,4 +1,5 @@
-"""Episodes turn by turn, from their tokens: what the model said, its calls, what came back, and rewards."""
+"""What happens between two actions of an episode: rewards, limits, calls that cannot be read; episodes as they are
+shown."""
 
 import json
 from dataclasses import replace
@@ -12,13 +13,17 @@ from tiny_experience import record
 from dschat_ppo.data.encode import encode_after
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens, observed_text
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.episodes.shown_turns import heading, turns_of
 from dschat_ppo.episodes.tool_calls import said_and_called
+from dschat_ppo.episodes.turns import EpisodeTurns, Record
+from dschat_ppo.errors import UserError
 from dschat_ppo.ppo.evaluation import answered_rows, json_line
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.reward_source import Scores
-from dschat_ppo.types import ScoredRollout
+from dschat_ppo.rewards.worker_pool import CallError
+from dschat_ppo.types import Rollout, ScoredRollout
 
 SEEN = "No, that\n is wrong."
 CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
@@ -110,3 +115,133 @@ def test_the_text_of_an_observation_without_a_template_or_around_several_message
 )
 def test_what_a_message_says_and_what_it_calls(text, expected):
     assert said_and_called(text) == expected
+
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+
+
+class Answers:
+    """Environments that answer at once, with the next of their turns."""
+
+    def __init__(self, **turns):
+        self.turns, self.asked, self.replies, self.ended = turns, [], [], []
+
+    def step(self, number, action):
+        self.asked.append(action)
+        self.replies.append((number, self.turns["steps"].pop(0)))
+
+    def finish(self, number):
+        self.replies.append((number, self.turns.get("last", Turn())))
+
+    def poll(self, seconds):
+        found, self.replies = self.replies, []
+        return found
+
+    def end(self, number):
+        self.ended.append(number)
+
+
+def turns_with(tools=(), most=3, **turns):
+    tokenizer, _ = shaped("ChatML")
+    answers, record = Answers(**turns), Record()
+    read = ObservationTokens(tokenizer, list(tools), 100)
+    return EpisodeTurns(answers, read, tokenizer, most, [record]), answers, record, tokenizer
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_rewards_of_turns_and_of_the_end_belong_to_their_actions():
+    turns, answers, record, tokenizer = turns_with(
+        steps=[Turn(user("again"), reward=0.5, numbers={"n": 1.0}), Turn(user("right"), reward=1.0, done=True)],
+        last=Turn(reward=0.25, numbers={"m": 2.0}),
+    )  # fmt: skip
+    turns.end_turn(0, tokenizer.encode("first<|im_end|>"), 4)
+    [(number, tokens)] = turns.observed(True)
+    assert number == 0
+    assert tokenizer.decode(tokens) == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    turns.end_turn(0, tokenizer.encode("second<|im_end|>"), 19)
+    assert turns.observed(True) == [(0, [])] and answers.ended == []
+    turns.finish()
+    assert answers.ended == [0] and [action["content"] for action in answers.asked] == ["first", "second"]
+    assert (record.ends, record.rewards, record.numbers) == ([4, 19], [0.5, 1.25], {"n": 1.0, "m": 2.0})
+    assert [message["content"] for message in record.messages] == ["first", "again", "second", "right"]
+
+
+def test_an_episode_ends_after_the_most_turns_or_where_a_limit_cuts_it():
+    turns, answers, record, tokenizer = turns_with(most=1, steps=[Turn(user("again"))], last=Turn(reward=2.0))
+    turns.end_turn(0, tokenizer.encode("x<|im_end|>"), 1)
+    assert turns.observed(True) == [(0, [])]
+    turns.finish()
+    assert record.rewards == [2.0]
+    turns, answers, record, tokenizer = turns_with(last=Turn(reward=3.0))
+    turns.cut(0, 7)
+    turns.finish()
+    assert (record.ends, record.rewards, answers.asked, answers.ended) == ([7], [3.0], [], [0])
+
+
+def test_a_call_that_cannot_be_read_is_answered_without_the_environment():
+    turns, answers, record, tokenizer = turns_with(tools=[TOOL], steps=[])
+    turns.end_turn(0, tokenizer.encode("<tool_call>look(</tool_call><|im_end|>"), 9)
+    [(_, tokens)] = turns.observed(True)
+    assert "error: the tool call is not valid JSON" in tokenizer.decode(tokens)
+    assert (answers.asked, record.failed_calls, record.rewards) == ([], 1, [0.0])
+
+
+def test_an_observation_that_cannot_be_rendered_ends_the_episode():
+    turns, answers, record, tokenizer = turns_with(steps=[Turn(user("\ud800"), reward=1.0)])
+    turns.end_turn(0, tokenizer.encode("x<|im_end|>"), 1)
+    assert turns.observed(True) == [(0, [])]
+    turns.finish()
+    assert record.problem.startswith("answered what cannot be rendered: ") and record.rewards == [1.0]
+
+
+@pytest.mark.parametrize("when", ["step", "end"])
+def test_an_environment_that_fails_ends_its_episode(when):
+    failure = CallError("took longer than 2 s")
+    steps = [failure] if when == "step" else [Turn(done=True, reward=1.0)]
+    turns, answers, record, tokenizer = turns_with(steps=steps, last=failure)
+    turns.end_turn(0, tokenizer.encode("x<|im_end|>"), 1)
+    assert turns.observed(True) == [(0, [])]
+    turns.finish()
+    assert record.problem == "took longer than 2 s" and record.rewards == [float(when == "end")]
+    assert answers.ended == [], "its process has ended already"
+
+
+def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
+    def failed(name, said):
+        return Record(messages=[{"role": "tool", "name": name, "content": f"error: {said}"}], failed_calls=1)
+
+    rollouts = object.__new__(EpisodeRollouts)
+    rollouts._has_told = False
+    records = [Record(), *(Record(problem=problem) for problem in "abacdd"), failed("error", "no JSON")]
+    rollouts._tell([*records, failed("add", "ValueError: no")])
+    rollouts._tell([failed("add", "ValueError: again")])
+    *warnings, note = capsys.readouterr().out.splitlines()
+    told = [("2", "(row 1 first): a"), ("1", "(row 2 first): b"), ("1", "(row 4 first): c")]
+    assert [(line.split()[3], line[-16:]) for line in warnings[:3]] == told
+    assert "2 more environments failed" in warnings[3] and len(warnings) == 4
+    assert "the model reads: error: ValueError: no (said once" in note
+
+
+def test_environments_that_all_fail_at_first_end_the_run():
+    rollouts = object.__new__(EpisodeRollouts)
+    rollouts._has_told = rollouts._has_counted = False
+    forgotten = []
+    rollouts.journalled = SimpleNamespace(journal=SimpleNamespace(forget=lambda: forgotten.append(1)))
+    rollouts._numbers, rollouts._flags, rollouts.episodes = [], "--environment", SimpleNamespace(end_all=lambda: None)
+    one = torch.zeros(2, 1)
+    rollout = Rollout(one.long(), one.bool(), one.long(), one.bool(), one, one[:, 0].to(torch.int8))
+
+    def end(*problems, cancelled=False):
+        records = [Record(ends=[0], rewards=[0.5], problem=problem) for problem in problems]
+        return rollouts.end(rollout, SimpleNamespace(records=records, finish=lambda: None), cancelled, True)
+
+    end("x", "y", cancelled=True)
+    with pytest.raises(UserError, match="--environment: all environments of the first rollout failed: x"):
+        end("x", "y")
+    assert forgotten == [1], "the next start asks again"
+    rollouts._has_counted = False
+    end("x", "")
+    assert end("x", "y").turn_rewards.tolist() == [[0.5], [0.5]], "later failures cost their episodes alone"

@@ -1,14 +1,126 @@
-"""The page as text: figures and their data, tables, states, escaping, and no address that a browser would load."""
+"""Reports: reading the files of a run, whatever state they are in; the page as text, with no address that a browser
+would load; that a report is never the end of a finished run."""
 
 import json
 import re
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from report_runs import SAMPLE, ppo_lines, write_run
 
-from dschat_ppo.html_report.page import Figure, answers, drawings, figures_of, page, rounded, thin
-from dschat_ppo.html_report.run_folder import Answer, Run, read_runs
+from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun
+from dschat_ppo.html_report.page import (
+    Figure,
+    answers,
+    drawings,
+    figures_of,
+    page,
+    report_run,
+    reporting,
+    rounded,
+    thin,
+)
+from dschat_ppo.html_report.run_folder import Answer, Run, read_run, read_runs
+
+
+def test_metrics_become_columns(tmp_path):
+    first = {"step": 1, "time": 5.0, "rollout/count": 4, "text": "x"}
+    again = {"step": 2, "time": 6.5, "loss": None, "rollout/count": 5}  # of two lines of a step the later counts
+    write_run(tmp_path, [first, {"step": 2, "time": 6.0, "loss": 1.0}, again])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ti')  # incomplete: the run is running
+    run = read_run(tmp_path, "a")
+    assert run.metrics == {"rollout/count": [(1, 4), (2, 5)], "loss": [(2, None)]}
+    assert run.times == {1: 5.0, 2: 6.5}
+    assert (run.result, run.health, run.answers, run.starts) == (None, None, [], [])
+    config = {"actor_model_name_or_path": "m", "advantage_estimator": "grpo"}
+    assert read_run(write_run(tmp_path / "grpo", [first], config), "a").kind == "PPO (grpo)"
+
+
+def test_damaged_lines_and_files_are_skipped_and_the_rest_is_read(tmp_path):
+    write_run(tmp_path, [{"step": 1, "loss": 1.0}])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n[1]\n{"step": 2, "loss": 2.0}\n')
+    (tmp_path / "config.yaml").write_text("remote_reward_url: http://me:secret@host/score\n")
+    assert read_run(tmp_path, "a").config == {"remote_reward_url": "http://***@host/score"}
+    (tmp_path / "config.yaml").write_text("{a: [")
+    (tmp_path / "result.json").write_text("{")
+    run = read_run(tmp_path, "a")
+    assert run.metrics["loss"] == [(1, 1.0), (2, 2.0)]
+    assert run.config == {}
+    assert run.result is None
+
+
+def test_answers_of_evaluations_and_of_training(tmp_path):
+    row = {"index": 0, "prompt": "p", "answers": ["a", "b"], "scores": [1.0, None], "lengths": [3, 4],
+           "ended": ["stop", "length"], "kl": [0.75, None],
+           "scores_by_source": {"rule": [1.0, None], "learned": [0.5, 2.0]}}  # fmt: skip
+    alone = {"prompt": "p", "answers": ["a"], "scores": [1], "lengths": [3], "ended": ["eos"], "kl": None,
+             "scores_by_source": {}}  # fmt: skip
+    sample = {"step": 2, "prompt": "q", "answer": "c", "tokens": 5, "score": 2.0, "scores": {"rule": 2.0}, "kl": 0.5,
+              "length": 5, "ended": "stop"}  # fmt: skip
+    files = {"step_000010": [row], "step_000011": [alone], "step_000011_copy": [row], "samples": [sample]}
+    run = read_run(write_run(tmp_path, ppo_lines(1), **files), "a")
+    found = [
+        (one.kind, one.step, one.prompt, one.text, one.score, one.kl, one.tokens, one.ended) for one in run.answers
+    ]
+    assert found == [
+        ("training", 2, "q", "c", 2.0, 0.5, 5, "stop"),
+        ("held-out", 10, "p", "a", 1.0, 0.25, 3, "stop"),  # KL: 0.75 over 3 tokens
+        ("held-out", 10, "p", "b", None, None, 4, "length"),
+        ("held-out", 11, "p", "a", 1, None, 3, "eos"),
+    ]
+    assert [one.scores for one in run.answers] == [
+        {"rule": 2.0}, {"rule": 1.0, "learned": 0.5}, {"rule": None, "learned": 2.0}, {},
+    ]  # fmt: skip
+
+
+def test_turns_of_episodes(tmp_path):
+    turns = [{"role": "model", "text": "3", "reward": 0.5}, {"role": "environment", "text": "no"},
+             {"role": "call", "text": "f", "reward": None}]  # fmt: skip
+    row = {"prompt": "p", "answers": ["a", "b"], "lengths": [3, 4], "ended": ["eos", "eos"], "kl": None}
+    files = {"step_1": [row, row | {"turns": [[], turns]}], "samples": [SAMPLE | {"turns": turns}]}
+    run = read_run(write_run(tmp_path, ppo_lines(1), **files), "a")
+    read = [("model", "3", 0.5), ("environment", "no", None), ("call", "f", None)]
+    assert [list(one.turns) for one in run.answers] == [read, [], [], [], read]
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda folder: (folder / "metrics.jsonl").unlink(),
+    lambda folder: (folder / "report.html").mkdir(),
+])  # fmt: skip
+def test_a_finished_run_gets_a_warning_when_its_report_fails(tmp_path, capsys, spoil):
+    folder = write_run(tmp_path, ppo_lines(1))
+    spoil(folder)
+    report_run(folder)
+    assert f"no report: {folder}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("inner", "problem"), [
+    ("", None), ("validation", None), ("", StopRequested), ("", UnhealthyRun), ("", NonFiniteError), ("", RuntimeError),
+])  # fmt: skip
+def test_a_run_that_writes_metrics_leaves_a_report_unless_it_crashes(tmp_path, inner, problem):
+    other = write_run(tmp_path / ("validation" if not inner else ""), ppo_lines(1))
+    with nullcontext() if problem is None else pytest.raises(problem), reporting(tmp_path):
+        folder = write_run(tmp_path / inner, ppo_lines(2))
+        if problem is not None:
+            raise problem("ends")
+    assert (folder / "report.html").exists() is (problem is not RuntimeError)
+    assert not (other / "report.html").exists()
+
+
+def test_a_run_without_a_step_leaves_the_report_of_the_run_before_it(tmp_path):
+    write_run(tmp_path, ppo_lines(1))
+    with pytest.raises(StopRequested), reporting(tmp_path):
+        raise StopRequested("this run is done")
+    assert not (tmp_path / "report.html").exists()
+    with pytest.raises(NonFiniteError), reporting(tmp_path):
+        (tmp_path / "metrics.jsonl").write_text("")
+        raise NonFiniteError("the loss is NaN")
+    assert not (tmp_path / "report.html").exists()
+
 
 EVIL = '</script><script>document.title="run"</script><img src=x onerror="document.title=1">&amp;'
 

@@ -1,15 +1,20 @@
-"""LoRA: which layers get it, its formula by hand, and what trains."""
+"""LoRA: which layers get it, its formula by hand, what trains; merges against peft's own; models over one base."""
 
+import copy
 import math
 import sys
 
 import pytest
 import torch
+from adapter_folders import RANK, save_adapter
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from tiny_models import new_model
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dschat_ppo.config.run_flags import AdapterFlags
 from dschat_ppo.config.supervised_flags import LoraFlags
+from dschat_ppo.engine.rlhf_engine import classifier_over_base, model_over_base
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import (
     AdapterSettings,
@@ -19,8 +24,9 @@ from dschat_ppo.models.adapters import (
     is_adapter_parameter,
     load_merged,
     lora_targets,
+    merged,
 )
-from dschat_ppo.models.loading import load_sequence_classifier
+from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
 
 IDS = torch.randint(3, 300, (3, 11), generator=torch.Generator().manual_seed(3))
 LORA = AdapterSettings(4, 8.0, 0.0, None, rslora=False, dora=False, freeze_base=True)
@@ -155,3 +161,147 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
         adapter_settings(LoraFlags(5), AdapterFlags())
     with pytest.raises(UserError, match=r"^the adapter folder out/sft needs the package peft: pip install"):
         load_merged(nn.Linear(1, 1), "out/sft")
+
+
+ROW = torch.tensor([[5, 9, 3, 7, 2, 2, 8]])
+
+
+def adapted(name: str, dtype=torch.float32, **settings) -> nn.Module:
+    """A tiny model with a random adapter on all its linear layers."""
+    model = new_model(name).to(dtype)
+    targets = ["c_attn", "c_proj"] if name == "gpt2" else ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=targets, fan_in_fan_out=name == "gpt2", **settings)
+    inject_adapter_in_model(config, model)
+    for path, weight in model.named_parameters():
+        if "lora_B" in path:
+            nn.init.normal_(weight, std=0.1)
+        if "lora_magnitude" in path:
+            weight.data *= 1.5
+    return model.eval()
+
+
+def tensors(model: nn.Module) -> list[tuple[str, int, torch.Tensor]]:
+    return [(name, weight.data_ptr(), weight.detach().clone()) for name, weight in model.named_parameters()]
+
+
+@pytest.mark.parametrize(("name", "settings", "dtype", "on_host"), [
+    ("llama", {}, torch.float32, False), ("llama", {"use_rslora": True}, torch.bfloat16, True),
+    ("llama", {"use_dora": True}, torch.bfloat16, False), ("gpt2", {}, torch.bfloat16, False),
+    ("gpt2", {"use_dora": True}, torch.float32, True),
+])  # fmt: skip
+def test_weights_inside_are_those_of_pefts_merge_and_come_back_bit_for_bit(name, settings, dtype, on_host):
+    model = adapted(name, dtype, **settings)
+    by_peft = copy.deepcopy(model).float()
+    for layer in adapter_layers(by_peft).values():
+        layer.merge()
+    before, layers = tensors(model), adapter_layers(model)
+    wanted = {path: layer.get_base_layer().weight for path, layer in adapter_layers(by_peft).items()}
+    for _ in range(3):
+        with merged(model, originals_on_host=on_host):
+            assert not adapter_layers(model)
+            for path, weight in wanted.items():
+                layer = model.get_submodule(path)
+                assert type(layer).__name__ in ("Linear", "Conv1D") and layer.weight.dtype == dtype
+                torch.testing.assert_close(
+                    layer.weight, weight.to(dtype), rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
+                )
+            if dtype == torch.float32:
+                torch.testing.assert_close(model(ROW).logits, by_peft(ROW).logits, rtol=1e-4, atol=1e-4)
+    assert adapter_layers(model) == layers
+    after = tensors(model)
+    assert [entry[:2] for entry in after] == [entry[:2] for entry in before], "a weight has moved"
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("is_partition", [False, True])
+def test_disposable_weights_are_merged_in_place_and_restored_only_if_they_are_the_partition_itself(is_partition):
+    """On one rank ZeRO-3 gathers no copy; otherwise it drops the copy."""
+    model = adapted("llama")
+    layer = model.model.layers[1].mlp.down_proj
+    weight, kept = layer.base_layer.weight, model.model.layers[0].mlp.down_proj.base_layer.weight
+    weight.ds_tensor = weight.data.view(-1) if is_partition else torch.zeros(3)
+    address, before, other = weight.data_ptr(), weight.detach().clone(), kept.detach().clone()
+    with merged(model, disposable=[weight]):
+        inside = weight.detach().clone()
+        assert (weight.data_ptr() == address) is not is_partition and not torch.equal(inside, before)
+    assert torch.equal(weight, before if is_partition else inside)
+    assert torch.equal(kept, other)
+
+
+def test_an_error_inside_restores_the_model():
+    model = adapted("llama")
+    before, layers = tensors(model), adapter_layers(model)
+    with pytest.raises(KeyError), merged(model):
+        raise KeyError
+    assert adapter_layers(model) == layers
+    assert all(torch.equal(a[2], b[2]) and a[1] == b[1] for a, b in zip(tensors(model), before, strict=True))
+
+
+def test_a_quantised_layer_keeps_its_adapter_beside_it():
+    model = adapted("llama")
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.to(torch.int8), requires_grad=False)
+    with merged(model):
+        assert adapter_layers(model) == {"model.layers.0.self_attn.q_proj": layer}
+
+
+SHORT_ROW = torch.tensor([[5, 6, 7, 8, 40]])
+SETTINGS = AdapterSettings(RANK, 8.0, 0.0, None, rslora=False, dora=False, freeze_base=True)
+
+
+@pytest.fixture(scope="module")
+def adapters(assets):
+    save_adapter(assets / "lm", assets / "lm_adapter", scalar=False, seed=3)
+    save_adapter(assets / "lm", assets / "scalar_adapter", scalar=True, seed=4)
+    return assets
+
+
+def own_parameters(model, other) -> set[str]:
+    held = {id(parameter) for parameter in other.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) not in held}
+
+
+@torch.no_grad()
+def test_without_the_adapter_it_is_the_base(adapters):
+    lm = load_causal_lm(str(adapters / "lm_adapter"), "fp32", None, adapter=SETTINGS).eval()
+    tree = model_over_base(lm).eval()
+    assert own_parameters(tree, lm) == set()
+    assert not adapter_layers(tree) and not hasattr(tree, "peft_config")
+    assert {id(m) for m in tree.modules()}.isdisjoint(id(m) for m in lm.modules())
+    base = AutoModelForCausalLM.from_pretrained(adapters / "lm").eval()
+    assert set(tree.state_dict()) == set(base.state_dict()), "its names are those of a plain model"
+    assert torch.equal(tree(SHORT_ROW).logits, base(SHORT_ROW).logits)
+    assert not torch.equal(lm(SHORT_ROW).logits, base(SHORT_ROW).logits)
+
+
+@torch.no_grad()
+def test_a_classifier_over_the_base_is_the_one_that_peft_loads(adapters):
+    lm = load_causal_lm(str(adapters / "lm"), "fp32", None, adapter=SETTINGS)
+    base = model_over_base(lm)
+    tree = classifier_over_base(base, str(adapters / "scalar_adapter")).eval()
+    plain = AutoModelForSequenceClassification.from_pretrained(adapters / "lm", num_labels=1)
+    peft_model = PeftModel.from_pretrained(plain, adapters / "scalar_adapter").eval()
+    hidden = tree.base_model(SHORT_ROW).last_hidden_state
+    found = tree.score(hidden)[:, -1]
+    plain.config.pad_token_id = None
+    torch.testing.assert_close(found, peft_model(SHORT_ROW).logits, rtol=1e-5, atol=1e-5)
+    own = own_parameters(tree, lm)
+    assert {name for name in own if not is_adapter_parameter(name)} == {"score.weight"}
+    assert {name for name, p in tree.named_parameters() if p.requires_grad} == own, "adapter and head train, no more"
+    assert tree.config is tree.base_model.config and tree.config.num_labels == 1
+    assert lm.config.num_labels != 1 or lm.config is not tree.config
+    assert not any(weight.is_meta for weight in (*tree.parameters(), *tree.buffers()))
+
+
+def test_a_new_head_is_zero(adapters):
+    base = model_over_base(load_causal_lm(str(adapters / "lm"), "fp32", None, adapter=SETTINGS))
+    head = classifier_over_base(base, str(adapters / "lm"), SETTINGS).score.weight
+    assert torch.equal(head, torch.zeros(1, 32)) and head.requires_grad
+
+
+def test_checkpointing_and_mode_of_one_model_do_not_affect_another(adapters):
+    lm = load_causal_lm(str(adapters / "lm"), "fp32", None, adapter=SETTINGS).eval()
+    tree = model_over_base(lm).eval()
+    lm.train()
+    lm.gradient_checkpointing_enable()
+    assert not tree.training and not any(getattr(m, "gradient_checkpointing", False) for m in tree.modules())

@@ -1,9 +1,12 @@
-"""Log-probs, entropies, values and gradients in every layout of rows, compared with each row alone."""
+"""Log-probs, entropies, values and gradients in every layout of rows, compared with each row alone; arguments of
+forward passes, the division of rows into micro-batches, and which models suit `--sequence_parallel_size`."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from rows_alone import (
     ANSWERS,
     FAMILIES,
@@ -17,11 +20,19 @@ from rows_alone import (
     values_alone,
 )
 from tiny_models import HYBRIDS as OF_GENERATION
+from tiny_models import KINDS, POSITIONS, VOCABULARY, new_model
 
 from dschat_ppo.algorithms.divergence import Divergence, dense_divergence
-from dschat_ppo.models.backbone import Layout
+from dschat_ppo.config.run_flags import MemoryFlags
+from dschat_ppo.errors import UserError
+from dschat_ppo.models import backbone
+from dschat_ppo.models.architectures import backbone_of
+from dschat_ppo.models.backbone import Layout, hidden_window
+from dschat_ppo.models.kernel_selection import check_long_sequences, reason_not_to_divide
+from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, Teaching, response_logprobs, response_values
-from dschat_ppo.types import LateEnds, full_sequences
+from dschat_ppo.supervised.policy_objectives import answer_logprobs
+from dschat_ppo.types import LateEnds, Rollout, full_sequences
 
 LAYOUTS = {
     "plain": Layout(fused=False), "padded": Layout(), "padded few": Layout(reads_few=True),
@@ -182,3 +193,216 @@ def test_hooks_of_the_head_run_around_the_fused_function():
     count = sum(ANSWERS)
     assert seen == [(count, 32), [(count,), (count,)]]
     assert "forward" not in vars(lm.lm_head)
+
+
+def config(**facts) -> SimpleNamespace:
+    text = SimpleNamespace(**facts)
+    return SimpleNamespace(get_text_config=lambda: text)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(("facts", "received", "hidden"), [
+    ({}, {0: None, 1: None}, False), ({"sliding_window": 8}, {0: 8, 1: 8}, False),
+    ({"sliding_window": 8}, {0: None, 1: None}, True),
+    ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: 8, 1: None}, False),
+    ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: None, 1: None}, True),
+    ({"sliding_window": 8, "layer_types": [FULL, FULL]}, {0: 8, 1: None}, True),
+    ({"layer_types": [FULL, "chunked_attention"]}, {0: None, 1: None}, True),
+    ({"layer_types": ["linear_attention", "mlp", "hybrid"]}, {2: None}, False),
+    ({"attention_chunk_size": 16}, {0: None}, True),
+])  # fmt: skip
+def test_hidden_windows_by_hand(facts, received, hidden):
+    assert hidden_window(config(**facts), received) is hidden
+
+
+def rollout_of(prompt: int, response: int, rows: int = 3) -> Rollout:
+    """Rows with a prompt of `prompt` tokens and responses of up to `response`."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.arange(response, response - rows, -1)
+    return Rollout(
+        torch.randint(2, VOCABULARY, (rows, prompt), generator=generator), torch.ones(rows, prompt, dtype=torch.bool),
+        torch.randint(2, VOCABULARY, (rows, response), generator=generator),
+        torch.arange(response) < lengths.unsqueeze(1), torch.zeros(rows, response), torch.zeros(rows, dtype=torch.int8),
+    )  # fmt: skip
+
+
+def numbers_of(policy: PolicyModel, critic: ScalarModel, rows: Rollout) -> list[torch.Tensor]:
+    """Scores of every kind, and the gradients of their sums."""
+    ids = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)
+    lengths = rows.prompt_ids.shape[1] + rows.response_mask.sum(dim=1)
+    answers = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+    answers[:, :3] = False
+    scores = response_logprobs(policy, rows, 1.0, entropy_grad=True)
+    found = [scores.logprobs, scores.entropy, answer_logprobs(policy, ids, answers)]
+    values = response_values(critic, rows)
+    found += [values, critic(ids, lengths, last_only=True)]
+    found.append(critic(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1))
+    leaves = [*policy.parameters(), *critic.parameters()]
+    grads = torch.autograd.grad(sum(part.double().sum() for part in found), leaves, allow_unused=True)
+    return found + [gradient for gradient in grads if gradient is not None]
+
+
+@pytest.mark.parametrize(("name", "prompt", "response", "width"), [
+    ("llama", 20, 9, 64), ("gpt2", 60, 4, 64), ("llama", 60, 10, POSITIONS), ("gpt2", 80, 16, POSITIONS),
+])  # fmt: skip
+def test_on_a_gpu_rows_have_few_widths_within_the_models_positions_and_the_same_numbers(
+    name, prompt, response, width, monkeypatch
+):
+    """GPT-2 has a table of positions, in which a longer row would find nothing."""
+    policy = PolicyModel(new_model(name))
+    critic = ScalarModel(new_model(name))
+    critic.classifier.score = torch.nn.Linear(32, 1)
+    rows = rollout_of(prompt, response)
+    expected, widths, sdpa = numbers_of(policy, critic, rows), set(), torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, *rest, **options):
+        widths.update((query.shape[2], key.shape[2]))
+        return sdpa(query, key, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(backbone, "COLUMNS", {"cpu": 64})
+    found = numbers_of(policy, critic, rows)
+    assert widths == {width}
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_a_split_by_hand():
+    lengths = torch.tensor([3, 9, 4, 1, 5, 2])
+    assert [part.tolist() for part in split_by_tokens(lengths, 10)] == [[1], [4, 2], [0, 5, 3]]
+    assert [part.tolist() for part in split_by_tokens(lengths, 8)] == [[1], [4], [2, 0], [5, 3]]
+
+
+def test_dealing_by_hand():
+    lengths = torch.tensor([1, 8, 3, 6, 5, 2])
+    assert [share.tolist() for share in deal(lengths, 2)] == [[1, 2, 5], [3, 4, 0]]
+    assert [share.tolist() for share in deal(lengths, 1)] == [[1, 3, 4, 2, 5, 0]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+def test_shares_have_equal_rows_and_nearly_equal_tokens(ranks):
+    lengths = torch.randint(1, 500, (ranks * 12,), generator=torch.Generator().manual_seed(ranks))
+    shares = deal(lengths, ranks)
+    assert sorted(torch.cat(shares).tolist()) == list(range(len(lengths)))
+    assert {len(share) for share in shares} == {12}
+    tokens = [int(lengths[share].sum()) for share in shares]
+    assert max(tokens) - min(tokens) <= int(lengths.max())
+
+
+def prompts_of(*groups: tuple[int, list[int]]) -> tuple[torch.Tensor, RowPrompts]:
+    """Lengths and prompts of rows, from (tokens of the prompt, tokens of each answer) of each group."""
+    rows = [(number, prompt, answer) for number, (prompt, answers) in enumerate(groups) for answer in answers]
+    numbers, prompt, answer = torch.tensor(rows).unbind(dim=1)
+    return prompt + answer, RowPrompts(numbers, prompt)
+
+
+def tokens_run(part: torch.Tensor, lengths: torch.Tensor, prompts: RowPrompts) -> int:
+    """Tokens that a model runs which holds each prompt once."""
+    here = prompts.at(part)
+    each = dict(zip(here.groups.tolist(), here.tokens.tolist(), strict=True))
+    return sum(each.values()) + int((lengths[part] - here.tokens).sum())
+
+
+def test_answers_to_one_prompt_stay_together_and_their_prompt_counts_once():
+    # Prompts of 40 with answers of 10; each answer but the first adds 10 tokens and the copy of a prompt, 40 / 8 = 5.
+    lengths, prompts = prompts_of((40, [10, 10, 10]), (40, [10]), (40, [10, 10, 10, 10]))
+    found = [part.tolist() for part in split_by_tokens(lengths, 95, prompts)]
+    assert found == [[4, 5, 6, 7], [0, 1, 2], [3]]  # 40 + 40 + 15, 40 + 30 + 10 (50 + 80 > 95), and one row alone
+    assert [part.tolist() for part in split_by_tokens(lengths, 65, prompts)] == [[4, 5], [6, 7], [0, 1], [2], [3]]
+    assert [part.tolist() for part in split_by_tokens(lengths, 175, prompts)] == [[4, 5, 6, 7, 0, 1, 2], [3]]
+
+
+def test_rows_that_share_little_are_divided_as_if_they_shared_nothing():
+    generator = torch.Generator().manual_seed(1)
+    answers = torch.randint(50, 500, (12,), generator=generator).tolist()
+    lengths, prompts = prompts_of((7, answers[:4]), (12, answers[4:8]), *((90, [x]) for x in answers[8:]))
+    for budget in (1, 600, 3000):
+        expected = [part.tolist() for part in split_by_tokens(lengths, budget)]
+        assert [part.tolist() for part in split_by_tokens(lengths, budget, prompts)] == expected
+    for ranks in (1, 2, 4):
+        assert [part.tolist() for part in deal(lengths, ranks, prompts)] == [p.tolist() for p in deal(lengths, ranks)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_groups_contain_each_row_once_within_the_budget(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    groups = [(drawn(1, 120)[0], drawn(0, 60, drawn(1, 9)[0])) for _ in range(1 + seed)]
+    lengths, prompts = prompts_of(*groups)
+    for budget in (1, 100, 300, 10_000):
+        parts, alone = split_by_tokens(lengths, budget, prompts), split_by_tokens(lengths, budget)
+        for found in (parts, alone):
+            assert sorted(torch.cat(found).tolist()) == list(range(len(lengths)))
+        for part in parts:
+            assert len(part) == 1 or min(tokens_run(part, lengths, prompts), len(part) * lengths[part].max()) <= budget
+        assert all(len(part) == 1 or len(part) * int(lengths[part].max()) <= budget for part in alone)
+    for ranks in (1, 2, 3):
+        if len(lengths) % ranks == 0:
+            shares = deal(lengths, ranks, prompts)
+            assert len(shares) == ranks
+            assert sorted(torch.cat(shares).tolist()) == list(range(len(lengths)))
+
+
+def test_ranks_divide_groups_where_that_evens_their_tokens():
+    lengths, prompts = prompts_of(*((384, [64] * 8) for _ in range(3)))
+    shares = deal(lengths, 2, prompts)
+    assert [part.tolist() for part in shares] == [list(range(12)), list(range(12, 24))]  # the second group is divided
+    lengths, prompts = prompts_of(*((384, [64] * 8) for _ in range(16)))
+    assert [len(part) for part in deal(lengths, 2, prompts)] == [64, 64]
+    lengths, prompts = prompts_of((384, [64] * 4))
+    assert [len(part) for part in deal(lengths, 4, prompts)] == [1, 1, 1, 1]
+    lengths, prompts = prompts_of((30, [0, 0, 500, 0]))  # none above the 530 tokens of the longest row
+    assert [part.tolist() for part in deal(lengths, 4, prompts)] == [[0, 1], [2], [3], []]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """`folder(kind, **changes)`: a folder with a configuration alone, on four ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    def make(kind: str, **changes) -> str:
+        _, config, settings = KINDS[kind]
+        getattr(transformers, config)(**{**settings, **changes}).save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return make
+
+
+def refusal(folder: str, scalar: bool = False, **flags) -> str:
+    with pytest.raises(UserError) as raised:
+        check_long_sequences(MemoryFlags(**flags), "--model", folder, scalar)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [
+    ("bloom", "transformers does not let its attention be replaced"), ("mamba", "its MambaMixer carries a state"),
+    ("lfm2", "its Lfm2ShortConv carries a state"), ("qwen3.5", "its Qwen3_5GatedDeltaNet carries a state"),
+])  # fmt: skip
+def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind, reason):
+    found = refusal(folder(kind), sequence_parallel_size=2)
+    assert found.startswith(f"--sequence_parallel_size 2: --model {folder(kind)}: ")
+    assert reason in found
+    assert type(backbone_of(new_model(kind))).__name__ in found
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of the type chunked_attention"),
+    ({"attention_chunk_size": 8}, "its attention needs a mask"),
+    ({"num_attention_heads": [4, 2]}, "differ in their numbers of attention heads"),
+])  # fmt: skip
+def test_settings_that_need_whole_rows(changes, reason):
+    backbone = new_model("llama").model
+    assert reason_not_to_divide(backbone) is None
+    for name, value in changes.items():
+        backbone.config.__dict__[name] = value
+    assert reason in reason_not_to_divide(backbone)
+
+
+def test_the_size_divides_the_heads(folder):
+    found = refusal(folder("llama", num_attention_heads=2, num_key_value_heads=1), sequence_parallel_size=4)
+    assert found.endswith("has 2 attention heads, which the size must divide; with 4 ranks use 1 or 2")

@@ -1,17 +1,26 @@
-"""Packed rows and rows that share their beginning: what is run. `test_forward.py` compares the numbers."""
+"""Packed rows, and rows that share their beginning: what is run (`test_forward.py` compares the numbers), recorded
+loads of routers, the last MLP, and activations in host memory."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from every_architecture import ARCHITECTURES, config_of
 from rows_alone import model_of, rollout
-from tiny_models import new_model
+from tiny_models import VOCABULARY, new_model
 
+from dschat_ppo.engine.router_term import router_top_k
+from dschat_ppo.errors import UserError
+from dschat_ppo.models import activation_memory
+from dschat_ppo.models.activation_memory import last_mlp
 from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.micro_batches import common_beginnings, lay_out
 from dschat_ppo.models.packing import NAME, reason_not_to_pack
-from dschat_ppo.models.router_recorder import recorded_router
+from dschat_ppo.models.router_recorder import recorded_router, router_load
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
+from dschat_ppo.tools import toy
 
 
 @pytest.mark.parametrize(("kind", "layout", "tokens"), [
@@ -92,6 +101,14 @@ def test_groups_of_random_rows_share_what_they_have_in_common_and_save_the_most(
         assert sum(shared) == most_saved([words[row] for row in order])
 
 
+def test_a_group_that_saves_much_is_kept_beside_one_that_a_small_beginning_joins():
+    """All rows begin alike with 8 tokens, the first two with 40, the last two with 20."""
+    ids = torch.stack([torch.arange(100 * group, 100 * group + 40) for group in (0, 0, 1, 2, 2)])
+    ids[:, :8], ids[4, 20:] = torch.arange(8), 300
+    _, shared, _ = beginnings(ids, torch.full((5,), 40))
+    assert sorted(shared) == [0, 0, 0, 20, 40]
+
+
 def test_a_beginning_ends_with_the_shorter_row_and_never_holds_padding():
     ids = torch.ones(2, 40, dtype=torch.int64)
     assert beginnings(ids, torch.tensor([40, 12])) == ([1, 0], [12, 0], [1, 1])
@@ -123,3 +140,140 @@ def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
     torch.testing.assert_close(shared.chosen, separate.chosen)
     torch.testing.assert_close(shared.probability, separate.probability, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(of_shared, of_separate, rtol=1e-4, atol=1e-5)
+
+
+ROW_LENGTHS = torch.tensor([6, 4, 5])
+
+
+def rows():
+    """Three right-padded rows whose wanted tokens end at their last token."""
+    ids = torch.randint(2, 48, (3, 6), generator=torch.Generator().manual_seed(3))
+    slots = torch.arange(6)
+    return ids, (slots >= 2) & (slots < ROW_LENGTHS.unsqueeze(1))
+
+
+@torch.no_grad()
+def load_alone(backbone, ids, lengths, counted_rows):
+    """The load of the first `lengths` tokens of these rows, each run alone."""
+    layers = [
+        backbone(input_ids=ids[i : i + 1, : lengths[i]], use_cache=False, output_router_logits=True).router_logits
+        for i in counted_rows
+    ]
+    logits = [torch.cat(layer) for layer in zip(*layers, strict=True)]
+    return router_load(logits, torch.ones(len(logits[0]), dtype=torch.bool), 2)
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found.chosen, expected.chosen)
+    torch.testing.assert_close(found.probability.detach(), expected.probability)
+    torch.testing.assert_close(found.count, expected.count)
+
+
+@pytest.mark.parametrize(("fused", "packed"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("counted_rows", [[0, 1, 2], [0, 2]])
+def test_a_policy_counts_the_tokens_before_the_last_one_of_real_rows(fused, packed, counted_rows):
+    lm = new_model("mixtral")
+    ids, wanted = rows()
+    real = torch.tensor([i in counted_rows for i in range(3)])
+    with recorded_router(real, 2) as loads:
+        logprobs, _ = PolicyModel(lm, Layout(fused, packed))(ids, wanted)
+    [load] = loads
+    assert_equal(load, load_alone(lm.model, ids, ROW_LENGTHS - 1, counted_rows))
+    (logprobs.sum() * 0 + load.probability[0]).backward()
+    gates = [p.grad for name, p in lm.named_parameters() if "gate.weight" in name]
+    assert gates and all(grad is not None and grad.abs().max() > 0 for grad in gates)
+
+
+@pytest.mark.parametrize(("packed", "last_only"), [(True, False), (False, False), (True, True), (False, True)])
+def test_a_reward_model_counts_all_tokens_of_real_rows(packed, last_only):
+    classifier = new_model("mixtral").eval()
+    classifier.score = torch.nn.Linear(32, 1, bias=False)
+    ids, _ = rows()
+    with recorded_router(torch.tensor([True, False, True]), 2) as loads:
+        ScalarModel(classifier, Layout(packed=packed))(ids, ROW_LENGTHS, last_only)
+    [load] = loads
+    assert_equal(load, load_alone(classifier.model, ids, ROW_LENGTHS, [0, 2]))
+
+
+def test_recomputed_activations_give_the_same_gradient():
+    ids, wanted = rows()
+    found = []
+    for checkpointing in (False, True):
+        policy = PolicyModel(new_model("mixtral"), Layout(packed=True)).train()
+        if checkpointing:
+            policy.gradient_checkpointing_enable()
+        with recorded_router(torch.ones(3, dtype=torch.bool), 2) as loads:
+            logprobs, _ = policy(ids, wanted)
+        assert len(loads) == 1
+        (logprobs.sum() + loads[0].probability[1]).backward()
+        found.append({name: p.grad for name, p in policy.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+TOP_K = dict.fromkeys(("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next"), 2)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_have_a_router_loss_or_are_refused(name):
+    config = config_of(name, toy.make_tokenizer(["a few words"]))
+    if name in TOP_K:
+        assert router_top_k(config, "--model_name_or_path m") == TOP_K[name]
+        return
+    with pytest.raises(UserError, match=r"^--router_loss_coef: --model_name_or_path m: .*omit the flag$"):
+        router_top_k(config, "--model_name_or_path m")
+
+
+ROWS, COLUMNS = 3, 40
+
+
+def scores_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ids = torch.randint(2, VOCABULARY, (ROWS, COLUMNS), generator=torch.Generator().manual_seed(0))
+    scores = torch.stack(model(ids, torch.ones_like(ids).bool(), 0.7, True))
+    model.zero_grad()
+    (scores * torch.linspace(-1, 1, scores.numel()).view(scores.shape)).sum().backward()
+    return scores.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "has_mlp"), [
+    ("llama", True), ("gpt2", True), ("gemma2", True), ("bloom", True), ("gpt-neo", True), ("opt", False),
+    ("mixtral", False), ("gpt-oss", False), ("mamba", False),
+])  # fmt: skip
+def test_models_without_an_mlp_or_with_experts_in_the_last_layer_run_all_tokens(name, has_mlp):
+    policy = PolicyModel(new_model(name)).eval()
+    assert (last_mlp(policy.backbone) is not None) is has_mlp
+    select_kernels(policy)
+    assert policy.layout.reads_few is has_mlp
+
+
+@pytest.fixture
+def hosted(monkeypatch):
+    """Treats tensors of the CPU as those of a GPU, and lists the shapes that went to the host."""
+    shapes = []
+
+    def copy(tensor):
+        shapes.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    monkeypatch.setattr(activation_memory, "HOST", "another device")
+    monkeypatch.setattr(activation_memory, "SMALLEST_ON_HOST", 0)
+    monkeypatch.setattr(activation_memory, "_host_copy", copy)
+    return shapes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_on_the_host_change_no_number(hosted, checkpointing):
+    model = PolicyModel(new_model("llama")).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    expected, gradients = scores_and_gradients(model)
+    assert not hosted
+    model.layout = replace(model.layout, offload_activations=True)
+    found, others = scores_and_gradients(model)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(others[name], gradients[name]) for name in gradients)
+    inputs = [shape for shape in hosted if shape == (ROWS, COLUMNS, 32)]
+    assert 2 <= len(inputs) <= 5 if checkpointing else len(inputs) > 10  # two layers, and the last norm
+    assert any(shape[-1] == 48 for shape in hosted) != checkpointing  # inside an MLP
+    parameters = {tuple(p.shape) for p in model.parameters()}
+    assert parameters.isdisjoint(shape for shape in hosted if len(shape) == 2)

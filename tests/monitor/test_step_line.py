@@ -43,3 +43,4 @@ def test_lines_come_every_so_many_steps_and_at_both_ends(every, printed, said):
             bar.advance()
             show_step(PPO_COLUMNS, METRICS, bar, ConsoleFlags(logging_steps=every))
     assert [int(line.split("/")[0].removeprefix("step ")) for line in said] == printed
+    assert ["left" in line for line in said] == [True] * (len(printed) - 1) + [False]

@@ -1,4 +1,5 @@
-"""`metrics.jsonl` and `result.json`: content, durability, errors when they cannot be written; what trackers get."""
+"""The files of a run that grow, `metrics.jsonl` and `starts.jsonl`, and `result.json`: content, cutting back on resume,
+durability, errors when they cannot be written; what trackers get."""
 
 import errno
 import json
@@ -6,15 +7,19 @@ import math
 import os
 import time
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from stub_runs import Trainer, open_run, run, train
 
 from dschat_ppo.common import dist
+from dschat_ppo.common.paths import STARTS
 from dschat_ppo.errors import StopRequested, StorageError
+from dschat_ppo.html_report.run_folder import read_run
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Answer, Start, Tracking
-from dschat_ppo.monitor.writers import MetricsWriter, write_result
+from dschat_ppo.monitor.writers import JsonLines, MetricsWriter, record_start, write_result
 
 
 def fails(number):
@@ -125,3 +130,104 @@ def test_a_failed_result_is_an_error_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "broadcast_object", lambda value, _: sent[0])
     with pytest.raises(StorageError, match="No space left"):
         write_result(tmp_path, {"steps": 3})
+
+
+def no_constant(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_each_object_is_one_line_without_nan_and_infinity(tmp_path):
+    lines = JsonLines(tmp_path / "a.jsonl")
+    lines.append([{"step": 1, "text": "two\nlines \u2028", "scores": {"a": math.nan, "b": 0.5}}])
+    lines.append([{"step": 2, "many": [1.0, -math.inf, [math.inf]], "none": None, "yes": True}, {"step": 3}])
+    content = (tmp_path / "a.jsonl").read_bytes()
+    assert content.endswith(b"\n") and content.count(b"\n") == 3
+    assert [json.loads(line, parse_constant=no_constant) for line in content.splitlines()] == [
+        {"step": 1, "text": "two\nlines \u2028", "scores": {"a": None, "b": 0.5}},
+        {"step": 2, "many": [1.0, None, [None]], "none": None, "yes": True},
+        {"step": 3},
+    ]
+
+
+def test_a_resumed_run_continues_after_the_lines_of_the_checkpoint(tmp_path):
+    path = tmp_path / "a.jsonl"
+    first = JsonLines(path)
+    first.begin()
+    assert not path.exists() and first.saved_offset() == 0
+    first.append([{"step": 1}])
+    offset = first.saved_offset()
+    first.append([{"step": 2, "run": 1}])
+    resumed = JsonLines(path)
+    resumed.offset = offset
+    resumed.begin()
+    resumed.append([{"step": 2, "run": 2}])
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "run": 2}\n'
+    resumed.offset = 999
+    resumed.begin()
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "run": 2}\n', "a file that lost lines stays as it is"
+    path.write_text('{"step": 1}\n{"st')
+    resumed.begin()
+    resumed.append([{"step": 2}])
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    JsonLines(path).begin()  # from scratch
+    assert path.read_bytes() == b""
+
+
+def test_other_ranks_neither_write_nor_cut(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "a.jsonl").write_text('{"step": 1}\n')
+    lines = JsonLines(tmp_path / "a.jsonl")
+    lines.begin()
+    lines.append([{"step": 2}])
+    assert lines.saved_offset() == 0
+    assert (tmp_path / "a.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_failure_is_a_storage_error_that_names_the_file(tmp_path, monkeypatch):
+    lines = JsonLines(tmp_path / "missing" / "a.jsonl")
+    with pytest.raises(StorageError, match=r"a\.jsonl: cannot be written \(No such file or directory\); free space"):
+        lines.append([{"step": 1}])
+    lines = JsonLines(tmp_path / "a.jsonl")
+    lines.append([{"step": 1}])
+
+    def full(number):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"a\.jsonl: cannot be written \(Disk quota exceeded\)"):
+        lines.saved_offset()
+
+
+def starts_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / STARTS).read_text().splitlines()]
+
+
+def test_a_resumed_run_adds_a_line_and_the_report_reads_them(tmp_path):
+    run(tmp_path, 2)
+    longer = open_run(tmp_path)
+    trainer = Trainer()
+    train(longer, trainer, trainer.to(3))
+    assert [line["step"] for line in starts_of(tmp_path)] == [1, 3]
+    assert [start["step"] for start in read_run(tmp_path, "a").starts] == [1, 3]
+
+
+def test_a_run_that_starts_over_removes_the_lines_and_the_report_of_the_earlier_one(tmp_path):
+    run(tmp_path, 2)
+    (tmp_path / "result.json").write_text("{}")  # it is finished, so it is not resumed
+    (tmp_path / "report.html").write_text("old")
+    again = open_run(tmp_path, "--overwrite_output_dir", "True")
+    assert not (tmp_path / "report.html").exists()
+    trainer = Trainer()
+    train(again, trainer, trainer.to(1))
+    assert [line["step"] for line in starts_of(tmp_path)] == [1]
+
+
+def test_a_line_has_the_first_step_the_ranks_and_the_versions_or_is_a_storage_error(tmp_path):
+    record_start(tmp_path, 7, 2)
+    (line,) = starts_of(tmp_path)
+    assert (line["step"], line["world_size"]) == (7, 2)
+    assert line["versions"]["torch"] == version("torch") and "bitsandbytes" not in line["versions"]
+    (tmp_path / STARTS).unlink()
+    (tmp_path / STARTS).mkdir()
+    with pytest.raises(StorageError, match=r"starts.jsonl: cannot be written \(Is a directory\); free space"):
+        record_start(tmp_path, 1, 1)

@@ -170,18 +170,6 @@ def test_what_a_device_and_a_host_need():
     assert on_cpu.needs(phase).host == 2 * (phase.total().device + phase.total().host + HOST_PROCESS)
 
 
-def test_a_plan_says_its_peak_and_what_is_too_small():
-    plan = plan_ppo(f"{STAGE_3} {CHECKPOINTING}")
-    assert plan.shortages() == [] and "of 80.0 GiB per device" in plan.peak_text()
-    [device] = plan_ppo().shortages()
-    assert device.startswith("the phase 'actor update' needs about")
-    assert device.endswith("of a device, and 72.0 GiB of 80.0 GiB are to be used")
-    assert plan_ppo().fits is False
-    [host] = plan_ppo(f"{STAGE_3} {CHECKPOINTING} --offload", host=64 * GIB).shortages()
-    assert "of host memory for 8 ranks, and 57.6 GiB of 64.0 GiB are to be used" in host
-    assert plan_ppo("", SMALL, 1, 0, 16 * GIB).peak_text().endswith("of 16.0 GiB of host memory")
-
-
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["device", "host"])
 def test_a_plan_that_fits_leaves_a_tenth_of_the_memory(on_gpu):
     """The peak is that of an update, which does not depend on the memory as the rows of a rollout do."""
@@ -194,20 +182,6 @@ def test_a_plan_that_fits_leaves_a_tenth_of_the_memory(on_gpu):
     needs = plan.needs(plan.peaks[0][0])
     size = needs.device if on_gpu else needs.host
     assert planned(int(size / 0.9) + 2).fits and not planned(int(size / 0.9) - 2).fits
-
-
-@pytest.mark.release
-def test_layers_that_cannot_be_divided_are_gathered_one_at_a_time():
-    def gathered(words, model=LLAMA_8B):
-        return held(plan_ppo(f"{STAGE_3} {words}", model), "rollout", "actor", "buffers").device
-
-    lora = "--actor_lora_dim 8 --only_optimize_lora"
-    apart = gathered(f"{lora} --inference_tp_size 2")
-    layer = 218112000 + 8 * (4 * 4096 + 2 * (4096 + 1024) + 2 * 4096 + 3 * (4096 + 14336) - 2 * 4096)
-    assert apart == pytest.approx(2 * (layer + 128256 * 4096) + 2 * 10**8, rel=0.02)  # with a bucket of gradients
-    assert apart < 0.3 * gathered(lora)
-    assert gathered("--inference_tp_size 2") < gathered("")  # without LoRA each rank holds half of the layers
-    assert gathered(f"{lora} --inference_tp_size 2", SMALL) == gathered(lora, SMALL)  # whole on each rank anyway
 
 
 def test_a_run_generates_with_fewer_rows_where_the_cache_is_too_large():

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
+from dschat_ppo.ppo import begin_ppo
 from dschat_ppo.ppo.mini_dataset import MiniDataset, TextBatches, gather_rows
 from dschat_ppo.ppo.update import RecordedTokens
 from dschat_ppo.types import Experience, concat_rows
@@ -193,6 +195,19 @@ def test_ranks_share_the_next_blocks_and_divide_by_the_tokens_of_all(monkeypatch
         assert len(batches) == 2 // micro_batch and float(tokens) == 100 + tokens_of(own)
         found += own
     assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(9, 1), (39, 3), (1000, 8)])
+def test_a_micro_batch_of_texts_has_no_more_tokens_or_rows_than_one_of_answers(tokens, rows, monkeypatch):
+    flags = SimpleNamespace(unsupervised_dataset_name="texts", unsupervised_dataset_config_name=None,
+                            max_prompt_seq_len=6, max_answer_seq_len=4)  # fmt: skip
+    config = SimpleNamespace(ppo=flags, data=None, run=SimpleNamespace(seed=0))
+    plan = SimpleNamespace(
+        flags=SimpleNamespace(per_device_training_batch_size=8), micro_batch_tokens=tokens, global_batch=8
+    )
+    tokenizer, blocks = SimpleNamespace(pad_token_id=0), Dataset.from_dict({"prompt_ids": [[1]], "answers": [[[2]]]})
+    monkeypatch.setattr(begin_ppo, "text_blocks", lambda name, part, tokenizer, length, data: blocks)
+    assert begin_ppo.plain_texts(config, plan, tokenizer, torch.device("cpu")).micro_batch == rows
 
 
 # Shared prompts

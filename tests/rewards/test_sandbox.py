@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from marked_processes import left_of, mark_sandboxes, marked_processes
-from sandboxes import everywhere, needs_bwrap
+from sandboxes import everywhere, left_of, mark_sandboxes, marked_processes, needs_bwrap
 
 from dschat_ppo.rewards import sandbox
 from dschat_ppo.rewards.sandbox import Isolation, Limits, code_of, code_tests, run_tests

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from marked_processes import left_of, mark_sandboxes, marked_processes
-from sandboxes import FOUND, everywhere, needs_bwrap, needs_proc
+from sandboxes import FOUND, everywhere, left_of, mark_sandboxes, marked_processes, needs_bwrap, needs_proc
 
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError

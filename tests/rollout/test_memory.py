@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from dschat_ppo.rollout import generator, kv_cache, running_batches
-from dschat_ppo.rollout.kv_cache import KVCache, cache_bytes, pool_limits, rows_for_memory
+from dschat_ppo.rollout import continuous_batching, generator, kv_cache, running_batches
+from dschat_ppo.rollout.kv_cache import KVCache, RowStates, cache_bytes, pool_limits, rows_for_memory
 from dschat_ppo.rollout.padded_batches import GROWTH_TOKENS, InPlaceLayer, new_cache
 from dschat_ppo.rollout.running_batches import RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -134,6 +134,24 @@ def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, place
     (warning,) = warnings_of(caplog)
     assert "out of memory with 8 rows; continuing with 4" in warning
     assert_same(found, expected)
+
+
+def test_no_state_of_the_failed_step_is_in_memory_when_generation_continues(monkeypatch):
+    states, at_the_warning, original = [], [], RowStates.add
+
+    def noting(self, *args):
+        original(self, *args)
+        states.extend(StorageWeakRef(table.untyped_storage()) for table in self._tables.values())
+
+    def warned(before, after):
+        gc.collect()
+        at_the_warning.extend(storage.expired() for storage in states)
+
+    monkeypatch.setattr(RowStates, "add", noting)
+    monkeypatch.setattr(continuous_batching, "warn_of_memory", warned)
+    fail_at(monkeypatch, "decode", lambda number: number == 12)
+    run(rows=8, **WAYS["states"])
+    assert at_the_warning and all(at_the_warning)
 
 
 @pytest.mark.parametrize("way", ["batches", "pool"])

@@ -1,10 +1,14 @@
-"""Running a step: exit codes, the one message of a run that fails, and the variables of the launcher."""
+"""Running a step: exit codes and the one message of a run that fails, what counts as a lack of memory, and the
+variables of the launcher."""
+
+import errno
 
 import pytest
+import torch
 
-from dschat_ppo.common.exit_codes import HOW_TO_RESUME
+from dschat_ppo.common.exit_codes import HOW_TO_RESUME, exit_code, ran_out_of_memory
 from dschat_ppo.common.phases import PhaseClock, announce, announce_step, reset_phases
-from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
+from dschat_ppo.errors import NonFiniteError, StopRequested, StorageError, UnhealthyRun, UserError, reading
 from dschat_ppo.run import launch
 from dschat_ppo.run.first_failure import FirstFailureRecord
 from dschat_ppo.run.launch import complete_environment, run_step
@@ -150,3 +154,39 @@ def test_a_wrong_environment_is_named(environment, words):
     with pytest.raises(UserError) as refused:
         completed(environment)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("problem", "code"), [
+    (StopRequested("saved"), 0), (ZeroDivisionError("x"), 1), (KeyboardInterrupt(), 1), (UserError("--x"), 2),
+    (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), 1), (FloatingPointError("nan"), 3),
+    (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), 1),  # a web service, not a rank
+    (NonFiniteError("nan"), 3), (StorageError("full"), 4), (UnhealthyRun("kl_spike"), 6),
+    (OSError(errno.ENOSPC, "No space left on device", "x"), 4), (OSError(errno.EROFS, "Read-only file system", "x"), 4),
+    (OSError(errno.EDQUOT, "Disk quota exceeded", "x"), 4), (RuntimeError("NCCL error: invalid usage"), 1),
+    (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), 4),  # safetensors
+    (RuntimeError("[../gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34502: Connection reset by peer"), 5),
+    (RuntimeError("NCCL error: remote process exited or there was a network error"), 5),
+], ids=str)  # fmt: skip
+def test_the_exit_code_of_each_exception(problem, code):
+    assert exit_code(problem) == code
+
+
+def error_after(first: Exception, then: Exception) -> Exception:
+    try:
+        try:
+            raise first
+        finally:
+            raise then
+    except Exception as problem:  # noqa: BLE001
+        return problem
+
+
+@pytest.mark.parametrize(("problem", "expected"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
+    (MemoryError("Unable to allocate 9.31 GiB for an array"), True),
+    (error_after(torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("capture failed")), True),
+    (RuntimeError("CUDA error: device-side assert triggered"), False), (ValueError("CUDA error: out of memory"), False),
+])  # fmt: skip
+def test_a_lack_of_memory_is_known_by_class_or_message(problem, expected):
+    assert ran_out_of_memory(problem) is expected

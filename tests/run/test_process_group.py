@@ -1,57 +1,20 @@
-"""Ranks use the GPUs, wait for the others of their own launch, and join them; another launch may use the same port."""
+"""Ranks use the GPUs, wait for the others of their own launch, and join them."""
 
 import socket
-import subprocess
-import sys
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import _free_port, environment, forked, succeed
+from launch import _free_port, forked, succeed
 from torch.distributed import HashStore, TCPStore
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.run import process_group
 from dschat_ppo.run.process_group import connect, init_process_group, open_store, wait_for_all_ranks
 from dschat_ppo.run.unused_gpu import require_usable_gpu
-
-RANK = """
-import os, sys
-import torch.distributed as torch_dist
-from dschat_ppo.run import process_group
-
-rank, store = int(os.environ["RANK"]), process_group._store_of_this_launch(sys.argv[1])
-torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-group = torch_dist.new_group()
-found = [None] * torch_dist.get_world_size()
-torch_dist.all_gather_object(found, sys.argv[1], group=group)
-print(*found, flush=True)
-"""
-
-
-def begin(stack: ExitStack, port: int, rank: int, folder: str) -> subprocess.Popen[str]:
-    env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = stack.enter_context(subprocess.Popen([sys.executable, "-c", RANK, folder], env=env, text=True, **pipes))
-    stack.callback(process.kill)
-    return process
-
-
-@pytest.mark.release
-@pytest.mark.slow
-def test_a_rank_of_another_launch_changes_nothing():
-    port = _free_port()
-    with ExitStack() as stack:
-        host, other = begin(stack, port, 0, "runs/a b"), begin(stack, port, 1, "runs/c")
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(timeout=15)
-        own = begin(stack, port, 1, "runs/a b")
-        assert [process.communicate(timeout=100)[0] for process in (host, own)] == ["runs/a b runs/a b\n"] * 2
-        assert other.poll() is None
 
 
 def accelerator_of(kind: str, count: int = 8) -> SimpleNamespace:
@@ -138,19 +101,19 @@ def test_ranks_that_do_not_start_are_named(second_machine, capfd, monkeypatch):
     wait_for_all_ranks(store)
 
 
-def test_ranks_of_another_start_share_no_names(second_machine, monkeypatch):
-    """torchrun keeps its store when it starts the ranks again."""
+def test_ranks_of_another_start_or_folder_share_no_names(second_machine, monkeypatch):
+    """torchrun keeps its store when it starts the ranks again; another launch may use the same port."""
     shared = HashStore()
     monkeypatch.setattr(process_group, "connect", lambda *_: shared)
     monkeypatch.setattr(process_group, "wait_for_all_ranks", lambda _: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     stores = []
-    for start in ("0", "1", "0"):
+    for start, folder in (("0", "out"), ("1", "out"), ("0", "out"), ("0", "other")):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
-        stores.append(process_group._store_of_this_launch("out"))
+        stores.append(process_group._store_of_this_launch(folder))
     stores[0].set("name", "first")
-    assert [store.check(["name"]) for store in stores] == [True, False, True]
+    assert [store.check(["name"]) for store in stores] == [True, False, True, False]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.html_report.run_folder import read_run
 from dschat_ppo.monitor.writers import is_finished
 from dschat_ppo.run import start_and_end
-from dschat_ppo.run.start_and_end import model_size, short_count, show_models, show_plan, tool_command, write_validation
+from dschat_ppo.run.start_and_end import model_size, short_count, show_models, tool_command, write_validation
 from dschat_ppo.supervised.train_preference import data_words, ppo_words, step_command
 
 ROOT = Path(__file__).parents[2]
@@ -62,12 +62,6 @@ def test_the_models_are_a_table(said, monkeypatch, tmp_path):
     show_models(roles, "bf16", tmp_path)
     assert "1 K parameters, frozen, from /sft" in said[1]
     assert said[3].startswith(f"--output_dir {tmp_path}: its disk has 0.0 MiB left, and a checkpoint takes about 0.0 ")
-
-
-@pytest.mark.parametrize(("warmup", "total", "warns"), [(9, 10, False), (10, 10, True)])
-def test_a_warm_up_that_never_ends_is_reported_with_the_plan(said, warmup, total, warns):
-    show_plan("batches", [("rows", "8")], (3, 10), (warmup, total))
-    assert any("never reaches its peak" in line for line in said) is warns
 
 
 def test_a_validation_is_a_run_of_step_0_that_does_not_finish_the_training_around_it(tmp_path):

@@ -1,14 +1,47 @@
-"""The warning about the learning rate of steps 1 and 2, and the program of DPO."""
+"""Steps 1 and 2 around their training: the models that train, warnings about the rate, the best evaluation."""
 
+import math
 import sys
 
 import pytest
 from launch import ROOT, run, succeed
+from pairs_of_answers import config_of, language_model
 
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.supervised_flags import BestMetric
 from dschat_ppo.models.adapters import adapter_settings
+from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
+from dschat_ppo.run.output_folder import best_is_lost
 from dschat_ppo.supervised import supervised_run
 from dschat_ppo.supervised.supervised_run import report_learning_rate
+from dschat_ppo.supervised.train_preference import load_trained_model
+from dschat_ppo.supervised.trainer import BestEvaluation
+
+
+def test_a_policy_has_no_dropout_unless_the_flag_is_given(tmp_path):
+    language_model(1, attention_dropout=0.3).save_pretrained(tmp_path)
+
+    def dropout(*words: str) -> float:
+        return load_trained_model(str(tmp_path), config_of("--dtype", "fp32", *words), None).config.attention_dropout
+
+    assert dropout("--objective", "dpo") == 0.0
+    assert dropout("--objective", "ipo", "--dropout", "0.2") == 0.2
+    assert dropout() == 0.3
+    assert dropout("--dropout", "0.1") == 0.1
+
+
+def test_the_objective_selects_the_kind_of_model(assets):
+    kinds = {
+        objective: type(load_trained_model(str(assets / "lm"), config_of("--objective", objective), None))
+        for objective in ("reward", "dpo", "hinge")
+    }
+    assert kinds == {"reward": ScalarModel, "dpo": PolicyModel, "hinge": PolicyModel}
+
+
+def test_gradient_checkpointing_reaches_the_policy(assets):
+    words = ["--objective", "dpo", "--gradient_checkpointing"]
+    assert load_trained_model(str(assets / "lm"), config_of(*words), None).lm.is_gradient_checkpointing
+
 
 WORDS = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 
@@ -35,3 +68,36 @@ def test_the_dpo_program_has_the_flags_of_step_2_and_dpo_as_its_objective():
     for program, objective in (("step2_dpo", "dpo"), ("step2_reward", "reward")):
         text = succeed(run([sys.executable, str(ROOT / f"training/{program}/main.py"), "--help", "objective"])).stdout
         assert f"(default: {objective})" in " ".join(text.split())
+
+
+ACCURACY = BestMetric("eval_accuracy", higher=True)
+
+
+def test_the_first_of_equal_values_is_the_best_and_nan_never_is():
+    best, found = BestEvaluation(ACCURACY), []
+    for step, value in enumerate([math.nan, 0.5, 0.25, 0.5, math.inf, 0.75, math.nan], start=1):
+        best.consider({"eval_accuracy": value, "eval_loss": 1.0}, step)
+        found.append(best.found)
+    assert found == [None, *[(0.5, 2)] * 4, *[(0.75, 6)] * 2]
+    assert best.result() == {"best_eval_accuracy": 0.75, "best_step": 6}
+    assert BestEvaluation().result() == {}
+
+
+def test_a_resumed_run_keeps_the_best_unless_the_metric_changed(said):
+    best = BestEvaluation(ACCURACY)
+    best.consider({"eval_accuracy": 0.5}, 3)
+    others = BestEvaluation(), BestEvaluation(BestMetric("eval_accuracy", higher=False))
+    for resumed, found in ((BestEvaluation(ACCURACY), (0.5, 3)), (others[0], None), (others[1], None)):
+        resumed.load_state_dict(best.state_dict())
+        assert resumed.found == found
+    assert [line.split("best ")[1] for line in said] == ["eval_loss from here on", "eval_accuracy from here on"]
+    old = BestEvaluation()  # a checkpoint of a version without the flag
+    old.load_state_dict({"best": [0.25, 2]})
+    assert old.found == (0.25, 2)
+
+
+def test_the_best_is_lost_where_its_models_are_not(said, tmp_path):
+    (tmp_path / "best").mkdir()
+    assert not best_is_lost(tmp_path / "best", 3) and said == []
+    assert best_is_lost(tmp_path / "none", 3)
+    assert "does not hold the models of step 3, the best so far" in said[0]

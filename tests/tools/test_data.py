@@ -1,18 +1,83 @@
 """The preview of data: what it shows is what training uses."""
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from real_shapes import hh, sharegpt, ultrafeedback, verl, write_lines, write_parquet
 from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data.batches import collate_sft
-from dschat_ppo.data.examples import ADDED
 from dschat_ppo.data.prepare import prepare
 from dschat_ppo.tools import data
 
 OPEN, CLOSE = "⟦", "⟧"
+THINGS = ("lamp", "chair", "rope", "kite", "jar", "drum", "clock", "scarf")
+PLACES = ("hall", "attic", "shed", "garden", "cellar")
+
+
+def questions(count: int) -> list[tuple[str, str, str]]:
+    """(question, good answer, bad answer), all different."""
+    pairs = [(thing, place) for place in PLACES for thing in THINGS][:count]
+    return [(f"Where is the {thing}?", f"In the {place}.", f"Not in the {place}.") for thing, place in pairs]
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    """Messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+
+
+def sharegpt(count: int) -> list[dict[str, Any]]:
+    """ShareGPT: `conversations` of `from` and `value`, several turns."""
+    return [
+        {
+            "id": f"c{number}",
+            "conversations": [
+                {"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."},
+                {"from": "human", "value": question}, {"from": "gpt", "value": good},
+            ],
+        }
+        for number, (question, good, _) in enumerate(questions(count))
+    ]  # fmt: skip
+
+
+def hh(count: int) -> list[dict[str, Any]]:
+    """Anthropic/hh-rlhf: two transcripts that share all but the last turn."""
+    start = "\n\nHuman: Hi.\n\nAssistant: Hello.\n\nHuman: {}\n\nAssistant: {}"
+    return [
+        {"chosen": start.format(question, good), "rejected": start.format(question, bad)}
+        for question, good, bad in questions(count)
+    ]
+
+
+def verl(count: int, source: str = "openai/gsm8k") -> list[dict[str, Any]]:
+    """Rows as verl's preprocessing scripts write them to Parquet."""
+    return [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": f"What is {number} + 2?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(number + 2)},
+            "extra_info": {"split": "train", "index": number, "answer": f"#### {number + 2}"},
+        }
+        for number in range(count)
+    ]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write JSONL."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write Parquet."""
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
 
 
 @pytest.fixture
@@ -67,27 +132,6 @@ def test_what_is_trained_is_marked(preview, tmp_path, name):
     assert (code, found.count(OPEN)) == (0, count) and re.search(shown, found), found
 
 
-def test_step_3_shows_prompts_with_what_rules_receive(preview, tmp_path):
-    rows = [{**row, "_own": number} for number, row in enumerate(verl(4))]
-    path = write_parquet(tmp_path / "arithmetic.parquet", rows)
-    code, shown, _ = preview("--step", 3, "--data_path", path, "--data_split", "0,0,1", "--samples", 1)
-    assert code == 0
-    assert OPEN not in shown and not any(f"  {name}: " in shown for name in ADDED)
-    assert '\n  data_source: "openai/gsm8k"\n' in shown and "\n  ground_truth: " in shown and "\n  _own: " in shown
-
-
-def test_each_bad_row_is_named_with_its_cause(preview, tmp_path):
-    rows = ultrafeedback(10)
-    rows[3]["chosen"], rows[7]["rejected"] = None, rows[7]["chosen"]
-    path = write_lines(tmp_path / "bad.jsonl", [*rows, rows[0]])
-    words = ("--step", 2, "--data_path", path, "--data_split", "0,1,0", "--eval_fraction", 0)
-    code, _, error = preview(*words)
-    assert code == 2
-    assert error.startswith(f"error: {path}: 2 of 11 rows cannot be used") and error.count("\n") == 1
-    assert f"{path}, row 4: 'chosen' is null" in error and "row 8" in error and "--bad_rows skip" in error
-    assert preview(*words, "--bad_rows", "skip")[0] == 0
-
-
 def test_the_routes_of_rewards_are_checked_as_in_training(preview, tmp_path):
     path = write_parquet(tmp_path / "arithmetic.parquet", verl(4))
     words = ("--step", 3, "--data_path", path, "--data_split", "0,0,1", "--reward_function")
@@ -108,6 +152,8 @@ def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):
     _, shown, _ = preview(*words, 4, "--samples", 9)
     assert "an epoch has 4 rows" in shown
     assert sorted(re.findall(r"\d(?=:⟦)", shown)) == list("0123")
+    code, shown, _ = preview(*words, 1, "--samples", 0)
+    assert code == 0 and "an epoch has 1 row" in shown and OPEN not in shown
 
 
 def test_a_training_command_and_its_configuration_can_be_pasted(preview, assets, tmp_path):

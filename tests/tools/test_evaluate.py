@@ -86,19 +86,6 @@ def test_answers_do_not_depend_on_batches(found, assets):
     assert json.loads(json_of(again))["results"][0]["prompts"][0]["scores"] == [None] * 4
 
 
-def test_models_with_different_prompts_are_refused(assets, tmp_path):
-    words = words_of(assets, "--truncation", "drop")
-    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    AutoModelForCausalLM.from_pretrained(assets / "lm").save_pretrained(tmp_path / "other")
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path / "other")
-    rows = [{"messages": [{"role": "user", "content": "where"}]}, {"messages": [{"role": "user", "content": "who"}]}]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words[2], words[4] = str(tmp_path / "other"), str(tmp_path / "chat.jsonl")
-    with pytest.raises(UserError, match="no chat template"):
-        evaluate(read_arguments(words))
-
-
 def test_the_command(found, assets, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate_models, "evaluate", lambda wanted: found)
     words = words_of(assets, "--json", str(tmp_path / "a.json"), "--show", "1")

@@ -134,19 +134,6 @@ def test_folders_that_are_read_are_never_replaced(runs, tmp_path, capsys):
     assert CheckpointFolder(tmp_path / "whole").names() and (runs / "base/config.json").exists()
 
 
-def test_what_is_no_checkpoint_is_refused(runs, tmp_path, capsys):
-    shutil.copytree(runs / "whole", tmp_path / "damaged")
-    for name in ("step_000001", "step_000002"):
-        (tmp_path / "damaged/checkpoints" / name / "model/common.pt").write_bytes(b"")
-    for words, said in (
-        ([tmp_path / "none"], "there is no such folder"), ([tmp_path], "manifest.json is missing"),
-        ([runs / "whole", "--role", "critic"], "--role critic: "),
-        ([tmp_path / "damaged/checkpoints/step_000002"], "common.pt has "),
-        ([tmp_path / "damaged"], "has no intact checkpoint"),
-    ):  # fmt: skip
-        assert said in refusal(capsys, words[0], tmp_path / "out", *words[1:])
-
-
 def test_a_run_with_a_value_that_left_has_the_default_now(runs, tmp_path):
     shutil.copytree(CheckpointFolder(runs / "whole").root / "step_000001", old := tmp_path / "step_000001")
     manifest = Manifest.read(old)

@@ -1,4 +1,4 @@
-"""The reward model server: its scores, its error replies, and concurrent clients."""
+"""The reward model server: its scores, whom it answers, and concurrent clients."""
 
 import json
 import multiprocessing
@@ -6,19 +6,48 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from served import send, served
+import uvicorn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward
-from dschat_ppo.tools.serve_reward import reward_app, text_scorer
+from dschat_ppo.tools.serve_reward import listen, reward_app, server_options, text_scorer
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The address of a server."""
+    listening = listen("127.0.0.1", 0, "--port")
+    server = uvicorn.Server(server_options(app))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = server.force_exit = True
+    thread.join(60)
+
+
+def send(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
+    """Status and JSON of the reply; {} for a reply in another format. Names of headers have "_" for "-"."""
+    named = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, named), timeout=20) as answer:
+            return answer.status, json.loads(answer.read()) if "json" in answer.headers["Content-Type"] else {}
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, json.loads(refusal.read()) if "json" in refusal.headers["Content-Type"] else {}
+
 
 TEXTS = ["a lamp in the hall", "", "red", "no thanks " * 12, "blue\n\x00é"]
 
@@ -117,19 +146,6 @@ def test_a_request_that_a_browser_sends_for_any_page_is_invalid(address):
     assert send(f"{address}/get_reward", b'{"query": []}', Content_Type="text/plain")[0] == 422
 
 
-BAD = {
-    b"": "query", b"hello": "JSON decode error", b"[]": "query", b"{}": "query", b'{"query": "a"}': "query",
-    b"[" * 9000: "parsing the body", b'{"query": [1]}': "query",
-    b'{"query": ["a", null]}': "query", b'{"query": {"a": 1}}': "query",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("body", "reason"), BAD.items(), ids=range(len(BAD)))
-def test_invalid_requests_are_rejected(address, body, reason):
-    status, answer = send(f"{address}/get_reward", body)
-    assert status in (400, 422) and reason in str(answer["detail"])
-
-
 def test_requests_are_scored_one_after_another_and_get_their_own_scores():
     running, most = [], []
 
@@ -144,20 +160,3 @@ def test_requests_are_scored_one_after_another_and_get_their_own_scores():
         answers = list(threads.map(lambda n: ask(address, [str(n), "7"]), range(4)))
     assert answers == [(200, {"rewards": [n, 7.0]}) for n in range(4)]
     assert most == [1] * 4
-
-
-def test_a_failing_model_and_a_score_that_is_not_finite(capfd):
-    def score(texts):
-        if texts == ["nan"]:
-            return [float("nan")]
-        raise RuntimeError("no memory")
-
-    with served(reward_app(score, "127.0.0.1")) as address:
-        assert ask(address, ["a"])[0] == 500
-        assert ask(address, ["nan"]) == (500, {"detail": "a score is not finite"})
-        assert send(f"{address}/health")[0] == 200
-    assert "RuntimeError: no memory" in capfd.readouterr().err
-
-
-def test_only_this_machine_reaches_the_server_by_default():
-    assert serve_reward.read_arguments(["--model", "m"]).host == "127.0.0.1"

@@ -27,17 +27,6 @@ def operands(prompt):
     return int(prompt[:2]), int(prompt[3:5])
 
 
-def test_the_answers_to_sums_are_right_or_reversed(folder):
-    for name, count in (("prompts", 1024), ("heldout", 256)):
-        rows = read(folder, name)
-        assert len({row["prompt"] for row in rows}) == len(rows) == count
-        assert all(row == {"prompt": row["prompt"], "answer": str(sum(operands(row["prompt"])))} for row in rows)
-    rows = read(folder, "sft")
-    sums = [str(sum(operands(row["prompt"]))) for row in rows]
-    assert all(row["response"] in (answer, answer[::-1]) for row, answer in zip(rows, sums, strict=True))
-    assert 0.35 < sum(row["response"] == answer for row, answer in zip(rows, sums, strict=True)) / len(rows) < 0.39
-
-
 def test_held_out_sums_and_their_mirror_images_are_in_no_other_file(folder):
     held_out = {operands(row["prompt"]) for row in read(folder, "heldout")}
     for name in ("sft", "prompts"):

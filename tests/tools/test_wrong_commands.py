@@ -1,12 +1,15 @@
-"""Commands of the tools that cannot work: a line says what is wrong, before a model is loaded."""
+"""Commands of the tools that cannot work: a line says what is wrong before a model is loaded; the command `report`."""
 
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
+from report_runs import ppo_lines, write_run
 
 from dschat_ppo.tools import chat, data, evaluate, plan, report, serve_reward
+from dschat_ppo.tools.report import main
 
 MAINS = {"chat": chat, "data": data, "evaluate": evaluate, "plan": plan, "report": report, "serve": serve_reward}
 TWO, ROLES = "--model a b --data_path d", "--actor {lm} --critic {reward}"
@@ -80,3 +83,13 @@ def test_a_wrong_command_is_refused_in_a_line(places, tool, words, said, monkeyp
     first, *hints = error.splitlines()
     assert first.startswith("error: ") and said.format(**places) in error
     assert all(hint.startswith("  --") for hint in hints), "of a flag that is unknown"
+
+
+def test_reports_of_one_run_and_of_several(tmp_path, monkeypatch, capsys):
+    folders = [str(write_run(tmp_path / name, ppo_lines(2))) for name in ("a", "b")]
+    monkeypatch.chdir(tmp_path)
+    for words, place in ((folders[:1], f"{folders[0]}/report.html"), (folders, "report.html"),
+                         ([*folders, "--out", "both.html"], "both.html")):  # fmt: skip
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith(f"{place}: {len(folders[: len(words)])} run")
+        assert Path(place).read_text().startswith("<!DOCTYPE html>")

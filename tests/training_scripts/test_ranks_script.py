@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 RANKS_SH = Path(__file__).parents[2] / "training_scripts/ranks.sh"
 DRIVER = """
@@ -53,13 +52,6 @@ def bash(script: Path, command: str, **env: str) -> str:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     words = ["bash", "-euo", "pipefail", "-c", f'source "{script}"; {command}']
     return subprocess.run(words, env=kept | env, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_the_number_format_is_one_that_the_processor_multiplies(script, driver):
-    assert bash(script, 'echo "$DTYPE"', **driver) == "bf16"
-    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert bash(script, 'echo "$DTYPE"', DS_ACCELERATOR="cpu") == ("bf16" if has_bf16 else "fp32")
-    assert bash(script, 'echo "$DTYPE"', **driver, DTYPE="fp16") == "fp16"
 
 
 def test_gpus_are_those_of_the_driver(script, driver):

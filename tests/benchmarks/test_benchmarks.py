@@ -1,0 +1,132 @@
+"""The benchmarks, apart from their runs: what their commands parse and compare; trials of some."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT, forked, succeed
+from one_rank import one_rank  # noqa: F401
+from safetensors.torch import save_file
+
+from dschat_ppo.config.cli import parse
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import curves  # noqa: E402
+import faults  # noqa: E402
+import memory  # noqa: E402
+import trajectories  # noqa: E402
+
+# curves.py
+
+
+@pytest.mark.parametrize("run", curves.RUNS)
+def test_a_picture_s_run_has_a_script_and_flags_of_step_3(run):
+    words = curves.RUNS[run].format(work="w", out="o").split()
+    assert (ROOT / words[0]).exists()
+    flags = words[next(i for i, word in enumerate(words) if word.startswith("--")) :]
+    models = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--n_samples_per_prompt", "8"]
+    parse("ppo", [*models, "--data_path", "d", "--eval_data_path", "e", "--output_dir", "o", *flags])
+
+
+# faults.py
+
+
+def outputs(folder: Path, loss: float, weight: float) -> Path:
+    for role in ("actor", "critic"):
+        (folder / role).mkdir(parents=True)
+        save_file({"w": torch.tensor([weight])}, folder / role / "model.safetensors")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": torch.rand(1).item(), "loss": loss}) + "\n")
+    return folder
+
+
+def test_outputs_are_equal_in_metrics_and_weights_but_not_in_times(tmp_path):
+    one = outputs(tmp_path / "one", 0.5, 1.0)
+    assert faults.same_outputs(one, outputs(tmp_path / "same", 0.5, 1.0))
+    assert not faults.same_outputs(one, outputs(tmp_path / "loss", 0.6, 1.0))
+    assert not faults.same_outputs(one, outputs(tmp_path / "weight", 0.5, 1.0 + 2**-23))
+
+
+# fuzz.py
+
+
+@pytest.mark.slow
+@pytest.mark.release
+def test_fifteen_cases_end_with_a_result_or_one_line(tmp_path):
+    found = tmp_path / "found.json"
+    words = ["--cases", 15, "--seed", 1, "--work", tmp_path / "work", "--json", found]
+    ended = forked(1, "tests/workers/run_module.py", "benchmarks/fuzz.py", *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    outcomes = json.loads(found.read_text())["outcomes"]
+    assert sum(outcomes.values()) == 15 and min(outcomes["result"], outcomes["error line"]) >= 2, outcomes
+
+
+# memory.py
+
+
+@pytest.mark.parametrize("name", memory.ALL)
+def test_every_setting_of_memory_parses(name):
+    setting = memory.ALL[name]
+    parse(setting.step, memory.words_of(setting, Path("models"), Path("data"), Path("out")))
+
+
+# ppo_step.py
+
+
+@pytest.mark.release
+@pytest.mark.slow
+def test_a_trial_of_ppo_step(tmp_path):
+    words = ["--tiny", "--repeats", "1", "--workloads", "fixed", "--json", str(tmp_path / "found.json")]
+    result = succeed(forked(1, "tests/workers/run_module.py", "benchmarks/ppo_step.py", *words))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["fixed"]["ratio_wall"] > 0
+    assert found["peak_memory_ratio"] >= 0
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("| ")][2:] == ["fixed"]
+
+
+# trajectories.py
+
+
+@pytest.mark.parametrize("name", trajectories.RUNS)
+def test_the_flags_of_every_trajectory_are_accepted(name):
+    run = trajectories.RUNS[name]
+    step = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}[run.script]
+    parse(step, [*run.flags.format(made="made").split(), "--output_dir", "out"])
+
+
+def main(monkeypatch, *words) -> int:
+    monkeypatch.setattr(sys, "argv", ["trajectories.py", "--only", "sft", *map(str, words)])
+    return trajectories.main()
+
+
+@pytest.mark.release
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(tmp_path, monkeypatch, capsys):
+    """The commands of docs/benchmarks.md with one run of two steps on one rank."""
+    succeed(forked(1, "tests/workers/run_module.py", "dschat_ppo.tools.toy", tmp_path / "toy"))  # not in a thread
+
+    def call(tree: trajectories.Tree, words: list[str], log: Path) -> str:
+        """As `Tree.call`, without the launcher and the imports; the task is made once."""
+        if words[1] == "-c":
+            return trajectories.__file__  # of the tree
+        if words[2] == "dschat_ppo.tools.toy":
+            return shutil.copytree(tmp_path / "toy", words[3])
+        assert words[2] == "deepspeed.launcher.runner"
+        return succeed(forked(1, *words[7:], folder=tree.work)).stdout
+
+    small = "--data_path {made}/plain.jsonl --eval_data_path {made}/plain.jsonl --eval_iters 1 --dtype fp32"
+    small += " --per_device_train_batch_size 4 --max_steps 2 --save_steps 1 --keep_final_checkpoint"
+    run = trajectories.Run("step1_sft", f"{trajectories.SFT} {small}", ranks=1, resumed=("step_000001",))
+    monkeypatch.setitem(trajectories.RUNS, "sft", run)
+    before, kept = tmp_path / "before.json", tmp_path / "before"
+    monkeypatch.setattr(trajectories.Tree, "call", call)
+    assert main(monkeypatch, "--json", before, "--checkpoints", kept) == 0
+    assert main(monkeypatch, "--against", before, "--resume_from", kept) == 0
+    assert "no difference" in capsys.readouterr().out
+    monkeypatch.setitem(trajectories.RUNS, "sft", replace(run, flags=f"{run.flags} --seed 5"))
+    assert main(monkeypatch, "--against", before) == 1
+    assert "differences, the first: sft, step 1" in capsys.readouterr().out
