@@ -173,7 +173,7 @@ def evaluation_of(
     scorer = None
     if collection.passes.reference is not None:
         old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
-        scorer = replace(collection.passes, critic=None, old_logprobs=old_logprobs)
+        scorer = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
 
     requests = RewardRequests(mixture, rows, tokenizer)
     return Evaluation(flags, collection.generator, requests, scorer, kept.output, kept.save_best, data_sources)
