@@ -83,7 +83,7 @@ class PPOConfig(StepConfig):
             "--use_reward_model False leaves no reward: give --reward_function, --remote_reward_url, --environment, "
             "--tool_config or --agent_func_path; or a teacher (--teacher_model_name_or_path) and, to learn from it "
             "alone, --advantage_estimator none":
-                not self.has_rewards and not (without_policy_loss or self.teacher_gives_rewards),
+                not self.has_rewards and not without_policy_loss,
             # the teacher
             f"--advantage_estimator none has no policy loss; give a teacher to learn from ({TEACHER})":
                 without_policy_loss and not self.distils,

@@ -104,9 +104,11 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
             logger().info(f"data: {name}: {form.description}")
             if form.warning:
                 logger().warning(f"data: {name}: {form.warning}")
-            form.require("sft" if step.keeps_answers else step.use)
+            # what only training reads is not asked of rows for evaluation
+            own_step = replace(step, teacher_column=None, keeps_answers=False) if is_eval else step
+            form.require("sft" if own_step.keeps_answers else step.use)
             forms[name] = form
-            settings = TokeniseSettings(form, source.name, columns, tokenizer, step)
+            settings = TokeniseSettings(form, source.name, columns, tokenizer, own_step)
 
             # The rows of the step, and those held out of them for evaluation
             count = SPLIT_ROWS if is_stream else len(raw)

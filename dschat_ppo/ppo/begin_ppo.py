@@ -235,6 +235,7 @@ def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
 
 def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None) -> RunInputs:
     """The inputs of step 3. Without --ref_model_name_or_path, the reference is loaded from the actor's folder."""
+    taught = zip(config.teacher.teachers, folders.teachers, strict=True)
     evaluated_by = config.validation.eval_reward_function
     return RunInputs(
         rows.train,
@@ -246,7 +247,7 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
                     for role, folder in vars(folders).items()
                     if isinstance(folder, str)
                 ),
-                *((TEACHER, folder) for folder in folders.teachers),
+                *((" ".join([TEACHER, *map(str, routed)]), folder) for (routed, _), folder in taught),
             ]
         ),
         [

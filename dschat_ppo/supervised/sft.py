@@ -17,6 +17,7 @@ from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_w
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import load_causal_lm
+from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, Teaching
 from dschat_ppo.monitor.metric_sums import MetricSums
@@ -39,7 +40,8 @@ class SFTTeacher:
     def teaching(self, batch: SFTBatch) -> Teaching:
         """What it says of the tokens in the batch's `loss_mask`."""
         policy: Any = unwrap(self.engine)
-        _, _, hidden = self.engine(batch.input_ids, batch.loss_mask, states=True)
+        with recorded_router(None):  # the router loss is that of the model that trains
+            _, _, hidden = self.engine(batch.input_ids, batch.loss_mask, states=True)
         return Teaching(policy.output_layer(hidden), self.divergence)
 
 
@@ -103,5 +105,7 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     teacher = sft_teacher(config, run)
     objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, teacher)
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
+    if teacher is not None:
+        require_whole_distributions([trainer.engine])
     chat = tool_command("chat", ["--model", str(run.output)])
     return train_and_save(trainer, run, chat, None if teacher is None else teacher.engine)

@@ -314,9 +314,10 @@ def best_rows(found: Evaluated) -> str:
     """JSON lines for SFT: each prompt with the best answer of the first model."""
     lines = []
     for asked, answers in _sampled(found):
-        text, score, ended = max(answers, key=lambda answer: answer[1])
-        if ended == "length":
+        whole = [answer for answer in answers if answer[2] != "length"]
+        if not whole:
             continue
+        text, score, _ = max(whole, key=lambda answer: answer[1])
         row: dict[str, Any] = {"prompt": asked, "response": text}
         if not isinstance(asked, str):
             row = {"messages": [*asked, {"role": "assistant", "content": text}]}
@@ -328,8 +329,8 @@ def pairs_of_rows(found: Evaluated) -> str:
     """JSON lines for step 2: each prompt with the best and the worst answer of the first model, if they differ."""
     lines = []
     for asked, answers in _sampled(found):
-        (chosen, best, _), (rejected, worst, _) = (pick(answers, key=lambda one: one[1]) for pick in (max, min))
-        if best > worst:
+        (chosen, best, ended), (rejected, worst, _) = (pick(answers, key=lambda one: one[1]) for pick in (max, min))
+        if best > worst and ended != "length":
             row = {"prompt": asked, "chosen": chosen, "rejected": rejected}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     return "".join(lines)

@@ -104,12 +104,13 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
         [json.loads(line) for line in text.splitlines()] for text in (best_rows(found), pairs_of_rows(found))
     )
     ranked = [sorted(zip(row.scores, row.answers, row.ended, strict=True), key=lambda one: -one[0]) for row in own]
-    kept = [(row.prompt, one[0]) for row, one in zip(own, ranked, strict=True) if one[0][2] != "length"]
+    whole = [[answer for answer in one if answer[2] != "length"] for one in ranked]
+    kept = [(row.prompt, one[0]) for row, one in zip(own, whole, strict=True) if one]
     assert [(row["prompt"], row["score"], row["response"]) for row in best] == [
         (p, s, text) for p, (s, text, _) in kept
     ]
     assert [(row["chosen"], row["rejected"]) for row in pairs] == [
-        (one[0][1], one[-1][1]) for one in ranked if one[0][0] > one[-1][0]
+        (one[0][1], one[-1][1]) for one in ranked if one[0][0] > one[-1][0] and one[0][2] != "length"
     ]
     chat = replace(found, asked=[[{"role": "user", "content": "Hi"}]] * PROMPTS)
     for line in best_rows(chat).splitlines():
