@@ -26,6 +26,7 @@ DISCOUNTED = (*WHITENED, "remax")
 STANDARDISED = ("grpo", "grpo_pass_at_k")
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov")
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+OF_REWARDS = ("kl_coef", "reward_clip", "normalize_rewards", "missing_eos_penalty", "overlong_buffer")
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean_token_mean
 
 
@@ -170,6 +171,7 @@ class AlgorithmFlags:
             (self.has_critic, "--advantage_estimator gae", "critic_warmup_rollouts gae_lambda value_clip_eps"),
             (own or estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
             (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),
+            (estimator != "none", "advantages from rewards, which 'none' has not", " ".join(OF_REWARDS)),
             (standardises, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
             (standardises and self.normalize_group_std, "--normalize_group_std of grpo or grpo_pass_at_k", "group_std"),
             (adaptive_entropy, "--entropy_target", "entropy_delta entropy_coef_max"),

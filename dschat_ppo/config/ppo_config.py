@@ -88,6 +88,9 @@ class PPOConfig(StepConfig):
             f"--advantage_estimator none has no policy loss; give a teacher to learn from ({TEACHER})":
                 without_policy_loss and not self.distils,
             "--distill_coef 0 leaves the teacher without effect; omit it": self.distils and self.distill_coef == 0,
+            "--eval_data_path: a teacher gives no score to held-out answers; give --eval_reward_function as well":
+                bool(self.validation.eval_data_path) and not self.has_rewards
+                and self.validation.eval_reward_function is None,
             f"--distill_on {self.distillation.distill_on}: answers of the data are no samples of the policy, so they "
             "take --advantage_estimator none and one answer to a prompt (--n_samples_per_prompt 1), and neither "
             "episodes nor --distill_policy_gradient": self.distillation.on_policy_share < 1 and not (
@@ -123,6 +126,12 @@ class PPOConfig(StepConfig):
             }.items()
         })  # fmt: skip
         has_reference = self.has_reference
+        has_policy_loss = not without_policy_loss or self.teacher_gives_rewards
+        require_used(algorithm, [
+            (has_policy_loss, "a policy loss, which --advantage_estimator none has only with --distill_policy_gradient",
+             "policy_loss clip_eps clip_eps_low clip_eps_high dual_clip high_entropy_share importance_correction "
+             "off_policy_delta"),
+        ])  # fmt: skip
         of_loss = f"{'a teacher' if not self.distils else 'the loss of a divergence'} ({TEACHER})"
         require_used(self.teacher, [
             (self.distils, f"a teacher ({TEACHER})", "distill_coef"),

@@ -23,8 +23,7 @@ def experience_metrics(
 
     Args:
         sources: names of the reward sources, in the order of `source_scores`; without any there are no metrics of
-            scores. The mean of a source is over the rows
-            that it scores; their share is reported if it is below 1.
+            scores. The mean of a source is over the rows that it scores; their share is reported if it is below 1.
         data_sources: names of the data sets, in the order of their numbers in `data_sources` of the rows. With more
             than one, scores, lengths and KL are also those of each data set that has rows.
         clip: scores (B,) before and after they are clipped; None: they are not.
@@ -43,6 +42,8 @@ def experience_metrics(
     if sources:
         found |= {"reward/score_min": rows.scores.min(), "reward/score_max": rows.scores.max()}
         found["reward/score_mean"], found["reward/score_std"] = mean_and_std(rows.scores)
+    if rows.teachers is not None:
+        found["distill/taught_share"] = (rows.teachers >= 0).float().mean()
     if rows.teacher_logprobs is not None:
         taught = mask if rows.teachers is None else mask & (rows.teachers >= 0).unsqueeze(1)
         found["distill/kl_k1"] = mean_and_std(kl_k1(rows.policy_logprobs, rows.teacher_logprobs)[taught])[0]

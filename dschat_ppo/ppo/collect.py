@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dschat_ppo.algorithms.advantage_estimators import groups_that_differ, groups_within
 from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
 from dschat_ppo.common import dist, stop_requests
-from dschat_ppo.common.logging import logger
+from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.common.seeding import row_seeds, shared_generator
@@ -34,6 +34,8 @@ from dschat_ppo.ppo.own_algorithms import OwnSampler
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import (
+    DATA_SOURCE,
+    MOST_NAMES,
     RewardFunctionError,
     RewardServiceError,
     Scores,
@@ -322,8 +324,14 @@ class ExperienceCollection:
         routes = [sources for sources, _ in self.config.teacher.teachers]
         if not any(routes):
             return None
-        data = (json.loads(text) for text in self.generator.prompts[prompts.rows]["row"])
+        data = [json.loads(text) for text in self.generator.prompts[prompts.rows]["row"]]
         found = [next((n for n, route in enumerate(routes) if is_routed_to(route, row)), -1) for row in data]
+        sources = {repr(row.get(DATA_SOURCE)) for row, teacher in zip(data, found, strict=True) if teacher < 0}
+        if sources and self.config.algorithm.advantage_estimator == "none":
+            print_line(
+                f"warning: rank {dist.rank()}: {found.count(-1)} of {len(found)} prompts have no teacher (data_source "
+                f"{', '.join(sorted(sources)[:MOST_NAMES])}); nothing is learned from their answers"
+            )
         return torch.tensor(found, device=self.generator.device).repeat_interleave(self.plan.samples)
 
     def add(self, rows: ScoredRollout, step: int) -> ScoredRollout | None:

@@ -27,6 +27,7 @@ from dschat_ppo.checkpoint.identity import (
 )
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import STEPS, parse
+from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.config.step_config import defaults_of, flatten
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders
@@ -228,14 +229,16 @@ STEP_3 = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_
 def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     own, reward = f"--reward_function {folder}/reward.py:score", f"{folder}/reward.py"
     models = "--critic_model_name_or_path c --reward_model_name_or_path r --ref_model_name_or_path f"
+    models += f" {TEACHER} x=s y=t"
     config = parse("ppo", f"{STEP_3} {models} {own}".split())
     texts = TextBatches(TRAIN, 1, 1, 0, 0, torch.device("cpu"))
     rows = TokenRows(TRAIN, TRAIN.select([0]))
-    found = inputs_of(config, ModelFolders("A", "C", "R", "F"), rows, texts)
+    found = inputs_of(config, ModelFolders("A", "C", "R", "F", ("S", "T")), rows, texts)
     assert found.train is TRAIN
     assert found.rows == {"evaluation rows (SHA-256)": rows.eval, "blocks of plain text (SHA-256)": TRAIN}
     folders = {"actor": "A", "critic": "C", "reward": "R", "ref": "F"}
-    assert dict(found.models) == {f"--{role}_model_name_or_path": path for role, path in folders.items()}
+    folders = {f"--{role}_model_name_or_path": path for role, path in folders.items()}
+    assert dict(found.models) == folders | {f"{TEACHER} x": "S", f"{TEACHER} y": "T"}
     assert dict(found.files) == {"--deepspeed_config": "d.json", f"--reward_function {reward}": reward}
 
 

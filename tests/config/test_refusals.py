@@ -13,6 +13,7 @@ from dschat_ppo.errors import UserError
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
 LORA = "--actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora"
 TAUGHT = "--teacher_model_name_or_path t"
+ALONE = f"{TAUGHT} --advantage_estimator none --use_reward_model False"
 FUNCTION = "--use_reward_model False --reward_function exact_match"
 CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part of the message
     # schedule and reference
@@ -72,7 +73,10 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--kl_loss_coef 0.1 --kl_loss_estimator full --sequence_parallel_size 2",
      "--kl_loss_estimator full needs whole rows"),
     # distillation
-    ("ppo", "--use_reward_model False", "or a teacher (--teacher_model_name_or_path)"),
+    ("ppo", f"--use_reward_model False {TAUGHT} --distill_policy_gradient", "or a teacher"),
+    ("ppo", f"{ALONE} --policy_loss gspo", "--policy_loss gspo has no effect: it is for a policy loss, which"),
+    ("ppo", f"{ALONE} --kl_coef 0.1", "--kl_coef 0.1 has no effect: it is for advantages from rewards"),
+    ("ppo", f"{ALONE} --eval_data_path e", "a teacher gives no score to held-out answers; give --eval_reward_function"),
     ("ppo", "--advantage_estimator none", "--advantage_estimator none has no policy loss; give a teacher"),
     ("ppo", "--distill_on mix:2", "must be policy, data or mix:P with P from 0 to 1"),
     ("ppo", f"{TAUGHT} --distill_policy_gradient --distill_topk 9", "it is for the loss of a divergence"),

@@ -287,6 +287,10 @@ def test_flags_of_columns_are_about_all_data_sets(tmp_path):
     held = write_jsonl(tmp_path / "e.jsonl", ROWS)
     flags = flags_for(tmp_path, train, prompt_column="ask", response_column="say", ignore_columns=["x"])
     assert len(rows_for("sft", flags, eval_paths=[held]).eval) == len(ROWS)
+    flags = flags_for(tmp_path, train, use="prompt", prompt_column="ask", response_column="say")
+    wanted = {"keeps_answers": True, "teacher_column": "x"}
+    found = rows_for("prompt", flags, eval_paths=[write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p"}])], **wanted)
+    assert "teacher_prompt_ids" in found.train.column_names and "teacher_prompt_ids" not in found.eval.column_names
     for paths in ([held], [held, held]):
         with pytest.raises(UserError, match="--ignore_columns y: no data set has such a column"):
             rows_for("sft", flags_for(tmp_path, *paths, ignore_columns=["y"]))

@@ -1,5 +1,6 @@
 """From flags to answers, and the steps of experience collection with stand-ins for generation and rewards."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,11 +16,12 @@ from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
+from dschat_ppo.config.distillation_flags import TEACHER
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, check_stop_ids, generation_config, greedily
+from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, Prompts, check_stop_ids, generation_config, greedily
 from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
@@ -100,9 +102,20 @@ def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(asset
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_rows_go_to_the_teacher_of_their_source_and_a_source_without_one_is_named(assets, tmp_path, capsys):
+    words = f"--n_samples_per_prompt 2 --advantage_estimator none --use_reward_model False {TEACHER}"
+    ppo = PlainRun(assets, tmp_path / "run", f"{words} chat={assets}/lm math={assets}/uniform_lm").ppo
+    rows = [{"row": json.dumps({"data_source": source})} for source in ("math", "code", "chat")]
+    ppo.collection.generator.prompts = Dataset.from_list(rows)
+    assert ppo.collection._teachers(Prompts([0, 2], 0)).tolist() == [1, 1, 0, 0]
+    assert "no teacher" not in capsys.readouterr().out
+    assert ppo.collection._teachers(Prompts([1, 2], 0)).tolist() == [-1, -1, 0, 0]
+    assert "1 of 2 prompts have no teacher (data_source 'code')" in capsys.readouterr().out
+
+
 def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets, tmp_path):
     words = "--n_samples_per_prompt 1 --distill_on mix:0.5 --advantage_estimator none --use_reward_model False "
-    ppo = PlainRun(assets, tmp_path / "run", f"{words} --teacher_model_name_or_path {assets}/uniform_lm").ppo
+    ppo = PlainRun(assets, tmp_path / "run", f"{words} {TEACHER} {assets}/uniform_lm").ppo
     generator, limit = ppo.collection.generator, ppo.config.ppo.max_answer_seq_len
     answers = [[5, 6], [*range(5, 5 + limit + 1)]]
     rows = [{"prompt_ids": [7, 8, 9], "answers": [answers[0]], "teacher_prompt_ids": [4]},
@@ -120,10 +133,8 @@ def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets,
         assert logprobs[number][found.response_mask[number]].tolist() == pytest.approx(expected, abs=1e-4)
     seen = generator.with_teacher_prompts(found, [1, 0])
     assert seen.prompt_ids.shape == seen.teacher_prompt_ids.shape == (2, 4)
-    assert seen.teacher_prompt_ids[0].tolist() == [7, 8, 9, 4] and seen.teacher_prompt_mask.sum(dim=1).tolist() == [
-        4,
-        1,
-    ]
+    assert seen.teacher_prompt_ids[0].tolist() == [7, 8, 9, 4]
+    assert seen.teacher_prompt_mask.sum(dim=1).tolist() == [4, 1]
     drawn = [ppo.collection._samples_in(step) for step in range(1, 401)]
     assert 160 < sum(drawn) < 240 and drawn[:20] == [ppo.collection._samples_in(step) for step in range(1, 21)]
 

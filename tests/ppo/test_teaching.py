@@ -16,7 +16,7 @@ from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.ppo.update import ActorLoss
-from dschat_ppo.types import Experience, RewardedRollout, concat_rows, select_rows
+from dschat_ppo.types import Experience, LateEnds, RewardedRollout, concat_rows, select_rows
 
 TEMPERATURE, ANSWERS, PROMPTS, SEEN = 0.8, (4, 2, 0, 3), (3, 5, 2, 1), (6, 5, 2, 4)
 # the second row's tokens count for the critic alone; an observation stands in the middle of the first row's answer
@@ -61,35 +61,44 @@ def models():
 def test_the_loss_is_the_mean_divergence_over_the_counted_tokens_of_the_rows_of_each_teacher(
     models, teachers, reads_more
 ):
+    """Beside it stands the full KL to the reference, which reads what the student reads, and scores all rows. Teachers
+    that are given as if they trained drop nothing out."""
     student, *others = models
     rows = rows_of(teachers=None if teachers is None else torch.tensor(teachers))
     if not reads_more:
         rows = replace(rows, teacher_prompt_ids=None, teacher_prompt_mask=None)
-    engines = [PolicyModel(each) for each in (others if teachers else others[:1])]
+    engines = [PolicyModel(each).train() for each in (others if teachers else others[:1])]
+    reference = Teachers([PolicyModel(others[1])], Divergence("reverse_kl"), TEMPERATURE)
     taught = Teachers(engines, Divergence("jsd", 0.3), TEMPERATURE)
-    flags, sums = AlgorithmFlags(advantage_estimator="none"), MetricSums()
-    loss = ActorLoss(PolicyModel(student), None, flags, TEMPERATURE, None, taught, 2.0)(rows, MINIBATCH, 0.0, sums)
-    expected = torch.zeros(())
+    flags = AlgorithmFlags(advantage_estimator="none", kl_loss_coef=0.5, kl_loss_estimator="full")
+    actor_loss, sums = ActorLoss(PolicyModel(student), reference, flags, TEMPERATURE, None, taught, 2.0), MetricSums()
+    loss = actor_loss(rows, MINIBATCH, 0.0, sums)
+    expected, kl = torch.zeros(()), torch.zeros(())
     for number in (0, 3):  # the rows with counted tokens
-        teacher = 0 if teachers is None else teachers[number]
+        teacher, log_p = 0 if teachers is None else teachers[number], tables(student, rows, number, False)
+        log_q = tables(others[1], rows, number, of_teacher=False).detach()
+        kl = kl + dense_divergence(log_p, log_q, "reverse_kl").sum() / 5
         if teacher >= 0:
             log_q = tables(others[teacher], rows, number, of_teacher=reads_more).detach()
-            expected = (
-                expected + 2.0 * dense_divergence(tables(student, rows, number, False), log_q, "jsd", 0.3).sum() / 5
-            )
+            expected = expected + dense_divergence(log_p, log_q, "jsd", 0.3).sum() / 5
+    found = sums.reduce()
+    assert found["distill/divergence"] == pytest.approx(expected.item() / 0.5, rel=1e-4)
+    assert found["policy/kl_loss"] == pytest.approx(kl.item() / 0.5, rel=1e-4)
+    expected = 2.0 * expected + 0.5 * kl
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-    assert sums.reduce()["distill/divergence"] == pytest.approx(float(expected) / 2 / 0.5, rel=1e-4)
     parameters = list(student.parameters())
     for a, b in zip(*(torch.autograd.grad(each, parameters) for each in (loss, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_log_probs_of_sampled_tokens_come_from_the_teacher_of_each_row(models):
-    rows = rows_of(teachers=torch.tensor([1, 0, 0, -1]))
-    found = Teachers([PolicyModel(each) for each in models[1:]], Divergence("reverse_kl"), TEMPERATURE).logprobs(rows)
+def test_log_probs_of_sampled_tokens_come_from_the_teacher_of_each_row_without_what_could_not_be_drawn(models):
+    rows, engines = rows_of(teachers=torch.tensor([1, 0, 0, -1])), [PolicyModel(each) for each in models[1:]]
+    end = next(token for token in range(VOCABULARY) if token not in rows.response_ids)
+    found = Teachers(engines, Divergence("reverse_kl"), TEMPERATURE, LateEnds((end,), 2)).logprobs(rows)
     for number, teacher in ((0, 2), (1, 1)):
-        chosen = rows.response_ids[number][ACTIONS[number]]
-        expected = tables(models[teacher], rows, number, of_teacher=True).gather(1, chosen.unsqueeze(1)).squeeze(1)
+        chosen, table = rows.response_ids[number][ACTIONS[number]], tables(models[teacher], rows, number, True)
+        early = ACTIONS[number].nonzero().squeeze(1) < 2  # the end token is not drawn there
+        expected = table.gather(1, chosen.unsqueeze(1)).squeeze(1) - early * torch.log1p(-table[:, end].exp())
         torch.testing.assert_close(found[number][ACTIONS[number]], expected, rtol=1e-4, atol=1e-5)
     assert not found[~ACTIONS].any() and not found[3].any()
 
@@ -110,7 +119,7 @@ def test_the_kl_of_each_token_is_subtracted_from_its_advantage():
     )
     routed = replace(rows, teachers=torch.tensor([0, 1, -1]))
     assert float(taught.advantages(routed, 1).advantages[2, 0]) == float(plain[2, 0]), "no teacher teaches this row"
-    alone = AdvantageComputation(replace(flags, advantage_estimator="none", kl_coef=0.0), 2, 0, 0.0, distill_coef=1.0)
+    alone = AdvantageComputation(AlgorithmFlags(advantage_estimator="none"), 2, 0, 0.0, distill_coef=1.0)
     assert alone.advantages(rows, 1).advantages.tolist() == [[0, -2], [0.5, 0], [-8, 0]]
 
 
@@ -120,8 +129,5 @@ def test_what_a_teacher_reads_goes_with_its_row():
     assert found.prompt_ids.shape == found.teacher_prompt_ids.shape == (2, 5), "the longest of both, 4 and 5"
     assert found.teacher_prompt_ids[0, 1:].tolist() == rows.teacher_prompt_ids[3, 2:].tolist()
     both = concat_rows([found, select_rows(rows, torch.tensor([0]))])
-    assert both.teacher_prompt_mask.sum(dim=1).tolist() == [4, 5, 6] and both.prompt_mask.sum(dim=1).tolist() == [
-        1,
-        5,
-        3,
-    ]
+    assert both.teacher_prompt_mask.sum(dim=1).tolist() == [4, 5, 6]
+    assert both.prompt_mask.sum(dim=1).tolist() == [1, 5, 3]

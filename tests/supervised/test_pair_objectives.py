@@ -23,6 +23,7 @@ from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.backbone import Layout
+from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.supervised.policy_objectives import dpo_objective, reference_free_objective
@@ -70,6 +71,8 @@ def test_with_a_teacher_the_loss_is_a_mixture_of_its_divergence_and_the_cross_en
         )
         divergence, tokens = divergence + (log_q.exp() * (log_q - log_p)).sum(), tokens + len(answer)
     nll = sum(nll_alone(model, row, False)[0] for row in (3, 0))
+    with recorded_router(torch.ones(2).bool(), 2) as loads:  # as the model that trains may have routers
+        assert teacher.teaching(batch) and not loads
     loss = objective.loss(PolicyModel(model), batch, torch.tensor(tokens), sums)
     expected = (share * divergence + (1 - share) * nll) / tokens
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)

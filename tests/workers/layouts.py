@@ -199,14 +199,7 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
         sums = MetricSums()
         norms = update_once(parts, minibatch, sums).grad_norms
         metrics = sums.reduce()
-        names = (
-            "policy/loss",
-            "value/loss",
-            "policy/entropy",
-            "policy/kl_loss",
-            "policy/ptx_loss",
-            "distill/divergence",
-        )
+        names = "policy/loss value/loss policy/entropy policy/kl_loss policy/ptx_loss distill/divergence".split()
         found.append(norms | {name: metrics[name] for name in names if name in metrics})
     return found
 
