@@ -88,7 +88,7 @@ def detect_form(
     parts += [f"tools from '{tools}'"] if tools else []
     unused = [column for column in columns if column not in used and not column.startswith("_")]
     if unused and not kind.is_known_set:
-        parts.append(f"columns that training does not use: {_listed(unused)}")
+        parts.append(f"other columns: {_listed(unused)}")
     if truth:
         parts.append(f"the correct answer from '{truth}'" + (f" by '{pattern}'" if pattern else ""))
     parts += [f"--{flag} does not apply" for flag, value in applying.items() if getattr(flags, flag) and value is None]

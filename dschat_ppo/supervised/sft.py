@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.algorithms.divergence import Divergence
+from dschat_ppo.config.distillation_flags import TeacherFlags
 from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.data.batches import SFTBatch, collate_sft
 from dschat_ppo.engine.build_engine import eval_engine, frozen_policy, require_whole_distributions
@@ -35,6 +36,11 @@ class SFTTeacher:
     engine: Engine
     divergence: Divergence
     coef: float  # share of the divergence in the loss; the rest is that of the cross entropy
+
+    @classmethod
+    def of(cls, engine: Engine, flags: TeacherFlags) -> SFTTeacher:
+        coef = 1.0 if flags.distill_coef is None else flags.distill_coef
+        return cls(engine, Divergence(flags.kind, flags.distill_beta, flags.distill_topk), coef)
 
     @torch.no_grad()
     def teaching(self, batch: SFTBatch) -> Teaching:
@@ -91,8 +97,7 @@ def sft_teacher(config: SFTConfig, run: SupervisedRun) -> SFTTeacher | None:
     engine = eval_engine(teacher, ds_config)
     select_kernels(engine)
     require_whole_distributions([engine])
-    coef = 1.0 if flags.distill_coef is None else flags.distill_coef
-    return SFTTeacher(engine, Divergence(flags.kind, flags.distill_beta, flags.distill_topk), coef)
+    return SFTTeacher.of(engine, flags)
 
 
 def train_sft(config: SFTConfig) -> dict[str, Any]:

@@ -62,12 +62,13 @@ class EvaluationFlags:
     json: str | None = flag(None, "file for metrics, answers and scores as JSON")
     write_best: str | None = flag(
         None,
-        "file for rows of SFT: each prompt with the first model's best answer (best-of-n with --samples N), unless the "
-        "length limit cut it",
+        "file for rows of SFT: each prompt with the first model's best answer (best-of-n with --samples N) that the "
+        "length limit did not cut",
     )
     write_pairs: str | None = flag(
         None,
-        "file for rows of step 2: each prompt with the first model's best and worst answer, if their scores differ",
+        "file for rows of step 2: each prompt with the first model's best and worst answer, if their scores differ and "
+        "the length limit did not cut the best",
     )
 
 

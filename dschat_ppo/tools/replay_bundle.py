@@ -30,7 +30,7 @@ from dschat_ppo.nonfinite import BUNDLE, MODEL, bad_rows
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.teaching import full_kl_reference, teachers_of
 from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss
-from dschat_ppo.supervised.sft import sft_loss
+from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
 from dschat_ppo.types import Experience, LateEnds, RewardedRollout, record_of, to_device
 
@@ -95,20 +95,23 @@ def print_bad(what: str, tensors: Iterable[tuple[str, Tensor]]) -> bool:
 def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[Any], Tensor]:
     """The loss of one micro-batch, as in the run, but without the term of `--router_loss_coef`."""
     constants, sums, device = what["constants"], MetricSums(), dist.device()
+
+    def frozen(role: str) -> Any:  # in place of an engine
+        path = model_folder(*reversed(config.models[role]))
+        lm = load_causal_lm(str(path), config.run.dtype, None, resize=config.run.resize_vocabulary)
+        return PolicyModel(lm).to(device).eval().requires_grad_(False)
+
+    if what["step_name"] == "sft":
+        of_sft = SFTTeacher.of(frozen("teacher"), config.teacher) if config.teacher.teachers else None
+        return lambda batch: sft_loss(model, batch, constants["total"], sums, of_sft)
     if what["step_name"] != "ppo":
-        is_sft = what["step_name"] == "sft"
-        loss: Any = sft_loss if is_sft else OBJECTIVES[config.reward.objective](0, device, config).loss
+        loss: Any = OBJECTIVES[config.reward.objective](0, device, config).loss
         return lambda batch: loss(model, batch, constants["total"], sums)
     over = Denominators(**constants["over"])
     minibatch: MiniBatch[Any] = MiniBatch([], over, constants["value_tokens"], constants["share"])
     if what["role"] == "critic":
         return lambda rows: critic_loss(model, rows, minibatch, config.algorithm, sums)
     late_ends = constants["late_ends"] and LateEnds(*constants["late_ends"])
-
-    def frozen(role: str) -> PolicyModel:
-        path = model_folder(*reversed(config.models[role]))
-        lm = load_causal_lm(str(path), config.run.dtype, None, resize=config.run.resize_vocabulary)
-        return PolicyModel(lm).to(device).eval().requires_grad_(False)
 
     reference = frozen("reference") if config.algorithm.full_kl_loss else None
     coef, teachers = config.distill_loss_coef, None

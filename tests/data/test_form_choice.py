@@ -279,11 +279,11 @@ def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
 def test_columns_that_change_nothing_are_named_as_unused(more):
     row = {"prompt": "Q:", "response": "a"}
     found = form_of([row | more])
-    assert f"columns that training does not use: {', '.join(map(repr, more))}" in found.description
+    assert f"other columns: {', '.join(map(repr, more))}" in found.description
     assert found.read(row | more, "sft") == form_of([row]).read(row, "sft")
     for label in (1, "negative"):  # as in IMDB
         found = form_of([{"text": "A fine film.", "label": label}])
-        assert found.name == "text" and "columns that training does not use: 'label'" in found.description
+        assert found.name == "text" and "other columns: 'label'" in found.description
 
 
 def test_tools_beside_messages_in_one_object_are_used():

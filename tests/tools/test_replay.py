@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
 from dschat_ppo.algorithms.aggregation import Denominators
+from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.batches import SFTBatch
@@ -25,7 +26,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import ReproBundles
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.update import ActorLoss, critic_loss
-from dschat_ppo.supervised.sft import sft_loss
+from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.tools.replay import main
 from dschat_ppo.tools.replay_bundle import first_bad_output
 from dschat_ppo.types import Experience, LateEnds, RewardedRollout
@@ -160,6 +161,15 @@ def test_losses_match_the_run_including_dropout(assets, tmp_path, capsys):
     torch.manual_seed(99)
     assert main([folder]) == 1
     assert losses_said(capsys.readouterr().out) == pytest.approx(losses, rel=1e-6)
+
+
+def test_the_loss_of_step_1_has_its_teacher(assets, tmp_path, capsys):
+    engine, taught = engine_of("policy"), PolicyModel(LlamaForCausalLM.from_pretrained(assets / "lm"))
+    teacher = SFTTeacher(taught, Divergence("jsd", 0.3), 0.5)
+    by_run = sft_loss(engine.module, GOOD_SFT, torch.tensor(7.0), MetricSums(), teacher).item()
+    words = f"--teacher_model_name_or_path {assets}/lm --distill_loss jsd --distill_beta 0.3 --distill_coef 0.5".split()
+    main([bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT], {"total": 7.0}, words)])
+    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run], rel=1e-6)
 
 
 @pytest.mark.parametrize("scored", [True, False], ids=["scored before", "one optimizer step"])
