@@ -60,7 +60,8 @@ CASES = {
     "ppo kl_cov": f"{GRPO} reinforce_plus_plus --policy_loss kl_cov --covariance_share 0.2 --kl_estimator k3",
     "ppo gmpo": f"{GRPO} reinforce_plus_plus_baseline --policy_loss gmpo --kl_coef 0.1 --mask_truncated_answers",
     "ppo sapo": f"{GRPO} opo --policy_loss sapo --off_policy_delta 0.01",
-    "ppo teacher": f"{GRPO} rloo --teacher_model_name_or_path {{a}}/teacher --distill_loss jsd",
+    # each of two ranks has the rows of one teacher
+    "ppo teacher": f"{GRPO} rloo --teacher_model_name_or_path a={{a}}/teacher b={{a}}/lm --distill_loss jsd",
     "ppo lora teacher": f"{LORA} --teacher_model_name_or_path {{a}}/teacher --distill_policy_gradient "
     "--distill_coef 0.5",
     "ppo pass_at_k": f"{GRPO} grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9 --kl_coef 0.1",
@@ -176,7 +177,8 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
     words += ["--unsupervised_dataset_name", f"{assets}/texts.jsonl"] if "--unsup_coef" in words else []
     prompts = own // parse("ppo", words).ppo.n_samples_per_prompt
     config = parse("ppo", [*words, "--per_device_generation_batch_size", str(prompts)])
-    parts = ppo_of(config, Dataset.from_dict({"row": ["{}"] * 40}), dist.device())
+    data = ['{"data_source": "a"}'] * 2 + ['{"data_source": "b"}'] * 38
+    parts = ppo_of(config, Dataset.from_dict({"row": data}), dist.device())
     if config.algorithm.advantage_estimator != "gae":
         parts.collection.requests.mixture = RewardMixture([(TokenSum(), 1.0)])
     for engine in (
@@ -190,7 +192,7 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
             engine.module.layout = replace(engine.module.layout, packed=packed)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
     rows = select_rows(stored_rollout(assets, refill), mine)
-    experience = experience_of(parts, rows, list(range(prompts)))
+    experience = experience_of(parts, rows, list(range(prompts * dist.rank(), prompts * (dist.rank() + 1))))
     parts.engines.train()
     names = ("scores", "ref_logprobs", "kl", "values", "old_logprobs", "advantages")
     tensors = {name: getattr(experience, name) for name in names}
