@@ -382,13 +382,14 @@ class GroupPool:
     """Collects the rows of a PPO step from several rounds of sampling: dynamic sampling (Yu et al. 2025, DAPO).
 
     It replaces prompts whose answers all have the same score, so advantage 0, and those whose mean score is not within
-    `score_range`. Every rank holds the rows of all ranks,
-    so every rank makes the same decision. Accepted rows beyond what the step needs are kept for the next one.
+    `score_range`. Every rank holds the rows of all ranks, so every rank makes the same decision. Accepted rows beyond
+    what the step needs are kept for the next one.
     """
 
     rows_needed: int  # of a PPO step over all ranks, whole groups
     shaped: Callable[[Tensor], Tensor]  # (N,) raw -> scaled and clipped scores, which differ in an accepted group
     score_range: Sequence[float] = ()  # what the mean of its raw scores is between; empty: any
+    source_weights: Sequence[float] = ()  # the scores of a source with a weight may differ instead; empty: of none
     accepted: list[ScoredRollout] = field(default_factory=list)
     dropped: list[ScoredRollout] = field(default_factory=list)
     sampled: int = 0  # rows of this step's rounds
@@ -407,6 +408,9 @@ class GroupPool:
     def add(self, rows: ScoredRollout) -> None:
         """Sort the rows of a round (whole groups) into accepted and dropped ones."""
         kept = groups_that_differ(self.shaped(rows.scores), rows.groups)  # (N,) bool
+        for weight, column in zip(self.source_weights, rows.source_scores.T, strict=False):
+            if weight != 0:
+                kept = kept | groups_that_differ(column.nan_to_num(), rows.groups)
         if self.score_range:
             kept = kept & groups_within(rows.scores, rows.groups, *self.score_range)
         self.sampled += len(kept)

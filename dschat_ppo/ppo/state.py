@@ -150,7 +150,10 @@ class PPOComponents:
         )  # fmt: skip
         pool = None
         if algorithm.dynamic_sampling:
-            pool = GroupPool(plan.rollout_rows, self.shaping.shaped, algorithm.dynamic_sampling_range)
+            pool = GroupPool(
+                plan.rollout_rows, self.shaping.shaped, algorithm.dynamic_sampling_range,
+                self.shaping.source_weights if algorithm.advantage_estimator == "gdpo" else (),
+            )  # fmt: skip
         self.collection = ExperienceCollection(
             config, plan, generator, RewardRequests(rewards, rows.train, tokenizer), passes, pool, self.clock,
             len(self.data_sources) > 1,

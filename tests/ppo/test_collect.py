@@ -1,6 +1,7 @@
 """From flags to answers, and the steps of experience collection with stand-ins for generation and rewards."""
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -417,11 +418,19 @@ def test_a_range_of_dynamic_sampling_drops_prompts_by_the_mean_of_their_raw_scor
     assert [part.groups.tolist() for part in pool.dropped] == [[0, 0, 1, 1, 3, 3]] and pool.kept_share == 0.4
 
 
+def test_sources_that_differ_keep_a_prompt_of_gdpo_whose_sums_are_equal():
+    pool, nan = GroupPool(4, clipped, (), (1.0, 1.0, 0.0)), math.nan
+    columns = [[1, 0, nan], [0, 1, nan], [1, nan, 2], [1, nan, 5]]  # the third has no weight
+    pool.add(replace(rows([0, 0, 1, 1], [1.0, 1.0, 1.0, 1.0]), source_scores=torch.tensor(columns)))
+    assert [part.groups.tolist() for part in (*pool.accepted, *pool.dropped)] == [[0, 0], [1, 1]]
+
+
 def test_the_weights_of_the_sources_and_the_range_reach_the_parts_and_the_run_trains(assets, tmp_path):
     words = "--advantage_estimator gdpo --n_samples_per_prompt 2 --kl_coef 0.1 --policy_loss dppo_kl --clip_eps 0.05 "
     words += "--dynamic_sampling --dynamic_sampling_range 0.2 2.8 --importance_correction token --importance_floor 0.5"
     run = PlainRun(assets, tmp_path / "run", words)
     assert run.ppo.shaping.source_weights == [1.0] and run.ppo.collection.pool.score_range == [0.2, 2.8]
+    assert run.ppo.collection.pool.source_weights == [1.0]
     before = {name: weight.clone() for name, weight in run.weights.items()}
     run.run()
     assert all(weight.isfinite().all() for weight in run.weights.values())

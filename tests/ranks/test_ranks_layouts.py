@@ -14,10 +14,7 @@ from workers.layouts import CASES, LAUNCHES, SUPERVISED_STEPS, UPDATES
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 WORDS = ["red", "blue", "a lamp", "here", "yes", "no thanks"]
-AS_REFERENCE = (
-    "dpo",
-    "kto",
-)  # the policy begins as the reference, so the accuracy before an update is that of rounding
+AS_REFERENCE = ("dpo", "kto")  # which the policy begins as: the accuracy before an update is that of rounding
 
 
 def write_rows(path, rows: list[dict]) -> None:
@@ -48,10 +45,8 @@ def found(assets, stored_rollout, tmp_path_factory):
     with torch.no_grad():
         for number, weight in enumerate(teacher.parameters()):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-    (
-        teacher.save_pretrained(assets / "teacher"),
-        AutoTokenizer.from_pretrained(assets / "lm").save_pretrained(assets / "teacher"),
-    )
+    for saved in (teacher, AutoTokenizer.from_pretrained(assets / "lm")):
+        saved.save_pretrained(assets / "teacher")
     save_adapter(assets / "lm", assets / "reward_adapter", scalar=True)
     save_adapter(assets / "lm", assets / "reward_dora", scalar=True, use_dora=True)
     for name, (ranks, _, _) in LAUNCHES.items():
