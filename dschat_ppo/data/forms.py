@@ -34,7 +34,7 @@ from dschat_ppo.data.examples import (
 )
 from dschat_ppo.data.form_kinds import KINDS, Kind
 from dschat_ppo.data.form_readers import LABELS, Answer, Cells, Prompt
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, printable_line
 
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
@@ -214,7 +214,7 @@ def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
     named = [(f"--{role}_column", column) for role, column in flags.columns.items() if column]
     for flag, column in [*named, *(("--ignore_columns", column) for column in flags.ignore_columns)]:
         if forms and not any({column, column.split(".")[0]} & set(form.names) for form in forms):
-            raise UserError(f"{flag} {column}: no data set has such a column; {forms[0].about}")
+            raise UserError(f"{flag} {printable_line(column)}: no data set has such a column; {forms[0].about}")
 
 
 def rows_made(function: str, row: Row) -> list[Row]:

@@ -292,8 +292,8 @@ def test_flags_of_columns_are_about_all_data_sets(tmp_path):
     found = rows_for("prompt", flags, eval_paths=[write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p"}])], **wanted)
     assert "teacher_prompt_ids" in found.train.column_names and "teacher_prompt_ids" not in found.eval.column_names
     for paths in ([held], [held, held]):
-        with pytest.raises(UserError, match="--ignore_columns y: no data set has such a column"):
-            rows_for("sft", flags_for(tmp_path, *paths, ignore_columns=["y"]))
+        with pytest.raises(UserError, match="--ignore_columns y z: no data set has such a column"):
+            rows_for("sft", flags_for(tmp_path, *paths, ignore_columns=["y\nz"]))
     with pytest.raises(UserError, match="--prompt_column y: no data set has such a column"):
         rows_for("sft", flags_for(tmp_path, held, held, prompt_column="y"))
 
