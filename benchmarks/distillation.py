@@ -2,27 +2,30 @@
 
     python benchmarks/distillation.py [--steps 4] [--tokens 1024] [--vocabulary 152000] [--only memory] [--json FILE]
 
-*speed*: student and teacher are Llamas of 57 M parameters (vocabulary 32768) with random weights, in one process with
-one thread and in fp32; 16 prompts of 64 tokens a step, one answer of 128 tokens to each, one update, JSD. Needs `pip
-install trl==1.16.0`. *memory*: peak of forward and backward pass of the loss alone, from hidden states of width 896.
+*fixed*, *varied*: seconds of a step. Student and teacher are Llamas of 57 M parameters (vocabulary 32768) with random
+weights, in one process with one thread and in fp32; one answer to each prompt, one update, JSD. *fixed*: 16 prompts of
+64 tokens, answers of 128 tokens. *varied*: 64 prompts of 32 to 128 tokens; a token ends its answer with a chance of
+1/48, the 256th in any case. Needs `pip install trl==1.16.0`. *memory*: peak of forward and backward pass of the loss
+alone, from hidden states of width 896. *trl_loss*: how far TRL's loss and its gradients are from ours, relative.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from fault_outcomes import ROOT, launcher
-from measure import peak_memory
+from measure import ROOT, launcher, peak_memory
 from models import config_of
 from tool_turns import differences, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,37 +34,69 @@ from trl_step import StepTimes
 from dschat_ppo.algorithms.divergence import Divergence, OutputLayer, dense_divergence, fused_divergence
 from dschat_ppo.tools.toy import make_tokenizer
 
-PROMPTS, PROMPT, ANSWER, HIDDEN = 16, 64, 128, 896
+HIDDEN = 896
 
 
-def make(work: Path) -> None:
-    """Write student, teacher and prompts, all of one length."""
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of a step, the fewest and most tokens of one, the longest answer, the chance that a token ends one."""
+
+    prompts: int
+    shortest: int
+    longest: int
+    answer: int
+    end: float = 0.0
+
+
+WORKLOADS = {"fixed": Workload(16, 64, 64, 128), "varied": Workload(64, 32, 128, 256, end=1 / 48)}
+
+
+def make(work: Path, workload: Workload) -> None:
+    """Write student, teacher and prompts."""
     tokenizer, rng = make_tokenizer(["a few words to merge"]), random.Random(0)
     for name, seed in (("student", 0), ("teacher", 1)):
         torch.manual_seed(seed)
         config = config_of(32768)
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(work / name)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        end_with(model, workload.end)
+        model.save_pretrained(work / name)
         tokenizer.save_pretrained(work / name)
-    texts = ("".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=PROMPT)) for _ in range(512))
+    lengths = (rng.randint(workload.shortest, workload.longest) for _ in range(1024))
+    texts = ("".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=length)) for length in lengths)
     (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
 
 
-def ours(work: Path, steps: int) -> list[float]:
+def end_with(model: Any, chance: float) -> None:
+    """Make EOS the next token with this chance, whatever was before: one dimension of the hidden states is constant."""
+    head, end = model.lm_head.weight.data, model.config.eos_token_id
+    model.model.embed_tokens.weight.data[:, 0] = 1.0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data[0] = layer.mlp.down_proj.weight.data[0] = 0.0
+    head[:, 0] = 0.0
+    head[end] = 0.0
+    with torch.no_grad():
+        tokens = torch.randint(len(head), (1, 512))
+        constant = model.model(tokens).last_hidden_state[0, :, 0].mean()
+    head[end, 0] = math.log(max(chance, 1e-9) * len(head)) / constant
+
+
+def ours(work: Path, workload: Workload, steps: int) -> list[float]:
     """Seconds of each step of `training/step3_ppo/main.py` after the first."""
     output = Path(tempfile.mkdtemp(dir=work))
     flags = (
         f"--actor_model_name_or_path {work}/student --teacher_model_name_or_path {work}/teacher --distill_loss jsd "
         f"--advantage_estimator none --use_reward_model False --data_path {work}/prompts.jsonl --data_split 0,0,1 "
-        f"--max_prompt_seq_len {PROMPT} --max_answer_seq_len {ANSWER} --per_device_generation_batch_size {PROMPTS} "
-        f"--per_device_training_batch_size {PROMPTS} --actor_learning_rate 1e-6 --max_steps {steps} --dtype fp32 "
+        f"--max_prompt_seq_len {workload.longest} --max_answer_seq_len {workload.answer} "
+        f"--per_device_generation_batch_size {workload.prompts} --per_device_training_batch_size {workload.prompts} "
+        f"--actor_learning_rate 1e-6 --max_steps {steps} --dtype fp32 "
         f"--output_dir {output} --save_minutes 0"
     )
     run([*launcher(1), str(ROOT / "training/step3_ppo/main.py"), *flags.split()])
     return differences([json.loads(line)["time"] for line in (output / "metrics.jsonl").read_text().splitlines()])
 
 
-def by_trl(work: Path, steps: int) -> list[float]:
+def by_trl(work: Path, workload: Workload, steps: int) -> list[float]:
     """The same by TRL."""
     from datasets import load_dataset
     from trl import DistillationConfig, DistillationTrainer
@@ -71,9 +106,9 @@ def by_trl(work: Path, steps: int) -> list[float]:
     DistillationTrainer(
         model=models["student"], teacher_model=models["teacher"],
         args=DistillationConfig(
-            output_dir=str(work / "trl"), per_device_train_batch_size=PROMPTS, bf16=False, use_cpu=True,
+            output_dir=str(work / "trl"), per_device_train_batch_size=workload.prompts, bf16=False, use_cpu=True,
             max_steps=steps, beta=0.5, report_to="none", save_strategy="no", disable_tqdm=True, learning_rate=1e-6,
-            gradient_checkpointing=False, max_completion_length=ANSWER,
+            gradient_checkpointing=False, max_completion_length=workload.answer,
         ),
         train_dataset=load_dataset("json", data_files=str(work / "prompts.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(work / "student", padding_side="left"), callbacks=[times],
@@ -81,14 +116,14 @@ def by_trl(work: Path, steps: int) -> list[float]:
     return differences(times.ends)
 
 
-def speed(work: Path, steps: int) -> dict[str, float]:
+def speed(work: Path, workload: Workload, steps: int) -> dict[str, float]:
     """Seconds of a step of both, in turn."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    make(work)
-    own = ours(work, steps)
+    make(work, workload)
+    own = ours(work, workload, steps)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        theirs = pool.submit(by_trl, work, steps).result()
-    own += ours(work, steps)
+        theirs = pool.submit(by_trl, work, workload, steps).result()
+    own += ours(work, workload, steps)
     found = {"ours": statistics.median(own), "trl": statistics.median(theirs)}
     return found | {"ratio": found["trl"] / found["ours"]}
 
@@ -116,21 +151,42 @@ def memory(tokens: int, vocabulary: int) -> dict[str, float]:
     return found | {"ratio": found["blocks"] / found["whole"], "relative_difference": float(difference)}
 
 
+def trl_loss() -> dict[str, float]:
+    """The largest difference from TRL's loss of values, and of gradients, relative, for each kind of divergence."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32, requires_grad=True), torch.randn(3001, 32, requires_grad=True)
+    teacher, chosen = OutputLayer(torch.randn(64, 24), torch.randn(3001, 24)), torch.rand(64) > 0.3
+    found = {}
+    for kind, beta in (("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5), ("jsd", 0.1)):
+        states, theirs = hidden[None], teacher.hidden[None]
+        loss = _chunked_divergence_loss(states, theirs, weight, teacher.weight, chosen[None], beta)[0]
+        own = fused_divergence(hidden, weight, None, teacher, Divergence(kind, beta))[chosen].mean()
+        pairs = [(loss, own)]
+        pairs += zip(*(torch.autograd.grad(value, (hidden, weight)) for value in (loss, own)), strict=True)
+        found[f"{kind} {beta}"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="of each; the first is not counted")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=152_000)
-    parser.add_argument("--only", nargs="+", choices=["speed", "memory"], default=["memory", "speed"])
+    parser.add_argument("--only", nargs="+", choices=(parts := ["memory", "trl_loss", *WORKLOADS]), default=parts)
     parser.add_argument("--json", type=Path)
     chosen, found = parser.parse_args(), dict[str, dict[str, float]]()
     if "memory" in chosen.only:
         found["memory"] = memory(chosen.tokens, chosen.vocabulary)
         print(found, flush=True)
-    if "speed" in chosen.only:
+    if "trl_loss" in chosen.only:
+        found["trl_loss"] = trl_loss()
+        print(found["trl_loss"], flush=True)
+    for name in (name for name in WORKLOADS if name in chosen.only):
         with tempfile.TemporaryDirectory() as work:
-            found["speed"] = speed(Path(work), chosen.steps)
-        print(found["speed"])
+            found[name] = speed(Path(work), WORKLOADS[name], chosen.steps)
+        print(name, found[name], flush=True)
     if chosen.json:
         chosen.json.write_text(json.dumps(found))
 

@@ -35,6 +35,7 @@ from dschat_ppo.errors import UserError, reading
 MOST_BYTES = 2**24  # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without them
 _FAST = (PreTrainedTokenizerFast.__call__, PreTrainedTokenizerFast._encode_plus)
 _TAIL = 64  # characters of a prompt after which its answers are encoded
+SPLIT = "\ue000"  # private use: divides the text of an added token, so that it is encoded as text
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
         text, is_bare = prompt, tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         answers = [text_answer(tokenizer, answer) for answer in example.answers]
     else:
+        prompt = [
+            {**message, "content": divided(tokenizer, message["content"])} if message["role"] == "tool" else message
+            for message in prompt
+        ]
         text, is_bare = render(tokenizer, prompt, open_answer=True, tools=example.tools), True
         check_rendered(text, prompt, example.tools)
         if all_turns:
@@ -75,7 +80,10 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
             found = zip(said, turn_spans(tokenizer, prompt, text, example.tools), strict=True)
             spans = [span for turn, span in found if turn not in example.context]
         answers = [render_answer(tokenizer, prompt, text, answer, example.tools) for answer in example.answers]
-    ids, prompt_spans = _encode(tokenizer, text, tuple(spans), not is_bare)
+    if prompt == example.prompt:
+        ids, prompt_spans = _encode(tokenizer, text, tuple(spans), not is_bare)
+    else:
+        ids, prompt_spans = _encode_divided(tokenizer, text, spans)
     if not is_bare and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]  # some tokenizers append EOS to every text
     is_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id  # of a plain text, which may bring its own
@@ -134,6 +142,38 @@ def _encode(
     # how many first tokens are those of the text's start?
     ends = [len(commonprefix([_encode(tokenizer, text[:end])[0], ids])) for span in spans for end in span]
     return ids, list(zip(ends[::2], ends[1::2], strict=True))
+
+
+def _encode_divided(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]
+) -> tuple[list[int], list[Span]]:
+    """`_encode` of a text whose parts between `SPLIT`s are encoded one by one. No span contains one."""
+    ids, found, place = list[int](), list[Span](), 0
+    for part in text.split(SPLIT):
+        start = "\n" if place and _puts_a_space_before(tokenizer, len(tokenizer)) else ""
+        shift = len(start) - place
+        inside = tuple((a + shift, b + shift) for a, b in spans if place <= a and b <= place + len(part))
+        more, ranges = _encode(tokenizer, start + part, inside)
+        first = len(_encode(tokenizer, start)[0]) if start else 0
+        found += [(len(ids) + a - first, len(ids) + b - first) for a, b in ranges]
+        ids += more[first:]
+        place += len(part) + len(SPLIT)
+    return ids, found
+
+
+def divided(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    """A text from outside, such as what a tool returned, in which texts of added tokens are divided by `SPLIT`."""
+    for token in _long_tokens(tokenizer, len(tokenizer)):
+        content = content.replace(token, token[0] + SPLIT + token[1:])
+    return content
+
+
+@lru_cache(maxsize=16)
+def _long_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
+    """The texts of added tokens of more than one character, short ones first. `size`: of the vocabulary."""
+    return sorted(
+        {token.content for token in added_tokens(tokenizer, size).values() if len(token.content) > 1}, key=len
+    )
 
 
 def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:

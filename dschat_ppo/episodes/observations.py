@@ -13,14 +13,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.encode import decoded, encode_after
+from dschat_ppo.data.encode import SPLIT, decoded, divided, encode_after
 from dschat_ppo.data.examples import Message
-from dschat_ppo.data.templates import added_tokens, render, turn_end
+from dschat_ppo.data.templates import render, turn_end
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.errors import UserError
 
 Truncation = Literal["left", "middle", "right"]
-_SPLIT = "\ue000"  # private use: divides the text of an added token, so that it is encoded as text
 _LONGEST = 64  # characters of a token
 _SEEN = "An observation."
 _THOUGHT = "<think>\nA thought.\n</think>\n\n"
@@ -36,8 +35,6 @@ class ObservationTokens:
         self.tokenizer, self.tools = tokenizer, list(tools)
         self.most, self.truncation = most, truncation
         self.before = turn_end(tokenizer).kept
-        added = added_tokens(tokenizer, len(tokenizer))
-        self.special = sorted({token.content for token in added.values() if len(token.content) > 1}, key=len)
         if tokenizer.chat_template is not None:
             role = "tool" if tools else "user"
             seen = self.between([{"role": role, "name": "f", "content": _SEEN}], _THOUGHT + "An answer.")
@@ -96,24 +93,21 @@ class ObservationTokens:
 
     def _as_text(self, content: str) -> str:
         """The content within its limit; the texts of added tokens in it are divided."""
-        content = content.replace(_SPLIT, "")
         ends = _LONGEST * self.most  # characters that matter: a long text takes the tokenizer minutes
         if len(content) > 2 * ends:
             content = content[:ends] + content[-ends:]
-        ids = self._encoded(self._divided(content))
+        ids = self._encoded(divided(self.tokenizer, content))
         if len(ids) > self.most:
             left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
             first, last = ids[:left], ids[len(ids) - self.most + left :]
             content = " ... ".join(decoded(self.tokenizer, part) for part in (first, last)).strip()
-        return self._divided(content)
-
-    def _divided(self, content: str) -> str:
-        for token in self.special:
-            content = content.replace(token, token[0] + _SPLIT + token[1:])
-        return content
+        return divided(self.tokenizer, content)
 
     def _encoded(self, text: str) -> list[int]:
-        return [number for part in text.split(_SPLIT) for number in encode_after(self.tokenizer, self.before, part)]
+        parts = enumerate(text.split(SPLIT))
+        return [
+            number for n, part in parts for number in encode_after(self.tokenizer, "\n" if n else self.before, part)
+        ]
 
 
 def observed_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from chat_tokenizers import EACH, EVERY, SHAPES, WITH_TOOLS, opened_by, shaped, special_tokenizer
 from tiny_tokenizers import tokenizer_of
+from tokenizers.pre_tokenizers import ByteLevel
 
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_after, encode_example, encode_prompt
@@ -166,12 +167,20 @@ def as_episode(tokenizer, talk, tools):
         ids, chosen, first = ids + tokens, chosen + [False] * len(tokens), first + 1 + len(heard)
 
 
+@pytest.mark.parametrize("spaces", [False, True])
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_a_conversation_with_tools(name):
-    tokenizer, _ = shaped(name, WITH_TOOLS)
-    (ids, trained), (expected, chosen) = (make(tokenizer, TALKS[name], [LOOK]) for make in (as_data, as_episode))
-    assert tokenizer.decode(ids) == tokenizer.decode(expected)
-    assert (ids, trained) == (expected, chosen)
+def test_a_conversation_with_tools(name, spaces):
+    """Also where a tool returns texts of special tokens, which are text in both; with a space before every text too."""
+    tokenizer, shape = shaped(name, WITH_TOOLS)
+    tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=spaces)
+    hostile = [
+        {**message, "content": f"{shape.end}{message['content']}"} if message["role"] == "tool" else message
+        for message in TALKS[name]
+    ]
+    for talk in (TALKS[name], hostile):
+        (ids, trained), (expected, chosen) = (make(tokenizer, talk, [LOOK]) for make in (as_data, as_episode))
+        assert tokenizer.decode(ids) == tokenizer.decode(expected)
+        assert (ids, trained) == (expected, chosen)
 
 
 @pytest.mark.parametrize("name", SHAPES)
