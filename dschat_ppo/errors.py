@@ -126,7 +126,7 @@ class Attempt:
 @contextmanager
 def attempt(also_exits: bool = False) -> Iterator[Attempt]:
     """Run code that may raise anything: a library that reads a file of the user, a way that a model may not fit, or a
-    function of one's own. The package's only handler of every exception, beside the top level of a rank: whoever uses
+    function of one's own. The package's only handler of every exception, besides the top level of a rank: whoever uses
     it looks at `problem`, and raises those that are not of that code.
 
     `KeyboardInterrupt` and `SystemExit` pass, unless `also_exits`, for the top level of a process. A panic in Rust code

@@ -39,7 +39,7 @@ echo "installing dschat_ppo and its dependencies; this may take minutes"
 triton=""
 if [ "$extra" = test ] && ! .venv/bin/python -c 'import triton' 2>/dev/null; then
     # Kernels for GPUs are tested without one. Triton lies by itself: each process would import it otherwise.
-    .venv/bin/python -m pip install -q "$compile" --target .venv/triton triton==3.6.0 & # beside the others
+    .venv/bin/python -m pip install -q "$compile" --target .venv/triton triton==3.6.0 & # while the others install
     triton=$!
 fi
 .venv/bin/python -m pip install -q "$compile" -c constraints.txt -e ".${extra:+[$extra]}"

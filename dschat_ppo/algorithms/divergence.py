@@ -201,7 +201,7 @@ def _gradient_of_all_tokens(ctx: Any, z_p: Tensor, kept: list[Tensor], block: sl
 
 def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor, ...]:
     """Of a piece of the rows: the divergence (rows,), the student's log of the sum of exponentials (rows,), the
-    teacher's tokens (rows, k) int64, and what the gradient is made of (rows, k) and (rows,): see
+    teacher's tokens (rows, k) int64, and the parts of the gradient (rows, k) and (rows,): see
     `_gradient_of_top_tokens`."""
     teacher, top_k = ctx.teacher, min(ctx.divergence.top_k, ctx.width)
     lse_p = torch.full((len(student.hidden[piece]),), -torch.inf, dtype=_dtype(student), device=student.hidden.device)

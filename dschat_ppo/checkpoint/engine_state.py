@@ -4,7 +4,7 @@ size, ZeRO stage, dtype or optimizer. DeepSpeed's own and universal checkpoints 
 At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in the
 same order. A `Fragment` describes which elements of which parameter lie where. `FOLDER/rank_N.pt` holds the fragments
 and flat tensors of rank N (at stage 0 rank 0 has everything), `FOLDER/common.pt` what all ranks share. Frozen
-parameters are left out, because resuming reads them from the model folder. From the fragments of all ranks that saved
+parameters are not saved, because resuming reads them from the model folder. From the fragments of all ranks that saved
 and those of the engine that loads, every piece is copied directly from the mapped files to its place.
 """
 

@@ -23,7 +23,7 @@ from dschat_ppo.errors import StorageError, UserError
 FORMAT = 2  # of the files of a checkpoint; raise it when they change. 1: DeepSpeed's own files
 MANIFEST, LATEST = "manifest.json", "latest"
 SET_ASIDE = ".set_aside"
-JOURNAL = "environment"  # beside the checkpoints: what environments answered since the oldest one
+JOURNAL = "environment"  # next to the checkpoints: what environments answered since the oldest one
 _SEAL = "sha256"  # of the manifest itself
 _NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
 

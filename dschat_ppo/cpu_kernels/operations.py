@@ -1,11 +1,11 @@
 """The kernels as functions of tensors: bfloat16 on a CPU, without gradients, contiguous unless a docstring says more.
 
 The C++ files here are compiled once for each version of them, compiler and processor. They have a plain C interface and
-need no header files of torch, so that this takes some seconds. The library lies beside torch's own extensions, and
-appears there whole, by a rename, so ranks may compile at once.
+need no header files of torch, so that this takes some seconds. The library is in the folder of torch's own extensions,
+and appears there whole, by a rename, so ranks may compile at once.
 
 Results are rounded where separate operations of PyTorch are: after each product and sum that a layer of transformers
-writes as an operation of its own. Sums inside an operation are fp32.
+writes as a separate operation. Sums inside an operation are fp32.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def build(folder: Path) -> Path:
     """The compiled file in `folder`. `BuildError`: no working compiler; `OSError`: `folder` cannot be written."""
     command = [*_compiler(), *FLAGS]
     if "clang" in os.path.basename(os.path.realpath(command[0])):
-        command.remove("-fopenmp")  # its library is another one than torch's, with threads of its own
+        command.remove("-fopenmp")  # its library is not torch's, and has its own threads
     path = folder / f"kernels-{_fingerprint(command)}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -127,7 +127,7 @@ def _encode(
         what = f"a text of {len(text):,} characters is too long for the tokenizer"
         raise UserError(f"{what}, which takes {MOST_BYTES >> 20} MiB at once; split it")
     with reading("the tokenizer rejects this text"):
-        # calls of `tokenizer` take as long as the encoding of a short text; a class may encode in a way of its own
+        # calls of `tokenizer` take as long as the encoding of a short text; a class may encode in its own way
         if tokenizer.is_fast and (type(tokenizer).__call__, type(tokenizer)._encode_plus) == _FAST:
             backend = tokenizer.backend_tokenizer
             if backend.truncation is not None or backend.padding is not None:  # other threads must not encode meanwhile

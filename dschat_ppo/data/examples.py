@@ -91,7 +91,7 @@ def text_at(row: Row, path: str) -> str:
 
 
 def as_text(value: Any, name: str) -> str:
-    """A text; a number or a boolean as JSON writes it. `name` stands in the message."""
+    """A text; a number or a boolean as JSON writes it. `name` is for the message."""
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         value = json.dumps(value)
     if not isinstance(value, str):
@@ -100,7 +100,7 @@ def as_text(value: Any, name: str) -> str:
 
 
 def number_of(value: Any, name: str) -> float:
-    """A finite number, which CSV files hold as text. `name` stands in the message."""
+    """A finite number, which CSV files hold as text. `name` is for the message."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -157,7 +157,7 @@ def json_value(value: Any) -> Any:
 
 def from_json(value: Any) -> Any:
     """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is,
-    such as an answer that is JSON with a `role` of its own."""
+    such as an answer that is JSON with its own `role`."""
     found = json_value(value) if isinstance(value, str) else value
     if found is value:
         return value
@@ -278,7 +278,7 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
 
 
 def tools_beside(value: Any) -> Any:
-    """The tools in an object that holds them beside `messages`, given as it is or as JSON text; None without them."""
+    """The tools in an object that holds them and `messages`, given as it is or as JSON text; None without them."""
     value = json_value(value)
     return value.get("tools") if isinstance(value, dict) and isinstance(value.get("messages"), list) else None
 

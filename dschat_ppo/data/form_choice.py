@@ -60,7 +60,7 @@ def detect_form(
     if not chosen.fits:
         warning = f"most of the first rows do not fit the form {kind.name}; --prompt_column, ... name other columns"
 
-    # What stands beside prompt and answers
+    # Columns besides prompt and answers
     by_name = () if flags.system_column is not None or kind.is_known_set else SYSTEM_COLUMNS
     system = by_flag.get("system") or next((column for column in by_name if column in columns), None)
     tools = "tools" if "tools" in columns and not kind.is_known_set else None

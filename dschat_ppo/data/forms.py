@@ -46,7 +46,7 @@ CONTENT = ALWAYS_CONTENT | {"context", "tools", *SYSTEM_COLUMNS} | {
     name for kind in KINDS.values() for role, names in kind.roles.items() for name in names.split()
     if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
 } - {"answer", "answers", "user", "model", "bot"}  # fmt: skip
-_NO_COPIES = (*PICTURES, *WEIGHTS, "functions")  # whose values stand in texts by chance: a weight of "0" in "10"
+_NO_COPIES = (*PICTURES, *WEIGHTS, "functions")  # whose values are in texts by chance: a weight of "0" in "10"
 NAME_THEM = "name them with --prompt_column, --response_column, --chosen_column, --rejected_column, --messages_column"
 _NEEDED = {
     "sft": "a prompt and an answer",
@@ -174,7 +174,7 @@ class Form:
         return prompt
 
     def _tools_of(self, row: Row) -> list[Any] | None:
-        """The tools of a row: of their column, or those beside the messages in one object. All must be equal."""
+        """The tools of a row: of their column, or those in one object with the messages. All must be equal."""
         given = [(self.tools, value_at(row, self.tools))] if self.tools and self.rendering == "chat" else []
         given += [(path, tools_beside(value_at(row, path))) for path in self.columns.values() if has_value(row, path)]
         given = [(column, value) for column, value in given if value is not None]  # most rows have none
@@ -185,8 +185,8 @@ class Form:
         return found[0][1] if found else None
 
     def check_unused(self, row: Row) -> None:
-        """Refuse a row with content in a column that the form does not use. It is no loss if its lines stand in the
-        columns that are used (a conversation beside its prompt and answer), or if it holds all of these but the
+        """Refuse a row with content in a column that the form does not use. It is no loss if its lines are in the
+        columns that are used (a conversation next to its prompt and answer), or if it holds all of these but the
         rejected answer (the same as one text)."""
         if self._watched_columns.isdisjoint(row):
             return
@@ -267,6 +267,6 @@ def _lines_of(value: Any) -> list[str]:
 
 
 def _all_in(lines: list[str], others: list[str]) -> bool:
-    """Whether each line stands in one of the others."""
+    """Whether each line is in one of the others."""
     text = "\n".join(others)
     return all(line in text for line in lines)

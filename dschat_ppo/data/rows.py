@@ -21,7 +21,7 @@ from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.errors import UserError, reading
 
 ROW, ORIGIN = "_row", "_origin"
-_COLUMNS = "columns.json"  # beside the rows in the cache
+_COLUMNS = "columns.json"  # next to the rows in the cache
 _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.string()})
 
 

@@ -48,7 +48,7 @@ _ENDING = re.compile(  # of a name; the configuration is lazy, because a number 
           | @   (?P<rows> [^:@\[\]]+ ) )?""",
     re.IGNORECASE | re.VERBOSE,
 )
-_STRAY = re.compile(  # files beside the data, hidden ones, and all in hidden folders
+_STRAY = re.compile(  # files that are no data, hidden ones, and all in hidden folders
     r"(^|/)(\.|__MACOSX/|(dataset_infos?|dataset_dict|state|package|croissant)\.json$"
     r"|(readme|licen[cs]e|copying|notice|changelog|citation|requirements)\b[^/]*$)",
     re.IGNORECASE,

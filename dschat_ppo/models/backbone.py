@@ -24,7 +24,7 @@ from dschat_ppo.types import Model
 # and kernels have less to choose and plan; on a CPU padding is computed for nothing.
 COLUMNS = {"cuda": 64}
 _signature = lru_cache(maxsize=64)(inspect.signature)
-# kinds of layers that carry a state from token to token; the last two have attention beside it
+# kinds of layers that carry a state from token to token; the last two have attention too
 WITH_STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 
 

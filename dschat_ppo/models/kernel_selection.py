@@ -114,7 +114,7 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 @torch.no_grad()
 def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
-    """Set the `layout` of the model inside: what gives the numbers of its own whole, padded forward pass. Collective:
+    """Set the `layout` of the model inside: what gives the numbers of its whole, padded forward pass. Collective:
     all ranks make the same choice. Returns why rows are not packed; None if they are. On a GPU they are where
     FlashAttention computes all of them in one call, in half precision; `pack_on_gpu` also allows kernels for each row.
     `UserError` if ranks share rows and the model cannot run with a part of the columns on each of them."""

@@ -58,7 +58,7 @@ class Isolation:
     """What isolates programs on a machine."""
 
     bwrap: bool  # bubblewrap does; False leaves the resource limits
-    has_proc: bool  # it mounts a /proc of its own; containers that hide parts of /proc do not permit this
+    has_proc: bool  # it mounts its own /proc; containers that hide parts of /proc do not permit this
     leaves_root: bool  # a run as root gives up its user number for programs
     missing: str = ""  # a sentence about what is not protected, for the log; "" with bwrap
 

@@ -1,4 +1,4 @@
-"""Run one program and its tests under resource limits, watched by a process beside it. Started by `sandbox.py`.
+"""Run one program and its tests under resource limits, watched by another process. Started by `sandbox.py`.
 
 `python -I -c SOURCE`, with the job as JSON on standard input. It writes lines to standard output that start with the
 job's token: one when the program starts, then one with the number of each test that passed. Without the token, the
@@ -43,7 +43,7 @@ def memory_of(process: str) -> int:
 
 
 def is_within_limits(job: dict) -> bool:
-    """Whether all processes of the namespace are few and hold little memory; True without a /proc of its own."""
+    """Whether all processes of the namespace are few and hold little memory; True without its own /proc."""
     if not job["has_proc"]:
         return True
     inside = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]

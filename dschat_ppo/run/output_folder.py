@@ -311,7 +311,7 @@ def best_is_lost(folder: Path, step: int) -> bool:
     `--output_dir`, or did not keep them. Collective."""
     is_lost = not dist.broadcast_object(folder.is_dir())
     if is_lost:
-        logger().info(f"{folder} does not hold the models of step {step}, the best so far; the best is looked for anew")
+        logger().info(f"{folder} does not hold the models of step {step}, the best so far; looking for the best again")
     return is_lost
 
 

@@ -65,7 +65,7 @@ def init_process_group(folder: str = "") -> torch.device:
         accelerator.set_device(dist.local_rank())
         # cuDNN's attention builds a plan for every new shape, up to a second, and here most shapes are new
         torch.backends.cuda.enable_cudnn_sdp(False)
-    # Else DeepSpeed would compile its all-reduce in shared memory, for the layers of its own tensor parallelism.
+    # Else DeepSpeed would compile its all-reduce in shared memory, for the layers of its tensor parallelism.
     deepspeed.ops.__compatible_ops__ = {}
     try:
         with subprocesses_may_stop("joined the ranks"), quiet_prints():

@@ -45,7 +45,7 @@ class EpisodeModel(ChatModel):
             ids, opening = self._begin(messages, int(row_seeds(number, 1, settings.seed)))
             if opening and before is None:
                 yield Token("", "", aside=f"[environment] {opening}")
-        if before is not None:  # what the model drew is not encoded again; an environment that failed begins anew
+        if before is not None:  # what the model drew is not encoded again; an environment that failed starts again
             ids = [*before, *self.messages(Turn([messages[-1]]), self._has_ended(before))]
         left, text, remark, reward = settings.max_tokens, "", "", 0.0
         try:

@@ -114,7 +114,7 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
 
 def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -> tuple[list[str], Plan] | None:
     """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough. Of the rungs that
-    lower what is missing, the cheapest is taken until the run fits. Then those that it fits without are left out, the
+    lower what is missing, the cheapest is taken until the run fits. Then those that it fits without are removed, the
     last one first. The rows of an optimizer step stay. LoRA changes what is trained, so it is the last rung."""
     given = flatten(config)
 

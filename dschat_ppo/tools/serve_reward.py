@@ -62,7 +62,7 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
 
     app = FastAPI(openapi_url=None)  # without its pages of documentation, which load scripts from the network
     turn, texts = asyncio.Lock(), Body(embed=True)
-    if host in _OWN_NAMES:  # a web site can give a name of its own the address of this machine, to read scores
+    if host in _OWN_NAMES:  # a web site can give its name the address of this machine, to read scores
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"])  # as a Host header has it
 
     @app.get("/health")

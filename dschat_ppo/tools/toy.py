@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # imported where they are used: `true_rule` runs in processes of its own, and needs no torch
+if TYPE_CHECKING:  # imported where they are used: `true_rule` runs in separate processes, and needs no torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()

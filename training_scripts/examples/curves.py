@@ -38,7 +38,7 @@ def rewards(name: str, example: str, estimator: str, flags: list[str], seed: int
 
 
 def plot(found: list[list[list[float]]], file: str) -> None:
-    """A line for each seed, for the examples beside each other."""
+    """A line for each seed, for the examples side by side."""
     from matplotlib.figure import Figure
 
     figure, examples = Figure(figsize=(14, 4.5), layout="constrained"), [*dict.fromkeys(case[1] for case in CASES)]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On-policy distillation: run.sh QUICKSTART_DIR OUTPUT_DIR [more flags of step 3]
 # The student is the SFT model of the quickstart, and the teacher the actor that PPO made of it. The student answers, and
-# learns the teacher's distribution at each token of its own answers. No reward is used: `true_rule` only measures.
+# learns the teacher's distribution at each token of its answers. No reward is used: `true_rule` only measures.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../ranks.sh"
 usage="usage: run.sh QUICKSTART_DIR OUTPUT_DIR [more flags]"
