@@ -57,6 +57,7 @@ def train(step: str, config: StepConfig) -> None:
         from dschat_ppo.html_report.page import reporting
         from dschat_ppo.models.model_folders import settings_only
         from dschat_ppo.planner.plan_step import show_memory_plan
+        from dschat_ppo.run.output_folder import push_to_hub
         from dschat_ppo.run.process_group import let_segments_grow
     with ExitStack() as stack:
         stack.enter_context(_ranks_of(config.run))
@@ -71,6 +72,8 @@ def train(step: str, config: StepConfig) -> None:
                 show_memory_plan(config)
             stack.enter_context(reporting(Path(config.run.folder)))
         run(config)
+    if config.run.push_to_hub is not None and not config.validate_only:
+        push_to_hub(config, config.run.push_to_hub)
 
 
 def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:

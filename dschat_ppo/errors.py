@@ -42,8 +42,8 @@ class UserError(ValueError):
 
 
 class StorageError(UserError):
-    """The outputs cannot be written: the disk is full, or the folder is not writable. The message names the path and
-    the cause, and for a checkpoint the one from which the run can resume."""
+    """The outputs cannot be written: the disk is full, the folder is not writable, or the hub takes no upload. The
+    message names the path and the cause, and for a checkpoint the one from which the run can resume."""
 
 
 class NonFiniteError(FloatingPointError):

@@ -39,7 +39,7 @@ HARMLESS = frozenset({
     "save_steps", "save_minutes", "save_total_limit", "keep_final_checkpoint", "save_best", "resume", "resume_force",
     "save_hf_steps", "metric_for_best", "lora_merge",
     "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
-    "report_to", "run_name", "project",
+    "report_to", "run_name", "project", "push_to_hub",
     "enable_tensorboard", "tensorboard_path", "print_answers", "print_answers_interval",
     "sample_interval", "validate_only",
     "logging_steps", "verbose", "metrics",

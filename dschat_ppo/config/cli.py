@@ -40,7 +40,7 @@ _ADVICE = {  # flags of other trainers
 _SET_BY_THEM = {"--data_path": "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"}
 _OF_TRAINING = (
     "report_to", "enable_tensorboard", "profile", "stop_on_health", "save_hf_steps", "eval_interval", "save_best",
-    "metric_for_best",
+    "metric_for_best", "push_to_hub",
 )  # fmt: skip
 
 
@@ -320,6 +320,7 @@ THEIR_NAMES = {
     "resume": "resume_from_checkpoint load_checkpoint",
     "eval_interval": "eval_steps",
     "report_to": "use_wandb",
+    "push_to_hub": "hub_model_id",
     # whose last words mean something else
     "offload_reference_model": "ref_offload",
     "offload_reward_model": "reward_offload",

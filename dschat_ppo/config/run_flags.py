@@ -46,6 +46,9 @@ class RunFlags:
     enable_tensorboard: bool = flag(False, "the same as --report_to tensorboard, in addition to that flag's trackers")
     tensorboard_path: str = flag("tensorboard",
         "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there")
+    push_to_hub: str | None = flag(None,
+        "OWNER/NAME of a Hugging Face repository to which the run uploads the model at its end (step 3: the actor); a "
+        "new one is private")
     profile: int | None = positive(None,
         "write a trace of this step (optimizer step; in step 3 PPO step) by torch's profiler to "
         "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing")
@@ -64,6 +67,8 @@ class RunFlags:
             "--output_dir is required: name the folder for the model and its metrics": self.output_dir is None,
             f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them":
                 "none" in self.report_to and len(set(self.report_to)) > 1,
+            f"--push_to_hub {self.push_to_hub}: name the repository as OWNER/NAME":
+                self.push_to_hub is not None and self.push_to_hub.count("/") != 1,
             "--dry_run_ranks needs --dry_run": self.dry_run_ranks is not None and not self.dry_run,
         })  # fmt: skip
 

@@ -1,11 +1,12 @@
 """The output folder of a run: lock it, check what an earlier run left there, prepare it for this run, remove the
 checkpoints of a finished run, unless `--keep_final_checkpoint` is given, and keep models while the run trains:
-`hf/step_N/` every so many steps, and `best/`."""
+`hf/step_N/` every so many steps, and `best/`; upload the trained model to the hub (`--push_to_hub`)."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import socket
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import HfApi
 
 from dschat_ppo.checkpoint.identity import differences, format_diff, is_inside
 from dschat_ppo.checkpoint.store import CheckpointFolder, checkpoint_name
@@ -33,16 +35,19 @@ from dschat_ppo.common.atomic_files import (
 )
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, REPORT, RESULT, SAMPLES, STARTS, shown_path
+from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, REPORT, RESULT, SAMPLES, STARTS, shown_path
+from dschat_ppo.common.phases import announce
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
-from dschat_ppo.errors import StopRequested, UserError
+from dschat_ppo.errors import StopRequested, StorageError, UserError, attempt, in_one_line, reading
 from dschat_ppo.models.model_folders import checkpoint_shapes, is_adapter_folder, read_adapter_config
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import is_finished, write_config
 
 BEST, HF = "best", "hf"
+# In the folder of steps 1 and 2, what is not of the model. The tokenizer may have `additional_chat_templates/`.
+_NOT_OF_THE_MODEL = ("[!a]*/*", "*.jsonl", CONFIG, RESULT, MODELS, REPORT, RUN_IDS, ".lock")
 
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
@@ -192,6 +197,8 @@ def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
         )
     elif CheckpointFolder(folder).names() and not remove_checkpoints(folder):
         more = "but a saved model cannot be read: add --resume_force to save it again from the last checkpoint"
+    if config.run.push_to_hub is not None:
+        more += f"; to upload its model: {upload_command(config, config.run.push_to_hub)}"
     return f"{folder / RESULT} is there: this run is done ({more})"
 
 
@@ -324,3 +331,46 @@ def clear_partials(output: Path) -> None:
             sync_entries(left.parent)
         elif left.suffix in (OLD, PARTIAL):
             remove_folder(left)
+
+
+def make_repository(name: str) -> None:
+    """Check, before a model is loaded, that `--push_to_hub` can upload to `name`, and make it if it does not exist. On
+    rank 0."""
+    hub = HfApi(token=True)  # else a missing token would be an answer of the server about passwords
+    with reading(f"--push_to_hub {name}: no upload to {hub.endpoint} is possible; correct this, or omit the flag"):
+        hub.create_repo(name, private=True, exist_ok=True)
+        hub.auth_check(name, write=True)  # to make one that exists, a token that may only read is enough
+
+
+def push_to_hub(config: StepConfig, name: str) -> None:
+    """Upload the trained model, after everything else is written. Collective: rank 0 uploads, and all raise the
+    `StorageError`."""
+    folder, others = _trained_model(config)
+
+    def upload() -> None:
+        logger().info(f"--push_to_hub: uploading {shown_path(folder)}")
+        with attempt() as tried:  # huggingface_hub, its HTTP library or hf_xet
+            address = HfApi(token=True).upload_folder(repo_id=name, folder_path=folder, ignore_patterns=list(others))
+        if tried.problem is not None:
+            raise StorageError(
+                f"--push_to_hub {name}: the upload failed ({in_one_line(tried.problem)}). The run is done and its "
+                f"model saved; to upload it: {upload_command(config, name)}"
+            ) from tried.problem
+        logger().info(f"--push_to_hub: uploaded to {address}")
+
+    announce("upload")
+    with watchdog_paused():  # on the ranks that wait too
+        dist.on_main(upload)
+
+
+def upload_command(config: StepConfig, name: str) -> str:
+    """What uploads the trained model again, for a shell."""
+    folder, others = _trained_model(config)
+    excluded = [word for pattern in others for word in ("--exclude", pattern)]
+    return shlex.join(["hf", "upload", "--private", name, shown_path(folder), *excluded])
+
+
+def _trained_model(config: StepConfig) -> tuple[Path, tuple[str, ...]]:
+    """The folder in which the run saves its model, and patterns of the files there that are not the model's."""
+    folder = Path(config.run.folder)
+    return (folder / "actor", ()) if config.kind == "ppo" else (folder, _NOT_OF_THE_MODEL)

@@ -27,7 +27,7 @@ from dschat_ppo.run.session import naming
 LEFT_OUT = (
     "output_dir", "overwrite_output_dir", "resume", "resume_force", "tensorboard_path", "local_rank", "verbose",
     "data_output_path", "preprocessing_num_workers", "deepspeed_config", "logging_steps", "save_steps", "save_minutes",
-    "save_total_limit", "keep_final_checkpoint", "remote_reward_url",
+    "save_total_limit", "keep_final_checkpoint", "remote_reward_url", "push_to_hub",
 )  # fmt: skip
 
 

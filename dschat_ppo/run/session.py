@@ -29,6 +29,7 @@ from dschat_ppo.run.output_folder import (
     check_earlier_outputs,
     check_shared_folder,
     lock_folder,
+    make_repository,
     prepare_output_folder,
     refuse_model_folders,
     writing,
@@ -67,6 +68,8 @@ def begin_run(
         dist.on_main(writing(folder)(lambda: begin(folder, config)))
         if not validate_only:
             dist.on_main(lambda: check_trackers(run.trackers))
+            if (repository := run.push_to_hub) is not None:
+                dist.on_main(lambda: make_repository(repository))
         seed_everything(run.seed)
         _check_dtype(run.dtype)
     return dist.device(), folder

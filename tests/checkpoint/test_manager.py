@@ -104,13 +104,8 @@ def test_checkpoints_are_saved_after_the_given_minutes(tmp_path, engines, monkey
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, perf_counter=time.perf_counter)
     monkeypatch.setattr(manager, "time", clock)
     run = Run(tmp_path, SafetyFlags(save_minutes=2, save_total_limit=99))
-    for now, position, saves in (
-        (119, (1, 1), 0),
-        (121, (1, 2), 1),
-        (240, (1, 3), 1),
-        (242, (3, 0), 2),
-        (243, (3, 1), 2),
-    ):
+    at = ((119, (1, 1), 0), (121, (1, 2), 1), (240, (1, 3), 1), (242, (3, 0), 2), (243, (3, 1), 2))
+    for now, position, saves in at:
         clock.now = 1000.0 + now
         run.at(*position)
         assert len(engines) == 2 * saves, now
@@ -257,31 +252,23 @@ def test_a_checkpoint_is_restored_on_any_number_of_ranks(tmp_path, monkeypatch, 
         list(states.read_all())
 
 
-def drawn() -> list:
+def drawn(device: str) -> list:
     """Numbers of every stream; an odd number of normal ones, which Python and numpy draw in pairs."""
-    normal = [random.gauss(0, 1) for _ in range(3)], np.random.randn(3).tolist(), torch.randn(3).tolist()
+    normal = [random.gauss(0, 1) for _ in range(3)], np.random.randn(3).tolist(), torch.randn(3, device=device).tolist()
     uniform = [random.random() for _ in range(700)], np.random.rand(700).tolist(), torch.rand(700).tolist()
-    return [*normal, *uniform, torch.nn.functional.dropout(torch.ones(100)).tolist()]
+    return [*normal, *uniform, torch.nn.functional.dropout(torch.ones(100, device=device)).tolist()]
 
 
-def test_draws_after_restoring_are_those_after_capturing(tmp_path):
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_draws_after_restoring_are_those_after_capturing(tmp_path, device):
     seed_everything(1)
-    drawn()
+    drawn(device)
     save_state(tmp_path / "rank_0.pt", capture_rng_state())
-    expected = drawn()
+    expected = drawn(device)
     seed_everything(2)
-    assert not any(map(operator.eq, drawn(), expected))
+    assert not any(map(operator.eq, drawn(device), expected))
     restore_rng_state(load_state(tmp_path / "rank_0.pt"))
-    assert drawn() == expected
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_draws_on_a_gpu(tmp_path):
-    torch.cuda.manual_seed(1)
-    torch.rand(5, device="cuda")
-    save_state(tmp_path / "rank_0.pt", capture_rng_state())
-    expected = torch.rand(5, device="cuda").tolist()
-    assert torch.rand(5, device="cuda").tolist() != expected
-    restore_rng_state(load_state(tmp_path / "rank_0.pt"))
-    assert torch.rand(5, device="cuda").tolist() == expected
+    assert drawn(device) == expected

@@ -7,13 +7,7 @@ import torch
 
 from dschat_ppo.common import dist, heartbeat
 from dschat_ppo.common.seeding import seed_everything, seed_this_rank, set_deterministic
-from dschat_ppo.config.cli import parse
 from dschat_ppo.rollout.sampling import NUCLEUS_GUESS, SamplingParameters, row_uniforms, sample
-from dschat_ppo.run import session
-
-
-class RanksJoinError(Exception):
-    """Raised where the ranks join: from there on a GPU may be in use."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,18 +43,6 @@ def test_dropout_differs_on_each_rank_and_weights_agree(monkeypatch):
         seed_this_rank(7)
         found.append(torch.rand(3).tolist())
     assert found[0] == found[2] and found[1] != found[3]
-
-
-@pytest.mark.parametrize("words", [["--deterministic"], []])
-def test_it_is_set_before_the_ranks_join(words, monkeypatch, tmp_path):
-    def join(_folder):
-        raise RanksJoinError(torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG" in os.environ)
-
-    monkeypatch.setattr(session, "init_process_group", join)
-    needed = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(RanksJoinError) as found:
-        session.begin_run(parse("sft", [*needed, *words]))
-    assert found.value.args == (bool(words), bool(words))
 
 
 @pytest.mark.parametrize("sampling", [SamplingParameters(), SamplingParameters(top_p=0.9)], ids=str)

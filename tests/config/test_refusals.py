@@ -174,6 +174,7 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     # what other programs take for off, and words that are no value
     ("ppo", "--top_k -1", "0 = off"), ("ppo", "--temperature 0", "above 0; --top_k 1"),
     ("sft", "--max_steps -1", "0 = --num_train_epochs"), ("ppo", "--eval_interval -1 --eval_data_path e", "0 = "),
+    ("sft", "--push_to_hub model", "--push_to_hub model: name the repository as OWNER/NAME"),
     ("sft", "--report_to tensorboard,wand", "--report_to wand: expected one of none, tensorboard, wandb"),
     ("ppo", ["--health", ""], "--health needs a value"), ("sft", "--config", "--config needs a value"),
     ("sft", "--offload", "--offload needs --zero_stage 1, 2 or 3"),
@@ -312,8 +313,8 @@ WITHOUT_EFFECT = [  # step, what is given, the flags without effect
     ("ppo", "--align_overflow --dtype fp16", ""), ("ppo", "--align_overflow", "align_overflow"),
     ("ppo", "--align_overflow --dtype fp16 --advantage_estimator remax", "align_overflow"),
     # what follows training
-    *[(step, f"--report_to tensorboard --profile 2 --stop_on_health error {VALIDATE}",
-       "report_to profile stop_on_health") for step in NEEDED],
+    *[(step, f"--report_to tensorboard --profile 2 --stop_on_health error --push_to_hub me/model {VALIDATE}",
+       "report_to profile stop_on_health push_to_hub") for step in NEEDED],
     ("ppo", f"{VALIDATE} --eval_interval 5", "eval_interval"),
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 from deepspeed.accelerator import get_accelerator
+from huggingface_hub import HfApi, constants
 from stub_runs import Trainer, open_run, run, steps_of, train
 
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
@@ -14,6 +15,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.step_config import defaults_of
 from dschat_ppo.config.supervised_config import SFTConfig
 from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
+from dschat_ppo.html_report.run_folder import read_run
 from dschat_ppo.monitor import writers
 from dschat_ppo.monitor.trackers import Start
 from dschat_ppo.run import session
@@ -40,6 +42,7 @@ def test_a_run_saves_its_last_step_and_a_longer_run_resumes_from_it(tmp_path):
     train(longer, trainer, trainer.to(4))
     assert names(tmp_path) == ["step_000002", "step_000004"] and steps_of(tmp_path) == [1, 2, 3, 4]
     assert "crash" not in (tmp_path / "metrics.jsonl").read_text()
+    assert [start["step"] for start in read_run(tmp_path, "a").starts] == [1, 3], "the lines of starts.jsonl"
 
 
 def test_a_stopped_run_is_saved_and_resume_never_starts_from_scratch(tmp_path, monkeypatch):
@@ -177,9 +180,10 @@ def events(monkeypatch, tmp_path):
     def noted(name, result=None):
         return lambda *_: done.append(name) or result
 
-    names = ("set_deterministic", "init_process_group", "open_log", "check_earlier_outputs", "seed_everything")
+    names = ("init_process_group", "open_log", "check_earlier_outputs", "seed_everything")
     for name in names:
         monkeypatch.setattr(session, name, noted(name))
+    monkeypatch.setattr(session, "set_deterministic", lambda wanted: done.append(f"deterministic {wanted}"))
     monkeypatch.setattr(session.watchdog, "start", noted("watchdog"))
     monkeypatch.setattr(session, "lock_folder", noted("lock"))
     return done
@@ -214,19 +218,33 @@ def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_p
 def test_a_number_format_that_the_device_lacks_is_refused(events, tmp_path, monkeypatch, dtype, supported, usable):
     accelerator = get_accelerator()
     for name in ("bf16", "fp16"):
-        monkeypatch.setattr(
-            accelerator, f"is_{name}_supported", lambda name=name: name in supported or None
-        )  # as DeepSpeed says no
+        says = lambda name=name: name in supported or None  # noqa: E731  None: as DeepSpeed says no
+        monkeypatch.setattr(accelerator, f"is_{name}_supported", says)
     device = accelerator.device_name()
     with pytest.raises(UserError, match=f"^--dtype {dtype}: this {device} does not support it; use one of {usable}$"):
         session.begin_run(config_of(tmp_path, "--dtype", dtype))
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(("dry_run", "deterministic"), [(False, True), (False, False), (True, False)])
 def test_the_folder_is_locked_before_anything_is_written_and_compared_once_the_flags_are_checked(
-    events, tmp_path, dry_run
+    events, tmp_path, dry_run, deterministic
 ):
-    config = config_of(tmp_path, "--dry_run", str(dry_run))
+    config = config_of(tmp_path, "--dry_run", str(dry_run), "--deterministic", str(deterministic))
     session.begin_run(config, check=lambda: events.append("flags"))
-    joined = ["set_deterministic", "lock", "init_process_group", "watchdog", "open_log", "flags"]
+    joined = [f"deterministic {deterministic}", "lock", "init_process_group", "watchdog", "open_log", "flags"]
     assert events == (["flags"] if dry_run else [*joined, "check_earlier_outputs", "seed_everything"])
+
+
+@pytest.mark.parametrize(("name", "token", "reason"), [
+    ("me/a--b", "t", "Cannot have --"), ("me/model", "", "Token is required"), ("me/model", "t", "offline mode is ena"),
+])  # fmt: skip
+def test_a_run_ends_early_if_no_model_can_be_uploaded_there(events, tmp_path, monkeypatch, name, token, reason):
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
+    config, asked = config_of(tmp_path, "--push_to_hub", name), []
+    with pytest.raises(UserError, match=f"--push_to_hub {name}: no upload to http[^ ]* is possible.*: .*{reason}"):
+        session.begin_run(config)
+    for method in ("create_repo", "auth_check"):
+        monkeypatch.setattr(HfApi, method, lambda api, name, **flags: asked.append((name, flags)))
+    session.begin_run(config)
+    assert asked == [(name, {"private": True, "exist_ok": True}), (name, {"write": True})]
