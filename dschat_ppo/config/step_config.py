@@ -122,6 +122,8 @@ class StepConfig(ABC):
             f"{bits} needs --{prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights":
                 bits is not None and stages[prefix] == 3 for prefix in adapted
         } | {
+            f"--optimizer muon is for whole matrices, not for the two factors of LoRA: omit {ranks}, or use adamw":
+                bool(adapted) and self.run.optimizer == "muon",
             "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would freeze: "
             "omit one of the two": bool(adapted) and adapters.only_optimize_lora and self.run.resize_vocabulary,
             f"{bits} freezes the weights that it quantises: add --only_optimize_lora":

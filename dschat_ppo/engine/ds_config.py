@@ -39,6 +39,8 @@ BUCKET_SIZE = 100_000_000
 # ZeRO-3 keeps weights of up to so many elements whole on each rank. Models that fit into memory many times are whole
 # altogether (`WholeWeights`), unless the user sets another number.
 PERSISTENT_ELEMENTS = 10_000
+# Muon as its author published it: https://kellerjordan.github.io/posts/muon/. DeepSpeed's default iteration is another.
+MUON = {"momentum": 0.95, "ns_method": "standard"}
 GRADIENT_CHECKS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 
 
@@ -154,9 +156,16 @@ def read_overlay(path: str | None) -> Config:
 
 
 def require_agreement(config: StepConfig, ranks: int) -> None:
-    """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of the flags."""
+    """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of the flags, and
+    Muon to be on where it is asked for."""
     path, run = config.run.deepspeed_config, config.run
     settings = _settings_of(path)
+    kind, muon = _value_at(settings, "optimizer.type"), run.optimizer == "muon"
+    require(
+        kind is None or str(kind).lower() in (("muon",) if muon else ("adam", "adamw")),
+        f"--deepspeed_config {path}: optimizer.type is {kind}, but --optimizer is {run.optimizer}: change one of the "
+        "two, or take it out of the file",
+    )
     flags, micro = vars(config.training), config.micro_batch
     accumulation = flags["gradient_accumulation_steps"]
     ours = [  # (setting, flag, value)
@@ -168,6 +177,8 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         ),
         ("optimizer.params.betas", "adam_beta1 and --adam_beta2", [run.adam_beta1, run.adam_beta2]),
         ("optimizer.params.eps", "adam_epsilon", run.adam_epsilon),
+        ("optimizer.params.muon_lr", "muon_learning_rate", run.muon_learning_rate),
+        *((f"optimizer.params.{key}", f"optimizer muon's {key}", value) for key, value in MUON.items()),
         ("bf16.enabled", "dtype", run.dtype == "bf16"),
         ("fp16.enabled", "dtype", run.dtype == "fp16"),
     ]  # fmt: skip
@@ -175,6 +186,7 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         peak, decay = f"{model}learning_rate", f"{model}weight_decay"
         ours += [
             ("optimizer.params.lr", peak, flags[peak]),
+            ("optimizer.params.adam_lr", peak, flags[peak]),
             ("optimizer.params.weight_decay", decay, flags[decay]),
             ("scheduler.params.warmup_max_lr", peak, flags[peak]),
             ("scheduler.params.warmup_num_steps", "num_warmup_steps", flags["num_warmup_steps"]),
@@ -188,11 +200,17 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
             f"--deepspeed_config {path}: {setting} is {json.dumps(theirs)}, but --{flag} is "
             f"{run.dtype if flag == 'dtype' else value}: change one of the two, or take it out of the file",
         )
-    kind = _value_at(settings, "optimizer.type")
-    require(
-        kind is None or str(kind).lower() in ("adam", "adamw"),
-        f"--deepspeed_config {path}: optimizer.type is {kind}, but training uses AdamW; take it out",
-    )
+    for model, stage in config.stages.items() if muon else ():
+        made = config_of_run(config, stage, ranks, "cpu")
+        zero, sums = made["zero_optimization"], made.get("data_types", {}).get("grad_accum_dtype", "fp32")
+        offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+        # Elsewhere a skipped update changes Muon's momentum, or that is not laid out like the weights (`engine_state`).
+        require(
+            (run.dtype, zero["stage"], offload, sums) in (("fp32", 0, "none", "fp32"), ("bf16", 1, "none", "fp32")),
+            "--optimizer muon: with these settings DeepSpeed clips Muon's update in place of the gradient, which makes "
+            f"it many times smaller; use --{model}zero_stage 0, or in bf16 1, without offload, and no --dtype fp16 or "
+            "grad_accum_dtype, or use adamw",
+        )
 
 
 def _value_at(settings: Config, place: str) -> Any:
