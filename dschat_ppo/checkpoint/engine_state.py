@@ -258,7 +258,7 @@ def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int) 
         for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
             moments[number] = {key: flat[key].view_as(master) for key in MOMENTS if key in flat}
             if "exp_avg" in flat:
-                moments[number]["step"] = steps  # torch's AdamW converts it to a tensor
+                moments[number]["step"] = torch.tensor(float(steps))
     state = engine.optimizer.state_dict()
     if not engine.zero_optimization():
         for weight, flat in zip(masters, flats, strict=True):

@@ -27,6 +27,12 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--ref_sync_mixup 0.5", "it is for --ref_sync_interval; omit it"),
     ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 0", "--ref_sync_mixup must be above 0 and at most 1"),
     ("ppo", "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora", "--ref_sync_interval mixes"),
+    ("sft", "--optimizer muon", "--optimizer muon and --muon_learning_rate need each other"),
+    ("ppo", "--muon_learning_rate 0.1", "--optimizer muon and --muon_learning_rate need each other"),
+    *[("ppo", f"--optimizer muon --muon_learning_rate 0.1 {words}", "in place of the gradient") for words in (
+        "--dtype fp32 --critic_zero_stage 1", "--actor_zero_stage 2", "--dtype fp16", "--actor_zero_stage 1 "
+        "--critic_zero_stage 1 --offload", "--actor_zero_stage 1 --critic_zero_stage 1 --offload_optimizer")],
+    ("ppo", f"--optimizer muon --muon_learning_rate 0.1 {LORA}", "omit --actor_lora_dim or --critic_lora_dim, or use"),
     # one base of all models
     ("ppo", "--share_base --actor_lora_dim 4 --critic_lora_dim 4", "--only_optimize_lora"),
     ("ppo", "--share_base --critic_lora_dim 4 --only_optimize_lora", "--actor_lora_dim above 0"),

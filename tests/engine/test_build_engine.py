@@ -1,15 +1,18 @@
 """Engines from models: parameter groups, optimizer, modes, and the schedule, equal to those of transformers to the last
 bit."""
 
+import math
 import os
 import sys
 from dataclasses import replace
 from functools import partial
 from math import cos, pi
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from launch import forked, succeed
 from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
@@ -27,7 +30,9 @@ from dschat_ppo.engine.build_engine import (
     train_engine,
 )
 from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.models.adapters import AdapterSettings, add_adapter
+from dschat_ppo.models.loading import DTYPES
 
 SETTINGS = OptimizerSettings(0.5, 0.1, "linear", 2, 6, (0.8, 0.9), 1e-6)
 
@@ -119,15 +124,65 @@ def test_functions_of_muon_are_not_compiled(monkeypatch):
     assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
 
 
+def orthogonal(matrix: np.ndarray) -> np.ndarray:
+    """Five steps of the Newton-Schulz iteration of https://kellerjordan.github.io/posts/muon/."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonal(matrix.T).T
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+@pytest.mark.parametrize(("stage", "dtype", "kind"), [(0, "fp32", "gpt2"), (1, "bf16", "llama")])
+@pytest.mark.usefixtures("one_rank")
+def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(stage, dtype, kind, monkeypatch):
+    """Momentum, iteration, scale and decay in numpy; gradients are clipped; a skipped step changes nothing."""
+    settings = replace(SETTINGS, learning_rate=0.1, warmup_steps=0, total_steps=4, muon_learning_rate=0.2)
+    engine = train_engine(new_model(kind).to(DTYPES[dtype]), train_config(stage, dtype, False, 1, 0.05), settings)
+    muon = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
+    monkeypatch.setattr(muon, "ns_compute_dtype", lambda *_: torch.float32)  # bf16 is faster, and enough
+
+    def numbers(of) -> dict[str, np.ndarray]:
+        return {name: of(weight).double().cpu().numpy().copy() for name, weight in engine.module.named_parameters()}
+
+    master = safe_get_full_fp32_param if stage else torch.detach
+    ids, momenta = torch.arange(24, device=dist.device()).view(2, 12), dict.fromkeys(numbers(torch.detach), 0.0)
+    for factor, bad in ((1, 0.0), (0.75, math.inf), (0.75, 0.0)):
+        before = numbers(master)
+        assert learning_rates(engine) == pytest.approx({"lr": 0.1 * factor, "muon_lr": 0.2 * factor})
+        rows = accumulate(engine, [ids], lambda rows, bad=bad: engine(rows).logits.float().logsumexp(-1).mean() + bad)
+        gradients, result = numbers(safe_get_full_grad), apply(rows)
+        for name, after in numbers(master).items():
+            old, gradient = before[name], gradients[name] * min(1, 0.05 / result.grad_norm)
+            if bad:
+                expected = old
+            elif gradient.ndim > 1 and (".0." in name or ".1." in name):  # a matrix of one of the two layers
+                momenta[name] = 0.95 * momenta[name] + 0.05 * gradient
+                update = orthogonal(0.05 * gradient + 0.95 * momenta[name])
+                update *= max(1, gradient.shape[0] / gradient.shape[1]) ** 0.5
+                expected = old - 0.2 * factor * (update + 0.1 * old)
+            elif factor == 1:  # the first step of Adam
+                expected = old - 0.1 * (gradient / (abs(gradient) + 1e-6) + 0.1 * old * (gradient.ndim > 1))
+            else:
+                continue
+            np.testing.assert_allclose(after, expected, atol=2e-4, err_msg=name)
+
+
 @pytest.mark.ranks
 def test_below_zero_2_the_number_of_ranks_changes_no_gradient(tmp_path):
-    """The sums of bf16 gradients are added in fp32. (Each gradient is rounded, the same on any rank.)"""
+    """The sums of bf16 gradients are added in fp32. (Each gradient is rounded, the same on any rank.) So Muon's updates
+    are the same too, though one matrix lies on both ranks."""
     for ranks in (1, 2):
         succeed(forked(ranks, "tests/workers/two_ranks.py", "summed_gradients", tmp_path / f"{ranks}.pt", timeout=100))
-    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    (one, moved), (two, others) = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
     assert len(one) == 2 and all(part.abs().max() > 1e-3 for part in one)
     for part, other in zip(one, two, strict=True):
         torch.testing.assert_close(part, other, rtol=1e-6, atol=1e-9)
+    assert len(moved) == 2 and all(part.norm() > 0.1 for part in moved)
+    for part, other in zip(moved, others, strict=True):
+        torch.testing.assert_close(part, other, rtol=0, atol=1e-5)
 
 
 KINDS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import deepspeed
@@ -179,6 +180,23 @@ def test_the_rate_of_a_file_is_that_of_actor_and_critic(tmp_path):
     require_agreement(config_with(tmp_path, settings, "ppo", *one, *without), ranks=1)
 
 
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "Muon", "params": {"momentum": 0.95}}}, None),
+    ({"zero_optimization": {"stage": 3}}, "stage is 3, but --zero_stage is 1"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "cpu., but --optimizer muon's device is"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "bf16., but --optimizer muon's sums of gradients is fp32"),
+    ({"optimizer": {"type": "AdamW"}}, "type is AdamW, but --optimizer is muon"),
+    ({"optimizer": {"params": {"muon_lr": 0.1}}}, "muon_lr is 0.1, but --muon_learning_rate is 0.01"),
+    ({"optimizer": {"params": {"adam_lr": 0.1}}}, "adam_lr is 0.1, but --learning_rate is 2e-05"),
+    ({"optimizer": {"params": {"momentum": 0.9}}}, "momentum is 0.9, but --optimizer muon's momentum is 0.95"),
+])  # fmt: skip
+def test_a_file_does_not_turn_muon_off(tmp_path, settings, said):
+    words = "--optimizer muon --muon_learning_rate 0.01 --zero_stage 1".split()
+    config = config_with(tmp_path, settings, "sft", *words)
+    with nullcontext() if said is None else pytest.raises(UserError, match=said):
+        require_agreement(config, ranks=2)
+
+
 def test_deepspeed_reads_every_known_setting():
     sources = "".join(path.read_text() for path in Path(deepspeed.__file__).parent.rglob("*.py"))
     assert [key for key in KNOWN + DERIVED if not re.search(rf"[\"']{key}[\"']", sources)] == []
@@ -193,7 +211,7 @@ def test_deepspeed_reads_every_known_setting():
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: "),
     ({"zero_optimization": 3}, "zero_optimization must be an object"),
     ({"bf16": {"enable": True}}, "bf16.enable: .*; did you mean enabled?"),
-    ({"optimizer": {"type": "Lion"}}, "optimizer.type is Lion, but training uses AdamW"),
+    ({"optimizer": {"type": "Muon"}}, "optimizer.type is Muon, but --optimizer is adamw"),
     ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device is nvme.*use cpu"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device is nvme.*use cpu"),
     ({"bf16": {"check_grad_overflow": False}}, "false would let gradients"),
