@@ -233,9 +233,8 @@ def test_states_of_another_model_or_optimizer_are_refused(tmp_path, monkeypatch)
     engine = engine_with(a=3, b=1)
     for muon, moment in ((True, {}), (False, {"momentum_buffer": 0})):
         engine.optimizer.param_groups[0]["use_muon"] = muon
-        monkeypatch.setattr(
-            engine_state, "read_shards", lambda *_, moment=moment: [{"flats": [{"exp_avg": 0}, moment]}]
-        )
+        flats = [{"exp_avg": 0}, moment]
+        monkeypatch.setattr(engine_state, "read_shards", lambda *_, flats=flats: [{"flats": flats}])
         with pytest.raises(UserError, match="actor: another --optimizer trained the saved run: use that one"):
             load_engine(engine, Path("actor"))
 

@@ -21,7 +21,7 @@ from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.health_flags import FitHealthFlags, PPOHealthFlags, thresholds
 from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.config.run_flags import ConsoleFlags, possible_sizes
+from dschat_ppo.config.run_flags import ConsoleFlags
 from dschat_ppo.config.supervised_flags import BestFlags, BestMetric, SupervisedFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.supervised.trainer import SupervisedPlan
@@ -190,13 +190,6 @@ def test_metrics_that_the_evaluation_of_the_step_has_are_accepted(step, words):
     assert config_of(step, "--metric_for_best", *words.split()).best.metric_for_best == words.split()[0]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "heads", "sizes"), [(1, None, "1"), (2, None, "1 or 2"), (12, 16, "1, 2 or 4"), (3, 4, "1")]
-)
-def test_possible_sizes_of_sequence_parallelism_divide_ranks_and_heads(ranks, heads, sizes):
-    assert possible_sizes(ranks, heads) == sizes
-
-
 def test_thresholds_of_health_rules_and_windows():
     read("ppo", "--health", "kl_spike=0.6,window=20", "scores_equal=off", "kl_negative=-0.1")
     window, limits, off = thresholds(PPOHealthFlags(health=["kl_spike=0.6", "window=20", "scores_equal=off"]))
@@ -239,13 +232,10 @@ def test_fractions_of_an_epoch_are_rounded_up_to_optimizer_steps(epochs, most, t
         assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
 
 
-@pytest.mark.parametrize(
-    ("epochs", "most", "stop", "steps"),
-    [
-        (0.5, 0, 0, 2), (1.5, 0, 0, 4), (0.01, 0, 0, 1), (2.0, 0, 0, 5),  # 100 prompts, 40 in a step
-        (1, 7, 0, 7), (5, 1, 0, 1), (1, 7, 2, 2), (1, 1, 2, 1), (1, 0, 9, 3),  # --test_stop_step only shortens
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("epochs", "most", "stop", "steps"), [
+    (0.5, 0, 0, 2), (1.5, 0, 0, 4), (0.01, 0, 0, 1), (2.0, 0, 0, 5),  # 100 prompts, 40 in a step
+    (1, 7, 0, 7), (5, 1, 0, 1), (1, 7, 2, 2), (1, 1, 2, 1), (1, 0, 9, 3),  # --test_stop_step only shortens
+])  # fmt: skip
 def test_ppo_steps_by_fractions_and_by_max_steps(epochs, most, stop, steps):
     flags = ppo_flags(
         per_device_generation_batch_size=20, per_device_training_batch_size=20, num_train_epochs=epochs,

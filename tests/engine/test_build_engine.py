@@ -178,12 +178,9 @@ def factors(kind: str, warmup: int, total: int, steps: int, peak: float = 1.0, l
 @pytest.mark.parametrize(("warmup", "total"), [(0, 7), (3, 11), (7, 100), (0, 1), (5, 6)])
 def test_factors_are_those_of_transformers(kind, warmup, total):
     assert factors(kind, warmup, total, total + 4, 3e-5) == of_transformers(kind, warmup, total, 3e-5)
-
-
-@pytest.mark.parametrize(("warmup", "total"), [(0, 9), (3, 11)])
-def test_a_lowest_factor_is_that_of_transformers_where_it_has_one(warmup, total):
-    expected = of_transformers("cosine_with_min_lr", warmup, total, 0.5, min_lr_rate=0.3)
-    assert factors("cosine", warmup, total, total + 4, least=0.3) == expected
+    if kind == "cosine":  # which has a lowest factor there
+        expected = of_transformers("cosine_with_min_lr", warmup, total, 0.5, min_lr_rate=0.3)
+        assert factors(kind, warmup, total, total + 4, least=0.3) == expected
 
 
 def test_a_lowest_factor_by_hand():
