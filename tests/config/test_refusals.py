@@ -333,6 +333,7 @@ def test_a_note_names_each_flag_without_effect(step, words, names):
 
 @pytest.mark.parametrize("words", [
     f"--sleep_in_rollout --offload {STAGES}", f"--offload_optimizer {STAGES}",
+    "--optimizer muon --muon_learning_rate 0.1 --actor_zero_stage 1",
     f"--zero_hpz_partition_size 2 {STAGES}", f"--inference_tp_size 2 {STAGES} --actor_lora_dim 8",
     f"--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16 {STAGES}",
     f"{SHARED} --actor_zero_stage 1 --critic_zero_stage 2", f"{SHARED} --actor_dropout 0",
