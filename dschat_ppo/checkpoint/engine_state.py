@@ -1,11 +1,11 @@
 """The states of a DeepSpeed engine: save them to files in the background, and load them into an engine of any world
 size, ZeRO stage, dtype or optimizer. DeepSpeed's own and universal checkpoints do not suffice (docs/decisions.md).
 
-At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments in the
-same order. A `Fragment` describes which elements of which parameter lie where. `FOLDER/rank_N.pt` holds the fragments
-and flat tensors of rank N (at stage 0 rank 0 has everything), `FOLDER/common.pt` what all ranks share. Frozen
-parameters are not saved, because resuming reads them from the model folder. From the fragments of all ranks that saved
-and those of the engine that loads, every piece is copied directly from the mapped files to its place.
+At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments or Muon's
+momentum in the same order. A `Fragment` describes which elements of which parameter lie where. `FOLDER/rank_N.pt` holds
+the fragments and flat tensors of rank N (at stage 0 rank 0 has everything), `FOLDER/common.pt` what all ranks share.
+Frozen parameters are not saved, because resuming reads them from the model folder. From the fragments of all ranks that
+saved and those of the engine that loads, every piece is copied directly from the mapped files to its place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.types import Engine
 
 COMMON = "common.pt"
-WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
+WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -125,6 +125,10 @@ def load_engine(engine: Engine, folder: Path) -> None:
     common = common_state(folder)
     _require_same_parameters(folder, common, engine)
     shards = read_shards(folder, common)
+    saved = {key for shard in shards for flat in shard["flats"] for key in flat}
+    muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
+    if "exp_avg" in saved and ("momentum_buffer" in saved) != muon:
+        raise UserError(f"{folder}: another --optimizer trained the saved run: use that one, or start from its model")
     flats = gather(shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)])
     with quiet_prints():
         _install(engine, flats, shards[0]["steps"])
@@ -161,8 +165,8 @@ def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: An
 def read_shards(folder: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The states of all ranks that saved, in rank order. `common` is `common_state(folder)`. "fragments" says which
     elements the tensors of "flats" hold; each of these has "fp32" (weights) and, after the first step, "exp_avg" and
-    "exp_avg_sq" -> 1-D fp32 tensors in the same order. "steps" is AdamW's step count, "loss_scale" the attributes of
-    DeepSpeed's loss scaler in fp16."""
+    "exp_avg_sq", or "momentum_buffer" -> 1-D fp32 tensors in the same order. "steps" is AdamW's step count,
+    "loss_scale" the attributes of DeepSpeed's loss scaler in fp16."""
     shards = [load_state(folder / rank_file(rank), mapped=True) for rank in range(common["ranks"])]
     return [shard | {"fragments": [Fragment(*values) for values in shard["fragments"]]} for shard in shards]
 
@@ -200,12 +204,14 @@ def gather(
     shards: Sequence[Mapping[str, Any]], wanted: Sequence[Fragment], lengths: Sequence[int]
 ) -> list[dict[str, Tensor]]:
     """For each flat tensor a dict as in "flats", fp32 on the host, with the elements of the `wanted` fragments,
-    copied from the shards of all ranks that saved; other elements of the flat tensors of `lengths` are 0."""
+    copied from the shards of all ranks that saved; other elements of the flat tensors of `lengths` are 0, and one of
+    padding alone has no moments, which nothing reads."""
     saved = _pieces(shards)
-    keys = (WEIGHTS, *MOMENTS) if any(shard["steps"] for shard in shards) else (WEIGHTS,)
-    flats = [{key: torch.zeros(length) for key in keys} for length in lengths]
+    flats = [{WEIGHTS: torch.zeros(length)} for length in lengths]
     for target in wanted:
-        _copy(saved[target.name], target, flats[target.flat])
+        flat, (_, states) = flats[target.flat], saved[target.name][0]
+        flat |= {key: torch.zeros(lengths[target.flat]) for key in states.keys() - flat.keys()}
+        _copy(saved[target.name], target, flat)
     return flats
 
 
@@ -250,8 +256,9 @@ def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int) 
     moments: dict[int, dict[str, Any]] = {}
     if steps:
         for number, (master, flat) in enumerate(zip(masters, flats, strict=True)):
-            moments[number] = {key: flat[key].view_as(master) for key in MOMENTS}
-            moments[number]["step"] = steps  # torch's AdamW converts it to a tensor
+            moments[number] = {key: flat[key].view_as(master) for key in MOMENTS if key in flat}
+            if "exp_avg" in flat:
+                moments[number]["step"] = torch.tensor(float(steps))
     state = engine.optimizer.state_dict()
     if not engine.zero_optimization():
         for weight, flat in zip(masters, flats, strict=True):

@@ -1,4 +1,4 @@
-"""The flags of every run: outputs, seed, number format, AdamW; checkpoints and failures; what it prints and keeps;
+"""The flags of every run: outputs, seed, number format, optimizer; checkpoints and failures; what it prints and keeps;
 memory, sequences and attention."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ONE_END = "answers end with the chat template's end-of-turn token, or with EOS 
 
 @dataclass(frozen=True)
 class RunFlags:
-    """Output folder, seed, number format, AdamW and logging."""
+    """Output folder, seed, number format, optimizer and logging."""
 
     # fmt: off
     output_dir: str | None = flag(None, "output folder for models, metrics and the resolved configuration (required)")
@@ -32,6 +32,12 @@ class RunFlags:
     resize_vocabulary: bool = flag(False,
         "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding and the head, each "
         "initialised with the mean of the existing rows")
+    optimizer: Literal["adamw", "muon"] = flag("adamw",
+        "muon: Muon for the matrices of the decoder layers, and AdamW for embeddings, heads, norms and biases; without "
+        "LoRA, offload and fp16, at ZeRO stage 0, in bf16 also at stage 1")
+    muon_learning_rate: float | None = share(None,
+        "peak learning rate of the matrices under --optimizer muon, at most 1. Muon's update of an n x n matrix is as "
+        "large as AdamW's at a rate of about 0.2 sqrt(n) times AdamW's")
     adam_beta1: float = fraction(0.9, "first beta of AdamW")
     adam_beta2: float = fraction(0.95, "second beta of AdamW")
     adam_epsilon: float = share(1e-8, "epsilon of AdamW")
@@ -69,6 +75,8 @@ class RunFlags:
                 "none" in self.report_to and len(set(self.report_to)) > 1,
             f"--push_to_hub {self.push_to_hub}: name the repository as OWNER/NAME":
                 self.push_to_hub is not None and self.push_to_hub.count("/") != 1,
+            "--optimizer muon and --muon_learning_rate need each other (--help muon says which rate is usual)":
+                (self.optimizer == "muon") != (self.muon_learning_rate is not None),
             "--dry_run_ranks needs --dry_run": self.dry_run_ranks is not None and not self.dry_run,
         })  # fmt: skip
 

@@ -96,6 +96,11 @@ class StepConfig(ABC):
                 flags.offload_optimizer and min(stages.values()) == 0,
             f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not partition weights":
                 flags.zero_hpz_partition_size > 1 and 3 not in stages.values(),
+            # elsewhere a skipped update also changes Muon's momentum, or a checkpoint could not divide it
+            f"--optimizer muon needs {names} 0, with --dtype bf16 at most 1, and neither fp16 nor offload: elsewhere "
+            "DeepSpeed clips Muon's update in place of the gradient, which makes it many times smaller":
+                self.run.optimizer == "muon" and (self.run.dtype == "fp16" or group.offload or flags.offload_optimizer
+                                                  or max(stages.values()) > (self.run.dtype == "bf16")),
         })  # fmt: skip
         self._require_usable_lora()
         ratio, kind, warmup = schedule.warmup_ratio, group.lr_scheduler_type, group.num_warmup_steps
@@ -122,6 +127,8 @@ class StepConfig(ABC):
             f"{bits} needs --{prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition quantised weights":
                 bits is not None and stages[prefix] == 3 for prefix in adapted
         } | {
+            f"--optimizer muon is for whole matrices, not for the two factors of LoRA: omit {ranks}, or use adamw":
+                bool(adapted) and self.run.optimizer == "muon",
             "--resize_vocabulary adds rows to the embedding and the head, which --only_optimize_lora would freeze: "
             "omit one of the two": bool(adapted) and adapters.only_optimize_lora and self.run.resize_vocabulary,
             f"{bits} freezes the weights that it quantises: add --only_optimize_lora":

@@ -9,6 +9,7 @@ next update. Gradients, optimizer states, fp32 weights and checkpoints are parti
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from dschat_ppo.common.dist import local_world_size, on_gpu, world_size
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import quiet_prints
 from dschat_ppo.config.step_config import POLYNOMIAL_END, StepConfig
-from dschat_ppo.engine.ds_config import PERSISTENT_ELEMENTS, Config, eval_config
+from dschat_ppo.engine.ds_config import MUON, PERSISTENT_ELEMENTS, Config, eval_config
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import is_adapter_parameter
 from dschat_ppo.models.loading import load_causal_lm
@@ -121,11 +122,13 @@ def whole_weights(engine: Engine) -> WholeWeights | None:
 
 
 _NO_COMPILER = "TORCHDYNAMO_DISABLE"
+_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its learning rate schedule over optimizer steps. `lora_learning_rate` None: `learning_rate`."""
+    """AdamW and its learning rate schedule over optimizer steps. `lora_learning_rate` None: `learning_rate`;
+    `muon_learning_rate` None: no Muon."""
 
     learning_rate: float
     weight_decay: float
@@ -136,6 +139,7 @@ class OptimizerSettings:
     epsilon: float
     lora_learning_rate: float | None = None
     min_lr_ratio: float = 0.0  # lowest rate after the warm-up, as a share of the peak
+    muon_learning_rate: float | None = None
 
 
 def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> OptimizerSettings:
@@ -147,15 +151,16 @@ def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> Op
         config.warmup_steps(updates), updates,
         (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
         vars(config.lora)[f"{prefix}lora_learning_rate"], schedule.min_lr_ratio,
+        run.muon_learning_rate,
     )  # fmt: skip
 
 
 def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, layer_by_layer: bool = False) -> Engine:
-    """A DeepSpeed engine that trains the parameters of `model` that require gradients with AdamW. `layer_by_layer`:
-    ZeRO-3 gathers the weights of one layer at a time, of a small model too (see `WholeWeights`)."""
+    """A DeepSpeed engine that trains the parameters of `model` that require gradients. `layer_by_layer`: ZeRO-3
+    gathers the weights of one layer at a time, of a small model too (see `WholeWeights`)."""
+    _import_muon()
     optimizer = build_optimizer(model, settings)
     scheduler = LambdaLR(optimizer, partial(rate_factor, settings))
-    _import_muon()
     engine = _initialise(model, config, layer_by_layer, optimizer=optimizer, lr_scheduler=scheduler)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
         engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
@@ -171,12 +176,12 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, 
 def _import_muon() -> None:
     """Import DeepSpeed's Muon optimizer, as every ZeRO engine does, without torch's compiler. `torch.compile` decorates
     functions there, which imports the compiler: a second for each rank, and modules that each garbage collection
-    searches. No run calls these functions (`DERIVED`). DeepSpeed without the module needs no import."""
+    searches. Muon runs them uncompiled. DeepSpeed without the module needs no import."""
     before = os.environ.get(_NO_COMPILER)
     os.environ[_NO_COMPILER] = "1"
     try:
         with suppress(ImportError):
-            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+            import_module(_MUON)
     finally:
         if before is None:
             del os.environ[_NO_COMPILER]
@@ -225,9 +230,15 @@ def share_gathering(model: nn.Module, engine: Engine) -> None:
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """PyTorch's fused AdamW, which also updates what DeepSpeed keeps on the host, as with `--offload`."""
+    """PyTorch's fused AdamW, which also updates what DeepSpeed keeps on the host, as with `--offload`; with Muon for
+    the groups that have `use_muon`."""
     groups = parameter_groups(model, settings)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
+    adamw = dict[str, Any](lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
+    if settings.muon_learning_rate is None:
+        return torch.optim.AdamW(groups, **adamw)
+    groups = [(MUON if "use_muon" in group else {"use_muon": False, **adamw}) | group for group in groups]
+    made: torch.optim.Optimizer = import_module(_MUON).MuonWithAuxAdam(groups, torch.optim.AdamW, adamw)
+    return made
 
 
 def rate_factor(settings: OptimizerSettings, step: int) -> float:
@@ -260,20 +271,29 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Trainable parameters by learning rate (LoRA last) and weight decay: of matrices, not of DoRA's magnitudes."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
-        (is_lora, is_matrix): [] for is_lora in (False, True) for is_matrix in (True, False)
-    }
+    """Trainable parameters by learning rate (LoRA or Muon last) and weight decay: of matrices, not of DoRA's
+    magnitudes."""
+    own = settings.learning_rate if settings.lora_learning_rate is None else settings.lora_learning_rate
+    of_muon = {"lr": settings.muon_learning_rate, "use_muon": True}
+    rates: dict[str, dict[str, Any]] = {"": {}, "lora": {"lr": own}, "muon": of_muon}
+    groups = {(kind, is_matrix): list[nn.Parameter]() for kind in rates for is_matrix in (True, False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             shape = parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape  # ZeRO-3 empties `shape`
-            groups[is_adapter_parameter(name), len(shape) > 1].append(parameter)
-    own = settings.learning_rate if settings.lora_learning_rate is None else settings.lora_learning_rate
+            muon = settings.muon_learning_rate is not None and is_layer_matrix(name, shape)
+            kind = "lora" if is_adapter_parameter(name) else "muon" if muon else ""
+            groups[kind, len(shape) > 1].append(parameter)
     return [
-        {"params": held, "weight_decay": settings.weight_decay if is_matrix else 0.0} | ({"lr": own} if is_lora else {})
-        for (is_lora, is_matrix), held in groups.items()
+        {"params": held, "weight_decay": settings.weight_decay if is_matrix else 0.0} | rates[kind]
+        for (kind, is_matrix), held in groups.items()
         if held
     ]
+
+
+def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon trains this parameter: a matrix that multiplies in a decoder layer, which a number in the name
+    shows. DeepSpeed's own rule, by "embed" and "lm_head" in the name, takes score heads, and embeddings of GPT-2."""
+    return len(shape) == 2 and re.search(r"\.\d+\..*weight$", name) is not None
 
 
 def frozen_policy(folder: str, dtype: str, stage: int, offload: bool, resize: bool) -> tuple[PolicyModel, Config]:

@@ -39,6 +39,8 @@ BUCKET_SIZE = 100_000_000
 # ZeRO-3 keeps weights of up to so many elements whole on each rank. Models that fit into memory many times are whole
 # altogether (`WholeWeights`), unless the user sets another number.
 PERSISTENT_ELEMENTS = 10_000
+# Muon as its author published it: https://kellerjordan.github.io/posts/muon/. DeepSpeed's default iteration is another.
+MUON = {"momentum": 0.95, "ns_method": "standard"}
 GRADIENT_CHECKS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 
 
@@ -157,6 +159,12 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
     """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of the flags."""
     path, run = config.run.deepspeed_config, config.run
     settings = _settings_of(path)
+    kind, muon = _value_at(settings, "optimizer.type"), run.optimizer == "muon"
+    require(
+        kind is None or str(kind).lower() in (("muon",) if muon else ("adam", "adamw")),
+        f"--deepspeed_config {path}: optimizer.type is {kind}, but --optimizer is {run.optimizer}: change one of the "
+        "two, or take it out of the file",
+    )
     flags, micro = vars(config.training), config.micro_batch
     accumulation = flags["gradient_accumulation_steps"]
     ours = [  # (setting, flag, value)
@@ -171,10 +179,19 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         ("bf16.enabled", "dtype", run.dtype == "bf16"),
         ("fp16.enabled", "dtype", run.dtype == "fp16"),
     ]  # fmt: skip
+    if muon:  # the file could turn it off: see the refusals of `StepConfig`
+        ours += [
+            ("optimizer.params.muon_lr", "muon_learning_rate", run.muon_learning_rate),
+            *((f"optimizer.params.{key}", f"optimizer muon's {key}", value) for key, value in MUON.items()),
+            *(("zero_optimization.stage", f"{model}zero_stage", stage) for model, stage in config.stages.items()),
+            ("zero_optimization.offload_optimizer.device", "optimizer muon's device", "none"),
+            ("data_types.grad_accum_dtype", "optimizer muon's sums of gradients", "fp32"),
+        ]
     for model in config.stages:
         peak, decay = f"{model}learning_rate", f"{model}weight_decay"
         ours += [
             ("optimizer.params.lr", peak, flags[peak]),
+            ("optimizer.params.adam_lr", peak, flags[peak]),
             ("optimizer.params.weight_decay", decay, flags[decay]),
             ("scheduler.params.warmup_max_lr", peak, flags[peak]),
             ("scheduler.params.warmup_num_steps", "num_warmup_steps", flags["num_warmup_steps"]),
@@ -188,11 +205,6 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
             f"--deepspeed_config {path}: {setting} is {json.dumps(theirs)}, but --{flag} is "
             f"{run.dtype if flag == 'dtype' else value}: change one of the two, or take it out of the file",
         )
-    kind = _value_at(settings, "optimizer.type")
-    require(
-        kind is None or str(kind).lower() in ("adam", "adamw"),
-        f"--deepspeed_config {path}: optimizer.type is {kind}, but training uses AdamW; take it out",
-    )
 
 
 def _value_at(settings: Config, place: str) -> Any:

@@ -246,7 +246,9 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
 
 
 def learning_rates(engine: Engine) -> dict[str, float]:
-    """`lr` of the next step, of weights that are not LoRA, if any; and `lora_lr` if both train, at two rates."""
-    peaks = [group["initial_lr"] for group in engine.optimizer.param_groups]
-    own = {"lora_lr": float(engine.get_lr()[-1])} if peaks[0] != peaks[-1] else {}
+    """`lr` of the next step, of weights that are not LoRA and not under Muon, if any; and `lora_lr` or `muon_lr` if
+    both train, at two rates."""
+    first, last = engine.optimizer.param_groups[0], engine.optimizer.param_groups[-1]
+    name = "muon_lr" if last.get("use_muon") else "lora_lr"
+    own = {name: float(engine.get_lr()[-1])} if first["initial_lr"] != last["initial_lr"] else {}
     return {"lr": float(engine.get_lr()[0])} | own

@@ -123,7 +123,7 @@ FIGURES = [
     Figure(_OPTIMIZER, "Skipped updates", ("optim/nonfinite_skipped", "optim/overflow/*"),
            "Skipped for NaN, infinity or an fp16 overflow: rare ones are harmless; if there are more, look at the "
            "files in nonfinite/."),
-    Figure(_OPTIMIZER, "Learning rate", ("lr", "lora_lr", "optim/lr/*", "optim/lora_lr/*"),
+    Figure(_OPTIMIZER, "Learning rate", ("lr", "*_lr", "optim/lr/*", "optim/*_lr/*"),
            "The schedule as it ran."),
 ]  # fmt: skip
 OTHER_METRICS = "Other metrics"  # the section of the metrics that no figure shows, one figure each

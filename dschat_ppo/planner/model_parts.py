@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.engine.build_engine import is_layer_matrix
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
@@ -57,6 +58,7 @@ class ModelParts:
     vocabulary: int  # width of the logits
     kv_bytes: int  # bytes of the keys and values of one token
     saved: SavedActivations
+    matrices: int = 0  # those that `--optimizer muon` trains with Muon
     state_bytes: int = 0  # bytes of the states of one row, where layers carry one from token to token
 
     def cache_bytes(self, length: int) -> int:
@@ -128,6 +130,7 @@ def _parts_of(
         vocabulary=1 if scalar else head.weight.shape[0],
         kv_bytes=kv_bytes,
         saved=saved_activations(backbone),
+        matrices=sum(w.numel() for name, w in model.named_parameters() if is_layer_matrix(name, w.shape)),
         state_bytes=state_bytes,
     )
 

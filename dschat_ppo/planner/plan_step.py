@@ -157,6 +157,7 @@ def roles_of(
             offloads_weights=zero["stage"] == 3 and on_host["param"],
             kept_whole=not by_layer and may_be_whole(made, ITEMSIZE[dtype] * size.total, ranks, device_memory),
             shared=shared, on_gpu=on_gpu, bits=bits if size.adapted else 0,
+            muon=size.matrices if prefix is not None and config.run.optimizer == "muon" else 0,
         ))  # fmt: skip
     return roles
 

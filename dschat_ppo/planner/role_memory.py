@@ -67,6 +67,7 @@ class Role:
     kept_whole: bool = False  # at stage 3, gathered weights stay between two updates (`engine/build_engine.py`)
     shared: int = 0  # parameters of another role's frozen base that it uses; they count there
     on_gpu: bool = False  # the device is a GPU
+    muon: int = 0  # parameters under Muon, which has one momentum in place of two moments
     bits: int = 0  # of the quantised weights under LoRA (QLoRA); 0: not quantised
 
     @property
@@ -123,10 +124,12 @@ def gathered_layer_by_layer(role: Role) -> Memory:
 
 
 def optimizer(role: Role) -> Memory:
-    """fp32 weights and moments: (4 + 8) T / N; in fp32 at stage 0, the weights themselves are the fp32 weights. With
-    the optimizer in host memory, the update there also needs gradients in fp32, 4 T / N, and below stage 3 new weights
-    to send back, s T / N, and two buffers of the largest parameter, 2 x 4 bytes a number, one of them on the device."""
+    """fp32 weights and moments: (4 + 8) T / N, and 4 / N less for each parameter under Muon; in fp32 at stage 0, the
+    weights themselves are the fp32 weights. With the optimizer in host memory, the update there also needs gradients in
+    fp32, 4 T / N, and below stage 3 new weights to send back, s T / N, and two buffers of the largest parameter, 2 x 4
+    bytes a number, one of them on the device."""
     size = role.part * (MOMENTS + (MASTER if role.stage > 0 else 0))
+    size -= FP32 * role.muon // (role.ranks if role.stage > 0 else 1)
     if not role.offloads_optimizer or not role.trained:
         return Memory.of(size)
     size += role.part * FP32

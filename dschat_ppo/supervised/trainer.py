@@ -58,7 +58,8 @@ COLUMNS = {
     "kl": Column("KL", "kl", "7.4f"),
 }
 OF_EACH_STEP = (
-    Column("lr", "lr", "8.2e"), Column("LoRA lr", "lora_lr", "8.2e"), Column("grad norm", "grad_norm", "6.3g"),
+    Column("lr", "lr", "8.2e"), Column("LoRA lr", "lora_lr", "8.2e"), Column("Muon lr", "muon_lr", "8.2e"),
+    Column("grad norm", "grad_norm", "6.3g"),
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from dschat_ppo.checkpoint.engine_state import (
     _require_same_parameters,
     common_state,
     gather,
+    load_engine,
     partitioned_fragments,
     resume_schedule,
     whole_weights,
@@ -203,7 +204,7 @@ def test_any_layout_can_be_resharded_into_any_other(seed):
             for piece in wanted:
                 values = truth[piece.name][key][piece.start : piece.start + piece.length]
                 expected[piece.flat, piece.offset : piece.offset + piece.length] = values
-            np.testing.assert_array_equal(np.stack([flat[key].numpy() for flat in found]), expected)
+            np.testing.assert_array_equal(np.stack([flat.get(key, torch.zeros(80)) for flat in found]), expected)
 
 
 def engine_with(**sizes):
@@ -216,7 +217,7 @@ def engine_with(**sizes):
     )  # fmt: skip
 
 
-def test_states_of_another_model_are_refused(tmp_path):
+def test_states_of_another_model_or_optimizer_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"actor: holds no states of an engine \(common.pt is missing\)"):
         common_state(tmp_path / "actor")
     common = {"shapes": {"a": (3,), "b": (1,)}, "buffers": {"passes": torch.zeros(())}}
@@ -228,6 +229,14 @@ def test_states_of_another_model_are_refused(tmp_path):
     for buffers in ({}, {"passes": 0, "more": 0}):
         with pytest.raises(UserError, match=f"the first is {'more' if buffers else 'passes'}"):
             _require_same_parameters(Path("actor"), {**common, "buffers": buffers}, engine_with(a=3, b=1))
+    monkeypatch.setattr(engine_state, "common_state", lambda folder: common)
+    engine = engine_with(a=3, b=1)
+    for muon, moment in ((True, {}), (False, {"momentum_buffer": 0})):
+        engine.optimizer.param_groups[0]["use_muon"] = muon
+        flats = [{"exp_avg": 0}, moment]
+        monkeypatch.setattr(engine_state, "read_shards", lambda *_, flats=flats: [{"flats": flats}])
+        with pytest.raises(UserError, match="actor: another --optimizer trained the saved run: use that one"):
+            load_engine(engine, Path("actor"))
 
 
 def test_whole_weights_are_joined_from_the_pieces_of_all_ranks(monkeypatch):

@@ -292,18 +292,15 @@ def test_no_page_and_no_message_names_a_retired_flag():
 
 
 @pytest.mark.parametrize("word", ["--gone", "--gone=3", "--no_gone"])
-def test_giving_a_retired_flag_is_refused_with_what_to_use(gone, word):
+def test_giving_a_retired_flag_is_refused_with_what_to_use(gone, word, tmp_path):
     for step in NEEDED:
         with pytest.raises(UserError, match=rf"^unknown flag .*\n  {word.split('=')[0]}: left: use --seed$"):
             read(step, word)
     with pytest.raises(UserError, match=r"\n  --gone: left: use --seed$"):  # a command of another program
         FlagParser(allow_abbrev=False).parse_args(["--gone", "3"])
-
-
-def test_a_file_that_a_person_wrote_is_refused_with_what_to_use(gone, tmp_path):
-    (tmp_path / "mine.yaml").write_text("gone: 3\nseed: 5\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"mine.yaml: unknown flag or value: --gone \(.*\n  --gone: left: use --seed$"):
-        read("sft", "--config", str(tmp_path / "mine.yaml"))
+    file = yaml_file(tmp_path, "gone: 3\nseed: 5\n")  # which a person wrote
+    with pytest.raises(UserError, match=rf"{file}: unknown flag or value: --gone \(.*\n  --gone: left: use --seed$"):
+        read("sft", "--config", file)
 
 
 @pytest.mark.parametrize("step", NEEDED)

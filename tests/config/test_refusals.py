@@ -7,7 +7,7 @@ from command_lines import NEEDED, config_of, noted, read
 from dschat_ppo.config.batch_plan import plan_ppo
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.on_policy import describe, old_logprobs_source
-from dschat_ppo.config.run_flags import MemoryFlags, check_sequence_parallel_size
+from dschat_ppo.config.run_flags import MemoryFlags, check_sequence_parallel_size, possible_sizes
 from dschat_ppo.errors import UserError
 
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
@@ -27,6 +27,12 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--ref_sync_mixup 0.5", "it is for --ref_sync_interval; omit it"),
     ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 0", "--ref_sync_mixup must be above 0 and at most 1"),
     ("ppo", "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora", "--ref_sync_interval mixes"),
+    ("sft", "--optimizer muon", "--optimizer muon and --muon_learning_rate need each other"),
+    ("ppo", "--muon_learning_rate 0.1", "--optimizer muon and --muon_learning_rate need each other"),
+    *[("ppo", f"--optimizer muon --muon_learning_rate 0.1 {words}", "in place of the gradient") for words in (
+        "--dtype fp32 --critic_zero_stage 1", "--actor_zero_stage 2", "--dtype fp16", "--actor_zero_stage 1 "
+        "--critic_zero_stage 1 --offload", "--actor_zero_stage 1 --critic_zero_stage 1 --offload_optimizer")],
+    ("ppo", f"--optimizer muon --muon_learning_rate 0.1 {LORA}", "omit --actor_lora_dim or --critic_lora_dim, or use"),
     # one base of all models
     ("ppo", "--share_base --actor_lora_dim 4 --critic_lora_dim 4", "--only_optimize_lora"),
     ("ppo", "--share_base --critic_lora_dim 4 --only_optimize_lora", "--actor_lora_dim above 0"),
@@ -247,6 +253,7 @@ def test_the_size_of_sequence_parallelism_divides_the_ranks():
     check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=2), 4)
     with pytest.raises(UserError, match=r"--sequence_parallel_size 3 does not divide the 4 ranks .* use 1, 2 or 4$"):
         check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=3), 4)
+    assert [possible_sizes(*of) for of in ((1,), (2,), (12, 16), (3, 4))] == ["1", "1 or 2", "1, 2 or 4", "1"]
 
 
 @pytest.mark.parametrize(("step", "words", "missing"), [
@@ -327,6 +334,7 @@ def test_a_note_names_each_flag_without_effect(step, words, names):
 
 @pytest.mark.parametrize("words", [
     f"--sleep_in_rollout --offload {STAGES}", f"--offload_optimizer {STAGES}",
+    "--optimizer muon --muon_learning_rate 0.1 --actor_zero_stage 1",
     f"--zero_hpz_partition_size 2 {STAGES}", f"--inference_tp_size 2 {STAGES} --actor_lora_dim 8",
     f"--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16 {STAGES}",
     f"{SHARED} --actor_zero_stage 1 --critic_zero_stage 2", f"{SHARED} --actor_dropout 0",

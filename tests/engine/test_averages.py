@@ -182,20 +182,12 @@ def test_a_partition_has_no_padding(monkeypatch, rank, first, kept):
     assert weight.ds_tensor.tolist()[: len(kept)] == [number + 1 for number in kept], "a view"
 
 
-def test_only_a_copy_that_zero_keeps_is_renewed():
-    for status, expected in ((ZeroParamStatus.AVAILABLE, [[3.0], [4.0]]), (ZeroParamStatus.NOT_AVAILABLE, [[0], [0]])):
-        weight = partitioned_weight(2, [3.0, 4.0])
-        weight.data, weight.ds_shape, weight.ds_status = torch.zeros(2, 1), (2, 1), status
-        refresh_whole_copy(weight)
-        assert weight.tolist() == expected
+def test_a_sync_moves_the_whole_copy_too_if_zero_keeps_one():
+    for status, expected in ((ZeroParamStatus.AVAILABLE, [[1.0, -2.0]]), (ZeroParamStatus.NOT_AVAILABLE, [[0.0, 0.0]])):
+        actor, reference = (nn.Linear(2, 1, bias=False) for _ in range(2))
+        actor.weight.data = torch.tensor([[4.0, -8.0]])
+        reference.weight = weight = partitioned_weight(2, [0.0, 0.0])
+        weight.data, weight.ds_shape, weight.ds_status = torch.zeros(1, 2), (1, 2), status
+        sync_of(actor, reference, 0.25).update()
+        assert (weight.tolist(), weight.ds_tensor.tolist()) == (expected, [1.0, -2.0])
     refresh_whole_copy(nn.Parameter(torch.zeros(1)))
-
-
-def test_a_sync_moves_the_whole_copy_too():
-    actor, reference = (nn.Linear(2, 1, bias=False) for _ in range(2))
-    actor.weight.data = torch.tensor([[4.0, -8.0]])
-    reference.weight = partitioned_weight(2, [0.0, 0.0])
-    reference.weight.data, reference.weight.ds_shape = torch.zeros(1, 2), (1, 2)
-    reference.weight.ds_status = ZeroParamStatus.AVAILABLE
-    sync_of(actor, reference, 0.25).update()
-    assert reference.weight.tolist() == [[1.0, -2.0]]

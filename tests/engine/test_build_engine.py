@@ -1,15 +1,17 @@
 """Engines from models: parameter groups, optimizer, modes, and the schedule, equal to those of transformers to the last
 bit."""
 
+import math
 import os
 import sys
 from dataclasses import replace
 from functools import partial
-from math import cos, pi
 
+import numpy as np
 import pytest
 import torch
-import transformers
+from config.command_lines import NEEDED
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from launch import forked, succeed
 from one_rank import one_rank  # noqa: F401
 from tiny_models import new_model
@@ -18,16 +20,21 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from dschat_ppo.common import dist
+from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.build_engine import (
     OptimizerSettings,
     _import_muon,
     build_optimizer,
+    is_layer_matrix,
+    optimizer_settings,
     parameter_groups,
     rate_factor,
     train_engine,
 )
 from dschat_ppo.engine.ds_config import train_config
+from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
 from dschat_ppo.models.adapters import AdapterSettings, add_adapter
+from dschat_ppo.models.loading import DTYPES
 
 SETTINGS = OptimizerSettings(0.5, 0.1, "linear", 2, 6, (0.8, 0.9), 1e-6)
 
@@ -38,12 +45,13 @@ def test_biases_and_norms_do_not_decay_also_where_weights_are_partitioned():
     decayed, others = parameter_groups(model, SETTINGS)
     assert (decayed["weight_decay"], others["weight_decay"], len(others["params"])) == (0.1, 0.0, 3)
     assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[2].weight)}
+    assert not is_layer_matrix("backbone.layers.0.mixer.A_log", (8, 4)), "of Mamba, which multiplies no states"
 
 
 def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
     model = new_model("llama")
     add_adapter(model, AdapterSettings(2, 4, 0.0, "q_proj", False, True, False))
-    settings = replace(SETTINGS, lora_learning_rate=2.0)
+    settings = replace(SETTINGS, lora_learning_rate=2.0, warmup_steps=0, total_steps=4)
     groups = parameter_groups(model, settings)
     names = {id(p): name for name, p in model.named_parameters()}
     assert [(group.get("lr"), group["weight_decay"]) for group in groups] == [
@@ -52,42 +60,9 @@ def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
     assert ["lora" in names[id(group["params"][0])] for group in groups] == [False, False, True, True]
     assert sum(len(group["params"]) for group in groups) == sum(weight.requires_grad for weight in model.parameters())
     optimizer = build_optimizer(model, settings)
-    scheduler = transformers.get_scheduler("linear", optimizer, 0, 4)
+    scheduler = LambdaLR(optimizer, partial(rate_factor, settings))
     scheduler.step()
     assert scheduler.get_last_lr() == [0.375, 0.375, 1.5, 1.5]
-
-
-def rates(settings: OptimizerSettings, peaks: tuple[float, ...], steps: int) -> list[list[float]]:
-    """For each parameter group the rate of each step."""
-    weights = [nn.Parameter(torch.zeros(1)) for _ in peaks]
-    groups = [{"params": [weight], "lr": peak} for weight, peak in zip(weights, peaks, strict=True)]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
-    scheduler, found = LambdaLR(optimizer, partial(rate_factor, settings)), []
-    for _ in range(steps):
-        found.append([group["lr"] for group in optimizer.param_groups])
-        optimizer.step()
-        scheduler.step()
-    return [list(group) for group in zip(*found, strict=True)]
-
-
-def decay(kind: str, progress: float) -> float:
-    """Of the part after the warm-up; all but `polynomial` end at 0, and it ends at 1e-7 in place of the peak of 0.5."""
-    if kind.startswith("cosine"):
-        return (1 + cos(pi * progress)) / 2
-    return 1 - progress if kind == "linear" else 1e-7 / 0.5 + (1 - 1e-7 / 0.5) * (1 - progress)
-
-
-@pytest.mark.parametrize(("warmup", "least"), [(0, 0.1), (3, 0.0), (3, 0.1)])
-@pytest.mark.parametrize("kind", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
-def test_rates_follow_the_formula_and_each_group_keeps_its_ratio(kind, warmup, least):
-    """`polynomial` decays linearly (its power is 1), and with a lowest rate ends there instead of at 1e-7."""
-    settings = replace(SETTINGS, schedule=kind, warmup_steps=warmup, total_steps=11, min_lr_ratio=least)
-    expected = [step / 3 for step in range(warmup)]
-    shape = "linear" if kind == "polynomial" and least > 0 else kind
-    for step in range(warmup, 12):  # the last one is the rate after the run
-        expected.append(least + (1 - least) * decay(shape, (step - warmup) / (11 - warmup)))
-    for found, peak in zip(rates(settings, (0.5, 2.0, 0.03), 12), (0.5, 2.0, 0.03), strict=True):
-        assert found == pytest.approx([peak * factor for factor in expected], rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)])
@@ -119,15 +94,70 @@ def test_functions_of_muon_are_not_compiled(monkeypatch):
     assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
 
 
+def orthogonal(matrix: np.ndarray) -> np.ndarray:
+    """Five steps of the Newton-Schulz iteration of https://kellerjordan.github.io/posts/muon/."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonal(matrix.T).T
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+@pytest.mark.parametrize(("stage", "dtype", "kind", "muon"), [
+    (0, "fp32", "gpt2", 0.2), (1, "bf16", "llama", 0.2), (0, "fp32", "llama", None),
+])  # fmt: skip
+@pytest.mark.usefixtures("one_rank")
+def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(stage, dtype, kind, muon, monkeypatch):
+    """Momentum, iteration, scale and decay in numpy; gradients are clipped, and a skipped step changes nothing."""
+    words = "--learning_rate 0.1 --weight_decay 0.1 --adam_epsilon 1e-6 --lr_scheduler_type linear"
+    words += f" --optimizer muon --muon_learning_rate {muon}" if muon else ""
+    settings = optimizer_settings(parse("sft", [*NEEDED["sft"], *words.split()]), 4)
+    engine = train_engine(new_model(kind).to(DTYPES[dtype]), train_config(stage, dtype, False, 1, 0.05), settings)
+    module = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
+    monkeypatch.setattr(module, "ns_compute_dtype", {"standard": torch.float32}.__getitem__)  # in place of bf16
+
+    def numbers(of) -> dict[str, np.ndarray]:
+        return {name: of(weight).double().cpu().numpy().copy() for name, weight in engine.module.named_parameters()}
+
+    master = safe_get_full_fp32_param if stage else torch.detach
+    ids, momenta = torch.arange(24, device=dist.device()).view(2, 12), dict.fromkeys(numbers(torch.detach), 0.0)
+    for factor, bad in ((1, 0.0), (0.75, math.inf), (0.75, 0.0)):
+        before = numbers(master)
+        rates = {"lr": 0.1 * factor} | ({"muon_lr": muon * factor} if muon else {})
+        assert learning_rates(engine) == pytest.approx(rates)
+        rows = accumulate(engine, [ids], lambda rows, bad=bad: engine(rows).logits.float().logsumexp(-1).mean() + bad)
+        gradients, result = numbers(safe_get_full_grad), apply(rows)
+        for name, after in numbers(master).items():
+            old, gradient = before[name], gradients[name] * min(1, 0.05 / result.grad_norm)
+            if bad:
+                expected = old
+            elif muon and gradient.ndim > 1 and (".0." in name or ".1." in name):  # a matrix of one of the two layers
+                momenta[name] = 0.95 * momenta[name] + 0.05 * gradient
+                update = orthogonal(0.05 * gradient + 0.95 * momenta[name])
+                update *= max(1, gradient.shape[0] / gradient.shape[1]) ** 0.5
+                expected = old - muon * factor * (update + 0.1 * old)
+            elif factor == 1:  # the first step of Adam
+                expected = old - 0.1 * (gradient / (abs(gradient) + 1e-6) + 0.1 * old * (gradient.ndim > 1))
+            else:
+                continue
+            np.testing.assert_allclose(after, expected, atol=2e-4, err_msg=name)
+
+
 @pytest.mark.ranks
 def test_below_zero_2_the_number_of_ranks_changes_no_gradient(tmp_path):
-    """The sums of bf16 gradients are added in fp32. (Each gradient is rounded, the same on any rank.)"""
+    """The sums of bf16 gradients are added in fp32. (Each gradient is rounded, the same on any rank.) So Muon's updates
+    are the same too, though one matrix lies on both ranks."""
     for ranks in (1, 2):
         succeed(forked(ranks, "tests/workers/two_ranks.py", "summed_gradients", tmp_path / f"{ranks}.pt", timeout=100))
-    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    (one, moved), (two, others) = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
     assert len(one) == 2 and all(part.abs().max() > 1e-3 for part in one)
     for part, other in zip(one, two, strict=True):
         torch.testing.assert_close(part, other, rtol=1e-6, atol=1e-9)
+    assert len(moved) == 2 and all(part.norm() > 0.1 for part in moved)
+    for part, other in zip(moved, others, strict=True):
+        torch.testing.assert_close(part, other, rtol=0, atol=1e-5)
 
 
 KINDS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
@@ -148,14 +178,12 @@ def factors(kind: str, warmup: int, total: int, steps: int, peak: float = 1.0, l
 @pytest.mark.parametrize(("warmup", "total"), [(0, 7), (3, 11), (7, 100), (0, 1), (5, 6)])
 def test_factors_are_those_of_transformers(kind, warmup, total):
     assert factors(kind, warmup, total, total + 4, 3e-5) == of_transformers(kind, warmup, total, 3e-5)
-
-
-@pytest.mark.parametrize(("warmup", "total"), [(0, 9), (3, 11)])
-def test_a_lowest_factor_is_that_of_transformers_where_it_has_one(warmup, total):
-    expected = of_transformers("cosine_with_min_lr", warmup, total, 0.5, min_lr_rate=0.3)
-    assert factors("cosine", warmup, total, total + 4, least=0.3) == expected
+    if kind == "cosine":  # which has a lowest factor there
+        expected = of_transformers("cosine_with_min_lr", warmup, total, 0.5, min_lr_rate=0.3)
+        assert factors(kind, warmup, total, total + 4, least=0.3) == expected
 
 
 def test_a_lowest_factor_by_hand():
     assert factors("linear", 1, 5, 7, least=0.2) == pytest.approx([0, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert factors("cosine_with_restarts", 0, 2, 4, least=0.2) == pytest.approx([1, 0.6, 0.2, 0.2])
+    assert factors("polynomial", 1, 5, 7, 0.5, least=0.2) == pytest.approx([0, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert factors("cosine_with_restarts", 1, 3, 5, least=0.2) == pytest.approx([0, 1, 0.6, 0.2, 0.2])

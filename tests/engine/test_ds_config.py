@@ -155,16 +155,23 @@ FIT = ("--per_device_train_batch_size 4 --gradient_accumulation_steps 3 --learni
     ("scheduler.params.warmup_num_steps", 100, "num_warmup_steps", "7"),
     ("scheduler.params.warmup_max_lr", 1e-4, "learning_rate", "2e-05"),
     ("bf16.enabled", False, "dtype", "bf16"), ("fp16.enabled", True, "dtype", "bf16"),
+    ("optimizer.params.adam_lr", 1e-4, "learning_rate", "2e-05"),
+    ("optimizer.params.muon_lr", 0.2, "muon_learning_rate", "0.1"),
+    ("optimizer.params.momentum", 0.9, "optimizer muon's momentum", "0.95"),  # and what would turn it off
+    ("zero_optimization.stage", 3, "zero_stage", "0"), ("data_types.grad_accum_dtype", "bf16", "optimizer muon's sums "
+     "of gradients", "fp32"), ("zero_optimization.offload_optimizer.device", "cpu", "optimizer muon's device", "none"),
 ])  # fmt: skip
 def test_settings_that_differ_from_the_flags_are_named_with_both_values(tmp_path, place, value, flag, ours):
-    settings = json.loads(json.dumps(AGREE))
+    settings, words = json.loads(json.dumps(AGREE)), FIT
+    if "muon" in flag or flag == "zero_stage":
+        settings["optimizer"]["type"], words = "Muon", [*FIT, "--optimizer", "muon", "--muon_learning_rate", "0.1"]
     *sections, key = place.split(".")
     inner = settings
     for section in sections:
         inner = inner.setdefault(section, {})
     inner[key] = value
     with pytest.raises(UserError) as problem:
-        require_agreement(config_with(tmp_path, settings, "sft", *FIT), ranks=2)
+        require_agreement(config_with(tmp_path, settings, "sft", *words), ranks=2)
     said = str(problem.value)
     assert f"mine.json: {place} is {json.dumps(value)}, but --{flag}" in said and ours in said.split(", but ")[1]
 
@@ -193,7 +200,7 @@ def test_deepspeed_reads_every_known_setting():
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: "),
     ({"zero_optimization": 3}, "zero_optimization must be an object"),
     ({"bf16": {"enable": True}}, "bf16.enable: .*; did you mean enabled?"),
-    ({"optimizer": {"type": "Lion"}}, "optimizer.type is Lion, but training uses AdamW"),
+    ({"optimizer": {"type": "Muon"}}, "optimizer.type is Muon, but --optimizer is adamw"),
     ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device is nvme.*use cpu"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device is nvme.*use cpu"),
     ({"bf16": {"check_grad_overflow": False}}, "false would let gradients"),

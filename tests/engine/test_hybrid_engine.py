@@ -15,7 +15,6 @@ from torch import nn
 from dschat_ppo.checkpoint.engine_state import flat_masters
 from dschat_ppo.common import dist
 from dschat_ppo.engine import hybrid_engine
-from dschat_ppo.engine import hybrid_engine as module
 from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine, whole_weights
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.hybrid_engine import (
@@ -159,22 +158,15 @@ def test_views_of_the_fp32_weights_see_the_updates_after_a_sleep(stage, simulate
 
 
 def test_engines_that_generation_does_not_use_sleep_with_their_weights(simulated):
-    actor, critic = engine_of(2, "bf16"), engine_of(3, "bf16")
+    """All but those that the actor shares with another engine."""
+    actor, critic, base = engine_of(2, "bf16"), engine_of(3, "bf16"), nn.Linear(4, 9).bfloat16()
+    base.weight = actor.module[0].weight  # one base for several models
     reference = eval_engine(nn.Linear(4, 4).bfloat16(), eval_config(0, "bf16", False, 1))
-    with HybridEngine(actor, sleeping=[actor, critic, reference]).generating():
-        assert held_bytes(weights_of(critic)) == held_bytes(weights_of(reference)) == 0
-        assert held_bytes(weights_of(actor)) > 0
+    reward = eval_engine(nn.Sequential(base), eval_config(0, "bf16", False, 1))
+    with HybridEngine(actor, sleeping=[actor, critic, reference, reward]).generating():
+        assert held_bytes(weights_of(critic)) == held_bytes(weights_of(reference)) == held_bytes([base.bias]) == 0
+        assert held_bytes(weights_of(actor)) > 0 and held_bytes([base.weight]) > 0
     assert held_bytes(weights_of(critic)) > 0 and held_bytes(weights_of(reference)) > 0
-
-
-def test_memory_that_the_actor_shares_with_another_engine_stays(simulated):
-    actor, reward = engine_of(1, "fp32"), nn.Linear(4, 9)
-    reward.weight = actor.module[0].weight  # one base for several models
-    reward.bias = nn.Parameter(torch.ones(9))
-    engine = eval_engine(nn.Sequential(reward), eval_config(0, "fp32", False, 1))
-    with HybridEngine(actor, sleeping=[actor, engine]).generating():
-        assert held_bytes([reward.weight]) > 0
-        assert held_bytes([engine.module[0].bias]) == 0
 
 
 def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(simulated, monkeypatch):
@@ -311,13 +303,13 @@ def test_two_halves_of_each_layer_hold_the_whole_weight_once():
 @pytest.mark.parametrize("layers", [1, 8])
 def test_layers_are_gathered_as_many_at_a_time_as_the_flag_says(layers, monkeypatch):
     model, gathered = new_model("llama"), []
-    monkeypatch.setattr(module, "is_missing", lambda weight: True)
+    monkeypatch.setattr(hybrid_engine, "is_missing", lambda weight: True)
 
     def gathering(weights):
         gathered.append(len(weights))
         return nullcontext()
 
-    monkeypatch.setattr(module.deepspeed.zero, "GatheredParameters", gathering)
+    monkeypatch.setattr(hybrid_engine.deepspeed.zero, "GatheredParameters", gathering)
     with divided(model, two(0, layers)):
         pass
     assert gathered == {1: [7, 7], 8: [14]}[layers], "seven linear layers in each of two decoder layers"
@@ -336,17 +328,13 @@ def test_a_row_wise_bias_is_added_once(monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
-def test_an_error_restores_weights_and_forward():
+def test_an_error_restores_weights_and_forward_and_a_layer_that_is_not_linear_is_named():
     model = new_model("qwen2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(KeyError), divided(model, two(1)):
         raise KeyError
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any("forward" in vars(part) for part in model.modules())
-
-
-def test_a_layer_that_is_not_linear_is_named():
-    model = new_model("llama")
     model.model.layers[1].mlp.up_proj = nn.Identity()
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj is a Identity"), divided(model, two(0)):
         pass
@@ -363,7 +351,7 @@ def test_a_division_that_computes_something_else_stops_the_run(way, said_of, mon
             raise IndexError("out of range")
         return nn.functional.linear(inputs, whole[id(layer)] if way == "adds up" else layer.weight)
 
-    monkeypatch.setattr(module, "_forward", forward)
+    monkeypatch.setattr(hybrid_engine, "_forward", forward)
     hybrid = HybridEngine(SimpleNamespace(module=model, eval=model.eval, train=model.train), parallel=two(0))
     if not said_of:
         hybrid.check_division()

@@ -214,6 +214,12 @@ def test_an_actor_that_continues_an_adapter_has_a_frozen_copy_of_it_as_the_refer
     assert torch.equal(logprobs(engines.reference), before)
     assert "a frozen copy of its first adapter" in str(said)
     assert not any(p.requires_grad for p in engines.reference.module.parameters())
+    engines.eval()
+    with engines.hybrid.generating() as model:
+        assert not adapter_layers(model), "the actor generates with its adapter merged"
+        found = logprobs(PolicyModel(model, Layout(fused=False)))
+    torch.testing.assert_close(found, logprobs(engines.actor), rtol=1e-4, atol=1e-5)
+    assert adapter_layers(engines.actor.module)
 
 
 def test_a_reference_beside_weights_that_train_is_a_model_itself(adapters, said):
@@ -259,13 +265,3 @@ def test_the_stage_that_the_deepspeed_config_sets_is_that_of_all_models_over_the
         assert adapter_layers(model)
         found = logprobs(PolicyModel(model, Layout(fused=False)))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_actor_generates_with_its_adapter_merged(adapters):
-    engines = engines_of(adapters, *FROZEN, **CONTINUED)
-    engines.eval()
-    with engines.hybrid.generating() as model:
-        assert not adapter_layers(model)
-        found = logprobs(PolicyModel(model, Layout(fused=False)))
-    torch.testing.assert_close(found, logprobs(engines.actor), rtol=1e-4, atol=1e-5)
-    assert adapter_layers(engines.actor.module)

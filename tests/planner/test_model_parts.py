@@ -188,7 +188,8 @@ CASES = [
     ("gathered_layer_by_layer", role(3, kept_whole=True), Memory()), ("gathered_layer_by_layer", role(2), Memory()),
     ("gathered_layer_by_layer", sized(role(3), other=3 * 10**9), Memory(2 * 10**9)),  # at most a billion numbers
     ("optimizer", role(1, "bf16"), Memory(12 * 250)), ("optimizer", role(3, "bf16"), Memory(12 * 250)),
-    ("optimizer", role(0, "fp32"), Memory(8 * 1000)), ("optimizer", role(2, "fp32"), Memory(12 * 250)),
+    ("optimizer", role(1, muon=400), Memory(12 * 250 - 4 * 100)), ("optimizer", role(0, "fp32"), Memory(8 * 1000)),
+    ("optimizer", role(2, "fp32"), Memory(12 * 250)),
     ("optimizer", role(2, offloads_optimizer=True), Memory(BUFFER, 250 * (12 + 4 + 2) + BUFFER)),
     ("optimizer", role(3, offloads_optimizer=True), Memory(0, 250 * (12 + 4))),
     ("gradients", role(1, "bf16"), Memory(4 * 1000)), ("gradients", role(1, "fp16"), Memory()),

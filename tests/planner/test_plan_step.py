@@ -68,6 +68,9 @@ def test_weights_and_states_of_a_model_of_8_billion_parameters_on_8_ranks():
     assert held(plan, "scoring", "actor", "optimizer").device == 12 * total // 8
     assert held(plan, "scoring", "actor", "gradients").device == 4 * total // 8
     assert held(plan, "scoring", "reference", "optimizer").device == 0
+    muon = plan_ppo("--optimizer muon --muon_learning_rate 0.1")
+    matrices = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert held(muon, "scoring", "actor", "optimizer").device == (12 * total - 4 * matrices) // 8
     assert held(plan, "rollout", "actor", "buffers").device > 2 * total  # gathered for generation
     text, needs = full_text(plan, "Step 3"), plan.needs(plan.phases[0])
     [line] = [line for line in text.splitlines() if line.split()[:1] == ["all"] and "1.00" in line]

@@ -22,6 +22,7 @@ from dschat_ppo.checkpoint import engine_state
 from dschat_ppo.checkpoint.state_files import BackgroundWriter
 from dschat_ppo.common import dist
 from dschat_ppo.common.dist import own_part
+from dschat_ppo.engine import build_engine
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
 from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
@@ -30,6 +31,7 @@ from workers.quick import joined_ranks
 BEFORE, AFTER = 4, 3
 ROWS, WORDS, VOCABULARY = 8, 5, 13
 OVERFLOWS = (1, 5)  # steps whose gradients are too large for fp16, one before the save and one after
+MATRICES = ("narrow.weight", "widen.weight")  # which Muon trains
 OVERLAY = {"zero_optimization": {"stage3_param_persistence_threshold": 20, "sub_group_size": 60}}
 
 
@@ -40,9 +42,10 @@ class Case:
     offload: bool = False
     begun: int = BEFORE  # steps before the save
     frozen: bool = False  # most of the weights, among them the tied ones
+    muon: bool = False
 
     def __str__(self) -> str:
-        marks = {"offload": self.offload, "unstarted": not self.begun, "frozen": self.frozen}
+        marks = {"offload": self.offload, "unstarted": not self.begun, "frozen": self.frozen, "muon": self.muon}
         return " ".join([f"stage {self.stage} {self.dtype}", *(mark for mark, there in marks.items() if there)])
 
 
@@ -71,7 +74,8 @@ def build(case: Case, seed: int = 0):
     overlay = OVERLAY | ({"fp16": {"initial_scale_power": 10}} if case.dtype == "fp16" else {})
     config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, overlay)
     betas = (0.85, 0.98)  # their fp32 powers by multiplication and by pow() differ from the third step on
-    settings = OptimizerSettings(0.05, 0.3, "cosine", 2, 20, betas, 1e-8)
+    settings = OptimizerSettings(0.05, 0.3, "cosine", 2, 20, betas, 1e-8, muon_learning_rate=0.1 if case.muon else None)
+    build_engine.is_layer_matrix = lambda name, shape: name in MATRICES
     model = Tiny(seed)
     if case.frozen:  # as loaded from a folder: the same whatever the seed
         model.embedding.weight, model.head.weight = (Tiny(99).embedding.weight.requires_grad_(False),) * 2
@@ -110,7 +114,8 @@ def without_padding(engine) -> list[torch.Tensor]:
 def digest(engine) -> str:
     """SHA-256 of the state of this rank: weights, masters, moments, counts, buffers, scale, counters, schedule."""
     weights = [own_part(weight)[1] for weight in engine.module.parameters()]  # without padding, which is uninitialised
-    states = [state[key] for state in engine.basic_optimizer.state.values() for key in sorted(state)]
+    held = [engine.basic_optimizer.state.get(master, {}) for master in engine_state.flat_masters(engine)]
+    states = [state[key] for state in held for key in sorted(state)]
     tensors = [*weights, *without_padding(engine), *engine.module.buffers(), *map(torch.as_tensor, states)]
     hashed = hashlib.sha256()
     for tensor in tensors:
@@ -132,7 +137,8 @@ def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
     for weight, name in engine.param_names.items():
         if not weight.requires_grad:
             continue
-        keys = engine_state.MOMENTS if engine.basic_optimizer.state else ()
+        muon = name in MATRICES and "use_muon" in engine.optimizer.param_groups[-1]
+        keys = (("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")) if engine.basic_optimizer.state else ()
         if engine.zero_optimization():
             states = {key: safe_get_full_optimizer_state(weight, key) for key in keys}
             found[name] = {engine_state.WEIGHTS: safe_get_full_fp32_param(weight), **states}
@@ -142,7 +148,7 @@ def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def steps_of(engine) -> list[int]:
-    return sorted({int(state["step"]) for state in engine.basic_optimizer.state.values()})
+    return sorted({int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state})
 
 
 def save_and_go_on(case: Case, folder: Path) -> dict:
@@ -197,10 +203,11 @@ def reshard_engine(case: Case, folder: Path) -> dict:
 
 
 SAVED = {
-    "first": [Case(0), Case(2, "bf16")],
+    "first": [Case(0), Case(2, "bf16"), Case(0, muon=True)],
     "main": [
         Case(0), Case(3), Case(1, "bf16"), Case(3, "bf16"), Case(2, "bf16", offload=True),
         Case(3, "bf16", offload=True), Case(2, "fp16"), Case(3, begun=0), Case(3, frozen=True),
+        Case(1, "bf16", muon=True),
     ],
     "last": [],
 }  # fmt: skip
@@ -209,6 +216,7 @@ RESHARDED = {
     "main": [
         ("first", Case(0), Case(3)),
         ("first", Case(2, "bf16"), Case(3, "bf16")),
+        ("first", Case(0, muon=True), Case(1, "bf16", muon=True)),
         ("main", Case(3), Case(0)),
         ("main", Case(1, "bf16"), Case(3, "bf16")),
         ("main", Case(3, "bf16"), Case(2, "bf16", offload=True)),
@@ -221,6 +229,7 @@ RESHARDED = {
         ("main", Case(3), Case(2)),
         ("main", Case(3, "bf16", offload=True), Case(1, "bf16")),
         ("main", Case(3, frozen=True), Case(2, frozen=True)),
+        ("main", Case(1, "bf16", muon=True), Case(0, muon=True)),
     ],
 }  # fmt: skip
 

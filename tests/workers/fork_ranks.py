@@ -26,7 +26,6 @@ from dschat_ppo.common.processes import signal_when_parent_ends
 
 IMPORTED = (
     "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # imports the compiler of torch
     "dschat_ppo.ppo.train_ppo", "dschat_ppo.supervised.sft", "dschat_ppo.supervised.train_preference", "peft",
     "torch.utils.tensorboard", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
@@ -144,6 +143,7 @@ def import_libraries() -> TextIO:
     os.dup2(2, 1)  # what a library prints is no answer
     for name in IMPORTED:
         importlib.import_module(name)
+    importlib.import_module("dschat_ppo.engine.build_engine")._import_muon()
     gc.collect()
     gc.freeze()  # the ranks share these pages
     return answers

@@ -2,18 +2,20 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import groups
+from deepspeed.runtime.zero.muon import original_muon
+from deepspeed.utils import groups, safe_get_full_fp32_param
 from torch import nn
 
 from dschat_ppo.common import dist
 from dschat_ppo.engine.averages import MovingAverage
 from dschat_ppo.engine.build_engine import OptimizerSettings, train_engine
 from dschat_ppo.engine.ds_config import train_config
-from dschat_ppo.engine.optimizer_step import accumulate
+from dschat_ppo.engine.optimizer_step import accumulate, apply
 from workers.quick import joined_ranks
 
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
@@ -42,15 +44,22 @@ def moving_averages() -> None:
 
 
 def summed_gradients(out: str) -> None:
-    """One optimizer step of four micro-batches, dealt to the ranks: rank 0 saves the sums of gradients in fp32."""
+    """Two optimizer steps of four micro-batches, dealt to the ranks: rank 0 saves the last sums of gradients in fp32,
+    and the matrices that Muon moved."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 90), nn.Tanh(), nn.Linear(90, 30)).bfloat16()
+    original_muon.ns_compute_dtype = lambda *_: torch.float32
+    model = nn.Sequential(nn.Sequential(nn.Linear(40, 90), nn.Tanh(), nn.Linear(90, 30))).bfloat16()
     rows = torch.randn(4, 2, 40).bfloat16()
-    engine = train_engine(model, train_config(1, "bf16", False, dist.world_size(), 1.0), SETTINGS)
+    settings = replace(SETTINGS, muon_learning_rate=0.1)
+    engine = train_engine(model, train_config(1, "bf16", False, dist.world_size(), 1.0), settings)
     own = list(rows[dist.rank() :: dist.world_size()])
-    accumulate(engine, own, lambda x: engine(x).float().pow(2).sum() / 240)
+    for _ in range(2):
+        gradients = accumulate(engine, own, lambda x: engine(x).float().pow(2).sum() / 240)
+        sums = [part.clone() for part in engine.optimizer.fp32_groups_actual_gradients_flat]
+        apply(gradients)
+    matrices = [safe_get_full_fp32_param(weight) for weight in engine.module.parameters() if weight.dim() == 2]
     if dist.is_main():
-        torch.save([part.clone() for part in engine.optimizer.fp32_groups_actual_gradients_flat], out)
+        torch.save((sums, matrices), out)
 
 
 def group_timeouts() -> None:
