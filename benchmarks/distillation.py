@@ -1,6 +1,6 @@
 """Distillation: a step of ours beside TRL's DistillationTrainer, and the memory of the divergence beside whole logits.
 
-    python benchmarks/distillation.py [--steps 4] [--tokens 1024] [--vocabulary 152000] [--only memory] [--json FILE]
+    python benchmarks/distillation.py [--steps 4] [--tokens 1024] [--vocabulary 152000] [--only memory trl_loss]
 
 *fixed*, *varied*: seconds of a step. Student and teacher are Llamas of 57 M parameters (vocabulary 32768) with random
 weights, in one process with one thread and in fp32; one answer to each prompt, one update, JSD. *fixed*: 16 prompts of
@@ -14,20 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
-import os
 import random
 import statistics
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import ROOT, launcher, peak_memory
+from measure import peak_memory
 from models import config_of
-from tool_turns import differences, run
+from tool_turns import differences, in_new_process, ours
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_step import StepTimes
 
@@ -35,6 +33,11 @@ from dschat_ppo.algorithms.divergence import Divergence, OutputLayer, dense_dive
 from dschat_ppo.tools.toy import make_tokenizer
 
 HIDDEN = 896
+FLAGS = (
+    "--actor_model_name_or_path {work}/student --teacher_model_name_or_path {work}/teacher --distill_loss jsd "
+    "--advantage_estimator none --max_prompt_seq_len {longest} --max_answer_seq_len {answer} --max_steps {steps} "
+    "--per_device_generation_batch_size {prompts} --per_device_training_batch_size {prompts}"
+)
 
 
 @dataclass(frozen=True)
@@ -81,21 +84,6 @@ def end_with(model: Any, chance: float) -> None:
     head[end, 0] = math.log(max(chance, 1e-9) * len(head)) / constant
 
 
-def ours(work: Path, workload: Workload, steps: int) -> list[float]:
-    """Seconds of each step of `training/step3_ppo/main.py` after the first."""
-    output = Path(tempfile.mkdtemp(dir=work))
-    flags = (
-        f"--actor_model_name_or_path {work}/student --teacher_model_name_or_path {work}/teacher --distill_loss jsd "
-        f"--advantage_estimator none --use_reward_model False --data_path {work}/prompts.jsonl --data_split 0,0,1 "
-        f"--max_prompt_seq_len {workload.longest} --max_answer_seq_len {workload.answer} "
-        f"--per_device_generation_batch_size {workload.prompts} --per_device_training_batch_size {workload.prompts} "
-        f"--actor_learning_rate 1e-6 --max_steps {steps} --dtype fp32 "
-        f"--output_dir {output} --save_minutes 0"
-    )
-    run([*launcher(1), str(ROOT / "training/step3_ppo/main.py"), *flags.split()])
-    return differences([json.loads(line)["time"] for line in (output / "metrics.jsonl").read_text().splitlines()])
-
-
 def by_trl(work: Path, workload: Workload, steps: int) -> list[float]:
     """The same by TRL."""
     from datasets import load_dataset
@@ -116,15 +104,14 @@ def by_trl(work: Path, workload: Workload, steps: int) -> list[float]:
     return differences(times.ends)
 
 
-def speed(work: Path, workload: Workload, steps: int) -> dict[str, float]:
+def speed(workload: Workload, steps: int) -> dict[str, float]:
     """Seconds of a step of both, in turn."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    make(work, workload)
-    own = ours(work, workload, steps)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        theirs = pool.submit(by_trl, work, workload, steps).result()
-    own += ours(work, workload, steps)
-    found = {"ours": statistics.median(own), "trl": statistics.median(theirs)}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make(work, workload)
+        flags = FLAGS.format(work=work, steps=steps, **asdict(workload))
+        own, theirs = ours(work, flags), in_new_process(by_trl, work, workload, steps)
+        found = {"ours": statistics.median(own + ours(work, flags)), "trl": statistics.median(theirs)}
     return found | {"ratio": found["trl"] / found["ours"]}
 
 
@@ -132,10 +119,8 @@ def memory(tokens: int, vocabulary: int) -> dict[str, float]:
     """Peak GiB of the loss and its gradients, by blocks and by whole logits, and how far gradients differ."""
     torch.manual_seed(0)
     hidden, others = torch.randn(tokens, HIDDEN, requires_grad=True), torch.randn(tokens, HIDDEN)
-    weight, teacher = (
-        torch.randn(vocabulary, HIDDEN).mul_(0.02).requires_grad_(),
-        0.02 * torch.randn(vocabulary, HIDDEN),
-    )
+    weight, teacher = (torch.randn(vocabulary, HIDDEN).mul_(0.02) for _ in range(2))
+    weight.requires_grad_()
     gradients: dict[str, Any] = {}
 
     def by_blocks() -> None:
@@ -174,21 +159,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of each; the first is not counted")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=152_000)
-    parser.add_argument("--only", nargs="+", choices=(parts := ["memory", "trl_loss", *WORKLOADS]), default=parts)
-    parser.add_argument("--json", type=Path)
-    chosen, found = parser.parse_args(), dict[str, dict[str, float]]()
-    if "memory" in chosen.only:
-        found["memory"] = memory(chosen.tokens, chosen.vocabulary)
-        print(found, flush=True)
-    if "trl_loss" in chosen.only:
-        found["trl_loss"] = trl_loss()
-        print(found["trl_loss"], flush=True)
-    for name in (name for name in WORKLOADS if name in chosen.only):
-        with tempfile.TemporaryDirectory() as work:
-            found[name] = speed(Path(work), WORKLOADS[name], chosen.steps)
-        print(name, found[name], flush=True)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(found))
+    names = ("memory", "trl_loss", *WORKLOADS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    chosen = parser.parse_args()
+    parts = {"memory": lambda: memory(chosen.tokens, chosen.vocabulary), "trl_loss": trl_loss}
+    parts |= {name: partial(speed, workload, chosen.steps) for name, workload in WORKLOADS.items()}
+    for name in chosen.only:
+        print(name, json.dumps(parts[name]()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Step 3 with a tool: samples per second, ours beside the GRPO trainer of TRL, at several latencies of the tool.
 
-    python benchmarks/tool_turns.py [--latencies 0 0.2 1] [--larger] [--steps 4] [--work DIR] [--json FILE]
+    python benchmarks/tool_turns.py [--latencies 0 0.2 1] [--larger] [--steps 4] [--work DIR]
 
 Both train the SFT model of `training_scripts/examples/calculator`, which is made first (some minutes), in one process
 with one thread: 16 prompts a step, 8 answers each, one update, no KL, and the same functions as tool and reward. An
@@ -15,10 +15,12 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,12 @@ from trl_step import StepTimes
 
 EXAMPLE = ROOT / "training_scripts/examples/calculator"
 PROMPTS, ANSWERS, LONGEST = 16, 8, 128
+FLAGS = (
+    "--actor_model_name_or_path {work}/sft --advantage_estimator grpo --kl_coef 0 --max_prompt_seq_len 48 "
+    f"--max_answer_seq_len {LONGEST} --n_samples_per_prompt {ANSWERS} --per_device_generation_batch_size {PROMPTS} "
+    f"--per_device_training_batch_size {PROMPTS * ANSWERS} --max_steps {{steps}} "
+    "--tools {tool}:calculate --reward_function {tool}:right_sum"
+)
 TOOL = """
 import sys, time
 sys.path.append({folder!r})
@@ -63,19 +71,13 @@ def make_larger(model: Path) -> None:
     large.save_pretrained(model)
 
 
-def ours(work: Path, tool: Path, steps: int) -> list[float]:
-    """Seconds of each step of `training/step3_ppo/main.py` after the first."""
+def ours(work: Path, flags: str) -> list[float]:
+    """Seconds of each step of `training/step3_ppo/main.py` with `flags` after the first."""
     output = Path(tempfile.mkdtemp(dir=work))
-    flags = (
-        f"--actor_model_name_or_path {work}/sft --data_path {work}/task/data/prompts.jsonl --data_split 0,0,1 "
-        f"--use_reward_model False --advantage_estimator grpo --kl_coef 0 --max_prompt_seq_len 48 --dtype fp32 "
-        f"--max_answer_seq_len {LONGEST} --n_samples_per_prompt {ANSWERS} --per_device_generation_batch_size {PROMPTS} "
-        f"--per_device_training_batch_size {PROMPTS * ANSWERS} --actor_learning_rate 1e-6 --max_steps {steps} "
-        f"--tools {tool}:calculate --reward_function {tool}:right_sum --output_dir {output} --save_minutes 0"
-    )
+    flags += f" --data_path {work}/prompts.jsonl --data_split 0,0,1 --use_reward_model False --actor_learning_rate 1e-6"
+    flags += f" --dtype fp32 --output_dir {output} --save_minutes 0"
     run([*launcher(1), str(ROOT / "training/step3_ppo/main.py"), *flags.split()])
-    ends = [json.loads(line)["time"] for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return differences(ends)
+    return differences([json.loads(line)["time"] for line in (output / "metrics.jsonl").read_text().splitlines()])
 
 
 def differences(ends: list[float]) -> list[float]:
@@ -111,17 +113,17 @@ def by_trl(work: Path, tool: Path, steps: int) -> list[float]:
             max_steps=steps, beta=0.0, report_to="none", save_strategy="no", disable_tqdm=True, learning_rate=1e-6,
             gradient_checkpointing=False, num_generations=ANSWERS, max_completion_length=LONGEST,
         ),
-        train_dataset=load_dataset("json", data_files=str(work / "task/data/prompts.jsonl"), split="train"),
+        train_dataset=load_dataset("json", data_files=str(work / "prompts.jsonl"), split="train"),
         processing_class=tokenizer, callbacks=[times],
     ).train()  # fmt: skip
     return differences(times.ends)
 
 
-def trl(*given: Any) -> list[float]:
-    """`by_trl` in a process of its own."""
+def in_new_process(function: Callable[..., list[float]], *given: Any) -> list[float]:
+    """The result of a function that runs in a process of its own, with one thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(by_trl, *given).result()
+        return pool.submit(function, *given).result()
 
 
 def main() -> None:
@@ -131,21 +133,19 @@ def main() -> None:
     parser.add_argument("--larger", action="store_true", help="with 10 M parameters; give it a --work of its own")
     parser.add_argument("--steps", type=int, default=4, help="of each; the first is not counted")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tool_turns")
-    parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     if not (chosen.work / "sft/result.json").exists():
         run(["bash", str(EXAMPLE / "run.sh"), str(chosen.work), "--max_steps", "1", "--output_dir", f"{chosen.work}/x"])
         if chosen.larger:
             make_larger(chosen.work / "sft")
-    rows = []
+    shutil.copy(chosen.work / "task/data/prompts.jsonl", chosen.work)
     for latency in chosen.latencies:
         tool = chosen.work / f"tool_{int(latency * 1000)}.py"
         tool.write_text(TOOL.format(folder=str(EXAMPLE), seconds=latency), encoding="utf-8")
-        speeds = [PROMPTS * ANSWERS / statistics.median(by(chosen.work, tool, chosen.steps)) for by in (ours, trl)]
-        rows.append({"latency": latency, "ours": speeds[0], "trl": speeds[1], "ratio": speeds[0] / speeds[1]})
-        print(rows[-1], flush=True)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(rows))
+        flags = FLAGS.format(work=chosen.work, tool=tool, steps=chosen.steps)
+        seconds = ours(chosen.work, flags), in_new_process(by_trl, chosen.work, tool, chosen.steps)
+        own, theirs = (PROMPTS * ANSWERS / statistics.median(each) for each in seconds)
+        print({"latency": latency, "ours": own, "trl": theirs, "ratio": own / theirs}, flush=True)
 
 
 if __name__ == "__main__":
