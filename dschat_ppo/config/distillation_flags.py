@@ -51,6 +51,11 @@ class TeacherFlags:
         return [(tuple(first.split(",")), name) if equals else ((), first) for first, equals, name in parts]
 
     @property
+    def routes(self) -> list[tuple[str, tuple[str, ...]]]:
+        """(the flag, data sources) of each teacher."""
+        return [(TEACHER, sources) for sources, _ in self.teachers]
+
+    @property
     def models(self) -> dict[str, tuple[str, str]]:
         """Role -> the flag, and folder or hub name, as in `StepConfig.models`."""
         roles = ["teacher", *(f"teacher {number}" for number in range(2, len(self.teachers) + 1))]

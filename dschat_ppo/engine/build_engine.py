@@ -308,6 +308,6 @@ def require_whole_distributions(engines: Sequence[Engine]) -> None:
         if not engine.module.compares_distributions:
             raise UserError(
                 f"{type(engine.module.lm).__name__}: its output head is more than a matrix product, so its "
-                "distributions cannot be compared in blocks; omit the teacher, or use --kl_estimator and "
+                "distributions cannot be compared in blocks; omit the teacher, and in step 3 use --kl_estimator and "
                 "--kl_loss_estimator k1, k2 or k3"
             )

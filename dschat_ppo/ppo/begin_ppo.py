@@ -194,8 +194,9 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     if config.validation.eval_data_path and rows.eval is None:
         raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
-    routed = [(TEACHER, sources) for sources, _ in config.teacher.teachers]
-    check_routes(config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train), routed)
+    check_routes(
+        config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train), config.teacher.routes
+    )
     plan = plan_ppo(
         ppo, len(rows.train), dist.world_size(), algorithm.critic_warmup_rollouts,
         config.memory.sequence_parallel_size,

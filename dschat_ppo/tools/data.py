@@ -94,7 +94,7 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     rows = prepare(replace(config.step_data, most_rows=words.rows), tokenizer)
     log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
-        check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None)
+        check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None, config.teacher.routes)
     held_out = 0 if rows.eval is None else len(rows.eval)
     print(f"an epoch has {counted(len(rows.train), 'row')}; held out: {held_out}")
 

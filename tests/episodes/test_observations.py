@@ -131,14 +131,7 @@ TALKS = {
         seen("abcdefgh2", "2"), said("", ("abcdefgh3", "hall")), seen("abcdefgh3", "3"), said("In the room."),
     ],
 }  # fmt: skip
-PLAIN = [
-    user("Where?"),
-    said("In the hall."),
-    user("No, that is wrong."),
-    said("In the\n\nroom."),
-    user("Yes."),
-    said("Good."),
-]
+PLAIN = [user("Where?"), said("In the hall."), user("No, wrong."), said("In the\n\nroom."), user("Yes."), said("Good.")]
 
 
 def as_data(tokenizer, talk, tools):
@@ -212,25 +205,22 @@ def calls_of(text, tools=TOOLS):
     return message["content"], [call["function"] for call in message.get("tool_calls", [])]
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("It is 3.", "It is 3.", []),
-        (f"I add.\n<tool_call>\n{JSON}\n</tool_call>", "I add.", [ADD]),
-        (f"<tool_call>{JSON}</tool_call>\n<tool_call>{JSON}</tool_call>", "", [ADD, ADD]),
-        ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>\n"
-         "</tool_call>", "", [ADD]),  # Qwen3-Coder, Qwen3.5
-        ("<tool_call><function=add><parameter=b>\ntwo\nlines\n</parameter></function></tool_call>", "",
-         [{"name": "add", "arguments": {"b": "two\nlines"}}]),
-        ('{"name": "add", "parameters": {"a": 1, "b": "x"}}', "", [ADD]),  # Llama 3
-        ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}<|eom_id|>', "", [ADD]),
-        (f"[TOOL_CALLS][{JSON}, {JSON}]", "", [ADD, ADD]),  # Mistral
-        ('Well.[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x"}[TOOL_CALLS]end[CALL_ID]9[ARGS]{}', "Well.",
-         [ADD, {"name": "end", "arguments": {}}]),
-        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', "", [ADD]),
-        ('<tool_call>{"name": "now"}</tool_call>', "", [{"name": "now", "arguments": {}}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "content", "calls"), [
+    ("It is 3.", "It is 3.", []),
+    (f"I add.\n<tool_call>\n{JSON}\n</tool_call>", "I add.", [ADD]),
+    (f"<tool_call>{JSON}</tool_call>\n<tool_call>{JSON}</tool_call>", "", [ADD, ADD]),
+    ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>\n"
+     "</tool_call>", "", [ADD]),  # Qwen3-Coder, Qwen3.5
+    ("<tool_call><function=add><parameter=b>\ntwo\nlines\n</parameter></function></tool_call>", "",
+     [{"name": "add", "arguments": {"b": "two\nlines"}}]),
+    ('{"name": "add", "parameters": {"a": 1, "b": "x"}}', "", [ADD]),  # Llama 3
+    ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}<|eom_id|>', "", [ADD]),
+    (f"[TOOL_CALLS][{JSON}, {JSON}]", "", [ADD, ADD]),  # Mistral
+    ('Well.[TOOL_CALLS]add[ARGS]{"a": 1, "b": "x"}[TOOL_CALLS]end[CALL_ID]9[ARGS]{}', "Well.",
+     [ADD, {"name": "end", "arguments": {}}]),
+    ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', "", [ADD]),
+    ('<tool_call>{"name": "now"}</tool_call>', "", [{"name": "now", "arguments": {}}]),
+])  # fmt: skip
 def test_calls_in_the_formats_of_published_models(text, content, calls):
     assert calls_of(text) == (content, calls)
 
@@ -239,16 +229,13 @@ def test_json_is_an_answer_where_there_is_no_tool():
     assert calls_of(JSON, tools=[]) == (JSON, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("<tool_call>add(1)</tool_call>", "not valid JSON"),
-        ('<tool_call>{"name": "add", "argum', "not valid JSON"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
-        ("<tool_call>[1]</tool_call>", '"name" and "arguments"'),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is a JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("text", "problem"), [
+    ("<tool_call>add(1)</tool_call>", "not valid JSON"),
+    ('<tool_call>{"name": "add", "argum', "not valid JSON"),
+    ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+    ("<tool_call>[1]</tool_call>", '"name" and "arguments"'),
+    ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is a JSON object"),
+])  # fmt: skip
 def test_a_malformed_call(text, problem):
     with pytest.raises(MalformedCallError, match=problem):
         calls_of(text)

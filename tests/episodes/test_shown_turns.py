@@ -101,18 +101,15 @@ def test_the_text_of_an_observation_without_a_template_or_around_several_message
     assert observed_text(tokenizer, encode_after(tokenizer, "", " wrong\n")) == "wrong"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("It is 3.", ("It is 3.", "")),
-        (f"I add.\n{CALL}\n{CALL}", ("I add.", f"{CALL}\n{CALL}")),
-        ("Well.[TOOL_CALLS]add[ARGS]{}", ("Well.", "[TOOL_CALLS]add[ARGS]{}")),
-        ('<|python_tag|>{"name": "add"}', ("", '<|python_tag|>{"name": "add"}')),
-        ('{"name": "add", "parameters": {}}', ("", '{"name": "add", "parameters": {}}')),
-        ('{"title": "add"}', ('{"title": "add"}', "")),
-        ('<tool_call>{"name": "add', ("", '<tool_call>{"name": "add')),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("It is 3.", ("It is 3.", "")),
+    (f"I add.\n{CALL}\n{CALL}", ("I add.", f"{CALL}\n{CALL}")),
+    ("Well.[TOOL_CALLS]add[ARGS]{}", ("Well.", "[TOOL_CALLS]add[ARGS]{}")),
+    ('<|python_tag|>{"name": "add"}', ("", '<|python_tag|>{"name": "add"}')),
+    ('{"name": "add", "parameters": {}}', ("", '{"name": "add", "parameters": {}}')),
+    ('{"title": "add"}', ('{"title": "add"}', "")),
+    ('<tool_call>{"name": "add', ("", '<tool_call>{"name": "add')),
+])  # fmt: skip
 def test_what_a_message_says_and_what_it_calls(text, expected):
     assert said_and_called(text) == expected
 
