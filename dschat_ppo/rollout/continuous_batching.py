@@ -38,6 +38,7 @@ MAX_PREFILL_TOKENS = 8192  # of one forward pass
 MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
 MAX_EXTEND_PAIRS = 2**21  # of a token and a key that it attends to, in one pass over observations
 POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
+CPU_POLL = 1  # the same for episodes on a CPU, where a check costs nothing
 
 
 def never() -> bool:
@@ -58,7 +59,8 @@ class Turns(Protocol):
 class ContinuousBatching:
     """Generates all sequences of `buffers`, at most `rows` at a time. The model is in eval mode and has whole weights,
     or ZeRO-3 hooks that gather each layer. `max_over_ranks`, `cancelled`: see `generate`. `memory`: of decode steps at
-    fixed addresses, `POLL` tokens at a time; None: steps over growing batches. `turns`: of episodes, with `memory`."""
+    fixed addresses, of a poll of tokens each time; None: steps over growing batches. `turns`: of episodes, with
+    `memory`."""
 
     def __init__(
         self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, max_over_ranks: MaxOverRanks | None = None,
@@ -87,11 +89,12 @@ class ContinuousBatching:
         self.graphed: GraphedDecoder | None = None
         if memory is not None:
             limits = buffers.limits[:-1].cpu().numpy()
+            poll = CPU_POLL if turns is not None and self.device.type == "cpu" else POLL
             self.running = RunningPool(
-                lengths, prompts, limits, memory.pool, memory.most_slots, POLL, MIN_SHARED_TOKENS, self.given
+                lengths, prompts, limits, memory.pool, memory.most_slots, poll, MIN_SHARED_TOKENS, self.given
             )
             self.graphed = GraphedDecoder(
-                self._generate_tokens, lengths, memory, POLL, lambda: self.attention.reads_all_slots
+                self._generate_tokens, lengths, memory, poll, lambda: self.attention.reads_all_slots
             )
 
     @torch.no_grad()
@@ -169,7 +172,7 @@ class ContinuousBatching:
         if isinstance(running, RunningPool):
             assert self.graphed is not None
             self._reserve_slots(running)
-            rows, tokens = running.active, POLL
+            rows, tokens = running.active, running.poll
             if not len(rows):
                 return
             finished = self.graphed.run(running.active, self.rows)

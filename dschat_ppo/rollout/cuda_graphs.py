@@ -199,10 +199,12 @@ class GraphedDecoder:
     def _generate(self, rows: PooledRows, most_rows: int, whole: bool) -> np.ndarray:
         """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens searched."""
         length = self.memory.buffers.width  # most tokens of a row, of prompt and answer
+        # a check after each token makes steps of any size worthwhile
+        count, step = (len(rows), 1) if self.poll == 1 else (row_bucket(len(rows), most_rows), LENGTH_STEP)
         if self.reads_all_slots():
-            length = min(-(-(int(rows.positions.max()) + self.poll) // LENGTH_STEP) * LENGTH_STEP, length)
+            length = min(-(-(int(rows.positions.max()) + self.poll) // step) * step, length)
         shares = bool(rows.prefix_lengths.any())
-        advance = self._advance_of(Bucket(row_bucket(len(rows), most_rows), length, shares, whole))
+        advance = self._advance_of(Bucket(count, length, shares, whole))
         self._load(rows)
         for _ in range(self.poll):
             advance()

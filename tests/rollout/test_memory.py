@@ -254,6 +254,7 @@ def test_episodes_whose_slots_run_out_stop_and_start_again(slots, monkeypatch):
 
     monkeypatch.setattr(RunningPool, "stop_for_slots", noting)
     monkeypatch.setattr(generator, "pool_limits", lambda model, rows, length: (rows, slots))
+    monkeypatch.setattr(continuous_batching, "CPU_POLL", continuous_batching.POLL)  # as on a GPU
     monkeypatch.setattr(running_batches, "FIRST_TOKENS", 2)
     monkeypatch.setattr(running_batches, "GROWTH", 4)
     assert_same_episodes(*episodes())
