@@ -209,7 +209,7 @@ def gather(
     saved = _pieces(shards)
     flats = [{WEIGHTS: torch.zeros(length)} for length in lengths]
     for target in wanted:
-        flat, (_, states) = flats[target.flat], saved[target.name][0]
+        flat, (_, states) = flats[target.flat], next(iter(saved[target.name]), (None, {}))
         flat |= {key: torch.zeros(lengths[target.flat]) for key in states.keys() - flat.keys()}
         _copy(saved[target.name], target, flat)
     return flats

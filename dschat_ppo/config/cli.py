@@ -321,6 +321,7 @@ THEIR_NAMES = {
     "eval_interval": "eval_steps",
     "report_to": "use_wandb",
     "push_to_hub": "hub_model_id",
+    "muon_learning_rate": "muon_lr",
     # whose last words mean something else
     "offload_reference_model": "ref_offload",
     "offload_reward_model": "reward_offload",

@@ -35,7 +35,8 @@ from dschat_ppo.errors import UserError, reading
 MOST_BYTES = 2**24  # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without them
 _FAST = (PreTrainedTokenizerFast.__call__, PreTrainedTokenizerFast._encode_plus)
 _TAIL = 64  # characters of a prompt after which its answers are encoded
-SPLIT = "\ue000"  # private use: divides the text of an added token, so that it is encoded as text
+SPLIT = "\ufdd0"  # no character: divides the text of an added token, so that it is encoded as text
+_SAID_BY_TOOLS = ("tool", "function", "ipython")  # roles
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Example, all_tur
         answers = [text_answer(tokenizer, answer) for answer in example.answers]
     else:
         prompt = [
-            {**message, "content": divided(tokenizer, message["content"])} if message["role"] == "tool" else message
+            {**message, "content": divided(tokenizer, message["content"])}
+            if message["role"] in _SAID_BY_TOOLS
+            else message
             for message in prompt
         ]
         text, is_bare = render(tokenizer, prompt, open_answer=True, tools=example.tools), True
@@ -147,33 +150,41 @@ def _encode(
 def _encode_divided(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[Span]
 ) -> tuple[list[int], list[Span]]:
-    """`_encode` of a text whose parts between `SPLIT`s are encoded one by one. No span contains one."""
+    """`_encode` of a text whose parts between `SPLIT`s are encoded one by one, later ones as by `encode_after` after a
+    line break. No span contains a `SPLIT`."""
     ids, found, place = list[int](), list[Span](), 0
     for part in text.split(SPLIT):
-        start = "\n" if place and _puts_a_space_before(tokenizer, len(tokenizer)) else ""
-        shift = len(start) - place
-        inside = tuple((a + shift, b + shift) for a, b in spans if place <= a and b <= place + len(part))
-        more, ranges = _encode(tokenizer, start + part, inside)
-        first = len(_encode(tokenizer, start)[0]) if start else 0
-        found += [(len(ids) + a - first, len(ids) + b - first) for a, b in ranges]
-        ids += more[first:]
+        for start in ("\n", ":", "") if place and _puts_a_space_before(tokenizer, len(tokenizer)) else ("",):
+            first, shift = _encode(tokenizer, start)[0] if start else [], len(start) - place
+            inside = tuple((a + shift, b + shift) for a, b in spans if place <= a and b <= place + len(part))
+            more, ranges = _encode(tokenizer, start + part, inside)
+            if more[: len(first)] == first:
+                break
+        found += [(len(ids) + a - len(first), len(ids) + b - len(first)) for a, b in ranges]
+        ids += more[len(first) :]
         place += len(part) + len(SPLIT)
     return ids, found
 
 
 def divided(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
-    """A text from outside, such as what a tool returned, in which texts of added tokens are divided by `SPLIT`."""
-    for token in _long_tokens(tokenizer, len(tokenizer)):
-        content = content.replace(token, token[0] + SPLIT + token[1:])
-    return content
+    """A text from outside, such as what a tool returned, in which the texts of special tokens, and of added tokens that
+    the chat template writes, are divided by `SPLIT`."""
+    reserved = _reserved(tokenizer, str(tokenizer.chat_template), len(tokenizer))
+    while True:
+        ids = {number for part in content.split(SPLIT) for number in _encode(tokenizer, part)[0]}
+        texts = [reserved[number] for number in sorted(ids & reserved.keys()) if reserved[number] in content]
+        if not texts:
+            return content
+        for text in texts:
+            content = content.replace(text, text[0] + SPLIT + text[1:])
 
 
 @lru_cache(maxsize=16)
-def _long_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
-    """The texts of added tokens of more than one character, short ones first. `size`: of the vocabulary."""
-    return sorted(
-        {token.content for token in added_tokens(tokenizer, size).values() if len(token.content) > 1}, key=len
-    )
+def _reserved(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> dict[int, str]:
+    """Id -> text of the added tokens that mean something to the chat template. Others, such as those of Gemma for line
+    breaks, stay as they are. `size`: of the vocabulary."""
+    added = added_tokens(tokenizer, size).items()
+    return {n: str(t.content) for n, t in added if len(t.content) > 1 and (t.special or t.content in template)}
 
 
 def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:

@@ -292,8 +292,9 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
 
 def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether Muon trains this parameter: a matrix that multiplies in a decoder layer, which a number in the name
-    shows. DeepSpeed's own rule, by "embed" and "lm_head" in the name, takes score heads, and embeddings of GPT-2."""
-    return len(shape) == 2 and re.search(r"\.\d+\..*weight$", name) is not None
+    shows, and not the single row of a gate. DeepSpeed's own rule, by "embed" and "lm_head" in the name, takes score
+    heads, and embeddings of GPT-2."""
+    return len(shape) == 2 and min(shape) > 1 and re.search(r"\.\d+\..*weight$", name) is not None
 
 
 def frozen_policy(folder: str, dtype: str, stage: int, offload: bool, resize: bool) -> tuple[PolicyModel, Config]:

@@ -183,7 +183,12 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         ours += [
             ("optimizer.params.muon_lr", "muon_learning_rate", run.muon_learning_rate),
             *((f"optimizer.params.{key}", f"optimizer muon's {key}", value) for key, value in MUON.items()),
-            *(("zero_optimization.stage", f"{model}zero_stage", stage) for model, stage in config.stages.items()),
+            # the stage that `train_config` uses
+            *(
+                ("zero_optimization.stage", f"{model}zero_stage", stage if run.dtype == "fp32" else max(stage, 1))
+                for model, stage in config.stages.items()
+            ),
+            ("zero_optimization.cpu_offload", "optimizer muon's offload", False),
             ("zero_optimization.offload_optimizer.device", "optimizer muon's device", "none"),
             ("data_types.grad_accum_dtype", "optimizer muon's sums of gradients", "fp32"),
         ]
@@ -200,10 +205,11 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
     for setting, flag, value in ours:
         theirs = _value_at(settings, setting)
         meant = SCHEDULES.get(str(theirs).lower(), theirs) if setting == "scheduler.type" else theirs
+        other = "" if "muon's" in flag else "change one of the two, or "  # which no flag sets
         require(
             theirs is None or meant == value,
             f"--deepspeed_config {path}: {setting} is {json.dumps(theirs)}, but --{flag} is "
-            f"{run.dtype if flag == 'dtype' else value}: change one of the two, or take it out of the file",
+            f"{run.dtype if flag == 'dtype' else value}: {other}take it out of the file",
         )
 
 

@@ -47,7 +47,7 @@ from dschat_ppo.monitor.writers import is_finished, write_config
 
 BEST, HF = "best", "hf"
 # In the folder of steps 1 and 2, what is not of the model. The tokenizer may have `additional_chat_templates/`.
-_NOT_OF_THE_MODEL = ("[!a]*/*", "*.jsonl", CONFIG, RESULT, MODELS, REPORT, RUN_IDS, ".lock")
+_NOT_OF_THE_MODEL = ("[!a]*/*", "a[!d]*/*", "*.jsonl", CONFIG, RESULT, MODELS, REPORT, RUN_IDS, ".lock")
 
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:

@@ -109,7 +109,8 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     if proposal is not None:
         print(f"\nIt fits ({proposal[1].peak_text()}) with these flags added:\n  {shlex.join(proposal[0])}")
     elif not plan.fits:
-        print("\nNo flags of the planner make it fit: use more devices, a smaller model, or shorter rows.")
+        others = "--optimizer adamw with ZeRO, " if config.run.optimizer == "muon" else ""
+        print(f"\nNo flags of the planner make it fit: use {others}more devices, a smaller model, or shorter rows.")
 
 
 def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -> tuple[list[str], Plan] | None:

@@ -155,7 +155,7 @@ def test_below_zero_2_the_number_of_ranks_changes_no_gradient(tmp_path):
     assert len(one) == 2 and all(part.abs().max() > 1e-3 for part in one)
     for part, other in zip(one, two, strict=True):
         torch.testing.assert_close(part, other, rtol=1e-6, atol=1e-9)
-    assert len(moved) == 2 and all(part.norm() > 0.1 for part in moved)
+    assert len(moved) == 2 and all(0.1 < part.norm() < 3 for part in moved)  # AdamW: 30
     for part, other in zip(moved, others, strict=True):
         torch.testing.assert_close(part, other, rtol=0, atol=1e-5)
 

@@ -53,11 +53,13 @@ def summed_gradients(out: str) -> None:
     settings = replace(SETTINGS, muon_learning_rate=0.1)
     engine = train_engine(model, train_config(1, "bf16", False, dist.world_size(), 1.0), settings)
     own = list(rows[dist.rank() :: dist.world_size()])
+    before = [weight.detach().float() for weight in engine.module.parameters() if weight.dim() == 2]
     for _ in range(2):
         gradients = accumulate(engine, own, lambda x: engine(x).float().pow(2).sum() / 240)
         sums = [part.clone() for part in engine.optimizer.fp32_groups_actual_gradients_flat]
         apply(gradients)
-    matrices = [safe_get_full_fp32_param(weight) for weight in engine.module.parameters() if weight.dim() == 2]
+    after = [safe_get_full_fp32_param(weight) for weight in engine.module.parameters() if weight.dim() == 2]
+    matrices = [new - old for new, old in zip(after, before, strict=True)]
     if dist.is_main():
         torch.save((sums, matrices), out)
 
