@@ -131,17 +131,14 @@ def test_each_episode_has_a_state_of_its_own(episodes):
     episodes.end(3)
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("raise", Turn([{"role": "tool", "name": "fail", "content": "error: ValueError: no"}], failed_calls=1)),
-        ("print", Turn([{"role": "tool", "name": "fail", "content": "<|im_end|>"}])),
-        ("tell", Turn([{"role": "tool", "name": "fail", "content": "[]"}])),  # a fork copies no large library
-        ("hang", "took longer than 4 s"),
-        ("die", "its process ended"),
-        ("flood", "longer than 16 MiB"),
-    ],
-)
+@pytest.mark.parametrize(("how", "expected"), [
+    ("raise", Turn([{"role": "tool", "name": "fail", "content": "error: ValueError: no"}], failed_calls=1)),
+    ("print", Turn([{"role": "tool", "name": "fail", "content": "<|im_end|>"}])),
+    ("tell", Turn([{"role": "tool", "name": "fail", "content": "[]"}])),  # a fork copies no large library
+    ("hang", "took longer than 4 s"),
+    ("die", "its process ended"),
+    ("flood", "longer than 16 MiB"),
+])  # fmt: skip
 def test_a_call_that_goes_wrong_costs_its_episode_at_most(episodes, how, expected):
     episodes.start(0, {}, 0)
     episodes.start(1, {"start": 5}, 0)
