@@ -85,6 +85,7 @@ def train_config(
         config["bf16"]["immediate_grad_update"] = True
     made = merge(config, overlay or {})
     zero = made["zero_optimization"]
+    zero["stage"] = max(zero["stage"], int(dtype != "fp32"))
     offload = (zero.get("offload_optimizer") or {}).get("device", "none")
     if dtype == "bf16" and zero["stage"] == 1 and offload == "none":
         # The sums are in fp32. In bf16, DeepSpeed would round them, and copy them for that, so that the number of ranks
@@ -183,11 +184,7 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         ours += [
             ("optimizer.params.muon_lr", "muon_learning_rate", run.muon_learning_rate),
             *((f"optimizer.params.{key}", f"optimizer muon's {key}", value) for key, value in MUON.items()),
-            # the stage that `train_config` uses
-            *(
-                ("zero_optimization.stage", f"{model}zero_stage", stage if run.dtype == "fp32" else max(stage, 1))
-                for model, stage in config.stages.items()
-            ),
+            *(("zero_optimization.stage", f"{model}zero_stage", stage) for model, stage in config.stages.items()),
             ("zero_optimization.cpu_offload", "optimizer muon's offload", False),
             ("zero_optimization.offload_optimizer.device", "optimizer muon's device", "none"),
             ("data_types.grad_accum_dtype", "optimizer muon's sums of gradients", "fp32"),
@@ -203,8 +200,11 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
             ("scheduler.type", "lr_scheduler_type", flags["lr_scheduler_type"]),
         ]
     for setting, flag, value in ours:
-        theirs = _value_at(settings, setting)
-        meant = SCHEDULES.get(str(theirs).lower(), theirs) if setting == "scheduler.type" else theirs
+        theirs = meant = _value_at(settings, setting)
+        if setting == "scheduler.type":
+            meant = SCHEDULES.get(str(theirs).lower(), theirs)
+        elif setting == "zero_optimization.stage" and run.dtype != "fp32" and {theirs, value} == {0, 1}:
+            meant = value  # see `train_config`
         other = "" if "muon's" in flag else "change one of the two, or "  # which no flag sets
         require(
             theirs is None or meant == value,

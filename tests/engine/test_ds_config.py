@@ -158,7 +158,7 @@ FIT = ("--per_device_train_batch_size 4 --gradient_accumulation_steps 3 --learni
     ("optimizer.params.adam_lr", 1e-4, "learning_rate", "2e-05"),
     ("optimizer.params.muon_lr", 0.2, "muon_learning_rate", "0.1"),
     ("optimizer.params.momentum", 0.9, "optimizer muon's momentum", "0.95"),  # and what would turn it off
-    ("zero_optimization.stage", 3, "zero_stage", "1"), ("data_types.grad_accum_dtype", "bf16", "optimizer muon's sums "
+    ("zero_optimization.stage", 3, "zero_stage", "0"), ("data_types.grad_accum_dtype", "bf16", "optimizer muon's sums "
      "of gradients", "fp32"), ("zero_optimization.offload_optimizer.device", "cpu", "optimizer muon's device", "none"),
 ])  # fmt: skip
 def test_settings_that_differ_from_the_flags_are_named_with_both_values(tmp_path, place, value, flag, ours):
@@ -221,7 +221,7 @@ def test_settings_that_cannot_be_used_are_refused_with_the_nearest(tmp_path, set
 @pytest.mark.parametrize(("stage", "dtype", "overlay", "expected"), [
     (0, "bf16", {}, "fp32"), (1, "bf16", {}, "fp32"), (2, "bf16", {}, None), (3, "bf16", {}, None),
     (1, "fp16", {}, None), (0, "fp32", {}, None), (1, "bf16", {"communication_data_type": "bf16"}, "bf16"),
-    (1, "bf16", {"zero_optimization": {"stage": 2}}, None),
+    (1, "bf16", {"zero_optimization": {"stage": 2}}, None), (0, "bf16", {"zero_optimization": {"stage": 0}}, "fp32"),
     (1, "bf16", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, None),
 ])  # fmt: skip
 def test_fp32_sums_of_gradients_are_reduced_in_fp32(stage, dtype, overlay, expected):
