@@ -85,7 +85,8 @@ def train_config(
         config["bf16"]["immediate_grad_update"] = True
     made = merge(config, overlay or {})
     zero = made["zero_optimization"]
-    zero["stage"] = max(zero["stage"], int(dtype != "fp32"))
+    if zero["stage"] == 0 and dtype != "fp32":
+        zero["stage"] = 1
     offload = (zero.get("offload_optimizer") or {}).get("device", "none")
     if dtype == "bf16" and zero["stage"] == 1 and offload == "none":
         # The sums are in fp32. In bf16, DeepSpeed would round them, and copy them for that, so that the number of ranks

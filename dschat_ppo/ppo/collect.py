@@ -220,6 +220,7 @@ class ExperienceCollection:
         if sampler is not None:
             self.stream = OwnSampler(sampler, [json.loads(row) for row in prompts["row"]], seed)
         self.metrics: dict[str, float] = {}  # of the last collection
+        self._untaught = set[str]()  # data sources without a teacher that are named already
         self._round = self._faults = 0
         self._numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
 
@@ -327,10 +328,12 @@ class ExperienceCollection:
         data = [json.loads(text) for text in self.generator.prompts[prompts.rows]["row"]]
         found = [next((n for n, route in enumerate(routes) if is_routed_to(route, row)), -1) for row in data]
         sources = {repr(row.get(DATA_SOURCE)) for row, teacher in zip(data, found, strict=True) if teacher < 0}
-        if sources and self.config.algorithm.advantage_estimator == "none":
+        if sources - self._untaught and self.config.algorithm.advantage_estimator == "none":
+            self._untaught |= sources
             print_line(
                 f"warning: rank {dist.rank()}: {found.count(-1)} of {len(found)} prompts have no teacher (data_source "
-                f"{', '.join(sorted(sources)[:MOST_NAMES])}); nothing is learned from their answers"
+                f"{', '.join(sorted(sources)[:MOST_NAMES])}); nothing is learned from their answers (said once; see "
+                "distill/taught_share)"
             )
         return torch.tensor(found, device=self.generator.device).repeat_interleave(self.plan.samples)
 

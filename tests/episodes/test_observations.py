@@ -1,5 +1,4 @@
-"""Tokens of observations, whatever they hold, and of a conversation as step 1 and as a rollout renders it; tool calls
-in the text of a model, in the formats of published ones."""
+"""Tokens of observations and of conversations, as step 1 and as a rollout renders them; tool calls in texts of models."""
 
 import json
 from types import SimpleNamespace

@@ -109,9 +109,10 @@ def test_rows_go_to_the_teacher_of_their_source_and_a_source_without_one_is_name
     rows = [{"row": json.dumps({"data_source": source})} for source in ("math", "code", "chat")]
     ppo.collection.generator.prompts = Dataset.from_list(rows)
     assert ppo.collection._teachers(Prompts([0, 2], 0)).tolist() == [1, 1, 0, 0]
-    assert "no teacher" not in capsys.readouterr().out
-    assert ppo.collection._teachers(Prompts([1, 2], 0)).tolist() == [-1, -1, 0, 0]
-    assert "1 of 2 prompts have no teacher (data_source 'code')" in capsys.readouterr().out
+    for count in (1, 0):
+        assert ppo.collection._teachers(Prompts([1, 2], 0)).tolist() == [-1, -1, 0, 0]
+        said = capsys.readouterr().out
+        assert said.count("no teacher") == said.count("1 of 2 prompts have no teacher (data_source 'code')") == count
 
 
 def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets, tmp_path):
