@@ -1,4 +1,4 @@
-"""Tokens of observations and of conversations, as step 1 and as a rollout renders them; tool calls in texts of models."""
+"""Tokens of observations and conversations, as step 1 and as a rollout renders them; tool calls in texts of models."""
 
 import json
 from types import SimpleNamespace
