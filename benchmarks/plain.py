@@ -132,7 +132,7 @@ def grpo_step(components: PPOComponents, work: Workload) -> None:
 def own_layers() -> Iterator[None]:
     """Models compute with PyTorch's operations, as transformers writes them, and not with this project's kernels."""
     kernels = operations.kernels
-    operations.kernels = lambda: None  # type: ignore[assignment]
+    operations.kernels = lambda dtype: None  # type: ignore[assignment]
     try:
         yield
     finally:

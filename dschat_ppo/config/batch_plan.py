@@ -12,6 +12,10 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import require
 from dschat_ppo.errors import counted
 
+# Of a micro-batch on one CPU. A larger one leaves the caches, and its activations are above 32 MiB, which glibc returns
+# to the system after each use. Several ranks exchange weights and gradients in each pass, so theirs are twice as large.
+CPU_TOKENS = 1024
+
 
 def times(count: int, factor: float) -> int:
     """`count` x `factor`, rounded up. `factor` is the decimal that was typed: 0.07 of 100 is 7, not above it."""
@@ -35,6 +39,7 @@ class PPOPlan:
     warmup_rollouts: int = 0  # PPO steps at the start that train only the critic
     shared: int = 1  # ranks that share their rows in updates (--sequence_parallel_size)
     max_steps: int = 0  # PPO steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+    on_gpu: bool = True
 
     @property
     def samples(self) -> int:
@@ -44,7 +49,10 @@ class PPOPlan:
     def micro_batch_tokens(self) -> int:
         """Maximum tokens per micro-batch, padding included."""
         longest = self.flags.max_prompt_seq_len + self.flags.max_answer_seq_len
-        return self.flags.micro_batch_tokens or self.flags.per_device_training_batch_size * longest
+        rows = self.flags.per_device_training_batch_size * longest
+        if not self.on_gpu:
+            rows = min(rows, max(longest, CPU_TOKENS * min(self.world_size, 2)))
+        return self.flags.micro_batch_tokens or rows
 
     @property
     def prompts_per_rank(self) -> int:
@@ -114,11 +122,12 @@ class PPOPlan:
 
 
 def plan_ppo(
-    flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0, shared: int = 1, max_steps: int = 0
-) -> PPOPlan:
+    flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0, shared: int = 1, max_steps: int = 0,
+    on_gpu: bool = True,
+) -> PPOPlan:  # fmt: skip
     """The batch plan of step 3 for a number of prompts (see `PPOPlan`). A run whose flags limit its steps has fewer
     `warmup_rollouts` if it must, so that its last step trains the actor."""
-    plan = PPOPlan(flags, prompts, world_size, warmup_rollouts, shared, max_steps)
+    plan = PPOPlan(flags, prompts, world_size, warmup_rollouts, shared, max_steps, on_gpu)
     if max_steps or flags.test_stop_step:  # a trial of a longer run, so its last PPO step trains the actor too
         plan = replace(plan, warmup_rollouts=min(warmup_rollouts, plan.ppo_steps - 1))
     require(

@@ -45,7 +45,8 @@ class PPOFlags:
         "PPO micro-batch size per device for answers of maximum length (see --micro_batch_tokens)")
     micro_batch_tokens: int = not_negative(0,
         "maximum tokens per forward pass of scoring and training, padding included; shorter rows make larger "
-        "micro-batches. 0 = --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len)")
+        "micro-batches. 0 = --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len), on CPUs "
+        "at most 1024 (2048 with several ranks), which is faster")
     generation_batches: int = positive(1,
         "generation batches per PPO step (multiplies --per_device_generation_batch_size)")
     ppo_epochs: int = positive(1, "epochs over the experience of a PPO step")

@@ -8,7 +8,7 @@ from typing import Any
 # Flag without dashes -> one line that says what to use. Giving such a flag is refused with "--flag: " and this line.
 RETIRED: dict[str, str] = {
     "rollout_graphs": "left: a GPU always replays decode steps as graphs; --unpin_actor_parameters runs without them",
-    "prepack_weights": "left: generation in bf16 on a CPU packs the weights; --unpin_actor_parameters does without",
+    "prepack_weights": "left: generation on a CPU packs the weights; --unpin_actor_parameters does without",
     "reward_model_max_length": "left: a reward model of another tokenizer reads what its max_position_embeddings allow",
     "clip_cov_low": "left: clip_cov acts on covariances from 1 to 5, as in its paper; --covariance_share stays",
     "clip_cov_high": "left: clip_cov acts on covariances from 1 to 5, as in its paper; --covariance_share stays",

@@ -3,7 +3,7 @@
 //
 //     P = softmax(scale Q K^T)    dV = P^T dO    dS = P * (dO V^T - rowsum(dO * O))
 //     dQ = scale dS K             dK = scale dS^T Q
-#include "bf16.h"
+#include "number.h"
 
 #include <algorithm>
 
@@ -67,10 +67,10 @@ static void multiply(Left a, const float *b, int64_t b_row, float *c, int64_t c_
 
 // A tensor (rows, heads, T, width) whose last dimension is contiguous.
 struct Tensor {
-    bf16 *data;
+    number *data;
     int64_t row, head, token;
 
-    bf16 *at(int64_t r, int64_t h, int64_t t) const { return data + r * row + h * head + t * token; }
+    number *at(int64_t r, int64_t h, int64_t t) const { return data + r * row + h * head + t * token; }
 };
 
 // Columns that attend to themselves, `start` to `end`, and before them to the columns `seen_start` to `seen_end`.
@@ -97,7 +97,7 @@ struct Columns {
         count_padded = padded(count, LANES), width_padded = padded(width, LANES);
         straight.assign(count_padded * width_padded, 0);
         for (int64_t key = 0; key < count; key++) {
-            const bf16 *x = from.at(row, head, part.column(key));
+            const number *x = from.at(row, head, part.column(key));
             float *to = straight.data() + key * width_padded;
             for (int64_t i = 0; i < width; i++) to[i] = wide(x[i]);
         }
@@ -134,7 +134,7 @@ static void read_rows(buffer &to, const Tensor &from, const Part &part, const Bl
     int64_t stride = padded(width, LANES);
     to.assign(BLOCK * stride, 0);
     for (int64_t query = 0; query < block.count; query++) {
-        const bf16 *x = from.at(row, head, part.start + block.start + query);
+        const number *x = from.at(row, head, part.start + block.start + query);
         for (int64_t i = 0; i < width; i++) to[query * stride + i] = wide(x[i]) * factor;
     }
 }
@@ -143,7 +143,7 @@ static void write_rows(const buffer &from, const Tensor &to, const Part &part, c
                        int64_t head, int64_t width, float factor) {
     int64_t stride = padded(width, LANES);
     for (int64_t query = 0; query < block.count; query++) {
-        bf16 *x = to.at(row, head, part.start + block.start + query);
+        number *x = to.at(row, head, part.start + block.start + query);
         for (int64_t i = 0; i < width; i++) x[i] = narrow(from[query * stride + i] * factor);
     }
 }
@@ -225,11 +225,12 @@ extern "C" {
 
 // Tensors are (rows, heads, T, width); `strides` has the first three strides of each, in the order of the arguments.
 // `parts` (count, 4) has the fields of `Part`; `shape` those of `Shape` but the scale. `log_sums` is (rows, heads, T).
-void causal_attention(const bf16 *query, const bf16 *key, const bf16 *value, bf16 *output, const int64_t *strides,
-                      float *log_sums, const int64_t *parts, int64_t count, const int64_t *shape, float scale) {
+void causal_attention(const number *query, const number *key, const number *value, number *output,
+                      const int64_t *strides, float *log_sums, const int64_t *parts, int64_t count,
+                      const int64_t *shape, float scale) {
     Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], scale};
-    auto tensor = [&](const bf16 *data, int n) {
-        return Tensor{(bf16 *)data, strides[3 * n], strides[3 * n + 1], strides[3 * n + 2]};
+    auto tensor = [&](const number *data, int n) {
+        return Tensor{(number *)data, strides[3 * n], strides[3 * n + 1], strides[3 * n + 2]};
     };
     Tensor q = tensor(query, 0), k = tensor(key, 1), v = tensor(value, 2), o = tensor(output, 3);
     int64_t group = s.heads / s.key_heads;
@@ -248,13 +249,13 @@ void causal_attention(const bf16 *query, const bf16 *key, const bf16 *value, bf1
 
 // The arguments of `causal_attention`, and three more tensors: the gradients that are written. `groups` (count + 1,) has
 // the first part of each group, and the number of parts. Parts of a group see columns of that group only.
-void causal_attention_backward(const bf16 *query, const bf16 *key, const bf16 *value, const bf16 *output,
-                               const bf16 *gradient, bf16 *of_query, bf16 *of_key, bf16 *of_value,
+void causal_attention_backward(const number *query, const number *key, const number *value, const number *output,
+                               const number *gradient, number *of_query, number *of_key, number *of_value,
                                const int64_t *strides, const float *log_sums, const int64_t *parts,
                                const int64_t *groups, int64_t count, const int64_t *shape, float scale) {
     Shape s = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], scale};
-    auto tensor = [&](const bf16 *data, int n) {
-        return Tensor{(bf16 *)data, strides[3 * n], strides[3 * n + 1], strides[3 * n + 2]};
+    auto tensor = [&](const number *data, int n) {
+        return Tensor{(number *)data, strides[3 * n], strides[3 * n + 1], strides[3 * n + 2]};
     };
     Tensor q = tensor(query, 0), k = tensor(key, 1), v = tensor(value, 2), o = tensor(output, 3);
     Tensor d = tensor(gradient, 4), dq = tensor(of_query, 5), dk = tensor(of_key, 6), dv = tensor(of_value, 7);
@@ -286,7 +287,7 @@ void causal_attention_backward(const bf16 *query, const bf16 *key, const bf16 *v
                     }
                 }
                 for (int64_t i = 0; i < length; i++) {
-                    bf16 *to_key = dk.at(row, head, start + i), *to_value = dv.at(row, head, start + i);
+                    number *to_key = dk.at(row, head, start + i), *to_value = dv.at(row, head, start + i);
                     for (int64_t n = 0; n < s.width; n++) to_key[n] = narrow(all_keys[i * wide_keys + n]);
                     for (int64_t n = 0; n < s.value_width; n++) to_value[n] = narrow(all_values[i * wide_values + n]);
                 }

@@ -1,17 +1,17 @@
-// Operations on bfloat16 numbers in one pass each, where PyTorch makes several passes or many small operations.
+// Operations in one pass each, where PyTorch makes several passes or many small operations.
 // Tensors are contiguous unless a stride is given; `operations.py` says what each function computes.
-#include "bf16.h"
+#include "number.h"
 
 static const int64_t GRAIN = 32768; // numbers per call that justify a second thread, as in PyTorch
 
 extern "C" {
 
 // weight * (x / sqrt(mean(x^2) + eps)) of each row.
-void rms_norm(const bf16 *states, const bf16 *weight, float eps, bf16 *normal, int64_t rows, int64_t width) {
+void rms_norm(const number *states, const number *weight, float eps, number *normal, int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows * width > GRAIN)
     for (int64_t row = 0; row < rows; row++) {
-        const bf16 *x = states + row * width;
-        bf16 *y = normal + row * width;
+        const number *x = states + row * width;
+        number *y = normal + row * width;
         float squares = 0;
         for (int64_t i = 0; i < width; i++) squares += wide(x[i]) * wide(x[i]);
         float factor = 1.0f / sqrtf(squares / width + eps);
@@ -20,15 +20,15 @@ void rms_norm(const bf16 *states, const bf16 *weight, float eps, bf16 *normal, i
 }
 
 // The gradient of the states, and sums of that of the weight over each `chunk` rows, (chunks, width) fp32.
-void rms_norm_backward(const bf16 *states, const bf16 *weight, const bf16 *gradient, float eps, bf16 *of_states,
+void rms_norm_backward(const number *states, const number *weight, const number *gradient, float eps, number *of_states,
                        float *of_weight, int64_t rows, int64_t width, int64_t chunk) {
 #pragma omp parallel for if (rows * width > GRAIN)
     for (int64_t first = 0; first < rows; first += chunk) {
         float *sums = of_weight + first / chunk * width;
         for (int64_t i = 0; i < width; i++) sums[i] = 0;
         for (int64_t row = first; row < first + chunk && row < rows; row++) {
-            const bf16 *x = states + row * width, *g = gradient + row * width;
-            bf16 *dx = of_states + row * width;
+            const number *x = states + row * width, *g = gradient + row * width;
+            number *dx = of_states + row * width;
             float squares = 0, inner = 0;
             for (int64_t i = 0; i < width; i++) {
                 squares += wide(x[i]) * wide(x[i]);
@@ -45,14 +45,14 @@ void rms_norm_backward(const bf16 *states, const bf16 *weight, const bf16 *gradi
 }
 
 // Rotate the first `heads` of `all` heads in place: x * cos + rotate_half(x) * sin. Angles of row r are at r * stride.
-void rotate(bf16 *values, const bf16 *cos, const bf16 *sin, int64_t stride, int64_t rows, int64_t heads, int64_t all,
-            int64_t dim) {
+void rotate(number *values, const number *cos, const number *sin, int64_t stride, int64_t rows, int64_t heads,
+            int64_t all, int64_t dim) {
     int64_t half = dim / 2;
 #pragma omp parallel for if (rows * heads * dim > GRAIN)
     for (int64_t row = 0; row < rows; row++) {
-        const bf16 *c = cos + row * stride, *s = sin + row * stride;
+        const number *c = cos + row * stride, *s = sin + row * stride;
         for (int64_t head = 0; head < heads; head++) {
-            bf16 *first = values + (row * all + head) * dim, *second = first + half;
+            number *first = values + (row * all + head) * dim, *second = first + half;
             for (int64_t i = 0; i < half; i++) {
                 float a = wide(first[i]), b = wide(second[i]);
                 first[i] = narrow(rounded(a * wide(c[i])) + rounded(-b * wide(s[i])));
@@ -63,11 +63,11 @@ void rotate(bf16 *values, const bf16 *cos, const bf16 *sin, int64_t stride, int6
 }
 
 // silu(gate) * up of each row. The rows of gate and up are `stride` numbers apart, those of the product `width`.
-void swiglu(const bf16 *gate, const bf16 *up, bf16 *product, int64_t rows, int64_t width, int64_t stride) {
+void swiglu(const number *gate, const number *up, number *product, int64_t rows, int64_t width, int64_t stride) {
 #pragma omp parallel for if (rows * width > GRAIN)
     for (int64_t row = 0; row < rows; row++) {
-        const bf16 *a = gate + row * stride, *b = up + row * stride;
-        bf16 *p = product + row * width;
+        const number *a = gate + row * stride, *b = up + row * stride;
+        number *p = product + row * width;
         for (int64_t i = 0; i < width; i++) {
             float x = wide(a[i]);
             p[i] = narrow(rounded(x / (1.0f + fast_exp(-x))) * wide(b[i]));
@@ -76,13 +76,13 @@ void swiglu(const bf16 *gate, const bf16 *up, bf16 *product, int64_t rows, int64
 }
 
 // The gradients of gate and up, all tensors contiguous.
-void swiglu_backward(const bf16 *gate, const bf16 *up, const bf16 *gradient, bf16 *of_gate, bf16 *of_up, int64_t rows,
-                     int64_t width) {
+void swiglu_backward(const number *gate, const number *up, const number *gradient, number *of_gate, number *of_up,
+                     int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows * width > GRAIN)
     for (int64_t row = 0; row < rows; row++) {
         int64_t first = row * width;
-        const bf16 *a = gate + first, *b = up + first, *g = gradient + first;
-        bf16 *da = of_gate + first, *db = of_up + first;
+        const number *a = gate + first, *b = up + first, *g = gradient + first;
+        number *da = of_gate + first, *db = of_up + first;
         for (int64_t i = 0; i < width; i++) {
             float x = wide(a[i]), s = 1.0f / (1.0f + fast_exp(-x));
             da[i] = narrow(wide(g[i]) * wide(b[i]) * s * (1.0f + x * (1.0f - s)));

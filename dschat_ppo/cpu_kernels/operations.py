@@ -1,8 +1,9 @@
-"""The kernels as functions of tensors: bfloat16 on a CPU, without gradients, contiguous unless a docstring says more.
+"""The kernels as functions of tensors: bf16 or fp32 on a CPU, without gradients, contiguous unless a docstring says
+more.
 
-The C++ files here are compiled once for each version of them, compiler and processor. They have a plain C interface and
-need no header files of torch, so that this takes some seconds. The library is in the folder of torch's own extensions,
-and appears there whole, by a rename, so ranks may compile at once.
+The C++ files here are compiled once for each dtype, version of them, compiler and processor. They have a plain C
+interface and need no header files of torch, so that this takes some seconds. The library is in the folder of torch's
+own extensions, and appears there whole, by a rename, so ranks may compile at once.
 
 Results are rounded where separate operations of PyTorch are: after each product and sum that a layer of transformers
 writes as a separate operation. Sums inside an operation are fp32.
@@ -40,6 +41,7 @@ FLAGS = tuple(
     """.split()
 )
 LIMIT_SECONDS = 300.0  # a compilation takes some seconds
+DTYPES: dict[torch.dtype, list[str]] = {torch.bfloat16: [], torch.float32: ["-DFP32"]}  # flags of the compiler
 _PLAIN = (Tensor, nn.Parameter)  # classes of tensors that have their numbers in memory
 _NO_WINDOW = 2**62
 _CHUNK = 64  # rows whose weight gradients one thread adds up
@@ -63,15 +65,16 @@ class BuildError(RuntimeError):
 
 
 @cache
-def kernels() -> ctypes.CDLL | None:
-    """The library, compiled if needed. None if this machine cannot: a warning says why, and PyTorch takes its place."""
+def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The library for a dtype, compiled if needed. None if this machine cannot: a warning says why, and PyTorch takes
+    its place."""
     try:
         with subprocesses_may_stop("compiled kernels"), watchdog_paused():
             try:
-                return load(build(cache_folder()))
+                return load(build(cache_folder(), dtype))
             except OSError:  # the folder cannot be written: compile for this process alone
                 with tempfile.TemporaryDirectory() as place:
-                    return load(build(Path(place)))
+                    return load(build(Path(place), dtype))
     except (BuildError, OSError, subprocess.TimeoutExpired) as problem:
         _log.warning(f"kernels for this processor are not available ({problem}): training and rollouts are slower")
         return None
@@ -86,9 +89,9 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, dtype: torch.dtype) -> Path:
     """The compiled file in `folder`. `BuildError`: no working compiler; `OSError`: `folder` cannot be written."""
-    command = [*_compiler(), *FLAGS]
+    command = [*_compiler(), *FLAGS, *DTYPES[dtype]]
     if "clang" in os.path.basename(os.path.realpath(command[0])):
         command.remove("-fopenmp")  # its library is not torch's, and has its own threads
     path = folder / f"kernels-{_fingerprint(command)}.so"
@@ -149,15 +152,19 @@ def _processor() -> list[str]:
 
 def can_run(*tensors: Tensor) -> bool:
     """Whether the kernels take tensors of this kind, and are available."""
-    fit = all(type(x) in _PLAIN and x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors)
-    return fit and kernels() is not None
+    dtype = tensors[0].dtype
+    fit = all(type(x) in _PLAIN and x.dtype == dtype and x.device.type == "cpu" for x in tensors)
+    return fit and dtype in DTYPES and kernels(dtype) is not None
 
 
 def _run(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
-    """Call a kernel, whose pointers are those of the tensors. On the meta device tensors have shapes alone."""
-    if any(isinstance(x, Tensor) and x.is_meta for x in arguments):
+    """Call a kernel, whose pointers are those of the tensors; the first has the dtype. On the meta device tensors have
+    shapes alone."""
+    first = arguments[0]
+    assert isinstance(first, Tensor)
+    if first.is_meta:
         return
-    library = kernels()
+    library = kernels(first.dtype)
     assert library is not None, "call can_run first"
     getattr(library, name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
 
@@ -206,22 +213,25 @@ def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor,
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Write one token of each row into the KV cache; attend from it to its slot and those before -> (n, heads, d).
+    """Write one token of each row into the KV cache; attend from it to its row's tokens up to it -> (n, heads, d).
 
     `query` (n, heads, 1, d), `key` and `value` (n, kv_heads, 1, d): views whose heads are side by side. `keys` and
-    `values` (at least n, kv_heads, capacity, d) change in place. `slots` (n,) int64 contiguous: where the token of each
-    row goes. `window`: how many slots a token sees, its own among them; None: all.
+    `values` (rows, kv_heads, capacity, d) change in place. `places` (4, n) int64 contiguous: for each row the number of
+    own tokens before the new one, and the line of `keys[:, 0]`, counted as if all rows were one, from which they are;
+    then, for tokens before these, the line from which they are, and their number. `window`: how many tokens a token
+    sees, itself among them; None: all.
     """
     rows, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1:3]
     assert keys.shape == values.shape and key.shape == value.shape == (rows, kv_heads, 1, width)
+    assert places.shape == (4, rows) and places.is_contiguous()
     mixed = query.new_empty(rows, heads, width)
     _run(
-        "decode_attention", query, key, value, query.stride(0), key.stride(0), value.stride(0), keys, values, slots,
-        mixed, rows, heads, kv_heads, capacity, width, capacity if window is None else window, scale,
+        "decode_attention", query, key, value, query.stride(0), key.stride(0), value.stride(0), keys, values, places,
+        mixed, rows, heads, kv_heads, capacity, width, _NO_WINDOW if window is None else window, scale,
     )  # fmt: skip
     return mixed
 

@@ -1,6 +1,5 @@
-"""RMSNorm and SwiGLU layers by kernels, with backward passes by hand: compiled ones on a CPU in bf16, Triton's on a GPU
-in half precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel; so is that in fp32 without gradients,
-which is fewer operations.
+"""RMSNorm and SwiGLU layers by kernels, with backward passes by hand: compiled ones on a CPU, Triton's on a GPU in half
+precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel.
 
 Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps silu(gate) of an MLP.
 By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) + eps)^-1/2, and the gradient g of y:
@@ -42,7 +41,7 @@ _log = logging.getLogger(__name__)
 def kernels_for(*tensors: Tensor) -> Any:
     """The module whose kernels run these tensors: `cpu_kernels.operations`, `gpu_kernels` or None. On the meta device,
     where the planner counts what layers save for their backward pass, that of the CPU."""
-    if can_run(*tensors) or all(x.is_meta and x.dtype == torch.bfloat16 for x in tensors):
+    if can_run(*tensors) or all(x.is_meta and x.dtype in operations.DTYPES for x in tensors):
         return operations
     half = all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors)
     return _triton_kernels(tensors[0].device, tensors[0].dtype) if half else None
@@ -177,7 +176,7 @@ def _fast_norm(kind: Any) -> Any:
                 _RMSNorm.apply(kernels, states, weight, eps) if trains
                 else kernels.rms_norm(states.contiguous(), weight, eps)
             )  # fmt: skip
-        elif states.is_cuda or (states.dtype == torch.float32 and not trains):  # in fp32, with the same bits
+        elif states.is_cuda:
             found = weight * nn.functional.rms_norm(states, weight.shape, None, eps)
         else:
             found = kind.forward(self, states)

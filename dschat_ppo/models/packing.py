@@ -89,9 +89,9 @@ _RECORDED: list[Recorded] = []
 
 def padded_rows(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> ForwardPass:
     """Right-padded rows with the attention that `--attn_implementation` names, by transformers and with its masks.
-    "auto": the attention in blocks where the model computes in bf16 on a CPU and is replaceable (`select_kernels` found
+    "auto": the attention in blocks where the model is on a CPU and is replaceable (`select_kernels` found
     that this module's attention gives the numbers of the model's own), else the model's own."""
-    in_blocks = is_replaceable and model.device.type == "cpu" and model.dtype == torch.bfloat16
+    in_blocks = is_replaceable and model.device.type == "cpu"
     automatic = NAME if in_blocks else None
     return ForwardPass(model.config, None, choice=choice, attention=automatic if choice == "auto" else choice)
 

@@ -21,7 +21,7 @@ from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.micro_batches import Segments
 
-MOST_KEYS = 4096  # with more, PyTorch's kernel is as fast or faster
+MOST_KEYS = {torch.bfloat16: 4096, torch.float32: 256}  # with more, PyTorch's kernel is as fast or faster
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -50,9 +50,9 @@ def blockwise_attention(
 ) -> Tensor:
     """Causal attention inside each segment of the rows: (b, heads, T, d of the values), in memory (b, T, heads, d).
 
-    `query` (b, heads, T, d) bf16 on a CPU; `key` (b, key heads, T, d), and `value` likewise, of another d or of the
-    same; key heads divide the heads. `segments` together are all T columns. `window`: how many keys a query sees, its
-    own among them; None: all. `scale` of the logits; None: d ** -0.5.
+    `query` (b, heads, T, d) bf16 or fp32 on a CPU; `key` (b, key heads, T, d), and `value` likewise, of another d or of
+    the same; key heads divide the heads. `segments` together are all T columns. `window`: how many keys a query sees,
+    its own among them; None: all. `scale` of the logits; None: d ** -0.5.
     """
     assert sum(segments.lengths) == query.shape[2]
     found: Tensor = _BlockwiseAttention.apply(
@@ -125,16 +125,16 @@ def varlen_attention(
     return found.unsqueeze(0)
 
 
-# Kernels for bf16 on a CPU
+# Kernels for a CPU
 
 
 def suits_blocks(
     module: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: dict[str, Any]
 ) -> bool:
-    """Whether kernels for bf16 on a CPU compute this layer faster: its device, dtype, heads, lengths and options."""
+    """Whether kernels for a CPU compute this layer faster: its device, dtype, heads, lengths and options."""
     return (
         can_run(query, key, value)
-        and segments.most_keys <= MOST_KEYS
+        and segments.most_keys <= MOST_KEYS[query.dtype]
         and query.shape[1] % key.shape[1] == 0
         and not options.get("dropout")
         and options.get("is_causal", getattr(module, "is_causal", True)) is not False

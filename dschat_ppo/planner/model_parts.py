@@ -83,7 +83,7 @@ def parts_of(
 ) -> ModelParts:
     """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains;
     `UserError` if transformers cannot build it, if it reads numbers in its forward pass and cannot run without data, or
-    if it has not the settings of a decoder. In bf16 on a CPU, layers with kernels save less for the backward pass than
+    if it has not the settings of a decoder. On a CPU, layers with kernels save less for the backward pass than
     `on_gpu`."""
     given = (dtype, scalar, adapter, on_gpu)
     key = (config.to_json_string(use_diff=False), *given)

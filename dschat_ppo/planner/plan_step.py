@@ -107,7 +107,7 @@ def plan_step(
     roles, rows = roles_of(config, model_configs, ranks, own, on_gpu), 0
     if isinstance(config, PPOConfig):
         steps = config.schedule.max_steps or 1  # the data are not read, so how long the run is is not known
-        plan = plan_ppo(config.ppo, MANY_PROMPTS, ranks, 0, config.memory.sequence_parallel_size, steps)
+        plan = plan_ppo(config.ppo, MANY_PROMPTS, ranks, 0, config.memory.sequence_parallel_size, steps, on_gpu)
         of_tensors = int((usable(own) - GPU_CONTEXT) / (1 + FRAGMENTATION)) if on_gpu else usable(own)
         asleep = config.ppo_memory.sleep_in_rollout and (on_gpu if sleeps is None else sleeps)
         phases, rows = ppo_phases(config, plan, roles, model_configs["actor"], of_tensors, asleep)

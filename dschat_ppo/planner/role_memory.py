@@ -380,7 +380,7 @@ def _rollout_phase(
     gathers = ppo.unpin_actor_parameters or (wanted > 1 and not divides and not actor.kept_whole)
     by_layer = actor.stage == 3 and gathers
     phase.add("actor", "buffers", _generating_weights(actor, size, by_layer, sleeps))
-    if not actor.on_gpu and actor.dtype == "bf16" and not by_layer:
+    if not actor.on_gpu and not by_layer:
         phase.add("actor", "buffers", Memory.of(actor.itemsize * actor.parts.packed))
     length = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
     free = device_memory - phase.total().device - (0 if actor.on_gpu else phase.total().host)

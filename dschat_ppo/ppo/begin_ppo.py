@@ -200,7 +200,7 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     plan = plan_ppo(
         ppo, len(rows.train), dist.world_size(), algorithm.critic_warmup_rollouts,
         config.memory.sequence_parallel_size,
-        config.schedule.max_steps,
+        config.schedule.max_steps, dist.on_gpu(),
     )  # fmt: skip
     texts = plain_texts(config, plan, tokenizer, device)
     if not validate_only:

@@ -22,6 +22,7 @@ from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.errors import attempt
 from dschat_ppo.models.backbone import UnsupportedAttentionError, check_attention_call, unfit
+from dschat_ppo.models.segment_attention import MOST_KEYS
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata, PrefillMetadata, SharedPrefix
 
 _log = logging.getLogger(__name__)
@@ -189,7 +190,8 @@ def causal_attention(
     (heads,): one more score of every softmax, for nothing to read (GPT-OSS). `newest` (n, L) int64: the key of each
     token, where more keys than these are given; None: L = K, and they are in order."""
     length = query.shape[2]
-    if newest is None and not softcap and can_run(query, key, value) and not query.requires_grad:
+    fits = newest is None and not softcap and can_run(query, key, value) and length <= MOST_KEYS[query.dtype]
+    if fits and not query.requires_grad:
         parts = torch.tensor([[0, length, 0, 0]])
         mixed, log_sums = operations.causal_attention(query, key, value, parts, window, scale)
         if sinks is None:
@@ -279,10 +281,12 @@ class CPUDecode:
         self, batch: StepMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float,
         window: int | None,
     ) -> Tensor:  # fmt: skip
-        assert isinstance(batch, DecodeMetadata)
         keys, values = batch.cache.layer(layer, key, value)
         query, key, value = (_side_by_side(part) for part in (query, key, value))
-        return operations.decode_attention(query, key, value, keys, values, batch.slots, scale, window)
+        if ("places", heads := keys.shape[1]) not in batch.kept:
+            batch.kept["places", heads] = batch.places(heads)
+        places = batch.kept["places", heads]
+        return operations.decode_attention(query, key, value, keys, values, places, scale, window)
 
 
 def _side_by_side(part: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class ContinuousBatching:
         self.max_over_ranks: MaxOverRanks = max_over_ranks or (lambda number: number)
         self.synchronised = max_over_ranks is not None
         self.device = buffers.token_ids.device
-        self.attention = RolloutAttention(flash_decode(self.device) or (CPUDecode() if memory is None else None))
+        self.attention = RolloutAttention(flash_decode(self.device) or CPUDecode())
         self.cache = RolloutCache()
         self.states = RowStates() if has_states(model.config) else None
         self.cancelled = cancelled

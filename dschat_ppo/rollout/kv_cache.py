@@ -183,6 +183,11 @@ class DecodeMetadata:
         starts = torch.arange(self.count * heads, device=used.device) * self.cache.capacity
         return starts + hidden.repeat_interleave(heads), used.repeat_interleave(heads)
 
+    def places(self, heads: int) -> Tensor:
+        """What `operations.decode_attention` wants to know of the rows, (4, count) int64."""
+        none = torch.zeros_like(self.slots)
+        return torch.stack([self.slots, self.rows * (heads * self.cache.capacity), none, none])
+
 
 @dataclass
 class PooledMetadata:
@@ -258,6 +263,10 @@ class PooledMetadata:
             starts, used = torch.cat([starts, start]), torch.cat([used, torch.where(seen > 0, seen, used)])
         planes = torch.arange(heads, device=starts.device) * self.cache.capacity
         return (starts.unsqueeze(1) + planes).flatten(), used.repeat_interleave(heads)
+
+    def places(self, heads: int) -> Tensor:
+        """What `operations.decode_attention` wants to know of the rows, (4, count) int64."""
+        return torch.stack([self.own, self.starts, self.prefix_starts, self.prefix_lengths])
 
 
 def _last(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:

@@ -98,8 +98,9 @@ def _check_dtype(dtype: str) -> None:
         raise UserError(
             f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of {', '.join(usable)}"
         )
+    if not dist.on_gpu() and dtype != "fp16":  # compiled here, so that no rank waits for another in a forward pass
+        kernels(torch.bfloat16 if dtype == "bf16" else torch.float32)
     if dtype == "bf16" and not dist.on_gpu():
-        kernels()  # compiled here, so that no rank waits for another in a forward pass
         if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
             logger().warning(
                 "--dtype bf16: this processor has no bf16 arithmetic (AVX-512 or AMX), and torch emulates it slowly; "

@@ -43,7 +43,7 @@ def library(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
         patch.setenv("CXX", a_compiler(folder / "cxx", 'exec c++ "$@" -O0'))
-        return operations.build(operations.cache_folder())
+        return operations.build(operations.cache_folder(), torch.bfloat16)
 
 
 def test_it_is_compiled_once(library, monkeypatch):
@@ -52,7 +52,7 @@ def test_it_is_compiled_once(library, monkeypatch):
     assert operations.load(library).swiglu.restype is None
     monkeypatch.setenv("CXX", str(folder.parent / "cxx"))
     monkeypatch.setattr(operations, "_compile", lambda command: pytest.fail("compiled again"))
-    assert operations.build(folder) == library
+    assert operations.build(folder, torch.bfloat16) == library
 
 
 def test_another_processor_source_header_or_flag_gets_a_file_of_its_own(monkeypatch, tmp_path):
@@ -70,8 +70,8 @@ def test_another_processor_source_header_or_flag_gets_a_file_of_its_own(monkeypa
     (None, "there is no C++ compiler: install g++, or name a compiler by CXX"),
     ("missing", "CXX names 'no-such-compiler', which is not there: install g++"),
     (
-        "echo 'In file x' >&2; echo 'bf16.h:1: error: no such thing' >&2; echo '  | ^~~' >&2; exit 1",
-        "failed: bf16.h:1: error: no such thing",
+        "echo 'In file x' >&2; echo 'number.h:1: error: no such thing' >&2; echo '  | ^~~' >&2; exit 1",
+        "failed: number.h:1: error: no such thing",
     ),
     ("exit 3", "failed: exit code 3"),
     ('for last; do :; done; echo nothing >"$last"', "file too short"),  # loading fails
@@ -84,7 +84,7 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
         made = a_compiler(tmp_path / "cxx", compiler)
         monkeypatch.setenv("CXX", "no-such-compiler" if compiler == "missing" else made)
     with caplog.at_level(logging.WARNING):
-        assert operations.kernels() is None and operations.kernels() is None
+        assert [operations.kernels(torch.bfloat16) for _ in range(2)] == [None, None]
     [record] = [r for r in caplog.records if "kernels" in r.message]
     assert reason in record.message and "slower" in record.message
 
@@ -100,7 +100,7 @@ def test_without_a_folder_each_process_compiles_for_itself(fresh, library, home,
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert operations.kernels() is not None and not caplog.text
+    assert operations.kernels(torch.bfloat16) is not None and not caplog.text
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -108,10 +108,11 @@ def test_a_stop_ends_the_compilation_and_the_run(folder, fresh, monkeypatch, tmp
     monkeypatch.setenv("CXX", a_compiler(tmp_path / "cxx", "exit 1"))
     monkeypatch.setattr(stop_requests, "requested", lambda: True)
     with pytest.raises(stop_requests.StopRequested):
-        operations.kernels()
+        operations.kernels(torch.bfloat16)
 
 
-HALF_STEP = 2.0**-8  # largest relative error of rounding to bfloat16
+HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-21}  # largest error of rounding; of fp32, of a short sum
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -121,29 +122,34 @@ def threads(request):
     torch.set_num_threads(1)
 
 
-def drawn(*shape, seed=0, scale=1.0):
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+def drawn(*shape, seed=0, scale=1.0, dtype=torch.bfloat16):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
+@DTYPES
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("rows", "width"), [(3, 50), (700, 96)])
-def test_a_norm_and_its_gradients(rows, width):
-    states, weight, gradient = drawn(rows, width), drawn(width, seed=1), drawn(rows, width, seed=2)
+def test_a_norm_and_its_gradients(rows, width, dtype):
+    states, weight, gradient = (drawn(*shape, dtype=dtype) for shape in ((rows, width), (width,), (rows, width)))
+    gradient = gradient.roll(1)
     found = operations.rms_norm(states, weight, 1e-5)
     of_states, of_weight = operations.rms_norm_backward(states, weight, gradient, 1e-5)
     wide, factors = states.double().requires_grad_(), weight.double().requires_grad_()
     exact = factors * wide / (wide.pow(2).mean(dim=1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP, atol=0)  # two roundings
+    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=0)  # two roundings
     exact_grads = torch.autograd.grad(exact, [wide, factors], gradient.double())
     for got, true in zip((of_states, of_weight), exact_grads, strict=True):
-        torch.testing.assert_close(got.double(), true, rtol=HALF_STEP, atol=1e-5)
+        torch.testing.assert_close(got.double(), true, rtol=HALF_STEP[dtype], atol=1e-5)
 
 
+@DTYPES
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [5, 900])
-def test_a_rotation_has_the_bits_of_separate_operations(rows):
-    values, angles = drawn(rows, 7, 12), drawn(rows, 6, seed=1).float().repeat(1, 2)
-    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+def test_a_rotation_is_that_of_separate_operations(rows, dtype):
+    """To the bit in bf16; in fp32 compilers join products and sums."""
+    close = 0 if dtype == torch.bfloat16 else 1e-6
+    values, angles = drawn(rows, 7, 12, dtype=dtype), drawn(rows, 6, seed=1).float().repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     sin[:, 6:] *= 0.5  # the two halves may have different angles
     first, second = values[:, :4].chunk(2, dim=2)
     expected = values[:, :4] * cos[:, None] + torch.cat([-second, first], dim=2) * sin[:, None]
@@ -151,34 +157,36 @@ def test_a_rotation_has_the_bits_of_separate_operations(rows):
     for angles, right in (((cos, sin), expected), ((cos[:1], sin[:1]), alike)):  # one set of angles for all rows
         found = values.clone()
         operations.rotate_(found, *angles, 4)
-        assert torch.equal(found[:, :4], right) and torch.equal(found[:, 4:], values[:, 4:])
+        torch.testing.assert_close(found[:, :4], right, rtol=close, atol=close)
+        assert torch.equal(found[:, 4:], values[:, 4:])
 
 
+@DTYPES
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [1, 900])
-def test_a_gated_product_and_its_gradients(rows):
-    both, gradient = drawn(rows, 90, scale=3), drawn(rows, 45, seed=1)
+def test_a_gated_product_and_its_gradients(rows, dtype):
+    both, gradient = drawn(rows, 90, scale=3, dtype=dtype), drawn(rows, 45, seed=1, dtype=dtype)
     gate, up = both.chunk(2, dim=1)
     found = operations.swiglu(gate, up)
     assert torch.equal(found, operations.swiglu(gate.contiguous(), up.contiguous()))
     wide = [part.double().requires_grad_() for part in (gate, up)]
     exact = wide[0] / (1 + torch.exp(-wide[0])) * wide[1]
-    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP, atol=1e-30)
+    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=1e-30)
     got = operations.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
     for ours, true in zip(got, torch.autograd.grad(exact, wide, gradient.double()), strict=True):
-        torch.testing.assert_close(ours.double(), true, rtol=HALF_STEP, atol=1e-6)
+        torch.testing.assert_close(ours.double(), true, rtol=HALF_STEP[dtype], atol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
-    """Functions of `bf16.h`, compiled with the flags of the library, which let the compiler reorder sums."""
+    """Functions of `number.h`, compiled with the flags of the library, which let the compiler reorder sums."""
     folder = tmp_path_factory.mktemp("functions")
     (folder / "functions.cpp").write_text(f"""
         #include "{operations.HEADERS[0]}"
         extern "C" void exponential(const float *x, float *y, long n) {{
             for (long i = 0; i < n; i++) y[i] = fast_exp(x[i]);
         }}
-        extern "C" void narrowed(const float *x, bf16 *y, long n) {{
+        extern "C" void narrowed(const float *x, number *y, long n) {{
             for (long i = 0; i < n; i++) y[i] = narrow(x[i]);
         }}
     """)
@@ -225,30 +233,41 @@ def test_nan_stays_nan(place):
     assert not mixed[:, :, [0, 2]].isnan().any() and mixed[:, :, 1].isnan().all()
 
 
-def by_definition(query, keys, values, slots, scale, window):
-    """(n, heads, d) in fp64, one query after another."""
-    rows, group = [], query.shape[1] // keys.shape[1]
-    for row, slot in enumerate(slots.tolist()):
-        seen = slice(0 if window is None else max(0, slot + 1 - window), slot + 1)
+def by_definition(query, histories, scale, window):
+    """(n, heads, d) in fp64, one query after another; `histories`: keys and values of each row, (kv_heads, T, d)."""
+    rows = []
+    for row, history in enumerate(histories):
         for head in range(query.shape[1]):
-            k, v = (x[row, head // group, seen].double() for x in (keys, values))
+            k, v = (x[head // (query.shape[1] // len(x))].double()[-(window or x.shape[1]) :] for x in history)
             rows.append(torch.softmax(k @ query[row, head, 0].double() * scale, dim=0) @ v)
-    return torch.stack(rows).view(len(slots), query.shape[1], -1)
+    return torch.stack(rows).view(len(histories), query.shape[1], -1)
 
 
+@DTYPES
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (6, 2, 24), (16, 1, 64)])
-def test_decoding_writes_and_attends(heads, kv_heads, width, window):
-    keys, values = drawn(5, kv_heads, 40, width), drawn(5, kv_heads, 40, width, seed=1)
+@pytest.mark.parametrize("pooled", [False, True])
+def test_decoding_writes_and_attends(heads, kv_heads, width, window, dtype, pooled):
+    """Three rows of five of a cache; or three segments of a pool, of which two have the same three tokens before."""
+    size = (1, kv_heads, 200, width) if pooled else (5, kv_heads, 40, width)
+    keys, values = drawn(*size, dtype=dtype), drawn(*size, seed=1, dtype=dtype)
     kept = keys.clone(), values.clone()
-    qkv = drawn(3, 1, heads + 2 * kv_heads, width, seed=2).transpose(1, 2)  # three rows of five
+    qkv = drawn(3, 1, heads + 2 * kv_heads, width, seed=2, dtype=dtype).transpose(1, 2)
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    slots = torch.tensor([0, 39, 17])
-    found = operations.decode_attention(query, key, value, keys, values, slots, 0.3, window)
+    own, none = torch.tensor([0, 39, 17]), torch.zeros(3, dtype=torch.int64)
+    rows, starts, prefixes, shared = torch.arange(3), none, none, none
+    if pooled:
+        rows, starts = none, torch.tensor([160, 90, 20])
+        prefixes, shared = torch.tensor([[7, 7, 0], [3, 3, 0]])
+    places = torch.stack([own, starts + rows * kv_heads * size[2], prefixes, shared])
+    found = operations.decode_attention(query, key, value, keys, values, places, 0.3, window)
     for cached, before, new in zip((keys, values), kept, (key, value), strict=True):
-        for row, slot in enumerate(slots.tolist()):
-            before[row, :, slot] = new[row, :, 0]
+        before[rows, :, starts + own] = new[:, :, 0]
         assert torch.equal(cached, before), "the new token is written, and nothing else"
-    exact = by_definition(query, keys, values, slots, 0.3, window)
-    torch.testing.assert_close(found.double(), exact, rtol=HALF_STEP, atol=1e-6)
+    histories = []
+    for row, start, count, first, many in zip(rows, starts, own, prefixes, shared, strict=True):
+        slots = [*range(first, first + many), *range(start, start + count + 1)]
+        histories.append([x[row][:, slots] for x in (keys, values)])
+    exact = by_definition(query, histories, 0.3, window)
+    torch.testing.assert_close(found.double(), exact, rtol=HALF_STEP[dtype], atol=1e-6)

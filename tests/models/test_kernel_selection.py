@@ -129,7 +129,7 @@ def test_a_way_that_fails_on_another_rank_is_taken_on_none(monkeypatch, said):
 
 def test_memory_that_runs_out_in_a_probe_ends_it(monkeypatch):
     policy = PolicyModel(new_model("llama"))
-    monkeypatch.setattr(packing, "segment_by_segment", partial(fail, torch.OutOfMemoryError("out of memory")))
+    monkeypatch.setattr(packing, "blockwise_attention", partial(fail, torch.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
         select_kernels(policy)
 
@@ -162,7 +162,7 @@ def test_a_model_with_noise_in_training_runs_all_tokens_of_each_row(kind):
 def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
     """A kernel that hides what is shared, and one that hides nothing."""
     if not by_blocks:
-        monkeypatch.setattr(operations, "kernels", lambda: None)
+        monkeypatch.setattr(operations, "kernels", lambda dtype: None)
     policy = PolicyModel(new_model("llama").to(torch.bfloat16))
     select_kernels(policy)
     assert policy.layout.shares

@@ -14,6 +14,7 @@ from test_flash_decode import LoopingKernel, flash_with
 from tiny_models import LENGTHS, new_model
 from torch import Tensor
 
+from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.rollout import attention, continuous_batching, cuda_graphs, generator, running_batches
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, row_bucket
 from dschat_ppo.rollout.kv_cache import KVCache
@@ -72,6 +73,13 @@ def test_idle_and_finished_entries_write_to_spare_places(prefix):
 
 
 # Graphs
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """The stand-in replays PyTorch's operations; a GPU has no kernels and products for CPUs."""
+    monkeypatch.setattr(operations, "kernels", lambda dtype: None)
+    monkeypatch.setattr(generator, "can_prepack", lambda model: False)
 
 
 @pytest.fixture

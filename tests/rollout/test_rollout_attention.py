@@ -113,5 +113,5 @@ def test_what_the_compiled_kernel_supports():
     kernel, half = CPUDecode(), halves(1, 2, 1, 16)
     assert kernel.supports(half, half, half, None)
     assert not kernel.supports(half, half, half, 30.0), "a soft cap"
-    assert not kernel.supports(half.float(), half.float(), half.float(), None)
+    assert not kernel.supports(half.half(), half.half(), half.half(), None)
     assert not kernel.supports(half, half, half[..., :8], None), "values of another width"

@@ -1,13 +1,20 @@
-// bfloat16 numbers, and functions that compilers can vectorise.
+// Numbers in memory, fp32 or bfloat16, and functions that compilers can vectorise.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-typedef uint16_t bf16;
+#ifdef FP32
+typedef float number;
 
-static inline float wide(bf16 x) {
+static inline float wide(number x) { return x; }
+
+static inline number narrow(float value) { return value; }
+#else
+typedef uint16_t number; // bfloat16
+
+static inline float wide(number x) {
     uint32_t bits = (uint32_t)x << 16;
     float value;
     memcpy(&value, &bits, 4);
@@ -15,12 +22,13 @@ static inline float wide(bf16 x) {
 }
 
 // Round to the nearest bfloat16, ties to even. NaN stays NaN: rounding up would carry into its sign.
-static inline bf16 narrow(float value) {
+static inline number narrow(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
+#endif
 
 static inline float rounded(float value) { return wide(narrow(value)); }
 
