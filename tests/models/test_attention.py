@@ -243,7 +243,8 @@ def test_each_choice_calls_its_kernel_and_no_other_also_in_the_backward_pass(mon
     kernels = {
         "sdpa": (torch.nn.functional, "scaled_dot_product_attention"),
         "eager of transformers": (sys.modules["transformers.models.llama.modeling_llama"], "eager_attention_forward"),
-        "softmax": (segment_attention, "_eager_attention"), "blocks": (packing, "blockwise_attention"),
+        "softmax": (segment_attention, "_eager_attention"),
+        "blocks": (packing, "blockwise_attention"),
     }
     for name, (module, function) in kernels.items():
         kernels[name] = Mock(wraps=getattr(module, function))
