@@ -1,5 +1,6 @@
 """Values that follow from several flags: defaults by method, folders, rates, the best metric; batch plans by hand."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -272,6 +273,18 @@ def test_ppo_plan_by_hand(sizes, more, inputs, numbers, table):
     assert (plan.rows_per_rank, plan.rollout_rows, plan.rollout_prompts, plan.global_batch) == numbers[:4]
     assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == numbers[4:]
     assert table.items() <= dict(plan.table()).items()
+
+
+@pytest.mark.parametrize(("rows", "given", "ranks", "tokens"), [
+    (1, 0, 1, 512), (2, 0, 1, 1024), (9, 0, 1, 1024), (9, 0, 2, 2048), (9, 0, 8, 2048), (9, 700, 1, 700),
+    (9, 4096, 1, 4096),
+])  # fmt: skip
+def test_a_cpu_has_small_micro_batches_of_whole_rows(rows, given, ranks, tokens):
+    flags = ppo_flags(per_device_training_batch_size=rows, generation_batches=rows, micro_batch_tokens=given)
+    assert plan_ppo(flags, 10_000, ranks, on_gpu=False).micro_batch_tokens == tokens
+    assert plan_ppo(flags, 10_000, ranks).micro_batch_tokens == (given or 512 * rows)
+    long = replace(flags, max_answer_seq_len=5000)
+    assert plan_ppo(long, 10_000, ranks, on_gpu=False).micro_batch_tokens == (given or 5256)
 
 
 @pytest.mark.parametrize(

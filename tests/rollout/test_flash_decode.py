@@ -9,7 +9,7 @@ from tiny_models import LENGTHS
 from torch import Tensor
 
 from dschat_ppo.rollout import attention, continuous_batching
-from dschat_ppo.rollout.attention import FlashDecode, decode_attention, varlen_kernel
+from dschat_ppo.rollout.attention import CPUDecode, FlashDecode, decode_attention, varlen_kernel
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
@@ -84,10 +84,12 @@ def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
 
 
 def check(batch, query: Tensor, window: int | None) -> tuple[list[int], list[int], int]:
-    """Compare with `decode_attention`; returns what the kernel was asked for."""
-    kernel = LoopingKernel()
+    """Compare it and the kernel of a CPU with `decode_attention`; returns what the kernel was asked for."""
+    kernel, expected = LoopingKernel(), decode_attention(batch, 3, query, 0.3, window, None)
     found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
-    torch.testing.assert_close(found, decode_attention(batch, 3, query, 0.3, window, None), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    own = (part[range(batch.count), :, batch.newest, None] for part in batch.read(3))  # which it writes again
+    torch.testing.assert_close(CPUDecode()(batch, 3, query, *own, 0.3, window), expected, atol=1e-5, rtol=1e-5)
     (call,) = kernel.calls
     return call
 
