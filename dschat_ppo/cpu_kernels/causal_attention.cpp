@@ -163,8 +163,7 @@ static void attend(const Part &part, const Columns &keys, const Columns &values,
         for (int64_t i = 0; i < block.count; i++) {
             float *w = weights.data() + i * block.span;
             int64_t from = block.from(part, i, s.window), to = block.to(part, i);
-            float top = w[from], total = 0;
-            for (int64_t key = from; key < to; key++) top = w[key] > top ? w[key] : top;
+            float top = largest(w + from, to - from), total = 0;
             for (int64_t key = from; key < to; key++) total += w[key] = fast_exp(w[key] - top);
             for (int64_t key = from; key < to; key++) w[key] /= total;
             std::fill(w, w + from, 0.0f);

@@ -3,6 +3,88 @@
 
 static const int64_t GRAIN = 32768; // products per call that justify a second thread
 
+typedef float lanes __attribute__((vector_size(64), aligned(4)));
+static const int64_t LANES = 16; // numbers of a vector
+
+static inline lanes load(const number *x) {
+    lanes found;
+    for (int64_t i = 0; i < LANES; i++) found[i] = wide(x[i]);
+    return found;
+}
+
+// The tokens of a row: token t is on line t + before while t < shared, then on line t + after.
+struct Lines {
+    int64_t before, after, shared, dim;
+
+    const number *at(const number *cached, int64_t token) const {
+        return cached + (token + (token < shared ? before : after)) * dim;
+    }
+};
+
+// Dot products of queries (group, dim) with the keys of tokens `first` to `first + count` -> scores (group, count).
+// VECTORS of a key stay in registers for all queries; 0: heads of any size.
+template <int VECTORS>
+static void dot(const float *q, const number *keys, const Lines &lines, int64_t first, int64_t count, int64_t group,
+                float *scores) {
+    int64_t dim = lines.dim;
+    for (int64_t n = 0; n < count; n++) {
+        const number *k = lines.at(keys, first + n);
+        lanes part[VECTORS ? VECTORS : 1];
+        for (int v = 0; v < VECTORS; v++) part[v] = load(k + v * LANES);
+        for (int64_t g = 0; g < group; g++) {
+            float score = 0;
+            if (VECTORS) {
+                lanes sum = {};
+                for (int v = 0; v < VECTORS; v++) sum += *(const lanes *)(q + g * dim + v * LANES) * part[v];
+                for (int64_t i = 0; i < LANES; i++) score += sum[i];
+            } else {
+                for (int64_t i = 0; i < dim; i++) score += q[g * dim + i] * wide(k[i]);
+            }
+            scores[g * count + n] = score;
+        }
+    }
+}
+
+// Sums of the values of these tokens, weighted (ROWS, count) -> mixed (ROWS, dim).
+template <int VECTORS, int ROWS>
+static void mix_rows(const float *weights, const number *values, const Lines &lines, int64_t first, int64_t count,
+                     number *mixed) {
+    lanes sums[ROWS][VECTORS] = {};
+    for (int64_t n = 0; n < count; n++) {
+        const number *x = lines.at(values, first + n);
+        for (int v = 0; v < VECTORS; v++) {
+            lanes part = load(x + v * LANES);
+            for (int r = 0; r < ROWS; r++) sums[r][v] += weights[r * count + n] * part;
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++)
+            for (int64_t i = 0; i < LANES; i++) mixed[r * VECTORS * LANES + v * LANES + i] = narrow(sums[r][v][i]);
+}
+
+template <int VECTORS>
+static void mix(const float *weights, const number *values, const Lines &lines, int64_t first, int64_t count,
+                int64_t group, number *mixed) {
+    int64_t g = 0, dim = lines.dim;
+    for (; g + 4 <= group; g += 4)
+        mix_rows<VECTORS, 4>(weights + g * count, values, lines, first, count, mixed + g * dim);
+    for (; g < group; g++) mix_rows<VECTORS, 1>(weights + g * count, values, lines, first, count, mixed + g * dim);
+}
+
+template <>
+void mix<0>(const float *weights, const number *values, const Lines &lines, int64_t first, int64_t count,
+            int64_t group, number *mixed) {
+    std::vector<float> sums(lines.dim);
+    for (int64_t g = 0; g < group; g++) {
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t n = 0; n < count; n++) {
+            const number *x = lines.at(values, first + n);
+            for (int64_t i = 0; i < lines.dim; i++) sums[i] += weights[g * count + n] * wide(x[i]);
+        }
+        for (int64_t i = 0; i < lines.dim; i++) mixed[g * lines.dim + i] = narrow(sums[i]);
+    }
+}
+
 extern "C" {
 
 // Write one token of each row into the KV cache, and attend from it to the tokens of its row up to its own, at most
@@ -15,52 +97,34 @@ void decode_attention(const number *query, const number *key, const number *valu
                       number *mixed, int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity, int64_t dim,
                       int64_t window, float scale) {
     const int64_t *own = places, *starts = own + rows, *shared = starts + rows, *lengths = shared + rows;
-    int64_t group = heads / kv_heads, total_keys = 0, most = 0;
+    int64_t group = heads / kv_heads, total = 0, most = 0;
     for (int64_t row = 0; row < rows; row++) {
         int64_t count = lengths[row] + own[row] + 1;
-        total_keys += count, most = count > most ? count : most;
+        total += count, most = count > most ? count : most;
     }
-#pragma omp parallel if (total_keys * heads * dim > GRAIN)
+    auto *dots = dim == 32 ? dot<2> : dim == 64 ? dot<4> : dim == 96 ? dot<6> : dim == 128 ? dot<8> : dot<0>;
+    auto *mixes = dim == 32 ? mix<2> : dim == 64 ? mix<4> : dim == 96 ? mix<6> : dim == 128 ? mix<8> : mix<0>;
+#pragma omp parallel if (total * heads * dim > GRAIN)
     {
-        std::vector<float> q(group * dim), sums(group * dim), scores(group * most);
+        std::vector<float> q(group * dim), scores(group * most);
 #pragma omp for collapse(2) schedule(static)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t head = 0; head < kv_heads; head++) {
-                // token t of the row is on line t + before while t < lengths[row], then on line t + after
                 int64_t last = lengths[row] + own[row], first = last + 1 > window ? last + 1 - window : 0;
                 int64_t count = last + 1 - first, plane = head * capacity;
-                int64_t before = plane + shared[row], after = plane + starts[row] - lengths[row];
-                memcpy(keys + (last + after) * dim, key + row * key_stride + head * dim, dim * sizeof(number));
-                memcpy(values + (last + after) * dim, value + row * value_stride + head * dim, dim * sizeof(number));
-                auto at = [&](const number *cached, int64_t n) {
-                    int64_t token = first + n;
-                    return cached + (token + (token < lengths[row] ? before : after)) * dim;
-                };
+                Lines lines = {plane + shared[row], plane + starts[row] - lengths[row], lengths[row], dim};
+                memcpy(keys + (last + lines.after) * dim, key + row * key_stride + head * dim, dim * sizeof(number));
+                memcpy(values + (last + lines.after) * dim, value + row * value_stride + head * dim,
+                       dim * sizeof(number));
                 const number *given = query + row * query_stride + head * group * dim;
-                for (int64_t i = 0; i < group * dim; i++) q[i] = wide(given[i]) * scale, sums[i] = 0;
-                for (int64_t n = 0; n < count; n++) {
-                    const number *k = at(keys, n);
-                    for (int64_t g = 0; g < group; g++) {
-                        float score = 0;
-                        for (int64_t i = 0; i < dim; i++) score += q[g * dim + i] * wide(k[i]);
-                        scores[g * count + n] = score;
-                    }
-                }
+                for (int64_t i = 0; i < group * dim; i++) q[i] = wide(given[i]) * scale;
+                dots(q.data(), keys, lines, first, count, group, scores.data());
                 for (int64_t g = 0; g < group; g++) {
-                    float *s = scores.data() + g * count, top = s[0], total = 0;
-                    for (int64_t n = 1; n < count; n++) top = s[n] > top ? s[n] : top;
-                    for (int64_t n = 0; n < count; n++) total += s[n] = fast_exp(s[n] - top);
-                    for (int64_t n = 0; n < count; n++) s[n] /= total;
+                    float *s = scores.data() + g * count, top = largest(s, count), sum = 0;
+                    for (int64_t n = 0; n < count; n++) sum += s[n] = fast_exp(s[n] - top);
+                    for (int64_t n = 0; n < count; n++) s[n] /= sum;
                 }
-                for (int64_t n = 0; n < count; n++) {
-                    const number *v = at(values, n);
-                    for (int64_t g = 0; g < group; g++) {
-                        float weight = scores[g * count + n];
-                        for (int64_t i = 0; i < dim; i++) sums[g * dim + i] += weight * wide(v[i]);
-                    }
-                }
-                number *result = mixed + (row * heads + head * group) * dim;
-                for (int64_t i = 0; i < group * dim; i++) result[i] = narrow(sums[i]);
+                mixes(scores.data(), values, lines, first, count, group, mixed + (row * heads + head * group) * dim);
             }
     }
 }

@@ -32,6 +32,18 @@ static inline number narrow(float value) {
 
 static inline float rounded(float value) { return wide(narrow(value)); }
 
+// The largest of at least one number. Each of 16 lanes has its own, because NaN keeps compilers from reordering.
+static inline float largest(const float *x, int64_t count) {
+    float most[16], found = x[0];
+    for (int i = 0; i < 16; i++) most[i] = x[0];
+    int64_t n = 0;
+    for (; n + 16 <= count; n += 16)
+        for (int i = 0; i < 16; i++) most[i] = x[n + i] > most[i] ? x[n + i] : most[i];
+    for (; n < count; n++) found = x[n] > found ? x[n] : found;
+    for (int i = 0; i < 16; i++) found = most[i] > found ? most[i] : found;
+    return found;
+}
+
 // exp by 2^n times a polynomial of the rest (Cephes' expf), because compilers vectorise it and not the library's.
 // Relative error below 2e-7 from -86 to 88.7; 0 below, infinity above. NaN stays NaN.
 static inline float fast_exp(float x) {
