@@ -4,7 +4,7 @@
 launcher. The commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and `dschat-ppo`, and `python -m dschat_ppo`, call
 `start`. Without a launcher that starts one rank for each GPU of this machine, through the program that `deepspeed`
 starts on each machine; without a GPU, one rank in this process. `--num_accelerators N` sets the number of ranks. After
-Ctrl-C it returns 130, so that a shell does not go on with the next step.
+Ctrl-C a single rank returns 130 and the launcher 1, so that a shell does not go on with the next step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import base64
 import json
 import os
 import pkgutil
-import runpy
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.run.launch import leave, run_step
+from dschat_ppo.run.launch import run_step
 from dschat_ppo.run.rank_log import keep_early_lines
 
 TRAINERS = {  # imported after the flags are parsed, so that `--help` and wrong flags do not wait for torch
@@ -137,26 +135,6 @@ def _run_here(step: str, words: Sequence[str]) -> int:
     return INTERRUPTED if stop_requests.interrupted() else code
 
 
-def run_launcher(argv: Sequence[str]) -> int:
-    """Run the module `argv[0]` in this process; returns its exit code, but 130 after Ctrl-C: DeepSpeed's launcher then
-    returns 1, as after a failure."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)  # the kernel's handler writes the number of each signal to it
-    sys.argv = list(argv)
-    code: object = 0
-    try:
-        runpy.run_module(argv[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code
-    except KeyboardInterrupt:  # before the launcher has its own handler
-        return INTERRUPTED
-    os.write(writer, b"\0")
-    if signal.SIGINT in os.read(reader, 2**16):
-        return INTERRUPTED
-    return code if isinstance(code, int) else int(bool(code))
-
-
 def number_of_ranks(count: int | None) -> int:
     """The ranks of this machine: `count` (`--num_accelerators`), at most its GPUs if it has any; None: all GPUs, or one
     rank."""
@@ -182,7 +160,7 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
     devices = json.dumps({"localhost": visible_devices(ranks)})
     world = base64.urlsafe_b64encode(devices.encode()).decode()
     port = os.environ.get("MASTER_PORT") or str(_free_port())
-    launcher = [sys.executable, "-u", "-m", "dschat_ppo.commands", "deepspeed.launcher.launch"]
+    launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
     launcher += [f"--world_info={world}", f"--master_port={port}", f"--log_level={log_level}"]
     return [*launcher, "--module", "dschat_ppo", step, *words]
 
@@ -198,7 +176,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-if __name__ == "__main__":
-    leave(run_launcher(sys.argv[1:]))
