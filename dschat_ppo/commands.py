@@ -120,19 +120,15 @@ def start(step: str, argv: Sequence[str]) -> int:
     if config.run.dry_run and config.run.dry_run_ranks is None:
         words += ["--dry_run_ranks", str(ranks)]
     if config.run.dry_run or ranks == 1:
-        return _run_here(step, words)
+        try:
+            code = run_training(step, words)
+        except KeyboardInterrupt:  # before the run takes it for a request to stop
+            return INTERRUPTED
+        return INTERRUPTED if stop_requests.interrupted() else code
     command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # more threads than cores only spin
     return os.execv(command[0], command)
-
-
-def _run_here(step: str, words: Sequence[str]) -> int:
-    try:
-        code = run_training(step, words)
-    except KeyboardInterrupt:  # before the run takes it for a request to stop
-        return INTERRUPTED
-    return INTERRUPTED if stop_requests.interrupted() else code
 
 
 def number_of_ranks(count: int | None) -> int:

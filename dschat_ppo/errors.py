@@ -79,8 +79,7 @@ def escaped(text: str) -> str:
 
 def printable_line(text: str) -> str:
     """`text` in one line: white space is one space each, and characters that a terminal obeys or hides are escaped."""
-    line = " ".join(text.split())
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    return escaped(" ".join(text.split()))
 
 
 def in_one_line(problem: BaseException) -> str:

@@ -49,17 +49,12 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(f"unknown flag or value: {printable_line(unknown)} {all_flags}{''.join(lines)}")
 
     def _hint(self, flag: str) -> str:
-        """What to use in place of an unknown flag, or the flag that it misspells; "" if one of its words resembles no
-        word of a flag."""
+        """What to use in place of an unknown flag, or the flag that it misspells; "" if it resembles none."""
         name = flag[2:].replace("-", "_")
         if hint := RETIRED.get(name.removeprefix("no_")) or self.advice(name) or self.advice(name.removeprefix("no_")):
             return hint
-        for near in difflib.get_close_matches(name, [known[2:] for known in self._option_string_actions]):
-            words, theirs = near.split("_"), name.split("_")
-            pairs = zip(words, theirs, strict=False)
-            if len(words) == len(theirs) and all(difflib.SequenceMatcher(None, *pair).ratio() > 0.65 for pair in pairs):
-                return f"did you mean --{near}?"
-        return ""
+        near = difflib.get_close_matches(name, [known[2:] for known in self._option_string_actions], n=1, cutoff=0.85)
+        return f"did you mean --{near[0]}?" if near else ""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:  # argparse removes it, and a number becomes a list
