@@ -25,11 +25,13 @@ from dschat_ppo.common.host_memory import lasting_objects
 from dschat_ppo.common.logging import logger, set_verbose
 from dschat_ppo.common.ranks import is_main, local_world_size, world_size
 from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
 from dschat_ppo.run.launch import run_step
 from dschat_ppo.run.rank_log import keep_early_lines
+from dschat_ppo.run.unused_gpu import cpu_is_asked_for
 
 TRAINERS = {  # imported after the flags are parsed, so that `--help` and wrong flags do not wait for torch
     "sft": "dschat_ppo.supervised.sft:train_sft",
@@ -88,18 +90,12 @@ def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:
 
 def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     """(the value of `--num_accelerators N`, or None; the other words)."""
-    count, others, words = None, [], list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in FLAGS:
-            others.append(word)
-            continue
-        if not equals:
-            value = words.pop(0) if words else ""
-        if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"{name} {value}: give a number of ranks, 1 or more".replace("  ", " "))
-        count = int(value)
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*FLAGS, type=int, metavar="N", help="number of ranks, 1 or more")
+    found, others = parser.parse_known_args(argv)
+    count: int | None = found.num_accelerators
+    if count is not None and count < 1:
+        raise UserError(f"--num_accelerators {count}: give the number of ranks, 1 or more")
     return count, others
 
 
@@ -144,7 +140,7 @@ def number_of_ranks(count: int | None) -> int:
 
 def count_gpus() -> int:
     """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if cpu_is_asked_for():
         return 0
     import torch  # not at the top, so that --help and wrong flags do not wait for it
 

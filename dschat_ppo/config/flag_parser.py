@@ -162,10 +162,14 @@ def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
 def _expected(action: argparse.Action) -> str:
     """What values a flag takes: their kind and, from the first words of its help text, their unit or range."""
     if action.choices:
-        own = ", or FILE.py:FUNCTION" if isinstance(action.choices, OrOwnFunction) else ""
-        return f"one of {', '.join(map(str, action.choices))}{own}"
+        return _listed(action.choices)
     kind = _KINDS.get({int: "N", float: "X"}.get(action.type, str(action.metavar)), "text")  # type: ignore[call-overload]
     return f"{kind}: {first_words(action.help)}" if action.help and action.help != argparse.SUPPRESS else kind
+
+
+def _listed(choices: Iterable[Any]) -> str:
+    own = ", or FILE.py:FUNCTION" if isinstance(choices, OrOwnFunction) else ""
+    return f"one of {', '.join(map(str, choices))}{own}"
 
 
 def first_words(text: str) -> str:
@@ -207,8 +211,7 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     if range := field.metadata.get("range"):
         read["type"] = partial(_in_range, read["type"], range, text)
     if read["metavar"] == LONG_CHOICES:
-        own = ", or FILE.py:FUNCTION" if isinstance(read["choices"], OrOwnFunction) else ""
-        text += f"; one of {', '.join(map(str, read['choices']))}{own}"
+        text += f"; {_listed(read['choices'])}"
     if default is argparse.SUPPRESS:
         text += " (required)"
     action = section.add_argument(

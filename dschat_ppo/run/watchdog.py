@@ -61,8 +61,11 @@ class _Watchdog:
                 first = self.record.record(RANK_LOST, hung=True)
             if first is None:
                 lost = self.record.lost_ranks()
-                if self._has_lasted("lost", bool(lost), LOST_SECONDS):
-                    self._end_without(lost)
+                if self._has_lasted("lost", bool(lost), LOST_SECONDS):  # and the main thread has not noticed
+                    first = self.record.record(RANK_LOST)
+                    text = f"another rank is gone (rank {', '.join(map(str, lost))}; {where()}): the run ends"
+                    text = f"rank {ranks.rank()}: {text}; {HOW_TO_RESUME}"
+                    self._end(first.code, text, prints=first.rank == ranks.rank())
             elif first.hung or (hangs and is_stopping):
                 text = f"rank {ranks.rank()} has made no progress for {heartbeat.idle_seconds():.0f} s: {where()}"
                 self._end(RANK_LOST, text, prints=is_stopping or first.rank == ranks.rank(), hangs=True)
@@ -104,12 +107,6 @@ class _Watchdog:
             self._since.pop(name, None)
             return False
         return time.monotonic() - self._since.setdefault(name, time.monotonic()) >= seconds
-
-    def _end_without(self, lost: list[int]) -> NoReturn:
-        """The processes of other ranks were killed, and the main thread of this rank has not noticed."""
-        first, names = self.record.record(RANK_LOST), ", ".join(map(str, lost))
-        text = f"rank {ranks.rank()}: another rank is gone (rank {names}; {where()}): the run ends; {HOW_TO_RESUME}"
-        self._end(first.code, text, prints=first.rank == ranks.rank())
 
     def _end(self, code: int, text: str, prints: bool = False, hangs: bool = False) -> NoReturn:
         """Write `text` and the stacks of all threads to this rank's log, `text` to stderr too if it `prints`, and end
