@@ -70,6 +70,7 @@ def open_log(folder: Path) -> None:
     logger().removeHandler(_EARLY)
     _EARLY.setTarget(handler)
     _EARLY.flush()
+    _EARLY.setTarget(None)  # which is closed before the process ends
     root = logging.getLogger()
     if not root.handlers and logging.lastResort is not None:
         root.addHandler(logging.lastResort)  # which Python does not use by itself once the root has a handler
