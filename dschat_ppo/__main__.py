@@ -18,14 +18,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from dschat_ppo.commands import TRAINERS, start
+from dschat_ppo.config.cli import TITLES
 from dschat_ppo.run.launch import leave
 
-TRAINING = {
-    "sft": "step 1: supervised fine-tuning",
-    "reward": "step 2: a reward model",
-    "dpo": "step 2 without a reward model: DPO and related objectives",
-    "ppo": "step 3: PPO, GRPO and related methods",
-}
 TOOLS = {  # the modules of dschat_ppo.tools
     "chat": "chat with a model, or with two to compare them",
     "data": "show what a step would train on",
@@ -53,16 +48,17 @@ def main(argv: Sequence[str]) -> int:
     if name in ("--help", "-h"):
         print(commands())
         return 0
-    near = difflib.get_close_matches(name, [*TRAINING, *TOOLS], n=1)
+    near = difflib.get_close_matches(name, [*TRAINERS, *TOOLS], n=1)
     meant = f"; did you mean {near[0]}?" if near else ""
     print(f"error: {name}: no such command{meant} (all commands: python -m dschat_ppo --help)", file=sys.stderr)
     return 2
 
 
 def commands() -> str:
-    width = max(map(len, [*TRAINING, *TOOLS])) + 2
+    training = {step: title for step, (title, _) in TITLES.items()}
+    width = max(map(len, [*TRAINERS, *TOOLS])) + 2
     lines = ["usage: python -m dschat_ppo COMMAND ...", "       deepspeed --module dschat_ppo COMMAND ..."]
-    for heading, known in (("training", TRAINING), ("tools", TOOLS)):
+    for heading, known in (("training", training), ("tools", TOOLS)):
         lines += ["", f"{heading}:", *(f"  {name.ljust(width)}{text}" for name, text in known.items())]
     return "\n".join([*lines, "", "the flags of a command: python -m dschat_ppo COMMAND --help"])
 

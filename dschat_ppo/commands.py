@@ -4,7 +4,7 @@
 launcher. The commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and `dschat-ppo`, and `python -m dschat_ppo`, call
 `start`. Without a launcher that starts one rank for each GPU of this machine, through the program that `deepspeed`
 starts on each machine; without a GPU, one rank in this process. `--num_accelerators N` sets the number of ranks. After
-Ctrl-C it returns 130, so that a shell does not go on with the next step.
+Ctrl-C a single rank returns 130 and the launcher 1, so that a shell does not go on with the next step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import base64
 import json
 import os
 import pkgutil
-import runpy
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -27,11 +25,13 @@ from dschat_ppo.common.host_memory import lasting_objects
 from dschat_ppo.common.logging import logger, set_verbose
 from dschat_ppo.common.ranks import is_main, local_world_size, world_size
 from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.flag_parser import FlagParser
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError
-from dschat_ppo.run.launch import leave, run_step
+from dschat_ppo.run.launch import run_step
 from dschat_ppo.run.rank_log import keep_early_lines
+from dschat_ppo.run.unused_gpu import cpu_is_asked_for
 
 TRAINERS = {  # imported after the flags are parsed, so that `--help` and wrong flags do not wait for torch
     "sft": "dschat_ppo.supervised.sft:train_sft",
@@ -90,18 +90,12 @@ def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:
 
 def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     """(the value of `--num_accelerators N`, or None; the other words)."""
-    count, others, words = None, [], list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in FLAGS:
-            others.append(word)
-            continue
-        if not equals:
-            value = words.pop(0) if words else ""
-        if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"{name} {value}: give a number of ranks, 1 or more".replace("  ", " "))
-        count = int(value)
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*FLAGS, type=int, metavar="N", help="number of ranks, 1 or more")
+    found, others = parser.parse_known_args(argv)
+    count: int | None = found.num_accelerators
+    if count is not None and count < 1:
+        raise UserError(f"--num_accelerators {count}: give the number of ranks, 1 or more")
     return count, others
 
 
@@ -122,39 +116,15 @@ def start(step: str, argv: Sequence[str]) -> int:
     if config.run.dry_run and config.run.dry_run_ranks is None:
         words += ["--dry_run_ranks", str(ranks)]
     if config.run.dry_run or ranks == 1:
-        return _run_here(step, words)
+        try:
+            code = run_training(step, words)
+        except KeyboardInterrupt:  # before the run takes it for a request to stop
+            return INTERRUPTED
+        return INTERRUPTED if stop_requests.interrupted() else code
     command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # more threads than cores only spin
     return os.execv(command[0], command)
-
-
-def _run_here(step: str, words: Sequence[str]) -> int:
-    try:
-        code = run_training(step, words)
-    except KeyboardInterrupt:  # before the run takes it for a request to stop
-        return INTERRUPTED
-    return INTERRUPTED if stop_requests.interrupted() else code
-
-
-def run_launcher(argv: Sequence[str]) -> int:
-    """Run the module `argv[0]` in this process; returns its exit code, but 130 after Ctrl-C: DeepSpeed's launcher then
-    returns 1, as after a failure."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)  # the kernel's handler writes the number of each signal to it
-    sys.argv = list(argv)
-    code: object = 0
-    try:
-        runpy.run_module(argv[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code
-    except KeyboardInterrupt:  # before the launcher has its own handler
-        return INTERRUPTED
-    os.write(writer, b"\0")
-    if signal.SIGINT in os.read(reader, 2**16):
-        return INTERRUPTED
-    return code if isinstance(code, int) else int(bool(code))
 
 
 def number_of_ranks(count: int | None) -> int:
@@ -170,7 +140,7 @@ def number_of_ranks(count: int | None) -> int:
 
 def count_gpus() -> int:
     """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if cpu_is_asked_for():
         return 0
     import torch  # not at the top, so that --help and wrong flags do not wait for it
 
@@ -182,7 +152,7 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
     devices = json.dumps({"localhost": visible_devices(ranks)})
     world = base64.urlsafe_b64encode(devices.encode()).decode()
     port = os.environ.get("MASTER_PORT") or str(_free_port())
-    launcher = [sys.executable, "-u", "-m", "dschat_ppo.commands", "deepspeed.launcher.launch"]
+    launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
     launcher += [f"--world_info={world}", f"--master_port={port}", f"--log_level={log_level}"]
     return [*launcher, "--module", "dschat_ppo", step, *words]
 
@@ -198,7 +168,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-if __name__ == "__main__":
-    leave(run_launcher(sys.argv[1:]))

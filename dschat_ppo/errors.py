@@ -5,7 +5,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,7 @@ def escaped(text: str) -> str:
 
 def printable_line(text: str) -> str:
     """`text` in one line: white space is one space each, and characters that a terminal obeys or hides are escaped."""
-    line = " ".join(text.split())
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    return escaped(" ".join(text.split()))
 
 
 def in_one_line(problem: BaseException) -> str:
@@ -97,24 +96,14 @@ def counted(count: int, what: str, several: str | None = None) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """`; did you mean PATH?`, with the existing path whose names are most similar; "" if none is similar."""
-    found = _similar(Path(path))
-    return f"; did you mean {found}?" if found is not None else ""
-
-
-def _similar(path: Path) -> Path | None:
-    """The existing path that is nearest to `path`, which may exist."""
-    if path.parent == path:
-        return None
-    parent = path.parent if path.parent.is_dir() else _similar(path.parent)
-    if parent is None:
-        return None
-    try:
-        names = os.listdir(parent)
-    except OSError:  # it is a file, or not readable
-        return None
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return parent / near[0] if near else None
+    """`; did you mean PATH?`, with the existing path that is most similar to the first part of `path` that does not
+    exist; "" if none is similar."""
+    with suppress(OSError):  # a folder that is not readable
+        for part in (*reversed(Path(path).parents), Path(path)):
+            if part.parent.is_dir() and not part.exists():
+                near = difflib.get_close_matches(part.name, os.listdir(part.parent), n=1)
+                return f"; did you mean {part.parent / near[0]}?" if near else ""
+    return ""
 
 
 class Attempt:

@@ -193,9 +193,8 @@ def test_one_function_and_the_top_level_of_a_rank_handle_every_exception():
 
 @pytest.mark.parametrize(("path", "meant"), [
     ("data/prompt.jsonl", "data/prompts.jsonl"), ("data/prompts.json", "data/prompts.jsonl"),
-    ("dta/prompts.jsonl", "data/prompts.jsonl"), ("dta/prompt.jsonl", "data/prompts.jsonl"), ("dat", "data"),
+    ("dta/prompts.jsonl", "data"), ("dat", "data"),
     ("data/other.csv", None), ("elsewhere/prompts.jsonl", None), ("data/prompts.jsonl/x", None), ("", None),
-    ("dta/sft.csv", None),
 ])  # fmt: skip
 def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, meant):
     (tmp_path / "data").mkdir()

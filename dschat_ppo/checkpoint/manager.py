@@ -15,8 +15,8 @@ import torch
 
 from dschat_ppo.checkpoint.engine_state import load_engine, rank_file, save_engine
 from dschat_ppo.checkpoint.identity import RunIdentity
-from dschat_ppo.checkpoint.state_files import BackgroundWriter, load_state
-from dschat_ppo.checkpoint.store import CheckpointFolder, FileEntry, Manifest, checkpoint_name, describe_file
+from dschat_ppo.checkpoint.state_files import BackgroundWriter, FileEntry, load_state
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name, describe_file
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.atomic_files import storage_errors, write_file
 from dschat_ppo.common.dist import on_gpu
@@ -206,17 +206,17 @@ class CheckpointManager:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         name = checkpoint_name(pending.step, pending.update)
-        own: dict[str, FileEntry] = {}
+        written: dict[Path, FileEntry] = {}
         problem = None
         try:
             with storage_errors(self._folder.root):
-                for path, (size, digest) in self._files.wait().items():
-                    own[str(path.relative_to(self._folder.partial(name)))] = {"bytes": size, "sha256": digest}
+                written = self._files.wait()
         except StorageError as failure:  # on the ranks where it occurs
             problem = str(failure)
         if (first := dist.first_problem(problem)) is not None:
             raise StorageError(first)
-        files = {path: entry for part in dist.gather_objects(own) for path, entry in part.items()}
+        folder, parts = self._folder.partial(name), dist.gather_objects(written)
+        files = {str(path.relative_to(folder)): entry for part in parts for path, entry in part.items()}
         self._on_main(lambda: self._publish(name, pending, files))
         size = sum(entry["bytes"] for entry in files.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")

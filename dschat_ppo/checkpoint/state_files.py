@@ -9,13 +9,21 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, cast
+from typing import IO, Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import UserError
+
+
+class FileEntry(TypedDict):
+    """Size and SHA-256 (hex) of a file."""
+
+    bytes: int
+    sha256: str
+
 
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.Size)
 
@@ -74,7 +82,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._written: dict[Path, Future[tuple[int, str]]] = {}
+        self._written: dict[Path, Future[FileEntry]] = {}
 
     def save(self, state: dict[str, Any], path: Path) -> None:
         """Copy the state as it is now, and let the thread write it. `TypeError`: `load_state` would refuse a value."""
@@ -84,7 +92,7 @@ class BackgroundWriter:
         """Whether everything is written, so that `wait` returns (or raises) at once."""
         return all(future.done() for future in self._written.values())
 
-    def wait(self) -> dict[Path, tuple[int, str]]:
+    def wait(self) -> dict[Path, FileEntry]:
         """Wait until all that was saved since the last call is on the disk; returns length and SHA-256 (hex) of each
         file of this rank. Raises the `OSError` of a file that could not be written; the writer can be used again. The
         thread sends no heartbeat: it would hide that training, which runs at the same time, hangs."""
@@ -96,8 +104,8 @@ class BackgroundWriter:
         return {path: future.result() for path, future in written.items()}
 
 
-def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
-    """Write, flush to the disk, and return (bytes, SHA-256)."""
+def _write(state: dict[str, Any], path: Path) -> FileEntry:
+    """Write, flush to the disk, and describe the file."""
     digest = hashlib.sha256()
     with open(path, "wb") as file:
 
@@ -111,4 +119,4 @@ def _write(state: dict[str, Any], path: Path) -> tuple[int, str]:
             raise problem.__context__ if isinstance(problem.__context__, OSError) else problem from None
         file.flush()
         os.fsync(file.fileno())
-        return file.tell(), digest.hexdigest()
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}

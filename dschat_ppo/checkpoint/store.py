@@ -14,8 +14,9 @@ from collections.abc import Iterable, Set
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
+from dschat_ppo.checkpoint.state_files import FileEntry
 from dschat_ppo.common.atomic_files import PARTIAL, checksum, remove_folder, sync_entries, sync_folder, write_file
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError, UserError
@@ -26,13 +27,6 @@ SET_ASIDE = ".set_aside"
 JOURNAL = "environment"  # next to the checkpoints: what environments answered since the oldest one
 _SEAL = "sha256"  # of the manifest itself
 _NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
-
-
-class FileEntry(TypedDict):
-    """Size and SHA-256 of a file."""
-
-    bytes: int
-    sha256: str
 
 
 def describe_file(path: Path) -> FileEntry:

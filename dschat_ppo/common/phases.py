@@ -76,26 +76,24 @@ class PhaseClock:
         _CURRENT.append(name)
         heartbeat()
         _reset_peak()
-        start = time.perf_counter()
-        with block(name):
+        with block(name), self._timed(name):
             yield
-            if (gpu := _gpu()) is not None:
-                gpu.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         peak = _peak_bytes()
         self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), peak / _GIB)
         _PEAKS[name] = max(_PEAKS.get(name, 0.0), peak)
         _CURRENT.pop()
         heartbeat()
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> AbstractContextManager[None]:
         """Time the block as a part of the phase in progress, under `PHASE/name`."""
+        return self._timed(f"{current_phase()}/{name}")
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         if (gpu := _gpu()) is not None:
             gpu.synchronize()
-        name = f"{current_phase()}/{name}"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def count_tokens(self, name: str, tokens: float) -> None:

@@ -65,33 +65,25 @@ class Progress:
         self._printed = time.monotonic()
 
     @property
-    def seconds_per_step(self) -> float | None:
-        """Over the last steps of this process; None before the first."""
-        count = len(self._ends) - 1
-        return (self._ends[-1][0] - self._ends[0][0]) / count if count else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of all ranks, over the last steps of this process; None before the first."""
-        seconds = self._ends[-1][0] - self._ends[0][0]
-        return sum(tokens for _, tokens in list(self._ends)[1:]) / seconds if seconds else None
+    def rates(self) -> tuple[float, float]:
+        """(seconds of a step, tokens of all ranks in a second) over the last steps; 0 before the first."""
+        seconds, tokens = self._ends[-1][0] - self._ends[0][0], sum(tokens for _, tokens in list(self._ends)[1:])
+        return (seconds / (len(self._ends) - 1), tokens / seconds) if seconds else (0.0, 0.0)
 
     @property
     def left(self) -> str:
-        """The time left, such as "1:24"; "" before the first step."""
-        each = self.seconds_per_step
-        return "" if each is None else duration(each * (self.total - self.done))
+        """The time left, such as "1:24 left"; "" before the first step and at the end."""
+        each = self.rates[0]
+        return f"{duration(each * (self.total - self.done))} left" if each and self.done < self.total else ""
 
     def text(self) -> str:
         parts = [f"{self.title} {self.unit} {self.done}/{self.total} ({100 * self.done // max(self.total, 1)} %)"]
-        each = self.seconds_per_step
+        each = self.rates[0]
         if self.phase:
             parts.append(self.phase)
         elif each:
             parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
-        if each and self.done < self.total:
-            parts.append(f"{self.left} left")
-        return " | ".join([*parts, self.note] if self.note else parts)
+        return " | ".join(filter(None, [*parts, self.left, self.note]))
 
     def draw_if_due(self) -> None:
         """Show the line if the last one is old enough; in a terminal also at the end."""

@@ -10,17 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from dschat_ppo.common.processes import (
-    ancestor,
-    command_line,
-    find_process,
-    leave_dead_terminal,
-    signal_when_parent_ends,
-)
+from dschat_ppo.common.processes import command_line, find_process, leave_dead_terminal, signal_when_parent_ends
 from dschat_ppo.errors import StopRequested
 
 _LAUNCHER, _RUNNERS = "deepspeed.launcher.launch", {"deepspeed", "ds"}
-_ENDED = -1  # no process has this number
 
 
 @dataclass
@@ -135,8 +128,6 @@ def _find_launcher() -> None:
     parent = os.getppid()
     process = find_process(parent)
     if process is None or _LAUNCHER not in command_line(parent):
-        if process is not None and "CROSS_RANK" in os.environ and ancestor(_LAUNCHER) is None:
-            _REQUESTS.launcher = _ENDED  # it set that variable, and was killed while this rank started
         return
     _REQUESTS.launcher = parent
     words = command_line(process.parent)

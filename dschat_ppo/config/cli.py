@@ -103,7 +103,6 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     parts = {
         name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
     }
-    _check_integers(values)
     return step(**parts)
 
 
@@ -151,15 +150,6 @@ def _print_help(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
-
-
-def _check_integers(values: dict[str, Any]) -> None:
-    """Refuse numbers that 32 bits (seeds: 64) cannot hold."""
-    for name, value in values.items():
-        bits = 63 if "seed" in name else 31
-        for item in value if isinstance(value, list) else [value]:
-            fits = not isinstance(item, int) or abs(item) < 2**bits
-            require(fits, f"--{name} {item}: must be below 2^{bits}, to fit in {bits + 1} bits")
 
 
 def _advice(name: str, known: Collection[str]) -> str:

@@ -49,17 +49,12 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(f"unknown flag or value: {printable_line(unknown)} {all_flags}{''.join(lines)}")
 
     def _hint(self, flag: str) -> str:
-        """What to use in place of an unknown flag, or the flag that it misspells; "" if one of its words resembles no
-        word of a flag."""
+        """What to use in place of an unknown flag, or the flag that it misspells; "" if it resembles none."""
         name = flag[2:].replace("-", "_")
         if hint := RETIRED.get(name.removeprefix("no_")) or self.advice(name) or self.advice(name.removeprefix("no_")):
             return hint
-        for near in difflib.get_close_matches(name, [known[2:] for known in self._option_string_actions]):
-            words, theirs = near.split("_"), name.split("_")
-            pairs = zip(words, theirs, strict=False)
-            if len(words) == len(theirs) and all(difflib.SequenceMatcher(None, *pair).ratio() > 0.65 for pair in pairs):
-                return f"did you mean --{near}?"
-        return ""
+        near = difflib.get_close_matches(name, [known[2:] for known in self._option_string_actions], n=1, cutoff=0.85)
+        return f"did you mean --{near[0]}?" if near else ""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.option_strings and arg_strings == ["--"]:  # argparse removes it, and a number becomes a list
@@ -167,10 +162,14 @@ def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
 def _expected(action: argparse.Action) -> str:
     """What values a flag takes: their kind and, from the first words of its help text, their unit or range."""
     if action.choices:
-        own = ", or FILE.py:FUNCTION" if isinstance(action.choices, OrOwnFunction) else ""
-        return f"one of {', '.join(map(str, action.choices))}{own}"
+        return _listed(action.choices)
     kind = _KINDS.get({int: "N", float: "X"}.get(action.type, str(action.metavar)), "text")  # type: ignore[call-overload]
     return f"{kind}: {first_words(action.help)}" if action.help and action.help != argparse.SUPPRESS else kind
+
+
+def _listed(choices: Iterable[Any]) -> str:
+    own = ", or FILE.py:FUNCTION" if isinstance(choices, OrOwnFunction) else ""
+    return f"one of {', '.join(map(str, choices))}{own}"
 
 
 def first_words(text: str) -> str:
@@ -212,8 +211,7 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     if range := field.metadata.get("range"):
         read["type"] = partial(_in_range, read["type"], range, text)
     if read["metavar"] == LONG_CHOICES:
-        own = ", or FILE.py:FUNCTION" if isinstance(read["choices"], OrOwnFunction) else ""
-        text += f"; one of {', '.join(map(str, read['choices']))}{own}"
+        text += f"; {_listed(read['choices'])}"
     if default is argparse.SUPPRESS:
         text += " (required)"
     action = section.add_argument(

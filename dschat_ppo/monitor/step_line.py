@@ -43,8 +43,6 @@ def step_line(columns: Sequence[Column], metrics: Mapping[str, float], progress:
     """The line about the step that `progress` has counted last: the numbers that it has, the rate and the time left."""
     parts = [f"step {progress.done:>{len(str(progress.total))}}/{progress.total}"]
     parts += [f"{each.label} {format(metrics[each.metric], each.form)}" for each in columns if each.metric in metrics]
-    if tokens := progress.tokens_per_second:
-        parts.append(f"{tokens:7,.0f} tokens/s")
-    elif each := progress.seconds_per_step:
-        parts.append(f"{each:6.2f} s")
-    return "  ".join(parts + ([f"{progress.left} left"] if progress.done < progress.total else []))
+    seconds, tokens = progress.rates
+    parts.append(f"{tokens:7,.0f} tokens/s" if tokens else f"{seconds:6.2f} s" if seconds else "")
+    return "  ".join(filter(None, [*parts, progress.left]))

@@ -38,7 +38,6 @@ _ADVICE = {  # by phase; the cheapest flag first
     "load models": f"{_DIVIDED}; for the actor's whole weights, which step 3 generates with, --sleep_in_rollout or "
     "--unpin_actor_parameters",
 }
-_OTHERWISE = f"{_DIVIDED}, smaller batches"
 
 
 def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
@@ -116,7 +115,10 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
         message = f"{me} was interrupted a second time ({phases.where()}): the run ends at once; {HOW_TO_RESUME}"
     else:
         message = f"{me} failed in {phases.where(' at')}:\n{trace}"
-        message += f"\n{memory_advice(phases.current_phase())}" if ran_out_of_memory(problem) else ""
+        if ran_out_of_memory(problem):
+            phase = phases.current_phase()
+            message += f"\nout of memory in phase '{phase}'; what helps, the cheapest first: "
+            message += _ADVICE.get(phase, f"{_DIVIDED}, smaller batches")
     write_to_log(message if trace in message else f"{message}\n{trace}")
     _print_error(message + (f"\n(the logs of all ranks are in {logs.parent})" if (logs := log_path()) else ""))
     return code
@@ -194,8 +196,3 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not text.isdigit():
         raise UserError(f"{name}={text}: the launcher must set a number")
     return int(text)
-
-
-def memory_advice(phase: str) -> str:
-    """One line that names the flags that help if memory runs out in this phase."""
-    return f"out of memory in phase '{phase}'; what helps, the cheapest first: {_ADVICE.get(phase, _OTHERWISE)}"

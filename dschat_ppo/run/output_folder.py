@@ -62,7 +62,7 @@ def refuse_model_folders(folder: Path, models: list[str]) -> None:
         raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
 
 
-_LOCKS: dict[Path, int] = {}  # output folder -> file descriptor of `.lock` in it, which a `flock` holds
+_LOCKS: dict[Path, int] = {}  # output folder -> file descriptor of `.lock` in it, which a lock of `lockf` is on
 
 
 def lock_folder(folder: Path) -> None:
@@ -70,7 +70,7 @@ def lock_folder(folder: Path) -> None:
 
     `UserError` if another run holds the lock. Call it before the ranks join: a second run of the same command has the
     same port, and would report only that. Several steps may run one after another in one process, which keeps the
-    locks. Programs started by `subprocess` do not inherit them, and children forked by Python release them at once.
+    locks; its children do not inherit them. Whatever else in it opens and closes `.lock` would release the lock.
     """
     if not dist.is_main() or folder.resolve() in _LOCKS:
         return
@@ -78,8 +78,8 @@ def lock_folder(folder: Path) -> None:
         make_folder(folder)
         number = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows both
         holder = os.read(number, 1000).decode(errors="replace").strip()
         os.close(number)
         raise UserError(
@@ -95,16 +95,6 @@ def lock_folder(folder: Path) -> None:
     with suppress(OSError):  # a full disk; the text is for a second run's message alone
         os.ftruncate(number, 0)
         os.write(number, f"pid {os.getpid()} on host {socket.gethostname()}; since {since}".encode())
-
-
-def release_locks() -> None:
-    """Release the locks of this process: in a forked child, which would keep a folder locked after the run."""
-    for number in _LOCKS.values():
-        os.close(number)
-    _LOCKS.clear()
-
-
-os.register_at_fork(after_in_child=release_locks)
 
 
 def check_shared_folder(folder: Path) -> None:

@@ -45,6 +45,8 @@ def init_process_group(folder: str = "") -> torch.device:
     port), and return this rank's device. Collective. The output `folder` helps to distinguish launches on one port."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
 
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -74,23 +76,16 @@ def init_process_group(folder: str = "") -> torch.device:
                 store = _store_of_this_launch(folder)
                 torch_dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=dist.TIMEOUT)
             deepspeed.init_distributed(dist_backend=backend, timeout=dist.TIMEOUT)
-        _give_deepspeeds_groups_the_timeout()
+        # ZeRO's group of all ranks, and later groups of DeepSpeed, get this project's timeout: NCCL would abort ranks
+        # that wait ten minutes for one that loads a model
+        comm.cdb.new_group = partial(torch_dist.new_group, timeout=dist.TIMEOUT)
+        groups._WORLD_GROUP = comm.new_group(range(dist.world_size()))
         dist.barrier()  # the first collective: NCCL connects the ranks
     except RuntimeError as problem:
         if _NCCL_MESSAGE not in str(problem):
             raise
         raise UserError(f"NCCL lacks shared memory in {SHARED_MEMORY}: {MORE} {SHARED_MEMORY}") from problem
     return dist.device()
-
-
-def _give_deepspeeds_groups_the_timeout() -> None:
-    """Make ZeRO's group of all ranks, and give it and later groups of DeepSpeed this project's timeout. Collective.
-    NCCL would abort ranks that wait ten minutes for one that loads a model."""
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    comm.cdb.new_group = partial(torch_dist.new_group, timeout=dist.TIMEOUT)
-    groups._WORLD_GROUP = comm.new_group(range(dist.world_size()))
 
 
 def _store_of_this_launch(folder: str) -> Store:

@@ -18,6 +18,7 @@ from dschat_ppo.errors import UserError, without_credentials
 _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 _LIBRARIES = ("DeepSpeed", "transformers", "datasets", "huggingface_hub")  # they print their records themselves
 _OPEN: list[_RankLog] = []  # one at most
+_EARLY = logging.handlers.MemoryHandler(10_000, flushLevel=sys.maxsize)
 
 
 class _RankLog(logging.Handler):
@@ -50,16 +51,8 @@ class _RankLog(logging.Handler):
 
 def keep_early_lines() -> None:
     """Keep this project's lines from here on until `open_log` writes them: a run logs some before it has a folder."""
-    _take_early_lines()
-    logger().addHandler(logging.handlers.MemoryHandler(10_000, flushLevel=sys.maxsize))
-
-
-def _take_early_lines(target: logging.Handler | None = None) -> None:
-    for early in [each for each in logger().handlers if isinstance(each, logging.handlers.MemoryHandler)]:
-        logger().removeHandler(early)
-        if target is not None:
-            early.setTarget(target)
-        early.close()
+    _EARLY.buffer.clear()
+    logger().addHandler(_EARLY)
 
 
 def open_log(folder: Path) -> None:
@@ -74,7 +67,10 @@ def open_log(folder: Path) -> None:
         raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
     started, host = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.uname().nodename
     handler.write(f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {host}")
-    _take_early_lines(handler)
+    logger().removeHandler(_EARLY)
+    _EARLY.setTarget(handler)
+    _EARLY.flush()
+    _EARLY.setTarget(None)  # which is closed before the process ends
     root = logging.getLogger()
     if not root.handlers and logging.lastResort is not None:
         root.addHandler(logging.lastResort)  # which Python does not use by itself once the root has a handler
@@ -106,7 +102,10 @@ def log_path() -> Path | None:
     return _OPEN[-1].path if _OPEN else None
 
 
-def write_to_log(text: str) -> None:
-    """Write only to this rank's log, if open, without a lock: the watchdog calls it while a thread may hold any."""
+def write_to_log(text: str, stacks: bool = False) -> None:
+    """Write a text, and with `stacks` those of all threads, only to this rank's log, if open, without a lock: the
+    watchdog calls it while a thread may hold any."""
     for handler in _OPEN:
         handler.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}")
+        if stacks:
+            faulthandler.dump_traceback(handler.descriptor)

@@ -161,21 +161,17 @@ class Session:
             saved = (manifest.step, manifest.update) if self.checkpoint.resolve() == place.resolve() else None
         if dist.is_main():
             record_start(self.output, resumed[1] if resumed else 1, dist.world_size())
-        safety = self.config.safety
+        run, safety, tracking = self.config.run, self.config.safety, None
+        if run.trackers:
+            flags = flatten(self.config)
+            tracking = Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
         command = "the same command again" if safety.resume == AUTO else "the command again with --resume auto"
-        with MetricsWriter(self.output, self._tracking(), resumed) as metrics:
+        with MetricsWriter(self.output, tracking, resumed) as metrics:
             checkpoints = CheckpointManager(
                 self.output, trainer, safety, self.identity, metrics, saved, f"run {command} to resume"
             )
             yield metrics, checkpoints
             checkpoints.finish()
-
-    def _tracking(self) -> Tracking | None:
-        """What the trackers receive; None without any."""
-        run, flags = self.config.run, flatten(self.config)
-        if not run.trackers:
-            return None
-        return Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
 
 
 def _raise_if_stop_requested() -> None:

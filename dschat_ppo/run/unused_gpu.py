@@ -14,12 +14,15 @@ from dschat_ppo.errors import UserError
 DEVICES = Path("/dev")  # a container has the devices that it was given
 
 
+def cpu_is_asked_for() -> bool:
+    """By `DS_ACCELERATOR=cpu`, DeepSpeed's choice of the device, or by an empty `CUDA_VISIBLE_DEVICES`."""
+    return os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
 def require_usable_gpu(devices: Path = DEVICES) -> None:
     """Check that torch can use the NVIDIA GPUs of this machine, if it has any (`devices` has `nvidia0`, ...), unless
-    `DS_ACCELERATOR=cpu`, DeepSpeed's choice of the device, or an empty `CUDA_VISIBLE_DEVICES` asks for the CPU."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return
-    if not any(devices.glob("nvidia[0-9]*")):
+    the CPU is asked for."""
+    if cpu_is_asked_for() or not any(devices.glob("nvidia[0-9]*")):
         return
     import torch
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -44,12 +43,6 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
-    def set_limit(self, seconds: float) -> None:
-        """Measure the time without progress from now on."""
-        heartbeat.heartbeat()
-        self.limit = seconds
-        self._arm_faulthandler()
-
     def end(self) -> None:
         self._ended.set()
         self._thread.join()
@@ -68,25 +61,23 @@ class _Watchdog:
                 first = self.record.record(RANK_LOST, hung=True)
             if first is None:
                 lost = self.record.lost_ranks()
-                if self._has_lasted("lost", bool(lost), LOST_SECONDS):
-                    self._end_without(lost)
+                if self._has_lasted("lost", bool(lost), LOST_SECONDS):  # and the main thread has not noticed
+                    first = self.record.record(RANK_LOST)
+                    text = f"another rank is gone (rank {', '.join(map(str, lost))}; {where()}): the run ends"
+                    text = f"rank {ranks.rank()}: {text}; {HOW_TO_RESUME}"
+                    self._end(first.code, text, prints=first.rank == ranks.rank())
             elif first.hung or (hangs and is_stopping):
-                idle, logs = f"{heartbeat.idle_seconds():.0f}", log_path()
-                text = f"rank {ranks.rank()} has made no progress for {idle} s: {where()}\n{_stacks()}"
-                hint = f"(the stacks of all ranks are in {logs.parent})\n" if logs else ""
-                prints = is_stopping or first.rank == ranks.rank()
-                self._end(RANK_LOST, text, text + hint if prints else "", waits=True)
+                text = f"rank {ranks.rank()} has made no progress for {heartbeat.idle_seconds():.0f} s: {where()}"
+                self._end(RANK_LOST, text, prints=is_stopping or first.rank == ranks.rank(), hangs=True)
             elif first.code and first.rank != ranks.rank() and self._has_lasted("failed", True, FAILED_SECONDS):
                 # another rank has failed, and the main thread does not end: it waits in a collective of a GPU
-                self._end(first.code, f"ends because rank {first.rank} failed\n{_stacks()}")
+                self._end(first.code, f"ends because rank {first.rank} failed")
 
     def _arm_faulthandler(self) -> None:
         """Restart faulthandler's timer, which expires if this thread cannot run: C code holds the GIL."""
-        if self.limit is None:
-            return
         if heartbeat.watchdog_is_paused():
             faulthandler.cancel_dump_traceback_later()
-        else:
+        elif self.limit is not None:
             faulthandler.dump_traceback_later(self.limit + _FAULTHANDLER_SECONDS, exit=True, file=2)
 
     def _pass_on_stop_request(self) -> None:
@@ -117,25 +108,23 @@ class _Watchdog:
             return False
         return time.monotonic() - self._since.setdefault(name, time.monotonic()) >= seconds
 
-    def _end_without(self, lost: list[int]) -> NoReturn:
-        """The processes of other ranks were killed, and the main thread of this rank has not noticed."""
-        first, names = self.record.record(RANK_LOST), ", ".join(map(str, lost))
-        text = f"rank {ranks.rank()}: another rank is gone (rank {names}; {where()}): the run ends; {HOW_TO_RESUME}\n"
-        self._end(first.code, text + _stacks(), text if first.rank == ranks.rank() else "")
-
-    def _end(self, code: int, text: str, prints: str = "", waits: bool = False) -> NoReturn:
-        """Write `text` to this rank's log and `prints` to stderr, and end the process; if it `waits`, not before the
-        other ranks have had time for the same."""
+    def _end(self, code: int, text: str, prints: bool = False, hangs: bool = False) -> NoReturn:
+        """Write `text` and the stacks of all threads to this rank's log, `text` to stderr too if it `prints`, and end
+        the process. If the run `hangs`, stderr gets the stacks too, and the other ranks have time to write theirs."""
         # before anything is written: the disk that holds the log may be the one that hangs
         timer = threading.Timer(_STACKS_SECONDS, self._leave, [code])
         timer.daemon = True
         timer.start()
-        with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
-            sys.stderr.flush()
-            os.write(2, prints.encode(errors="backslashreplace"))  # in one call: no line of another rank comes between
-        write_to_log(text)
+        if prints:
+            with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
+                sys.stderr.flush()
+                logs = f"(the stacks of all ranks are in {log.parent})\n" if hangs and (log := log_path()) else ""
+                os.write(2, f"{text}\n{logs}".encode(errors="backslashreplace"))  # in one call: lines stay whole
+                if hangs:
+                    faulthandler.dump_traceback(2)
+        write_to_log(text, stacks=True)
         faulthandler.cancel_dump_traceback_later()  # not earlier: C code may take the GIL again
-        if waits:
+        if hangs:
             timer.join()
         self._leave(code)
 
@@ -158,18 +147,10 @@ def start(seconds: float) -> None:
     of this machine then writes its phase, step and stacks to its log, the first one also to stderr."""
     if not _WATCHDOGS:
         watch_ranks(FirstFailureRecord())
-    _WATCHDOGS[-1].set_limit(seconds)
+    heartbeat.heartbeat()  # the time without progress counts from now on
+    _WATCHDOGS[-1].limit = seconds
 
 
 def stop() -> None:
     while _WATCHDOGS:
         _WATCHDOGS.pop().end()
-
-
-def _stacks() -> str:
-    """The stacks of all threads but this one, innermost frame first, the main thread last."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        threads = file.read().decode(errors="replace").rstrip().split("\n\n")
-    return "\n\n".join(thread for thread in threads if not thread.startswith("Current thread")) + "\n"

@@ -90,7 +90,7 @@ def test_states_are_copied_at_the_save_before_they_change(tmp_path):
     assert pending
     written = writer.wait()
     content = (tmp_path / "a.pt").read_bytes()
-    assert written == {tmp_path / "a.pt": (len(content), hashlib.sha256(content).hexdigest())}
+    assert written == {tmp_path / "a.pt": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
     assert writer.done() and writer.wait() == {}
     found = load_state(tmp_path / "a.pt", mapped=True)
     assert found["numbers"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -99,14 +99,14 @@ def test_states_are_copied_at_the_save_before_they_change(tmp_path):
 
 def test_a_view_is_saved_without_the_buffer_behind_it_and_tied_weights_once(tmp_path):
     buffer = torch.arange(1_000_000.0)
-    [(length, _)] = write({"view": buffer[10:20], "turned": buffer[:6].view(2, 3).t()}, tmp_path / "a.pt").values()
-    assert length < 10_000
+    [entry] = write({"view": buffer[10:20], "turned": buffer[:6].view(2, 3).t()}, tmp_path / "a.pt").values()
+    assert entry["bytes"] < 10_000
     found = load_state(tmp_path / "a.pt", mapped=True)
     assert found["view"].tolist() == list(range(10, 20))
     assert found["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
     tied = torch.zeros(50_000)
-    [(length, _)] = write({"head": tied, "embedding": tied, "half": tied[:25_000]}, tmp_path / "b.pt").values()
-    assert 300_000 < length < 310_000
+    [entry] = write({"head": tied, "embedding": tied, "half": tied[:25_000]}, tmp_path / "b.pt").values()
+    assert 300_000 < entry["bytes"] < 310_000
     found = host_copy({"head": tied, "embedding": tied, "half": tied[:25_000], "other": tied + 1})
     assert found["head"] is found["embedding"] and found["half"].shape == (25_000,)
     assert (found["other"] == 1).all() and found["head"].data_ptr() != tied.data_ptr()

@@ -111,17 +111,6 @@ def test_errors_of_stopped_subprocesses_become_a_stop(problem):
     assert str(raised.value) == "stopped (SIGTERM) while it prepared the data; run the same command again"
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_a_launcher_that_was_killed_before_install_is_detected(monkeypatch, works):
-    """A parent that is no launcher, such as a shell, may end."""
-    monkeypatch.setattr(stop_requests, "ancestor", lambda word: 5 if works else None)
-    stop_requests.install()
-    assert stop_requests.reason() is None, "started by hand"
-    monkeypatch.setenv("CROSS_RANK", "0")
-    stop_requests.install()
-    assert stop_requests.reason() == (None if works else "the launcher has ended")
-
-
 def children() -> set[multiprocessing.Process]:
     return set(multiprocessing.active_children())
 

@@ -53,7 +53,7 @@ def test_the_output_folder_of_step_3_names_the_models_inside(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "end"), [
-    ("out/stf", "no such folder; did you mean {}/out/sft?"), ("uot/sft", "no such folder; did you mean {}/out/sft?"),
+    ("out/stf", "no such folder; did you mean {}/out/sft?"), ("uot/sft", "no such folder; did you mean {}/out?"),
     ("somewhere/else", "no such folder"),
 ])  # fmt: skip
 def test_a_missing_folder_is_answered_with_the_nearest_one(tmp_path, name, end):

@@ -154,7 +154,7 @@ def test_a_rank_without_progress_writes_its_stacks_and_ends(ended, case):
     code, errors, log = ended[case]
     assert code == 5
     assert re.search(r"^rank 0 has made no progress for [2-6] s: phase 'start', step 3$", errors, re.MULTILINE)
-    assert errors.count("in sleeps_long") == 1 and "watchdog.py" not in errors and "in sleeps_long" in log
+    assert errors.count("in sleeps_long") == 1 and "in sleeps_long" in log
 
 
 def test_a_rank_ends_when_another_rank_has_failed_or_is_lost_but_not_when_it_stops_in_order(ended):
