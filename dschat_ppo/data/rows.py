@@ -15,7 +15,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
-from dschat_ppo.data.cache import new_entry, rows_key, rows_of_entry
+from dschat_ppo.data.cache import cached, rows_key
 from dschat_ppo.data.parts import FilePart, Part, Raw, read_part
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.errors import UserError, reading
@@ -75,21 +75,22 @@ def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) 
 
 def _stored(part: Part, cache_dir: str | None) -> Rows:
     """The rows of a part from the cache below `cache_dir`; they are read and written if they are not there yet."""
-    key, columns, first = rows_key(part.key, part.name), dict[str, None](), ""
-    with new_entry(cache_dir, key) as folder:
-        if folder is not None:
-            path = str(folder / "rows_00000.arrow")
-            with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-                for batch in read_part(part):
-                    raise_if_stop_requested("prepared the data")
-                    for row in batch.rows:
-                        columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
-                    texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
-                    writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
-                    first = first or f"{batch.origins[0]} {batch.rows[0]}"
-            if not columns:
-                problem = f"every row is bad; the first: {first}" if first else "the data set is empty"
-                raise UserError(f"{part.flag} {part.name}: {problem}")
-            (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
-    table = rows_of_entry(cache_dir, key)
+
+    def write(folder: Path) -> None:
+        columns, first = dict[str, None](), ""
+        path = str(folder / "rows_00000.arrow")
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
+            for batch in read_part(part):
+                raise_if_stop_requested("prepared the data")
+                for row in batch.rows:
+                    columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
+                texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
+                writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
+                first = first or f"{batch.origins[0]} {batch.rows[0]}"
+        if not columns:
+            problem = f"every row is bad; the first: {first}" if first else "the data set is empty"
+            raise UserError(f"{part.flag} {part.name}: {problem}")
+        (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
+
+    table = cached(cache_dir, rows_key(part.key, part.name), write)
     return Rows(table, tuple(json.loads(Path(table.cache_files[0]["filename"]).with_name(_COLUMNS).read_bytes())))
