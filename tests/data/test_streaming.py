@@ -90,7 +90,6 @@ def small_chunks(monkeypatch):
     """Of 8 token rows, read in batches of 7 raw rows."""
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
     monkeypatch.setattr(parts, "BATCH_ROWS", 7)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # how long an end waits for its worker
 
 
 def rest_of(parts, share=ALL, *position) -> list[tuple[str, int]]:
@@ -289,7 +288,10 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path,
 def test_without_a_position_the_rows_before_are_read_again(state, said):
     rows = stream()
     rows.load_state_dict(state)
+    before = rows.process
     assert number_of(rows, 44) == NUMBERS[44]
+    before.join(20)
+    assert before.exitcode == 0, "what nobody reads ends"
     assert any("no position of these rows after row 40, so they are read again from row 8" in line for line in said)
 
 
@@ -315,7 +317,7 @@ def long_rows(batch):
 def test_the_end_of_the_process_ends_the_run_where_its_rows_are_needed():
     rows = tried(long_rows)
     time.sleep(0.5)  # half a chunk is in the pipe
-    os.kill(rows._worker._workers[0].pid, signal.SIGKILL)
+    os.kill(rows.process.pid, signal.SIGKILL)
     time.sleep(0.5)
     assert number_of(rows, 5) == 6  # what is there can be used
     with pytest.raises(UserError, match="the process that reads the stream has ended"):
@@ -325,7 +327,7 @@ def test_the_end_of_the_process_ends_the_run_where_its_rows_are_needed():
 def test_the_launchers_signals_do_not_end_the_process():
     rows = stream()
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(rows._worker._workers[0].pid, name)
+        os.kill(rows.process.pid, name)
     assert number_of(rows, 40) == NUMBERS[40]
 
 
@@ -336,7 +338,7 @@ def test_no_process_is_left_when_the_rank_ends(is_killed):
     if rank == 0:  # whose stream takes its time
         atexit._clear()
         rows = tried(lambda batch: time.sleep(1 if batch.rows[0]["n"] > 20 else 0) or tokens_of(batch))
-        [worker] = rows._worker._workers
+        worker = rows.process
         if not is_killed:
             atexit._run_exitfuncs()
             worker.join(10)
