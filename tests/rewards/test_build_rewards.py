@@ -141,11 +141,11 @@ class Fourfold(Model):
 def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     asked = []
 
-    async def post(client, url, body, timeout):
-        asked.append(json.loads(body)["query"])
+    async def score(_source, client, batch, first):
+        asked.append([prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)])
+        return [7.0] * len(batch)
 
-    monkeypatch.setattr(remote_reward, "post", post)
-    monkeypatch.setattr(remote_reward, "read_rewards", lambda content, count, url: [7.0] * count)
+    monkeypatch.setattr(remote_reward.RemoteReward, "_score_batch", score)
     wanted = flags(
         use_reward_model=True, reward_model_sources=["chat", "math"], reward_model_weight=0.5, reward_default=-1.0,
         remote_reward_url="http://a/b", remote_reward_sources=["code", "math"],
