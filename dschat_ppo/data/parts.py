@@ -164,7 +164,7 @@ class FilePart:
                         else:
                             row = _checked(_DECODER.decode(filled.decode("utf-8-sig")))
                     except (RecursionError, ValueError) as problem:
-                        row = str(_refusal(problem, filled.decode("utf-8-sig", "ignore")))
+                        row = _refusal(problem, filled.decode("utf-8-sig", "ignore"))
                     yield number, row, [offset, number]
             return
         after = place or 0
@@ -198,17 +198,17 @@ def _constant(name: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
-def _refusal(problem: Exception, text: str = "") -> UserError:
+def _refusal(problem: Exception, text: str = "") -> str:
     """What is wrong with a line or file, and the text around the place. A byte that is not UTF-8 is shown as a
     backslash, x and its number; all other errors are those of JSON in `text`."""
     if isinstance(problem, UserError):
-        return problem
+        return str(problem)
     if isinstance(problem, UnicodeDecodeError):
         around = problem.object[max(0, problem.start - _AROUND) : problem.end + _AROUND]
-        return UserError(f"is not UTF-8 text (save the file as UTF-8): {around.decode(errors='backslashreplace')!r}")
+        return f"is not UTF-8 text (save the file as UTF-8): {around.decode(errors='backslashreplace')!r}"
     # also Infinity, nesting that is too deep, or a number of more than 4,300 digits
     reason, place = in_one_line(problem).replace("line 1 column", "column"), getattr(problem, "pos", 0)
-    return UserError(f"is not JSON ({reason}): {text[max(0, place - _AROUND) : place + _AROUND]!r}")
+    return f"is not JSON ({reason}): {text[max(0, place - _AROUND) : place + _AROUND]!r}"
 
 
 def _attempt(make: Callable[..., Row], content: Any) -> Raw:
@@ -216,7 +216,7 @@ def _attempt(make: Callable[..., Row], content: Any) -> Raw:
     try:
         return make(content)
     except ValueError as problem:
-        return str(_refusal(problem))
+        return _refusal(problem)
 
 
 def _checked(row: Any) -> Row:
@@ -322,7 +322,7 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
                 raise UserError(f"the header is one column, {names[0]!r}; a .csv file needs commas, a .tsv file tabs")
             yield from ((number, _attempt(row_of, fields)) for number, fields in enumerate(filled, 1))
         except UnicodeDecodeError as problem:  # in the header
-            raise _refusal(problem) from None
+            raise UserError(_refusal(problem)) from None
         except csv.Error as problem:
             wrong = f"line {lines.line_num} is not CSV ({problem})"
             raise UserError(f"{wrong}; text with a quote needs it twice, inside double quotes") from None

@@ -73,13 +73,34 @@ class DataSource:
 
 
 def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) -> list[DataSource]:
-    """The data sets that `flag` names. Their names differ from those of other flags, `taken`."""
+    """The data sets that `flag` names. Their names differ from those of other flags, `taken`. The longest part of each
+    that exists on disk is its location, otherwise what stands before the first mark."""
     sources, names = list[DataSource](), set(taken)
     for spec in specs:
-        location, config, split, weight, samples = _parse(spec, flag)
+        text = os.path.expanduser(spec)
+        ends = [mark.start() for mark in re.finditer(r"[:@\[\]]|$", text)]
+        end = max((end for end in ends if os.path.lexists(text[:end])), default=ends[0])
+        location, ending = text[:end], _ENDING.fullmatch(text, end)
+        if location == "local/jsonfile":
+            raise UserError(
+                f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this name; give the "
+                "files themselves: data/train.json with --data_format local/jsonfile, and --eval_data_path "
+                "data/eval.json"
+            )
+        if not location or ending is None:
+            raise UserError(
+                f"{flag} '{spec}': no such file or folder, and no name of a data set of the hub; expected "
+                "LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
+            )
+        config, split, weight, rows = ending.groups()
+        if weight and not 0 < float(weight) < math.inf:
+            raise UserError(f"{flag} {spec}: the weight '{weight}' must be a finite number above 0")
+        if rows and not (rows.isdecimal() and int(rows)):
+            raise UserError(f"{flag} {spec}: the number of rows '{rows}' must be a whole number above 0")
         name = _short_name(location)
         names.add(name := next(word for word in chain([name], (f"{name}_{n}" for n in count(2))) if word not in names))
-        sources.append(DataSource(shown_path(spec), flag, location, config, split, name, weight, samples))
+        share, samples = float(weight) if weight else None, int(rows) if rows else None
+        sources.append(DataSource(shown_path(spec), flag, location, config, split, name, share, samples))
     whole = [source for source in sources if source.samples is None]  # `@ROWS` needs no weight
     weighted = [source.spec for source in whole if source.weight is not None]
     bare = [source.spec for source in whole if source.weight is None]
@@ -95,31 +116,6 @@ def is_hub_name(location: str) -> bool:
     """Whether `location` is a hub name rather than a path; a path need not exist."""
     is_path = os.path.lexists(location) or location.startswith((".", "/", "~")) or location.count("/") > 1
     return not is_path and kind_of(location) is None
-
-
-def _parse(spec: str, flag: str) -> tuple[str, str | None, str | None, float | None, int | None]:
-    """(location, config, split, weight, samples) of one data set. The longest part that exists on disk is its location,
-    otherwise what stands before the first mark."""
-    text = os.path.expanduser(spec)
-    ends = [mark.start() for mark in re.finditer(r"[:@\[\]]|$", text)]
-    end = max((end for end in ends if os.path.lexists(text[:end])), default=ends[0])
-    location, ending = text[:end], _ENDING.fullmatch(text, end)
-    if location == "local/jsonfile":
-        raise UserError(
-            f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this name; give the files "
-            "themselves: data/train.json with --data_format local/jsonfile, and --eval_data_path data/eval.json"
-        )
-    if not location or ending is None:
-        raise UserError(
-            f"{flag} '{spec}': no such file or folder, and no name of a data set of the hub; expected "
-            "LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
-        )
-    config, split, weight, rows = ending.groups()
-    if weight and not 0 < float(weight) < math.inf:
-        raise UserError(f"{flag} {spec}: the weight '{weight}' must be a finite number above 0")
-    if rows and not (rows.isdecimal() and int(rows)):
-        raise UserError(f"{flag} {spec}: the number of rows '{rows}' must be a whole number above 0")
-    return location, config, split, float(weight) if weight else None, int(rows) if rows else None
 
 
 def _short_name(location: str) -> str:

@@ -222,9 +222,9 @@ class StreamedRows:
         """The positions before chunks, for `load_state_dict`."""
         return {"rows": self.fingerprint, "positions": dict(self._positions)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Read on from a saved position, in other rows from the start."""
-        if state["rows"] == self.fingerprint:
+        if state is not None and state["rows"] == self.fingerprint:
             self._positions = state["positions"] | self._positions
 
     def _use(self, chunk: int, may_stop: bool = False) -> Dataset:
@@ -289,17 +289,6 @@ class StreamedRows:
 def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
     """All rows, or of a stream those of its first chunk."""
     return rows._use(0) if isinstance(rows, StreamedRows) else rows
-
-
-def stream_state(rows: Dataset | StreamedRows) -> dict[str, Any] | None:
-    """For a checkpoint: the positions of a stream, or None."""
-    return rows.state_dict() if isinstance(rows, StreamedRows) else None
-
-
-def load_stream_state(rows: Dataset | StreamedRows, state: dict[str, Any] | None) -> None:
-    """Restore `stream_state`."""
-    if isinstance(rows, StreamedRows) and state is not None:
-        rows.load_state_dict(state)
 
 
 # From the flags to a stream
