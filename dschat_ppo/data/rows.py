@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 
 import datasets
 import pyarrow as pa
@@ -16,7 +15,7 @@ from datasets import Dataset
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.data.cache import cached, rows_key
-from dschat_ppo.data.parts import FilePart, Part, Raw, read_part
+from dschat_ppo.data.parts import Part, Raw, read_part
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.errors import UserError, reading
 
@@ -49,18 +48,7 @@ def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) 
     the folder of the cache, None that of `datasets`."""
     tables, columns = list[Dataset](), dict[str, None]()
     for names, cut in groups:
-        parts = found.parts(names)
-        stored = [_stored(part, cache_dir) for part in parts]
-        kinds = {  # some are not the data, such as notes.txt
-            str(part.kind): (part.path.name, rows.columns)
-            for part, rows in zip(parts, stored, strict=True) if isinstance(part, FilePart)
-        }  # fmt: skip
-        if len({frozenset(has) for _, has in kinds.values()}) > 1:
-            shown = "; ".join(
-                f"{kind}: {name} has {shorten(', '.join(has), 200)}" for kind, (name, has) in kinds.items()
-            )
-            way = "name one of the files, or move the others away"
-            raise UserError(f"{found.what}: holds files of different kinds with different columns ({shown}); {way}")
+        stored = [_stored(part, cache_dir) for part in found.parts(names)]
         columns |= dict.fromkeys(name for rows in stored for name in rows.columns)
         table = datasets.concatenate_datasets([rows.table for rows in stored])
         if cut:
