@@ -37,13 +37,13 @@ from dschat_ppo.ppo.evaluation import CUT, STREAM, Answered, answered_rows, summ
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import build_sources, check_sources
 from dschat_ppo.rewards.learned_reward import model_reward
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
 from dschat_ppo.tools.sampling_settings import Wanted
-from dschat_ppo.types import Rollout, to_device
+from dschat_ppo.types import to_device
 
 REWARD_FLAG, LIMITS = "--reward_model_name_or_path", "--max_prompt_seq_len + --max_tokens"
 PREFIX = "eval/"  # of the metrics of `summary`
@@ -156,15 +156,6 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
     return found, names
 
 
-class _Unscored:
-    """The reward source of an evaluation without rewards: all scores are NaN."""
-
-    name = "none"
-
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        return torch.full((len(request),), torch.nan)
-
-
 def _results_of(
     checked: CheckedModel, prompts: Dataset, names: Sequence[str], wanted: Wanted, reward: CheckedModel | None,
     scorer: ScalarModel | None,
@@ -197,7 +188,7 @@ def _results_of(
             episodes = EpisodeRollouts(wanted.environment, checked.tokenizer, words.max_prompt_seq_len)
             at_end.enter_context(closing(episodes))
         others = [] if episodes is None else episodes.reward_sources
-        mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([(_Unscored(), 1.0)])
+        mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([])
         requests = RewardRequests(at_end.enter_context(closing(mixture)), prompts, checked.tokenizer)
         for decoding in configs if words.decoding == "both" else [words.decoding]:
             config, every, rows = configs[decoding], list(range(len(prompts))), list[Answered]()
@@ -218,6 +209,8 @@ def _results_of(
                     rollout = episodes.end(rollout, turns, cancelled=False, counts=True)
                 request = requests.request(rollout, indices, 0)
                 scores = mixture(request, rollout)
+                if rewards is None:
+                    scores = replace(scores, total=torch.full_like(scores.total, torch.nan))
                 rows += answered_rows(requests, indices, rollout, request.responses, scores, names)
             metrics = summary(rows, words.pass_score) | summary_by_source(rows, words.pass_score)
             metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
