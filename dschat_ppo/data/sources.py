@@ -158,29 +158,24 @@ class OpenSet:
         evaluation, the split that the source names or else all are read as those for training; a hub data set with
         several must name one."""
         names, named = list(self.splits), self.source.split
-        if whole and named is not None:
-            return self.cuts(named), []
-        if whole:
-            if len(names) > 1 and is_hub_name(self.source.location):
-                example = self.example(names[-1])
-                raise UserError(f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}")
-            if len(names) > 1:
-                logger().info(f"data: {self.source.spec}: all its splits are used for evaluation: {', '.join(names)}")
-            return [(names, "")], []
         for_eval = [name for name in names if is_eval(name)]
-        if named is None:
-            found = [TRAIN] if TRAIN in names else [name for name in names if not is_eval(name)]
-            if len(found) != 1:
-                example = self.example((found or names)[0])
-                raise UserError(
-                    f"{self.what}: has the splits {', '.join(names)}; choose one for training, as in {example}"
-                )
-            cuts = [(found[:1], "")]
-        else:
+        if named is not None:
             cuts = self.cuts(named)
             used = [name for (name,), _ in cuts]
             ending = used[0].removeprefix(TRAIN)  # rows of `test_sft` evaluate `train_sft`
             for_eval = [name for name in for_eval if name not in used and name.endswith(ending)]
+        else:
+            found = [TRAIN] if TRAIN in names else [name for name in names if not is_eval(name)]
+            found = names if whole else found
+            if len(found) != 1 and not (whole and not is_hub_name(self.source.location)):
+                config = f":{self.source.config}" if self.source.config else ""
+                example = f"{self.source.location}{config}[{names[-1] if whole else (found or names)[0]}]"
+                raise UserError(f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}")
+            cuts = [(found, "")]
+            if len(found) > 1:
+                logger().info(f"data: {self.source.spec}: all its splits are used for evaluation: {', '.join(names)}")
+        if whole:
+            return cuts, []
         for_eval = for_eval[:1] if is_hub_name(self.source.location) else for_eval
         files = {part.path for name in for_eval for part in self.splits[name] if isinstance(part, FilePart)}
         if files:  # their names make them so
@@ -197,10 +192,6 @@ class OpenSet:
                 raise UserError(f"{self.what}: has no split '{name.strip()}'; it has {', '.join(self.splits)}")
             found.append(([name.strip()], part if bracket else ""))
         return found
-
-    def example(self, split: str) -> str:
-        """How to name a split of this data set."""
-        return f"{self.source.location}{f':{self.source.config}' if self.source.config else ''}[{split}]"
 
 
 def is_eval(split: str) -> bool:
