@@ -113,8 +113,8 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
 
             # The rows of the step, and those held out of them for evaluation
             count = SPLIT_ROWS if is_stream else len(raw)
-            share = (0, 0 if is_eval else count)
-            if source.flag == "--data_path" and not is_eval:
+            share, is_divided = (0, 0 if is_eval else count), source.flag == "--data_path" and not is_eval
+            if is_divided:
                 share = share_of_step(count, parse_data_split(flags.data_split), PARTS[step.use])
                 if share[0] == share[1]:
                     raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
@@ -128,10 +128,9 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
                     note = f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names rows for evaluation"
                     logger().info(f"data: {name}: {note}")
             else:
-                numbers, held_out = np.arange(share[1]), np.arange(count if is_eval else 0)
-                if source.flag == "--data_path" and not is_eval:
-                    order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
-                    numbers = order[slice(*share)]
+                order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
+                numbers = (order if is_divided else np.arange(count))[slice(*share)]
+                held_out = np.arange(count if is_eval else 0)
                 if fraction and not for_eval:
                     numbers, held_out = hold_out(numbers, fraction)
                 parts = tokenised(source, raw, settings, numbers, held_out)

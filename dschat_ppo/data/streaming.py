@@ -120,7 +120,6 @@ class Reader:
             if not used:  # otherwise a chunk before has counted the rows
                 self.counts += counts + Counter({READ: len(batch.rows)})
                 self.problem = self.problem or problem
-            self.place = {"before": before, "used": used}
             yield None
             for number in range(used, len(rows)):
                 self.place = {"before": before, "used": number + 1}

@@ -198,19 +198,21 @@ def test_scores_are_the_weighted_sum():
 
 
 def test_sources_elsewhere_score_while_others_do():
-    """The first source waits for the second one, which runs after it in one thread."""
-    second_has_run = threading.Event()
+    """Each waits for the other one."""
+    first_has_begun, second_has_run = threading.Event(), threading.Event()
 
     class Elsewhere(Fixed):
         scores_elsewhere = True
 
         def __call__(self, request, rollout):
+            first_has_begun.set()
             assert second_has_run.wait(timeout=20)
             return super().__call__(request, rollout)
 
     class Here(Fixed):
         def __call__(self, request, rollout):
             second_has_run.set()
+            assert first_has_begun.wait(timeout=20)
             return super().__call__(request, rollout)
 
     calls = []

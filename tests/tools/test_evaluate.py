@@ -112,6 +112,8 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
     assert [(row["chosen"], row["rejected"]) for row in pairs] == [
         (one[0][1], one[-1][1]) for one in ranked if one[0][0] > one[-1][0] and one[0][2] != "length"
     ]
+    alike = [replace(result, prompts=[replace(row, scores=[1.0] * 4) for row in own]) for result in found.results]
+    assert training_rows(replace(found, results=alike), is_pair=True) == ""
     chat = replace(found, asked=[[{"role": "user", "content": "Hi"}]] * PROMPTS)
     for line in training_rows(chat, is_pair=False).splitlines():
         assert [turn["role"] for turn in json.loads(line)["messages"]] == ["user", "assistant"]
@@ -119,6 +121,21 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
     for words, said in (("--write_best b", "give a reward, or --samples 1"), ("--write_pairs b", "and a reward")):
         with pytest.raises(UserError, match=said):
             read_arguments([*alone, *words.split()])
+
+
+def test_several_data_sets_have_lines_of_their_own_in_the_table(found):
+    [result, *_] = found.results
+    row, numbers = result.prompts[0], {"score": 0.5, "score/a": 0.25, "score/b": 0.75}
+    result = replace(
+        result, prompts=[replace(row, data_source=name) for name in "ab"], metrics=numbers, scores_by_source={}
+    )
+    lines = [line.split() for line in table(replace(found, results=[result]))]
+    assert lines == [
+        ["model", "decoding", "score"],
+        ["lm", "greedy", "0.5"],
+        ["a", "greedy", "0.25"],
+        ["b", "greedy", "0.75"],
+    ]
 
 
 LETTERS = """
