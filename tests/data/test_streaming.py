@@ -309,21 +309,17 @@ def long_rows(batch):
     return [row | {"answers": [[0] * 50_000]} for row in tokens_of(batch)[0]], Counter(), ""
 
 
-def test_the_end_of_the_process_ends_the_run_where_its_rows_are_needed():
+def test_the_launchers_signals_do_not_end_the_process_and_its_end_ends_the_run_where_its_rows_are_needed():
     rows = tried(long_rows)
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(rows.process.pid, name)
+    assert number_of(rows, 8) == NUMBERS[8]
     time.sleep(0.5)  # half a chunk is in the pipe
     os.kill(rows.process.pid, signal.SIGKILL)
     time.sleep(0.5)
     assert number_of(rows, 5) == 6  # what is there can be used
     with pytest.raises(UserError, match="the process that reads the stream has ended"):
-        rows[8]
-
-
-def test_the_launchers_signals_do_not_end_the_process():
-    rows = tried(long_rows)
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(rows.process.pid, name)
-    assert number_of(rows, 8) == NUMBERS[8]
+        rows[16]
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
