@@ -256,23 +256,21 @@ class StreamedRows:
         atexit.register(self.process.kill)  # before `multiprocessing` waits for it
 
     def _receive(self, may_stop: bool) -> Dataset:
-        """The rows of the next chunk; what was done is logged."""
-        found = None
+        """The rows of the next chunk; what was done is logged. After a failure, another process begins."""
+        number, self._next, found = self._next, -1, None
         while found is None:  # a batch of raw rows is done
             if may_stop:
                 raise_if_stop_requested(DOING)
             try:
                 found = self._pipe.recv()
             except (EOFError, OSError):
-                self._next = -1
                 what = "the process that reads the stream has ended"
                 way = "most often because memory ran out; run the same command again to resume"
                 raise UserError(f"{what}, {way}") from None
             heartbeat()
         if isinstance(found, UserError):
-            self._next = -1
             raise found
-        first, self._next = self._next * CHUNK_ROWS, self._next + 1
+        first, self._next = number * CHUNK_ROWS, number + 1
         if len(found.rows) == CHUNK_ROWS:
             self._positions[self._next] = found.after
         self.counts = self.counts if first else found.counts
