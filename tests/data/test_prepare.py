@@ -382,8 +382,7 @@ class Rows:
     """An entry of three rows in two files; counts how often it is made."""
 
     def __init__(self, root):
-        self.root, self.calls = root, 0
-        self.folder = root / "dschat_ppo/key"
+        self.root, self.calls, self.folder = root, 0, root / "dschat_ppo/key"
 
     def write(self, folder):
         self.calls += 1

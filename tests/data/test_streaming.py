@@ -333,7 +333,7 @@ def test_no_process_is_left_when_the_rank_ends(is_killed):
         if not is_killed:
             atexit._run_exitfuncs()
             worker.join(10)
-        os.write(write, f"{worker.pid} {worker.exitcode}".encode())
+        os.write(write, f"{worker.pid} {worker.exitcode}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(write)
     with os.fdopen(read) as told:
