@@ -70,30 +70,20 @@ def read_part(part: Part, place: Any = None) -> Iterator[Batch]:
         raise UserError(f"{part.flag} {name}: {problem}") from problem
 
 
-@dataclass(frozen=True, eq=False)
 class SetPart:
-    """A split that `datasets` gives: a table, or one on the hub that is read row by row. `rows` are in the format
-    "arrow", `start` is their state before the first. `key` identifies them on this machine, `content` wherever they are
-    stored."""
+    """A split that `datasets` gives: a table, or one of a `revision` on the hub that is read row by row. `key`
+    identifies its rows on this machine, `content` wherever they are stored; `start` is the state before the first."""
 
-    name: str
-    flag: str
-    rows: IterableDataset
-    key: str
-    content: str
-    start: dict[str, Any]
-
-    @classmethod
-    def of(cls, name: str, flag: str, rows: Dataset | IterableDataset, revision: str) -> SetPart:
-        """That of a table, or of a `revision` on the hub."""
-        key = content = f"{name} {revision}"
+    def __init__(self, name: str, flag: str, rows: Dataset | IterableDataset, revision: str):
+        self.name, self.flag = name, flag
+        self.key = self.content = f"{name} {revision}"
         if isinstance(rows, Dataset):
             files = [Path(file["filename"]) for file in rows.cache_files]
             # a fingerprint does not hold what the function of a `map` read
-            key, content = " ".join([rows._fingerprint, *map(file_key, files)]), content_key(files)
+            self.key, self.content = " ".join([rows._fingerprint, *map(file_key, files)]), content_key(files)
             rows = rows.with_format("arrow").to_iterable_dataset()
-        rows = rows.with_format("arrow")
-        return cls(name, flag, rows, key, content, rows.state_dict())
+        self.rows: IterableDataset = rows.with_format("arrow")
+        self.start = self.rows.state_dict()
 
     def found(self, place: Any) -> Found:
         state, number, after = place or (self.start, 0, 0)  # a place is in a table, whose rows are counted from `state`

@@ -225,7 +225,7 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
 def _splits(source: DataSource, found: Mapping[Any, Dataset | IterableDataset], shown: str, revision: str) -> OpenSet:
     """A data set that `datasets` gives; tables without rows do not count."""
     splits = {
-        str(split): [SetPart.of(f"{shown} ({split})", source.flag, rows, revision)]
+        str(split): [SetPart(f"{shown} ({split})", source.flag, rows, revision)]
         for split, rows in found.items()
         if not isinstance(rows, Dataset) or len(rows)
     }
