@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dschat_ppo.common.seeding import shared_generator
-from dschat_ppo.data.streaming import StreamedRows, load_stream_state, rows_at_hand, stream_state
+from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
 from dschat_ppo.types import PromptBatch
 
 PADDING_ROW = -1  # index of a row that fills up the last batch and has no loss
@@ -77,12 +77,14 @@ class IndexStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the sequence, and in the data of a stream, for `load_state_dict`."""
-        return {"taken": self.taken, "data": stream_state(self._rows)}
+        data = self._rows.state_dict() if isinstance(self._rows, StreamedRows) else None
+        return {"taken": self.taken, "data": data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position, over the same rows with the same seed."""
         self.taken, self._left = state["taken"], iter(())
-        load_stream_state(self._rows, state.get("data"))
+        if isinstance(self._rows, StreamedRows):
+            self._rows.load_state_dict(state.get("data"))
 
 
 # Batches

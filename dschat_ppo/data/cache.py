@@ -8,8 +8,7 @@ temporary folder, and then renamed: a folder with its final name is complete.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,49 +24,35 @@ from dschat_ppo.errors import UserError, reading
 _ENDS = 2**16  # bytes at either end of a data file in its key
 
 
-@contextmanager
-def new_entry(root: str | None, key: str) -> Iterator[Path | None]:
-    """None if the cache below `root` (None: that of `datasets`) has the entry `key`. Otherwise an empty folder, where
-    the block writes `rows_00000.arrow` and so on, which are the entry at its end. `StopRequested` on a stop request
-    while another process makes the entry."""
-    folder = _folder(root, key)
-    if folder.is_dir():
-        yield None
-        return
+def cached(root: str | None, key: str, write: Callable[[Path], object]) -> Dataset:
+    """The rows of the entry `key` of the cache below `root` (None: that of `datasets`), memory-mapped; `key` is their
+    fingerprint. If there is no such entry, `write` writes `rows_00000.arrow` and so on to an empty folder.
+    `StopRequested` on a stop request while another process makes the entry."""
+    folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
     unfinished = folder.with_name(f"{key}{PARTIAL}")
     try:
-        make_folder(folder.parent)
-        waits = f"data: another process prepares {folder}; waiting for it"
-        with locked(folder.with_name(f"{key}.lock"), waits, "waited for prepared data"):
-            if folder.is_dir():  # another process has made the entry in the meantime
-                yield None
-                return
-            try:
-                yield empty_folder(unfinished)
-                replace_folder(folder, unfinished)
-            finally:
-                remove_folder(unfinished)  # what a failure leaves may have filled the disk
+        if not folder.is_dir():
+            make_folder(folder.parent)
+            waits = f"data: another process prepares {folder}; waiting for it"
+            with locked(folder.with_name(f"{key}.lock"), waits, "waited for prepared data"):
+                if not folder.is_dir():  # otherwise another process has made the entry in the meantime
+                    try:
+                        write(empty_folder(unfinished))
+                        replace_folder(folder, unfinished)
+                    finally:
+                        remove_folder(unfinished)  # what a failure leaves may have filled the disk
     except OSError as problem:
         place = f"--data_output_path {root}" if root else folder.parent
         raise UserError(
             f"{place}: prepared data cannot be written there ({problem.strerror or problem}); free disk space, or "
             "name another folder with --data_output_path"
         ) from None
-
-
-def rows_of_entry(root: str | None, key: str) -> Dataset:
-    """The rows of an entry, memory-mapped; `key` is their fingerprint."""
-    folder = _folder(root, key)
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
         # by name: `Dataset.map` writes the files of rows made from these into this folder too
         files = sorted(folder.glob("rows_*.arrow"))
         rows = datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in files])
     rows._fingerprint = key
     return rows
-
-
-def _folder(root: str | None, key: str) -> Path:
-    return Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
 
 
 def rows_key(*parts: object) -> str:

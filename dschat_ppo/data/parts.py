@@ -70,30 +70,20 @@ def read_part(part: Part, place: Any = None) -> Iterator[Batch]:
         raise UserError(f"{part.flag} {name}: {problem}") from problem
 
 
-@dataclass(frozen=True, eq=False)
 class SetPart:
-    """A split that `datasets` gives: a table, or one on the hub that is read row by row. `rows` are in the format
-    "arrow", `start` is their state before the first. `key` identifies them on this machine, `content` wherever they are
-    stored."""
+    """A split that `datasets` gives: a table, or one of a `revision` on the hub that is read row by row. `key`
+    identifies its rows on this machine, `content` wherever they are stored; `start` is the state before the first."""
 
-    name: str
-    flag: str
-    rows: IterableDataset
-    key: str
-    content: str
-    start: dict[str, Any]
-
-    @classmethod
-    def of(cls, name: str, flag: str, rows: Dataset | IterableDataset, revision: str) -> SetPart:
-        """That of a table, or of a `revision` on the hub."""
-        key = content = f"{name} {revision}"
+    def __init__(self, name: str, flag: str, rows: Dataset | IterableDataset, revision: str):
+        self.name, self.flag = name, flag
+        self.key = self.content = f"{name} {revision}"
         if isinstance(rows, Dataset):
             files = [Path(file["filename"]) for file in rows.cache_files]
             # a fingerprint does not hold what the function of a `map` read
-            key, content = " ".join([rows._fingerprint, *map(file_key, files)]), content_key(files)
+            self.key, self.content = " ".join([rows._fingerprint, *map(file_key, files)]), content_key(files)
             rows = rows.with_format("arrow").to_iterable_dataset()
-        rows = rows.with_format("arrow")
-        return cls(name, flag, rows, key, content, rows.state_dict())
+        self.rows: IterableDataset = rows.with_format("arrow")
+        self.start = self.rows.state_dict()
 
     def found(self, place: Any) -> Found:
         state, number, after = place or (self.start, 0, 0)  # a place is in a table, whose rows are counted from `state`
@@ -164,7 +154,7 @@ class FilePart:
                         else:
                             row = _checked(_DECODER.decode(filled.decode("utf-8-sig")))
                     except (RecursionError, ValueError) as problem:
-                        row = str(_refusal(problem, filled.decode("utf-8-sig", "ignore")))
+                        row = _refusal(problem, filled.decode("utf-8-sig", "ignore"))
                     yield number, row, [offset, number]
             return
         after = place or 0
@@ -198,17 +188,17 @@ def _constant(name: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
-def _refusal(problem: Exception, text: str = "") -> UserError:
+def _refusal(problem: Exception, text: str = "") -> str:
     """What is wrong with a line or file, and the text around the place. A byte that is not UTF-8 is shown as a
     backslash, x and its number; all other errors are those of JSON in `text`."""
     if isinstance(problem, UserError):
-        return problem
+        return str(problem)
     if isinstance(problem, UnicodeDecodeError):
         around = problem.object[max(0, problem.start - _AROUND) : problem.end + _AROUND]
-        return UserError(f"is not UTF-8 text (save the file as UTF-8): {around.decode(errors='backslashreplace')!r}")
+        return f"is not UTF-8 text (save the file as UTF-8): {around.decode(errors='backslashreplace')!r}"
     # also Infinity, nesting that is too deep, or a number of more than 4,300 digits
     reason, place = in_one_line(problem).replace("line 1 column", "column"), getattr(problem, "pos", 0)
-    return UserError(f"is not JSON ({reason}): {text[max(0, place - _AROUND) : place + _AROUND]!r}")
+    return f"is not JSON ({reason}): {text[max(0, place - _AROUND) : place + _AROUND]!r}"
 
 
 def _attempt(make: Callable[..., Row], content: Any) -> Raw:
@@ -216,7 +206,7 @@ def _attempt(make: Callable[..., Row], content: Any) -> Raw:
     try:
         return make(content)
     except ValueError as problem:
-        return str(_refusal(problem))
+        return _refusal(problem)
 
 
 def _checked(row: Any) -> Row:
@@ -322,7 +312,7 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
                 raise UserError(f"the header is one column, {names[0]!r}; a .csv file needs commas, a .tsv file tabs")
             yield from ((number, _attempt(row_of, fields)) for number, fields in enumerate(filled, 1))
         except UnicodeDecodeError as problem:  # in the header
-            raise _refusal(problem) from None
+            raise UserError(_refusal(problem)) from None
         except csv.Error as problem:
             wrong = f"line {lines.line_num} is not CSV ({problem})"
             raise UserError(f"{wrong}; text with a quote needs it twice, inside double quotes") from None

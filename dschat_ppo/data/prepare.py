@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -31,7 +32,7 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
 from dschat_ppo.config.data_flags import DataFlags, StepData, parse_data_split
-from dschat_ppo.data.cache import new_entry, rows_of_entry, token_key
+from dschat_ppo.data.cache import cached, token_key
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example
 from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
@@ -112,8 +113,8 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
 
             # The rows of the step, and those held out of them for evaluation
             count = SPLIT_ROWS if is_stream else len(raw)
-            share = (0, 0 if is_eval else count)
-            if source.flag == "--data_path" and not is_eval:
+            share, is_divided = (0, 0 if is_eval else count), source.flag == "--data_path" and not is_eval
+            if is_divided:
                 share = share_of_step(count, parse_data_split(flags.data_split), PARTS[step.use])
                 if share[0] == share[1]:
                     raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
@@ -127,10 +128,9 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
                     note = f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names rows for evaluation"
                     logger().info(f"data: {name}: {note}")
             else:
-                numbers, held_out = np.arange(share[1]), np.arange(count if is_eval else 0)
-                if source.flag == "--data_path" and not is_eval:
-                    order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
-                    numbers = order[slice(*share)]
+                order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
+                numbers = (order if is_divided else np.arange(count))[slice(*share)]
+                held_out = np.arange(count if is_eval else 0)
                 if fraction and not for_eval:
                     numbers, held_out = hold_out(numbers, fraction)
                 parts = tokenised(source, raw, settings, numbers, held_out)
@@ -164,31 +164,20 @@ def tokenised(
     # in the order of the file, because every read in the order of the step would be a random access
     numbers = np.sort(np.concatenate([train, held_out]))
     taken, workers = raw.table.select(numbers), worker_count(step.flags.preprocessing_num_workers, len(numbers))
-    schema = Features({**features_of(step), **NOTES}).arrow_schema
 
-    def write(folder: Path, worker: int) -> int:
-        """Write the token rows of the share of one worker; returns their number."""
-        count, path = 0, str(folder / f"rows_{worker:05d}.arrow")
-        begin, end = (len(taken) * n // workers for n in (worker, worker + 1))
-        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-            for start in range(begin, end, BATCH_ROWS):
-                batch = taken[start : min(end, start + BATCH_ROWS)]
-                rows = tokenise_batch(list(map(json.loads, batch[ROW])), list(map(shown_path, batch[ORIGIN])), settings)
-                for row in rows:
-                    row["number"] = int(numbers[start + row["number"]])
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-                count += len(rows)
-        return count
+    def made(start: int, stop: int) -> list[dict[str, Any]]:
+        batch = taken[start:stop]
+        rows = tokenise_batch(list(map(json.loads, batch[ROW])), list(map(shown_path, batch[ORIGIN])), settings)
+        return [row | {"number": int(numbers[start + row["number"]])} for row in rows]
 
     used = hashlib.sha256(numbers.tobytes()).hexdigest()
     key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
-    with new_entry(cache, key) as folder:
-        if folder is not None and sum(in_processes(workers, partial(write, folder), DOING)) == 0:
-            is_bad = settings.form.name == "kto" and step.use == "sft"
-            why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
-            what = f"no row of this data set serves this step ({settings.form.description}){why}"
-            raise UserError(f"{settings.source}: {what}")
-    rows = rows_of_entry(cache, key)
+    rows = made_rows(cache, key, made, len(taken), workers, Features({**features_of(step), **NOTES}))
+    if not len(rows):
+        is_bad = settings.form.name == "kto" and step.use == "sft"
+        why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
+        what = f"no row of this data set serves this step ({settings.form.description}){why}"
+        raise UserError(f"{settings.source}: {what}")
     number, fitted, tokens = (  # without a Python object for each row
         np.concatenate([chunk.to_numpy() for chunk in rows.data.column(note).chunks])
         for note in ("number", "fitted", "tokens")
@@ -226,6 +215,27 @@ def tokenised(
             raise UserError(f"{name}: every answer is cut by {limit}; raise it")
         kept.append(Part(source, rows.select_columns(list(features_of(step))), order))
     return parts
+
+
+def made_rows(
+    cache: str | None, key: str, made: Callable[[int, int], list[dict[str, Any]]], count: int, workers: int,
+    features: Features,
+) -> Dataset:  # fmt: skip
+    """The token rows `made(start, stop)` of `count` raw rows, which `workers` processes make in batches of
+    `BATCH_ROWS`, or from the cache."""
+
+    def write(folder: Path, worker: int) -> None:
+        path, begin, end = (
+            str(folder / f"rows_{worker:05d}.arrow"),
+            *(count * n // workers for n in (worker, worker + 1)),
+        )
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, features.arrow_schema) as writer:
+            for start in range(begin, end, BATCH_ROWS):
+                raise_if_stop_requested(DOING)  # tokenising may take hours
+                rows = made(start, min(end, start + BATCH_ROWS))
+                writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
+
+    return cached(cache, key, lambda folder: in_processes(workers, partial(write, folder), DOING))
 
 
 # Which rows of each data set a step uses, and in which order: they depend on counts and one seed alone, so they are
@@ -298,10 +308,9 @@ def text_blocks(
     are shorter): the first token as `prompt_ids`, the others as the only answer."""
     ids, cache = List(Value("int32")), flags.data_output_path
     columns = {"prompt_ids": ids, "answers": List(ids), "margin": Value("float32")}
-    schema = Features(columns | {"problem": Value("string")}).arrow_schema
 
-    def blocks_of(batch: dict[str, list[str]]) -> list[dict[str, Any]]:
-        ids, problems = list[int](), list[str]()
+    def blocks_of(start: int, stop: int) -> list[dict[str, Any]]:
+        batch, ids, problems = rows.table[start:stop], list[int](), list[str]()
         for raw, origin in zip(map(json.loads, batch[ROW]), map(shown_path, batch[ORIGIN]), strict=True):
             if isinstance(raw, str):
                 problems.append(f"{origin} {raw}")
@@ -330,20 +339,8 @@ def text_blocks(
             raise UserError(f"{PTX_FLAG} {spec}: has the columns {has}; it needs a text column 'text'")
         key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
         workers = worker_count(flags.preprocessing_num_workers, len(rows))
-
-        def write(folder: Path, worker: int) -> None:
-            path = str(folder / f"rows_{worker:05d}.arrow")
-            begin, end = (len(rows) * n // workers for n in (worker, worker + 1))
-            with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-                for start in range(begin, end, BATCH_ROWS):
-                    raise_if_stop_requested(DOING)  # tokenising may take hours
-                    made = blocks_of(rows.table[start : min(end, start + BATCH_ROWS)])
-                    writer.write_table(pa.Table.from_pylist(made, schema))
-
-        with new_entry(cache, key) as folder:
-            if folder is not None:
-                in_processes(workers, partial(write, folder), DOING)
-        blocks = rows_of_entry(cache, key)
+        features = Features(columns | {"problem": Value("string")})
+        blocks = made_rows(cache, key, blocks_of, len(rows), workers, features)
     found: list[str | None] = blocks["problem"][:]
     bad = [problem for problem in found if problem is not None]
     refuse_bad(f"{PTX_FLAG} {spec}", len(bad), len(rows), flags.bad_rows, bad[:1])

@@ -8,15 +8,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 
 import datasets
 import pyarrow as pa
 from datasets import Dataset
 
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
-from dschat_ppo.data.cache import new_entry, rows_key, rows_of_entry
-from dschat_ppo.data.parts import FilePart, Part, Raw, read_part
+from dschat_ppo.data.cache import cached, rows_key
+from dschat_ppo.data.parts import Part, Raw, read_part
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.errors import UserError, reading
 
@@ -49,18 +48,7 @@ def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) 
     the folder of the cache, None that of `datasets`."""
     tables, columns = list[Dataset](), dict[str, None]()
     for names, cut in groups:
-        parts = found.parts(names)
-        stored = [_stored(part, cache_dir) for part in parts]
-        kinds = {  # some are not the data, such as notes.txt
-            str(part.kind): (part.path.name, rows.columns)
-            for part, rows in zip(parts, stored, strict=True) if isinstance(part, FilePart)
-        }  # fmt: skip
-        if len({frozenset(has) for _, has in kinds.values()}) > 1:
-            shown = "; ".join(
-                f"{kind}: {name} has {shorten(', '.join(has), 200)}" for kind, (name, has) in kinds.items()
-            )
-            way = "name one of the files, or move the others away"
-            raise UserError(f"{found.what}: holds files of different kinds with different columns ({shown}); {way}")
+        stored = [_stored(part, cache_dir) for part in found.parts(names)]
         columns |= dict.fromkeys(name for rows in stored for name in rows.columns)
         table = datasets.concatenate_datasets([rows.table for rows in stored])
         if cut:
@@ -75,21 +63,22 @@ def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) 
 
 def _stored(part: Part, cache_dir: str | None) -> Rows:
     """The rows of a part from the cache below `cache_dir`; they are read and written if they are not there yet."""
-    key, columns, first = rows_key(part.key, part.name), dict[str, None](), ""
-    with new_entry(cache_dir, key) as folder:
-        if folder is not None:
-            path = str(folder / "rows_00000.arrow")
-            with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-                for batch in read_part(part):
-                    raise_if_stop_requested("prepared the data")
-                    for row in batch.rows:
-                        columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
-                    texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
-                    writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
-                    first = first or f"{batch.origins[0]} {batch.rows[0]}"
-            if not columns:
-                problem = f"every row is bad; the first: {first}" if first else "the data set is empty"
-                raise UserError(f"{part.flag} {part.name}: {problem}")
-            (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
-    table = rows_of_entry(cache_dir, key)
+
+    def write(folder: Path) -> None:
+        columns, first = dict[str, None](), ""
+        path = str(folder / "rows_00000.arrow")
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
+            for batch in read_part(part):
+                raise_if_stop_requested("prepared the data")
+                for row in batch.rows:
+                    columns.update(dict.fromkeys(row if isinstance(row, dict) else ()))
+                texts = [json.dumps(row, ensure_ascii=False) for row in batch.rows]
+                writer.write_table(pa.table([texts, batch.origins], schema=_SCHEMA))
+                first = first or f"{batch.origins[0]} {batch.rows[0]}"
+        if not columns:
+            problem = f"every row is bad; the first: {first}" if first else "the data set is empty"
+            raise UserError(f"{part.flag} {part.name}: {problem}")
+        (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
+
+    table = cached(cache_dir, rows_key(part.key, part.name), write)
     return Rows(table, tuple(json.loads(Path(table.cache_files[0]["filename"]).with_name(_COLUMNS).read_bytes())))

@@ -73,13 +73,34 @@ class DataSource:
 
 
 def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) -> list[DataSource]:
-    """The data sets that `flag` names. Their names differ from those of other flags, `taken`."""
+    """The data sets that `flag` names. Their names differ from those of other flags, `taken`. The longest part of each
+    that exists on disk is its location, otherwise what stands before the first mark."""
     sources, names = list[DataSource](), set(taken)
     for spec in specs:
-        location, config, split, weight, samples = _parse(spec, flag)
+        text = os.path.expanduser(spec)
+        ends = [mark.start() for mark in re.finditer(r"[:@\[\]]|$", text)]
+        end = max((end for end in ends if os.path.lexists(text[:end])), default=ends[0])
+        location, ending = text[:end], _ENDING.fullmatch(text, end)
+        if location == "local/jsonfile":
+            raise UserError(
+                f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this name; give the "
+                "files themselves: data/train.json with --data_format local/jsonfile, and --eval_data_path "
+                "data/eval.json"
+            )
+        if not location or ending is None:
+            raise UserError(
+                f"{flag} '{spec}': no such file or folder, and no name of a data set of the hub; expected "
+                "LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
+            )
+        config, split, weight, rows = ending.groups()
+        if weight and not 0 < float(weight) < math.inf:
+            raise UserError(f"{flag} {spec}: the weight '{weight}' must be a finite number above 0")
+        if rows and not (rows.isdecimal() and int(rows)):
+            raise UserError(f"{flag} {spec}: the number of rows '{rows}' must be a whole number above 0")
         name = _short_name(location)
         names.add(name := next(word for word in chain([name], (f"{name}_{n}" for n in count(2))) if word not in names))
-        sources.append(DataSource(shown_path(spec), flag, location, config, split, name, weight, samples))
+        share, samples = float(weight) if weight else None, int(rows) if rows else None
+        sources.append(DataSource(shown_path(spec), flag, location, config, split, name, share, samples))
     whole = [source for source in sources if source.samples is None]  # `@ROWS` needs no weight
     weighted = [source.spec for source in whole if source.weight is not None]
     bare = [source.spec for source in whole if source.weight is None]
@@ -95,31 +116,6 @@ def is_hub_name(location: str) -> bool:
     """Whether `location` is a hub name rather than a path; a path need not exist."""
     is_path = os.path.lexists(location) or location.startswith((".", "/", "~")) or location.count("/") > 1
     return not is_path and kind_of(location) is None
-
-
-def _parse(spec: str, flag: str) -> tuple[str, str | None, str | None, float | None, int | None]:
-    """(location, config, split, weight, samples) of one data set. The longest part that exists on disk is its location,
-    otherwise what stands before the first mark."""
-    text = os.path.expanduser(spec)
-    ends = [mark.start() for mark in re.finditer(r"[:@\[\]]|$", text)]
-    end = max((end for end in ends if os.path.lexists(text[:end])), default=ends[0])
-    location, ending = text[:end], _ENDING.fullmatch(text, end)
-    if location == "local/jsonfile":
-        raise UserError(
-            f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this name; give the files "
-            "themselves: data/train.json with --data_format local/jsonfile, and --eval_data_path data/eval.json"
-        )
-    if not location or ending is None:
-        raise UserError(
-            f"{flag} '{spec}': no such file or folder, and no name of a data set of the hub; expected "
-            "LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
-        )
-    config, split, weight, rows = ending.groups()
-    if weight and not 0 < float(weight) < math.inf:
-        raise UserError(f"{flag} {spec}: the weight '{weight}' must be a finite number above 0")
-    if rows and not (rows.isdecimal() and int(rows)):
-        raise UserError(f"{flag} {spec}: the number of rows '{rows}' must be a whole number above 0")
-    return location, config, split, float(weight) if weight else None, int(rows) if rows else None
 
 
 def _short_name(location: str) -> str:
@@ -162,29 +158,24 @@ class OpenSet:
         evaluation, the split that the source names or else all are read as those for training; a hub data set with
         several must name one."""
         names, named = list(self.splits), self.source.split
-        if whole and named is not None:
-            return self.cuts(named), []
-        if whole:
-            if len(names) > 1 and is_hub_name(self.source.location):
-                example = self.example(names[-1])
-                raise UserError(f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}")
-            if len(names) > 1:
-                logger().info(f"data: {self.source.spec}: all its splits are used for evaluation: {', '.join(names)}")
-            return [(names, "")], []
         for_eval = [name for name in names if is_eval(name)]
-        if named is None:
-            found = [TRAIN] if TRAIN in names else [name for name in names if not is_eval(name)]
-            if len(found) != 1:
-                example = self.example((found or names)[0])
-                raise UserError(
-                    f"{self.what}: has the splits {', '.join(names)}; choose one for training, as in {example}"
-                )
-            cuts = [(found[:1], "")]
-        else:
+        if named is not None:
             cuts = self.cuts(named)
             used = [name for (name,), _ in cuts]
             ending = used[0].removeprefix(TRAIN)  # rows of `test_sft` evaluate `train_sft`
             for_eval = [name for name in for_eval if name not in used and name.endswith(ending)]
+        else:
+            found = [TRAIN] if TRAIN in names else [name for name in names if not is_eval(name)]
+            found = names if whole else found
+            if len(found) != 1 and not (whole and not is_hub_name(self.source.location)):
+                config = f":{self.source.config}" if self.source.config else ""
+                example = f"{self.source.location}{config}[{names[-1] if whole else (found or names)[0]}]"
+                raise UserError(f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}")
+            cuts = [(found, "")]
+            if len(found) > 1:
+                logger().info(f"data: {self.source.spec}: all its splits are used for evaluation: {', '.join(names)}")
+        if whole:
+            return cuts, []
         for_eval = for_eval[:1] if is_hub_name(self.source.location) else for_eval
         files = {part.path for name in for_eval for part in self.splits[name] if isinstance(part, FilePart)}
         if files:  # their names make them so
@@ -201,10 +192,6 @@ class OpenSet:
                 raise UserError(f"{self.what}: has no split '{name.strip()}'; it has {', '.join(self.splits)}")
             found.append(([name.strip()], part if bracket else ""))
         return found
-
-    def example(self, split: str) -> str:
-        """How to name a split of this data set."""
-        return f"{self.source.location}{f':{self.source.config}' if self.source.config else ''}[{split}]"
 
 
 def is_eval(split: str) -> bool:
@@ -238,7 +225,7 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
 def _splits(source: DataSource, found: Mapping[Any, Dataset | IterableDataset], shown: str, revision: str) -> OpenSet:
     """A data set that `datasets` gives; tables without rows do not count."""
     splits = {
-        str(split): [SetPart.of(f"{shown} ({split})", source.flag, rows, revision)]
+        str(split): [SetPart(f"{shown} ({split})", source.flag, rows, revision)]
         for split, rows in found.items()
         if not isinstance(rows, Dataset) or len(rows)
     }

@@ -1,7 +1,7 @@
 """`--streaming`: training rows that are read and tokenised while the run trains, for data larger than the disk.
 
-The worker of a `DataLoader` makes chunks of token rows ahead of their use. Every chunk comes with the position in the
-data after it, and checkpoints hold these positions, so that a resumed run reads on from the chunk in use.
+A process makes chunks of token rows, one ahead of its use. Every chunk comes with the position in the data after it,
+and checkpoints hold these positions, so that a resumed run reads on from the chunk in use.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import atexit
 import hashlib
 import os
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from multiprocessing.util import Finalize
+from functools import lru_cache
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pyarrow as pa
 import torch
 from datasets import Dataset, Features, Value
 from datasets.table import InMemoryTable
-from torch.utils.data import DataLoader, IterableDataset
 
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
@@ -35,12 +35,11 @@ from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.parts import Batch, Part, Row, read_part
 from dschat_ppo.data.sources import Group, OpenSet
 from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, features_of, refuse_bad, tokenise_batch
-from dschat_ppo.errors import UserError, in_one_line
+from dschat_ppo.errors import UserError
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
 SPLIT_ROWS = 1000  # raw rows that `--data_split` divides at a time
 ALL = (0, SPLIT_ROWS)  # the share of a step that uses all of them
-AHEAD = 32  # batches of raw rows that the worker may be ahead, which is more than a chunk
 READ, UNUSABLE = "raw rows", "that cannot be used"
 NOTHING = "without a sample for this step (as bad answers in SFT)"
 _SPLIT_USE = 2  # separates these draws from others with `SPLIT_SEED`
@@ -105,19 +104,27 @@ def start_of(sources: Sequence[StreamSource]) -> Position:
     return {"sources": [{"before": START, "used": 0} for _ in sources], "taken": [0 for _ in sources]}
 
 
-def token_rows(source: StreamSource, position: Position) -> Iterator[tuple[Row | None, Position, Counter[str], str]]:
-    """(token row, position behind it, no counts, "") of each token row, and before those of each batch of raw rows
-    (None, position, counts of the batch, its first problem). A position is that before a batch, and how many token rows
-    from there on are used: reading from there may divide the rows into other batches."""
-    before, used = position["before"], position["used"]
-    for batch in raw_batches(source.parts, source.share, before):
-        rows, counts, problem = source.tokenise(batch)
-        counts += Counter({READ: len(batch.rows)})
-        # of a batch that is used in part, a chunk before has counted the rows
-        yield None, {"before": before, "used": used}, Counter() if used else counts, "" if used else problem
-        for number in range(used, len(rows)):
-            yield rows[number], {"before": before, "used": number + 1}, Counter(), ""
-        before, used = batch.place, max(0, used - len(rows))
+class Reader:
+    """Reads one data set of a stream. `place` is behind the token row that it gave last: the position before a batch of
+    raw rows, and how many token rows from there on are used; reading from there may divide the rows into other
+    batches. `counts` and `problem`, the first one, are about the batches since the last chunk."""
+
+    def __init__(self, source: StreamSource, place: Position):
+        self.source, self.place, self.counts, self.problem = source, place, Counter[str](), ""
+
+    def rows(self) -> Iterator[Row | None]:
+        """Token rows, and None before those of each batch of raw rows."""
+        before, used = self.place["before"], self.place["used"]
+        for batch in raw_batches(self.source.parts, self.source.share, before):
+            rows, counts, problem = self.source.tokenise(batch)
+            if not used:  # otherwise a chunk before has counted the rows
+                self.counts += counts + Counter({READ: len(batch.rows)})
+                self.problem = self.problem or problem
+            yield None
+            for number in range(used, len(rows)):
+                self.place = {"before": before, "used": number + 1}
+                yield rows[number]
+            before, used = batch.place, max(0, used - len(rows))
 
 
 def chunks(
@@ -129,36 +136,34 @@ def chunks(
     With several sources, each row comes from the source that lacks most to its share of the rows so far. `UserError` if
     a source has no further row, or `--bad_rows` refuses the bad rows of a chunk.
     """
-    places, taken = list(position["sources"]), list(position["taken"])
-    found = [token_rows(source, place) for source, place in zip(sources, places, strict=True)]
-    weights = [source.weight for source in sources]
-    rows, counts, problems = list[Row](), [Counter[str]() for _ in sources], ["" for _ in sources]
+    readers = [Reader(source, place) for source, place in zip(sources, position["sources"], strict=True)]
+    found, taken = [reader.rows() for reader in readers], list(position["taken"])
+    rows = list[Row]()
     for number in range(first * CHUNK_ROWS, num_rows):
-        which = neediest(weights, taken)
-        source, row = sources[which], None
-        for row, place, done, problem in found[which]:
-            places[which] = place
+        which, row = neediest([source.weight for source in sources], taken), None
+        for row in found[which]:
             if row is not None:
                 break
-            counts[which] += done
-            problems[which] = problems[which] or problem
             yield None
         is_end = len(rows) + 1 == CHUNK_ROWS or number + 1 == num_rows or row is None
-        for one, count, problem in zip(sources, counts, problems, strict=True) if is_end else ():
-            refuse_bad(one.name, count[UNUSABLE], count[READ], one.bad_rows, [problem])
+        for one in readers if is_end else ():
+            refuse_bad(one.source.name, one.counts[UNUSABLE], one.counts[READ], one.source.bad_rows, [one.problem])
         if row is None:
             way = f"set --streaming_rows {number} or less (a run that has begun resumes from its newest checkpoint with"
             way += " this value and --resume_force True)"
             way = way if number else "--data_split leaves it none, or --truncation drops all"
-            has = f"{source.name} has only {taken[which]} rows for this step"
+            has = f"{sources[which].name} has only {taken[which]} rows for this step"
             raise UserError(f"--streaming_rows {num_rows}: {has}; {way}")
         rows.append(row | {"source": which})
         taken[which] += 1
         if is_end:
             table = InMemoryTable(pa.Table.from_pylist(rows, features.arrow_schema))
-            made, after = Dataset(table, fingerprint=f"{number}"), {"sources": list(places), "taken": list(taken)}
-            yield Chunk(made, after, sum(counts, Counter()), list(filter(None, problems)))
-            rows, counts, problems = [], [Counter() for _ in sources], ["" for _ in sources]
+            after = {"sources": [one.place for one in readers], "taken": list(taken)}
+            counts, problems = sum((one.counts for one in readers), Counter()), [one.problem for one in readers]
+            yield Chunk(Dataset(table, fingerprint=f"{number}"), after, counts, list(filter(None, problems)))
+            rows = []
+            for one in readers:
+                one.counts, one.problem = Counter(), ""
 
 
 def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
@@ -171,27 +176,22 @@ def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
 # What a rank sees
 
 
-@dataclass
-class _Made(IterableDataset):
-    """What the worker makes: `make()`, and an error in place of what cannot be made."""
-
-    make: Callable[[], Iterator[Chunk | None]]
-
-    def __iter__(self) -> Iterator[Chunk | UserError | None]:
-        try:
-            yield from self.make()
-        except UserError as problem:
-            yield problem
-
-
-def _begin_worker(_: int) -> None:
-    """The worker is not ended by the signals that DeepSpeed's launcher sends to all descendants, since the rank still
-    needs the rows of its last step, nor by a stop request before. It notices within seconds that its rank has ended."""
+def _serve(made: Iterator[Chunk | None], pipe: Connection, of_rank: Connection) -> None:
+    """In the process: send what is made, and an error in place of what cannot be made. A chunk waits in the pipe until
+    the rank needs it. Signals that DeepSpeed's launcher sends to all descendants do not end the process: the rank still
+    needs the rows of its last step. The end of the pipe does: the rank has ended, or reads from another place."""
     reset()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizer do not survive a fork
-    Finalize(None, os._exit, (0,), exitpriority=0)  # it would wait for the thread that has forked it
+    of_rank.close()
+    with pipe, suppress(BrokenPipeError):
+        try:
+            for found in made:
+                pipe.send(found)
+        except UserError as problem:
+            pipe.send(problem)
+    os._exit(0)  # without the handlers at the end of the rank
 
 
 class StreamedRows:
@@ -202,7 +202,7 @@ class StreamedRows:
     def __init__(self, sources: Sequence[StreamSource], num_rows: int, features: Features, fingerprint: str):
         self.column_names, self.fingerprint, self._num_rows = list(features), fingerprint, num_rows
         self.counts = Counter[str]()  # what was done with the raw rows of chunk 0
-        self._make = partial(chunks, sources, num_rows, features)
+        self._sources, self._features = sources, features
         self._positions = {0: start_of(sources)}  # before chunks
         self._chunks: dict[int, Dataset] = {}
         self._begin(0)
@@ -221,9 +221,9 @@ class StreamedRows:
         """The positions before chunks, for `load_state_dict`."""
         return {"rows": self.fingerprint, "positions": dict(self._positions)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Read on from a saved position, in other rows from the start."""
-        if state["rows"] == self.fingerprint:
+        if state is not None and state["rows"] == self.fingerprint:
             self._positions = state["positions"] | self._positions
 
     def _use(self, chunk: int, may_stop: bool = False) -> Dataset:
@@ -241,43 +241,36 @@ class StreamedRows:
         return self._chunks[chunk]
 
     def _begin(self, chunk: int) -> None:
-        """Let a worker begin at a chunk, or at the last one before it whose position is known."""
+        """Let a process begin at a chunk, or at the last one before it whose position is known."""
         self._next = max(number for number in self._positions if number <= chunk)
         if self._next < chunk and dist.is_main():
             logger().warning(
                 f"data: the checkpoint has no position of these rows after row {chunk * CHUNK_ROWS}, so they are read "
                 f"again from row {self._next * CHUNK_ROWS}"
             )
-        made = _Made(partial(self._make, self._next, self._positions[self._next]))
-        on_end = signal.getsignal(signal.SIGCHLD)
-        self._worker = iter(DataLoader(
-            made, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=lambda found: found,
-            worker_init_fn=_begin_worker, multiprocessing_context="fork", generator=torch.Generator(),
-        ))  # fmt: skip
-        if threading.current_thread() is threading.main_thread():  # torch's handler raises wherever it is then
-            signal.signal(signal.SIGCHLD, on_end or signal.SIG_DFL)
-        # the end of the worker ends the pipe; `multiprocessing` would wait for one that ignores SIGTERM
-        self._worker._worker_result_queue._writer.close()  # type: ignore[attr-defined]
-        atexit.register(self._worker._workers[0].kill)  # type: ignore[attr-defined]
+        made = chunks(self._sources, self._num_rows, self._features, self._next, self._positions[self._next])
+        self._pipe, inside = Pipe(duplex=False)
+        self.process = get_context("fork").Process(target=_serve, args=(made, inside, self._pipe))
+        self.process.start()
+        inside.close()  # the end of the process ends the pipe
+        atexit.register(self.process.kill)  # before `multiprocessing` waits for it
 
     def _receive(self, may_stop: bool) -> Dataset:
-        """The rows of the next chunk; what was done is logged."""
-        found = None
+        """The rows of the next chunk; what was done is logged. After a failure, another process begins."""
+        number, self._next, found = self._next, -1, None
         while found is None:  # a batch of raw rows is done
             if may_stop:
                 raise_if_stop_requested(DOING)
             try:
-                found = next(self._worker)
-            except (RuntimeError, EOFError, OSError) as problem:
-                self._next = -1
-                what = f"the process that reads the stream has ended ({in_one_line(problem)})"
+                found = self._pipe.recv()
+            except (EOFError, OSError):
+                what = "the process that reads the stream has ended"
                 way = "most often because memory ran out; run the same command again to resume"
                 raise UserError(f"{what}, {way}") from None
             heartbeat()
         if isinstance(found, UserError):
-            self._next = -1
             raise found
-        first, self._next = self._next * CHUNK_ROWS, self._next + 1
+        first, self._next = number * CHUNK_ROWS, number + 1
         if len(found.rows) == CHUNK_ROWS:
             self._positions[self._next] = found.after
         self.counts = self.counts if first else found.counts
@@ -293,17 +286,6 @@ class StreamedRows:
 def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
     """All rows, or of a stream those of its first chunk."""
     return rows._use(0) if isinstance(rows, StreamedRows) else rows
-
-
-def stream_state(rows: Dataset | StreamedRows) -> dict[str, Any] | None:
-    """For a checkpoint: the positions of a stream, or None."""
-    return rows.state_dict() if isinstance(rows, StreamedRows) else None
-
-
-def load_stream_state(rows: Dataset | StreamedRows, state: dict[str, Any] | None) -> None:
-    """Restore `stream_state`."""
-    if isinstance(rows, StreamedRows) and state is not None:
-        rows.load_state_dict(state)
 
 
 # From the flags to a stream

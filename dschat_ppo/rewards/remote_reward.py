@@ -9,6 +9,7 @@ import os
 import random
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,35 +32,26 @@ FLAG = "--remote_reward_url"
 VARIABLE = "DSCHAT_PPO_REMOTE_REWARD_URL"  # addresses with their credentials
 LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
-_MOST_BYTES = 2**24  # of a reply
 _SHOWN = 200  # characters of what a service sends
 _HEARTBEAT_SECONDS = 1.0
 logging.getLogger(httpx.__name__).setLevel(logging.WARNING)  # it logs addresses with their credentials
 
 
-class _RetryableError(Exception):
-    """The request failed, but a later attempt may succeed; the message is the cause."""
-
-
 def usable_urls(urls: list[str]) -> list[str]:
     """The addresses; those with `***` in place of credentials must be in the environment and are taken from it."""
     known = {without_credentials(url): url for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))}
-    for url in urls:
-        if HIDDEN in url and url == without_credentials(url) and url not in known:
+    found = [known.get(url, url) for url in urls]
+    for url in found:
+        if HIDDEN in url and url == without_credentials(url):
             raise UserError(
                 f"{FLAG} {url}: *** stands for credentials, which are not saved: give the flag with them, or set "
                 f"{VARIABLE} to the whole address"
             )
-    found = [known.get(url, url) for url in urls]
-    for url in found:
-        try:
+        parts = httpx.URL("")
+        with suppress(httpx.InvalidURL):
             parts = httpx.URL(url)
-            has_port = parts.port is None or 0 < parts.port < 2**16
-            usable = parts.scheme in ("http", "https") and parts.host and has_port
-        except httpx.InvalidURL:
-            usable = False
-        if not usable:  # a password with a slash makes it so
-            raise UserError(
+        if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 80) >= 2**16:
+            raise UserError(  # without credentials: a password with a slash makes it invalid
                 f"{FLAG} {url.rpartition('@')[2]}: must be an address such as http://host:5000/get_reward (a Python "
                 "file: --reward_function FILE.py:FUNCTION)"
             )
@@ -118,13 +110,21 @@ class RemoteReward:
             "prompts": batch.prompts,
             "labels": [label_of(row) for row in batch.rows],
         }
-        body = json.dumps(query, default=str).encode()
+        body, headers = json.dumps(query, default=str).encode(), {"Content-Type": "application/json"}
         for attempt in range(self.retries + 1):
             url = self.urls[(first + attempt) % len(self.urls)]
-            try:
-                return read_rewards(await post(client, url, body, self.timeout), len(batch), url)
-            except _RetryableError as problem:
-                cause = str(problem)
+            try:  # the library's own limits are for each read: a service that sends a byte now and then exceeds none
+                reply = await asyncio.wait_for(client.post(url, content=body, headers=headers), self.timeout)
+            except asyncio.TimeoutError:
+                cause = f"no complete reply in {self.timeout:g} s (--remote_reward_timeout)"
+            except httpx.RequestError as problem:
+                cause = f"{type(problem).__name__}: {printable_line(str(problem)[:_SHOWN])}"
+            else:
+                if reply.status_code == 200:
+                    return read_rewards(reply.content, len(batch), url)
+                cause = f"status {reply.status_code}: {_start(reply.content)}"
+                if reply.status_code != 429 and reply.status_code < 500:
+                    raise RewardServiceError(f"{FLAG} {url}: refused the request with {cause}")
             if attempt < self.retries:
                 longest = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt)
                 await asyncio.sleep(longest * random.uniform(0.5, 1.0))
@@ -134,43 +134,6 @@ class RemoteReward:
 def label_of(row: dict[str, Any]) -> Any:
     """The row's correct answer, which a flag or its form names, or its `label` or `answer` column, or None."""
     return next((row[name] for name in LABELS if row.get(name) is not None), None)
-
-
-async def post(client: httpx.AsyncClient, url: str, body: bytes, timeout: float) -> bytes:
-    """Send JSON and return the body of a reply with status 200. `_RetryableError`: no connection, no complete reply in
-    time, status 429 or 5xx. `RewardServiceError`: another status, as of a redirection, or more than 16 MiB."""
-    try:  # the library's own limits apply to each read: a service that sends a byte now and then would not exceed them
-        status, content = await asyncio.wait_for(_exchange(client, url, body), timeout)
-    except asyncio.TimeoutError:
-        raise _RetryableError(f"no complete reply in {timeout:g} s (--remote_reward_timeout)") from None
-    except httpx.TransportError as problem:
-        raise _RetryableError(_root_of(problem)) from None
-    start = printable_line(content[:_SHOWN].decode(errors="replace"))
-    if status == 429 or status >= 500:
-        raise _RetryableError(f"status {status}: {start}")
-    if status != 200:
-        raise RewardServiceError(f"{FLAG} {url}: refused the request with status {status}: {start}")
-    if len(content) > _MOST_BYTES:
-        raise RewardServiceError(f"{FLAG} {url}: its reply is longer than {_MOST_BYTES} bytes")
-    return content
-
-
-def _root_of(problem: BaseException) -> str:
-    """The first of a chain of exceptions, which says most. The attempts at several addresses of a host are a group."""
-    while below := getattr(problem, "exceptions", [problem.__cause__ or problem.__context__])[0]:
-        problem = below
-    return f"{type(problem).__name__}: {printable_line(str(problem)[:_SHOWN])}"
-
-
-async def _exchange(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body of the reply, of which the rest is not read when it exceeds the limit."""
-    headers, content = {"Content-Type": "application/json", "Accept-Encoding": "identity"}, bytearray()
-    async with client.stream("POST", url, content=body, headers=headers) as reply:
-        async for part in reply.aiter_raw():
-            content += part
-            if len(content) > _MOST_BYTES:
-                break
-    return reply.status_code, bytes(content)
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
@@ -183,5 +146,8 @@ def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
         problem = f"has {len(rewards)} rewards, of which {len(scores)} are finite numbers, for {rows} responses"
     except (ValueError, TypeError, LookupError, RecursionError):
         problem = "is not JSON with a list 'rewards'"
-    start = content[:_SHOWN].decode(errors="replace")
-    raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with {start!r})")
+    raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with '{_start(content)}')")
+
+
+def _start(content: bytes) -> str:
+    return printable_line(content[:_SHOWN].decode(errors="replace"))

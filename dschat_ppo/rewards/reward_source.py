@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
@@ -139,27 +140,18 @@ class Scores:
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
 
-class _InThread(threading.Thread):
-    """A call in a thread that does not keep the process alive; an exception is raised where its result is wanted."""
+def _in_thread(call: Callable[[], Tensor]) -> Future[Tensor]:
+    """The result of a call in a thread that does not keep the process alive."""
+    future: Future[Tensor] = Future()
 
-    def __init__(self, call: Callable[[], Tensor]):
-        super().__init__(name="reward source", daemon=True)
-        self._call = call
-        self._outcome: Tensor | BaseException | None = None
-
-    def run(self) -> None:
+    def run() -> None:
         with attempt() as tried:
-            self._outcome = self._call()
+            future.set_result(call())
         if tried.problem is not None:
-            self._outcome = tried.problem
+            future.set_exception(tried.problem)
 
-    def result(self) -> Tensor:
-        """Wait for the result."""
-        self.join()
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
+    threading.Thread(target=run, name="reward source", daemon=True).start()
+    return future
 
 
 class RewardMixture:
@@ -190,37 +182,31 @@ class RewardMixture:
     def begin(self, request: RewardRequest, rollout: Rollout) -> Callable[[], Scores]:
         """Let the sources that score in other processes begin, each in a thread. The function that is returned calls
         the others, waits, and gives what a call gives. It is collective; models may run meanwhile."""
-        elsewhere = {
-            name: _InThread(partial(source, request, rollout))
-            for name, (source, _) in zip(self.names, self.sources, strict=True)
-            if getattr(source, "scores_elsewhere", False)
-        }
-        if elsewhere:
-            _ = request.prompts  # decoded once, before several threads read them
-        for waiting in elsewhere.values():
-            waiting.start()
-        return partial(self._scores, request, rollout, elsewhere)
+        elsewhere, here = dict[str, Callable[[], Tensor]](), dict[str, Callable[[], Tensor]]()
+        for name, (source, _) in zip(self.names, self.sources, strict=True):
+            if getattr(source, "scores_elsewhere", False):
+                _ = request.prompts  # decoded once, before several threads read them
+                elsewhere[name] = _in_thread(partial(source, request, rollout)).result
+            else:
+                here[name] = partial(source, request, rollout)
+        return partial(self._scores, request, rollout, here | elsewhere)
 
-    def _scores(self, request: RewardRequest, rollout: Rollout, elsewhere: Mapping[str, _InThread]) -> Scores:
-        device, problem = rollout.response_ids.device, None
+    def _scores(self, request: RewardRequest, rollout: Rollout, calls: Mapping[str, Callable[[], Tensor]]) -> Scores:
+        device, problem, found = rollout.response_ids.device, None, dict[str, Tensor]()
         if not self.sources:  # distillation alone
             return Scores(torch.zeros(len(request), device=device), torch.zeros(len(request), 0, device=device))
+        for name, call in calls.items():
+            try:
+                found[name] = call()
+            except RewardServiceError as failure:
+                problem = problem or str(failure)
+        raise_on_any_rank(problem)
         columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source does not score the response
         weighted = [torch.zeros(len(request), device=device)]
         scored = torch.zeros(len(request), dtype=torch.bool, device=device)  # by a source with a weight, if one has any
         numbers: dict[str, Tensor] = {}
         any_weight = any(weight != 0 for _, weight in self.sources)
-        found = dict[str, Tensor]()
-        for name, (source, _) in sorted(
-            zip(self.names, self.sources, strict=True), key=lambda pair: pair[0] in elsewhere
-        ):
-            try:
-                found[name] = elsewhere[name].result() if name in elsewhere else source(request, rollout)
-            except RewardServiceError as failure:
-                problem = problem or str(failure)
         for name, (source, weight) in zip(self.names, self.sources, strict=True):
-            if name not in found:
-                continue
             column = found[name].to(device=device, dtype=torch.float32)
             if isinstance(source, HasWorkers):
                 own = ~column.isnan()  # (B,) bool
@@ -233,7 +219,6 @@ class RewardMixture:
                 weighted.append((weight * column).where(own, 0.0))
             if weight != 0 or not any_weight:
                 scored |= own
-        raise_on_any_rank(problem)
         rows = [row for row, is_scored in zip(request.rows, scored.tolist(), strict=True) if not is_scored]
         where = ", ".join(sorted({repr(row.get(DATA_SOURCE)) for row in rows})[:MOST_NAMES])
         if rows:
@@ -277,16 +262,8 @@ class RewardMixture:
 
 def number_means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """ "SOURCE/NAME" -> mean over all responses, of all ranks, that have it. `parts`: of this rank. Collective."""
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for name, column in ((name, column) for part in parts for name, column in part.items()):
-        values[name] += column[~column.isnan()].tolist()
-    sums: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    for of_rank in dist.gather_objects(
-        {name: (math.fsum(known), len(known)) for name, known in values.items() if known}
-    ):
-        for name, pair in of_rank.items():
-            sums[name].append(pair)
-    return {
-        name: math.fsum(total for total, _ in pairs) / sum(count for _, count in pairs)
-        for name, pairs in sorted(sums.items())
-    }
+    joined = {name: torch.cat([part[name] for part in parts if name in part]) for name in set().union(*parts)}
+    known = {name: column[~column.isnan()].tolist() for name, column in joined.items()}
+    ranks = dist.gather_objects({name: (math.fsum(own), len(own)) for name, own in known.items() if own})
+    pairs = {name: [rank[name] for rank in ranks if name in rank] for name in sorted(set().union(*ranks))}
+    return {name: math.fsum(t for t, _ in own) / sum(count for _, count in own) for name, own in pairs.items()}

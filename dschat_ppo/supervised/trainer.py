@@ -28,7 +28,7 @@ from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.config.supervised_flags import LOWEST_LOSS, BestMetric, SupervisedFlags
 from dschat_ppo.data.batches import chunked_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows
-from dschat_ppo.data.streaming import StreamedRows, load_stream_state, rows_at_hand, stream_state
+from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
 from dschat_ppo.data.supervised_batches import PackingPlan, plan_packing, sample_tokens, samples_of
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import optimizer_settings, train_engine
@@ -382,7 +382,7 @@ class SupervisedTrainer(Generic[Batch]):
             "described": self.described[0] if self.described and self.described[1] == self.steps else None,
             "guard": self.nonfinite.state_dict(),
             "health": self.health.state_dict(),
-            "data": stream_state(self.rows.train),
+            "data": self.rows.train.state_dict() if isinstance(self.rows.train, StreamedRows) else None,
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -396,7 +396,8 @@ class SupervisedTrainer(Generic[Batch]):
         self.described = (shared["described"], self.steps) if shared.get("described") else None
         self.nonfinite.load_state_dict(shared["guard"])
         self.health.load_state_dict(shared["health"])
-        load_stream_state(self.rows.train, shared.get("data"))
+        if isinstance(self.rows.train, StreamedRows):
+            self.rows.train.load_state_dict(shared.get("data"))
 
 
 def fit_ds_config(config: FitConfig) -> Config:

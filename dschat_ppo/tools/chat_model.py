@@ -17,7 +17,7 @@ from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_prompt
 from dschat_ppo.data.templates import Messages, with_template_flags
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, escaped
 from dschat_ppo.html_report.run_folder import short_names
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.loading import (
@@ -160,15 +160,10 @@ HELP = """\
 A line that ends with \\ continues on the next one. To send a message that starts with /, start it with //."""
 
 
-def printable(text: str) -> str:
-    """`text` without control characters, with which a model could control the terminal; line breaks and tabs stay."""
-    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
-
-
 def note(text: str) -> None:
-    """A line that is no part of the conversation."""
+    """A line that is no part of the conversation. With control characters a model could control the terminal."""
     dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\x1b[2m{printable(text)}\x1b[0m" if dim else printable(text), flush=True)
+    print(f"\x1b[2m{escaped(text)}\x1b[0m" if dim else escaped(text), flush=True)
 
 
 class Terminal:
@@ -247,7 +242,7 @@ class Terminal:
         try:
             for model, turns in zip(self.models, self.turns, strict=True):
                 if len(self.models) > 1:
-                    print(f"{printable(model.name)}:", flush=True)
+                    print(f"{escaped(model.name)}:", flush=True)
                 answers.append(self.answer(model, conversation(self.system, turns, message)))
         except KeyboardInterrupt:  # before the first token of an answer
             note("\nstopped; the message is not part of the conversation")
@@ -263,10 +258,10 @@ class Terminal:
             for token in model.answer(messages, self.settings, self.number):
                 answer, line, remark = answer + token.text, line + token.text, token.note
                 if self.interactive:
-                    print(printable(token.text), end="", flush=True)
+                    print(escaped(token.text), end="", flush=True)
                 if token.aside:
                     if line:
-                        print("" if self.interactive else printable(line), flush=True)
+                        print("" if self.interactive else escaped(line), flush=True)
                     note(token.aside)
                     line = ""
         except KeyboardInterrupt:
@@ -274,7 +269,7 @@ class Terminal:
                 raise
             remark = "stopped"
         if line or not answer:
-            print("" if self.interactive else printable(line), flush=True)
+            print("" if self.interactive else escaped(line), flush=True)
         if remark:
             note(f"[{remark}]")
         return answer

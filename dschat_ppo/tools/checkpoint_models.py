@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.checkpoint.engine_state import common_state, rank_file, whole_weights
@@ -128,7 +128,14 @@ def export_role(
     module = build_module(run, trained, base, None if needs_base else "meta")
     # The run rounds its fp32 weights in the same way after each update.
     state = {name: weight.to(number_format) for name, weight in whole_weights(states, common)}
-    require_same_parameters(f"{states}", state, module, frozen, base)
+    own = {name: weight.shape for name, weight in module.named_parameters()}
+    differing = [name for name, weight in state.items() if own.get(name) != weight.shape]
+    differing += sorted(own.keys() ^ {*state, *frozen})
+    if differing:
+        raise UserError(
+            f"{states}: holds the weights of another model than {base} (the first that differs: {differing[0]}); name "
+            "the model from which the run started by --model or --critic_model"
+        )
     inside = f"{next(name for name, _ in module.named_children())}."
     if role == "actor_ema":
         shapes = {name.removeprefix(inside): weight.shape for name, weight in state.items()}
@@ -152,20 +159,6 @@ def export_role(
     problem = write_model(module, state, tokenizer, place, described, ends, merge, card)
     if problem is not None:
         raise StorageError(problem)
-
-
-def require_same_parameters(
-    states: str, saved: Mapping[str, Tensor], module: nn.Module, frozen: Sequence[str], base: str
-) -> None:
-    """Check that a checkpoint holds exactly the weights of `module`, except for the frozen ones."""
-    own = {name: weight.shape for name, weight in module.named_parameters()}
-    differing = [name for name, weight in saved.items() if own.get(name) != weight.shape]
-    differing += sorted(own.keys() ^ {*saved, *frozen})
-    if differing:
-        raise UserError(
-            f"{states}: holds the weights of another model than {base} (the first that differs: {differing[0]}); name "
-            "the model from which the run started by --model or --critic_model"
-        )
 
 
 def build_module(run: SavedRun, role: str, folder: str, device: str | None) -> PolicyModel | ScalarModel:

@@ -13,11 +13,11 @@ an environment an answer is an episode, as in step 3; --max_tokens counts all to
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,7 +80,13 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
     parser.advice = lambda name: (LEFT | NOT_HERE).get(name, "")
     parser.set_defaults(data_path=[], truncation=None)
     words = parser.parse_args(argv)
-    learned, environment = words.reward_model_name_or_path, EnvironmentFlags(**_of(EnvironmentFlags, words))
+
+    def of(group: type) -> dict[str, Any]:
+        return {field.name: getattr(words, field.name) for field in fields(group) if hasattr(words, field.name)}
+
+    learned, environment, rewards = words.reward_model_name_or_path, EnvironmentFlags(**of(EnvironmentFlags)), None
+    if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
+        rewards = RewardSourceFlags(**of(RewardSourceFlags), use_reward_model=learned is not None)
     refuse({
         "give --model and --data_path: the models answer the prompts of a data set":
             not words.model or not words.data_path,
@@ -91,23 +97,15 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
             environment.is_used and bool(words.write_best or words.write_pairs),
         "--process_reward scores the steps of one answer, not of episodes; omit it":
             environment.is_used and words.process_reward is not None,
-    })  # fmt: skip
-    rewards = None
-    if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
-        rewards = RewardSourceFlags(**_of(RewardSourceFlags, words), use_reward_model=learned is not None)
-    truncation = words.truncation or PPOConfig.own_defaults["truncation"]  # rows that are too long: as in step 3
-    refuse({
         "--write_pairs compares the scores of several answers: give --samples 2 or more, and a reward":
             words.write_pairs is not None and (words.samples == 1 or rewards is None),
         "--write_best takes the answer with the best score: give a reward, or --samples 1":
             words.write_best is not None and words.samples > 1 and rewards is None,
     })  # fmt: skip
-    prompts = DataFlags(**_of(DataFlags, words) | {"truncation": truncation})
-    return Wanted(words, prompts, rewards, environment, settings_of(words))
-
-
-def _of(group: type, words: argparse.Namespace) -> dict[str, Any]:
-    return {field.name: getattr(words, field.name) for field in fields(group) if hasattr(words, field.name)}
+    truncation = words.truncation or PPOConfig.own_defaults["truncation"]  # rows that are too long: as in step 3
+    return Wanted(
+        words, DataFlags(**of(DataFlags) | {"truncation": truncation}), rewards, environment, settings_of(words)
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,22 +120,23 @@ def _evaluate(wanted: Wanted) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.common.paths import shown_path
-    from dschat_ppo.tools.evaluate_models import answer_lines, best_rows, evaluate, json_of, notes, pairs_of_rows, table
+    from dschat_ppo.tools.evaluate_models import Evaluated, answer_lines, evaluate, json_of, notes, table, training_rows
 
     quiet_libraries()
-    files = {"json": json_of, "write_best": best_rows, "write_pairs": pairs_of_rows}
-    files = {name: text_of for name, text_of in files.items() if getattr(wanted.words, name) is not None}
-    for name in files:
-        path = Path(getattr(wanted.words, name))
+    makers: dict[str, Callable[[Evaluated], str]] = {
+        "json": json_of, "write_best": partial(training_rows, is_pair=False),
+        "write_pairs": partial(training_rows, is_pair=True),
+    }  # fmt: skip
+    files = {name: Path(path) for name in makers if (path := getattr(wanted.words, name)) is not None}
+    for name, path in files.items():
         if os.path.isdir(path) or not path.resolve().parent.is_dir():
             raise UserError(f"--{name} {path}: is a folder, or in none; name a file in a folder that exists")
     found = evaluate(wanted)
     for line in [*answer_lines(found, wanted.words.show), *table(found), *notes(found)]:
         print(line)
-    for name, text_of in files.items():
-        path = Path(getattr(wanted.words, name))
+    for name, path in files.items():
         try:
-            path.write_text(text_of(found), encoding="utf-8")
+            path.write_text(makers[name](found), encoding="utf-8")
         except OSError as problem:
             raise StorageError(f"{path}: cannot be written ({problem.strerror})") from None
         print(f"written: {shown_path(path)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -33,17 +33,17 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.collect import end_ids, greedily
-from dschat_ppo.ppo.evaluation import STREAM, Answered, answered_rows, summary, summary_by_source
+from dschat_ppo.ppo.evaluation import CUT, STREAM, Answered, answered_rows, summary, summary_by_source
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import build_sources, check_sources
 from dschat_ppo.rewards.learned_reward import model_reward
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
+from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
 from dschat_ppo.tools.sampling_settings import Wanted
-from dschat_ppo.types import Rollout, to_device
+from dschat_ppo.types import to_device
 
 REWARD_FLAG, LIMITS = "--reward_model_name_or_path", "--max_prompt_seq_len + --max_tokens"
 PREFIX = "eval/"  # of the metrics of `summary`
@@ -58,10 +58,6 @@ class Share:
     low: float
     high: float
     count: int
-
-    @classmethod
-    def of(cls, share: float, count: int) -> Share:
-        return cls(share, *wilson_interval(share, count), count)
 
 
 @dataclass
@@ -118,7 +114,8 @@ def evaluate(wanted: Wanted) -> Evaluated:
     for result in results if rewards is not None else []:  # paired by prompt; a tie counts half
         if result is not firsts[result.decoding]:
             shares = win_shares(result.scores, firsts[result.decoding].scores)
-            result.wins = Share.of(float(shares.mean()), len(shares))
+            share = float(shares.mean())
+            result.wins = Share(share, *wilson_interval(share, len(shares)), len(shares))
     flags = {
         name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
     }
@@ -159,15 +156,6 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
     return found, names
 
 
-class _Unscored:
-    """The reward source of an evaluation without rewards: all scores are NaN."""
-
-    name = "none"
-
-    def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        return torch.full((len(request),), torch.nan)
-
-
 def _results_of(
     checked: CheckedModel, prompts: Dataset, names: Sequence[str], wanted: Wanted, reward: CheckedModel | None,
     scorer: ScalarModel | None,
@@ -193,56 +181,50 @@ def _results_of(
             scorer, reward.folder, checked.tokenizer, own, rewards.process_reward, words.max_batch_tokens
         )
     configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
-    chosen = list(configs) if words.decoding == "both" else [words.decoding]
+    results = []
     with ExitStack() as at_end:
         episodes: EpisodeRollouts | None = None
         if wanted.environment.is_used:
             episodes = EpisodeRollouts(wanted.environment, checked.tokenizer, words.max_prompt_seq_len)
             at_end.enter_context(closing(episodes))
         others = [] if episodes is None else episodes.reward_sources
-        mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([(_Unscored(), 1.0)])
-        score = RewardRequests(at_end.enter_context(closing(mixture)), prompts, checked.tokenizer)
-        return [_answer(checked, model, names, wanted, configs[how], how, score, episodes) for how in chosen]
-
-
-def _answer(
-    checked: CheckedModel, model: Any, names: Sequence[str], wanted: Wanted, config: GenerationConfig, decoding: str,
-    scorer: RewardRequests, episodes: EpisodeRollouts | None,
-) -> Result:  # fmt: skip
-    """The answers of a loaded model with one way of decoding, and their metrics."""
-    every, rows = list(range(len(scorer.prompts))), list[Answered]()
-    logger().info(f"{checked.label}: {decoding}, {len(every)} prompts, {config.samples} answer(s) to each")
-    for first in range(0, len(every), wanted.words.batch_size):
-        indices = every[first : first + wanted.words.batch_size]
-        path, turns, own = (wanted.settings.seed, STREAM, 0, 0), None, config
-        seeds = row_seeds(first * config.samples, len(indices) * config.samples, *path)
-        if episodes is None:
-            batch = collate_prompts(scorer.prompts, indices, filler_id(checked.tokenizer))
-        else:
-            of_prompts = row_seeds(first, len(indices), *path).tolist()
-            batch, turns = episodes.begin(scorer.prompts, indices, config.samples, of_prompts, never)
-            own = replace(config, samples=len(seeds) // len(batch.prompt_ids))
-        rollout = generate(model, to_device(batch, dist.device()), seeds.to(dist.device()), own, turns=turns)
-        if episodes is not None and turns is not None:
-            rollout = episodes.end(rollout, turns, cancelled=False, counts=True)
-        request = scorer.request(rollout, indices, 0)
-        rows += answered_rows(scorer, indices, rollout, request.responses, scorer.mixture(request, rollout), names)
-    metrics = summary(rows, wanted.words.pass_score) | summary_by_source(rows, wanted.words.pass_score)
-    metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
-    failed, means = scorer.count_failed_rows(), dict[str, float]()
-    if wanted.rewards is None:
-        metrics = {name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED}
-    else:
-        for name in scorer.mixture.names:
-            means[name] = float(torch.tensor([row.scores_by_source[name] for row in rows]).nanmean())
-        if failed:
-            logger().warning(f"{checked.label}: {failed} answers have the default score (--reward_default)")
-    metrics |= {} if episodes is None else episodes.take_metrics()
-    return Result(checked.name, checked.label, decoding, metrics, means, failed, rows)
-
-
-def shown(share: Share | None) -> str:
-    return "" if share is None else f"{100 * share.share:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
+        mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([])
+        requests = RewardRequests(at_end.enter_context(closing(mixture)), prompts, checked.tokenizer)
+        for decoding in configs if words.decoding == "both" else [words.decoding]:
+            config, every, rows = configs[decoding], list(range(len(prompts))), list[Answered]()
+            logger().info(f"{checked.label}: {decoding}, {len(every)} prompts, {config.samples} answer(s) to each")
+            for first in range(0, len(every), words.batch_size):
+                indices = every[first : first + words.batch_size]
+                path, turns, own_config = (settings.seed, STREAM, 0, 0), None, config
+                seeds = row_seeds(first * config.samples, len(indices) * config.samples, *path)
+                if episodes is None:
+                    batch = collate_prompts(prompts, indices, filler_id(checked.tokenizer))
+                else:
+                    of_prompts = row_seeds(first, len(indices), *path).tolist()
+                    batch, turns = episodes.begin(prompts, indices, config.samples, of_prompts, never)
+                    own_config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
+                batch, seeds = to_device(batch, dist.device()), seeds.to(dist.device())
+                rollout = generate(model, batch, seeds, own_config, turns=turns)
+                if episodes is not None and turns is not None:
+                    rollout = episodes.end(rollout, turns, cancelled=False, counts=True)
+                request = requests.request(rollout, indices, 0)
+                scores = mixture(request, rollout)
+                if rewards is None:
+                    scores = replace(scores, total=torch.full_like(scores.total, torch.nan))
+                rows += answered_rows(requests, indices, rollout, request.responses, scores, names)
+            metrics = summary(rows, words.pass_score) | summary_by_source(rows, words.pass_score)
+            metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
+            failed, means = requests.count_failed_rows(), dict[str, float]()
+            if rewards is None:
+                metrics = {name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED}
+            else:
+                scored = {name: torch.tensor([row.scores_by_source[name] for row in rows]) for name in mixture.names}
+                means = {name: float(of_source.nanmean()) for name, of_source in scored.items()}
+            if failed:
+                logger().warning(f"{checked.label}: {failed} answers have the default score (--reward_default)")
+            metrics |= {} if episodes is None else episodes.take_metrics()
+            results.append(Result(checked.name, checked.label, decoding, metrics, means, failed, rows))
+    return results
 
 
 def number(value: float | None) -> str:
@@ -250,29 +232,24 @@ def number(value: float | None) -> str:
     return "" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
-def model_table(found: Evaluated) -> list[list[str]]:
+def table(found: Evaluated) -> list[str]:
     """Head and one line for each model and way of decoding; with several data sets further lines for these."""
+    first, lines = found.results[0], list[list[str]]()
     names = dict.fromkeys(name for result in found.results for name in result.metrics)
     columns = [name for name in names if "/" not in name or name.startswith("episode/")]
-    sources = list(found.results[0].scores_by_source) if len(found.results[0].scores_by_source) > 1 else []
-    compared = [f"wins against {found.results[0].label} [95 %]"] if any(r.wins for r in found.results) else []
-    lines = [["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared]]
+    sources = list(first.scores_by_source) if len(first.scores_by_source) > 1 else []
+    means = [f"reward/{name}_mean" for name in sources]
+    compared = [f"wins against {first.label} [95 %]"] if any(result.wins for result in found.results) else []
+    lines.append(["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared])
     for result in found.results:
-        cells = [number(result.metrics.get(name)) for name in columns]
-        cells += [number(result.scores_by_source.get(name)) for name in sources]
-        cells += [shown(result.wins) for _ in compared]
-        lines.append([result.label, result.decoding, *cells])
-        for data_set in dict.fromkeys(row.data_source for row in result.prompts if row.data_source is not None):
-            own = [*columns, *(f"reward/{name}_mean" for name in sources)]
-            cells = [number(result.metrics.get(f"{name}/{data_set}")) for name in own]
-            lines.append([f"  {data_set}", result.decoding, *cells, *("" for _ in compared)])
-    return lines
-
-
-def table(found: Evaluated) -> list[str]:
-    rows = model_table(found)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        data_sets = dict.fromkeys(row.data_source for row in result.prompts)
+        for label, ending in [(result.label, ""), *((f"  {name}", f"/{name}") for name in data_sets if name)]:
+            cells = [number(result.metrics.get(f"{name}{ending}")) for name in [*columns, *means]]
+            wins = result.wins if not ending else None
+            share = "" if wins is None else f"{100 * wins.share:.1f} % [{100 * wins.low:.1f}, {100 * wins.high:.1f}]"
+            lines.append([label, result.decoding, *cells, *(share for _ in compared)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def notes(found: Evaluated) -> list[str]:
@@ -301,7 +278,7 @@ def answer_lines(found: Evaluated, count: int) -> list[str]:
             columns = zip(own.answers, own.scores, own.lengths, own.ended, every_turns, strict=True)
             for text, score, tokens, ended, turns in columns:
                 parts = [f"score {number(score) or 'none'}"] * found.scored
-                parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == "length")]
+                parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == CUT)]
                 lines.append(f"  {result.label}, {result.decoding} ({', '.join(parts)}):")
                 for turn in turns:
                     lines += [f"    {heading(turn)}:", *(f"  {line}" for line in indented(turn["text"]))]
@@ -310,37 +287,25 @@ def answer_lines(found: Evaluated, count: int) -> list[str]:
     return lines
 
 
-def best_rows(found: Evaluated) -> str:
-    """JSON lines for SFT: each prompt with the best answer of the first model."""
-    lines = []
-    for asked, answers in _sampled(found):
-        whole = [answer for answer in answers if answer[2] != "length"]
-        if not whole:
-            continue
-        text, score, _ = max(whole, key=lambda answer: answer[1])
-        row: dict[str, Any] = {"prompt": asked, "response": text}
-        if not isinstance(asked, str):
-            row = {"messages": [*asked, {"role": "assistant", "content": text}]}
-        lines.append(json.dumps(row | ({"score": score} if found.scored else {}), ensure_ascii=False) + "\n")
-    return "".join(lines)
-
-
-def pairs_of_rows(found: Evaluated) -> str:
-    """JSON lines for step 2: each prompt with the best and the worst answer of the first model, if they differ."""
-    lines = []
-    for asked, answers in _sampled(found):
-        (chosen, best, ended), (rejected, worst, _) = (pick(answers, key=lambda one: one[1]) for pick in (max, min))
-        if best > worst and ended != "length":
-            row = {"prompt": asked, "chosen": chosen, "rejected": rejected}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    return "".join(lines)
-
-
-def _sampled(found: Evaluated) -> Iterator[tuple[str | Messages, list[tuple[str, float, str]]]]:
-    """Each prompt, and the (text, score, end) of the first model's sampled answers, or of the greedy one if none is."""
+def training_rows(found: Evaluated, is_pair: bool) -> str:
+    """JSON lines for SFT: each prompt with the best answer of the first model; or for step 2: each prompt with its best
+    and its worst answer, if they differ. Of sampled answers, or of greedy ones if there are no others."""
     own = next((result for result in found.results if result.decoding == "sampled"), found.results[0])
-    for asked, row in zip(found.asked, own.prompts, strict=True):
-        yield asked, list(zip(row.answers, row.scores, row.ended, strict=True))
+    rows = list[dict[str, Any]]()
+    for asked, answered in zip(found.asked, own.prompts, strict=True):
+        answers = list(zip(answered.scores, answered.answers, answered.ended, strict=True))
+        answers = answers if is_pair else [answer for answer in answers if answer[2] != CUT]
+        if not answers:
+            continue
+        (best, chosen, end), (worst, rejected, _) = (pick(answers, key=lambda one: one[0]) for pick in (max, min))
+        if is_pair:
+            rows += [{"prompt": asked, "chosen": chosen, "rejected": rejected}] if best > worst and end != CUT else []
+            continue
+        row = {"prompt": asked, "response": chosen}
+        if not isinstance(asked, str):
+            row = {"messages": [*asked, {"role": "assistant", "content": chosen}]}
+        rows.append(row | ({"score": best} if found.scored else {}))
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def json_of(found: Evaluated) -> str:

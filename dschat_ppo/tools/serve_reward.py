@@ -38,20 +38,13 @@ def listen(host: str, port: int, flags: str) -> socket.socket:
         raise UserError(f"{flags}: cannot listen on it ({problem}); use another one, or --port 0") from None
 
 
-def serve_until_stopped(app: Any, listening: socket.socket) -> None:
-    """Serve an ASGI application with uvicorn until SIGINT or SIGTERM; requests in progress are answered first."""
+def server_of(app: Any) -> Any:
+    """uvicorn for an ASGI application: no log of requests, and always the same implementation of HTTP."""
     import uvicorn
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn handles them, and raises them again at its end
-    uvicorn.Server(server_options(app)).run(sockets=[listening])
-
-
-def server_options(app: Any) -> Any:
-    """uvicorn's configuration: no log of requests, and always the same implementation of HTTP."""
-    import uvicorn
-
-    return uvicorn.Config(app, log_level="warning", access_log=False, loop="asyncio", http="h11", ws="none")
+    return uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, loop="asyncio", http="h11", ws="none")
+    )
 
 
 def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0.0.1") -> Any:
@@ -113,7 +106,8 @@ def text_scorer(folder: str, dtype: str, max_batch_tokens: int) -> Callable[[Seq
     return score
 
 
-def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def serve(argv: Sequence[str]) -> None:
+    """Load the model and serve until SIGTERM or SIGINT; requests in progress are answered first."""
     parser = argparse.ArgumentParser(
         description="Serve a reward model over HTTP, for --remote_reward_url. Needs the extra serve."
     )
@@ -125,12 +119,6 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.max_batch_tokens < 1:
         raise UserError(f"--max_batch_tokens must be above 0, got {arguments.max_batch_tokens}")
-    return arguments
-
-
-def serve(argv: Sequence[str]) -> None:
-    """Load the model and serve until SIGTERM or SIGINT; requests in progress are answered first."""
-    arguments = read_arguments(argv)
     for module in ("fastapi", "uvicorn"):
         require_extra(module, "the reward server")
     host = arguments.host
@@ -142,7 +130,9 @@ def serve(argv: Sequence[str]) -> None:
     quiet_libraries()
     scorer = text_scorer(model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens)
     print_line(f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward")
-    serve_until_stopped(reward_app(scorer, host), listening)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # uvicorn handles them, and raises them again at its end
+    server_of(reward_app(scorer, host)).run(sockets=[listening])
     print_line("all requests answered; stopped")
 
 

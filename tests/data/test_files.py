@@ -14,10 +14,12 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from prepared import column, load, origins_of, source_of, write_jsonl
+from prepared import TOKENIZER, column, flags_for, load, origins_of, source_of, write_jsonl
 
+from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data import parts
 from dschat_ppo.data.parts import FilePart, Part, read_part
+from dschat_ppo.data.prepare import prepare
 from dschat_ppo.data.sources import open_set
 from dschat_ppo.data.streaming import ALL, first_rows, raw_batches
 from dschat_ppo.errors import UserError
@@ -236,14 +238,15 @@ def test_files_of_a_folder_keep_their_order_names_and_bad_rows(tmp_path):
     assert len(splits.bad) == 3 and splits.bad[0].startswith(f"{folder / 'b.jsonl'}, row 2 is not JSON")
 
 
-def test_files_of_different_kinds_need_the_same_columns(tmp_path):
+def test_files_of_different_kinds_are_one_data_set_of_which_a_row_without_its_columns_is_bad(tmp_path):
     folder = tmp_path / "data"
-    write_jsonl(folder / "a.jsonl", [{"p": "x", "q": "1"}, {"q": "2", "p": "y"}])
-    (folder / "b.csv").write_text("q,p\n3,z\n")
-    assert column(load(tmp_path, folder).train, "p") == ["x", "y", "z"]
+    write_jsonl(folder / "a.jsonl", [{"prompt": "x", "response": "1"}, {"response": "2", "prompt": "y"}])
+    (folder / "b.csv").write_text("response,prompt\n3,z\n")
+    assert column(load(tmp_path, folder).train, "prompt") == ["x", "y", "z"]
+    write_jsonl(folder / "a.jsonl", [{"prompt": "x", "response": "1"}] * 30)
     (folder / "notes.txt").write_text("a note\n" * 30)
-    with pytest.raises(UserError, match=r"different columns \(json: a.jsonl has p, q; csv: .*; text: notes.txt has t"):
-        load(tmp_path, folder)
+    with pytest.raises(UserError, match="30 of 61 rows cannot be used; .*notes.txt, row 1: 'prompt' is null"):
+        prepare(StepData("sft", flags_for(tmp_path, str(folder)), 64), TOKENIZER)
 
 
 def found_in(spec: str | Path, tmp_path: Path) -> tuple[list[Part], list[str]]:

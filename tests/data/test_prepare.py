@@ -22,7 +22,7 @@ from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.data import cache, encode, forms
 from dschat_ppo.data import prepare as data_prepare
-from dschat_ppo.data.cache import new_entry, rows_of_entry
+from dschat_ppo.data.cache import cached
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart
 from dschat_ppo.data.prepare import Part, TokenRows, epoch_rows, hold_out, joined, prepare, share_of_step, text_blocks
@@ -382,17 +382,16 @@ class Rows:
     """An entry of three rows in two files; counts how often it is made."""
 
     def __init__(self, root):
-        self.root, self.calls = root, 0
-        self.folder = root / "dschat_ppo/key"
+        self.root, self.calls, self.folder = root, 0, root / "dschat_ppo/key"
+
+    def write(self, folder):
+        self.calls += 1
+        for number, values in enumerate(([1, 2], [3])):
+            rows = Dataset.from_dict({"a": values})
+            rows.map(lambda row: row, cache_file_name=str(folder / f"rows_{number:05d}.arrow"))
 
     def rows(self):
-        with new_entry(str(self.root), "key") as folder:
-            if folder is not None:
-                self.calls += 1
-                for number, values in enumerate(([1, 2], [3])):
-                    rows = Dataset.from_dict({"a": values})
-                    rows.map(lambda row: row, cache_file_name=str(folder / f"rows_{number:05d}.arrow"))
-        return rows_of_entry(str(self.root), "key")
+        return cached(str(self.root), "key", self.write)
 
     def read(self):
         return self.rows()["a"][:]
@@ -456,10 +455,12 @@ def test_other_content_with_the_time_of_the_old_one_misses_the_cache(tmp_path):
 
 
 def test_a_disk_that_is_full_of_prepared_rows_is_named_and_freed(tmp_path):
-    full = pytest.raises(UserError, match=r"^--data_output_path .*No space left on device")
-    with full, new_entry(str(tmp_path), "key") as folder:
+    def write(folder):
         (folder / "rows_00000.arrow").write_bytes(b"many rows")
         raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match=r"^--data_output_path .*No space left on device"):
+        cached(str(tmp_path), "key", write)
     assert [path.name for path in (tmp_path / "dschat_ppo").iterdir()] == ["key.lock"]
 
 

@@ -203,7 +203,7 @@ def test_several_training_splits_have_their_own_evaluation_split(tmp_path):
         write_jsonl(tmp_path / "d" / f"{name}-00000-of-00001.jsonl", [{"n": n}])
     splits = load(tmp_path, f"{tmp_path}/d[train_sft]")
     assert (column(splits.train, "n"), column(splits.eval, "n")) == ([0], [2])
-    words = r"has the splits test_prefs, test_sft, train_prefs, train_sft; choose one for training, as in .*d\[train"
+    words = r"has the splits test_prefs, test_sft, train_prefs, train_sft; choose one, as in .*d\[train"
     with pytest.raises(UserError, match=words):
         load(tmp_path, tmp_path / "d")
 
@@ -229,7 +229,7 @@ def test_a_file_of_two_splits_counts_once_in_each_and_in_the_whole(tmp_path):
     ("{}/train.jsonl[test]", "has no split 'test'; it has train"),
     ("{}/train.jsonl:main", "a file has no configuration 'main'"),
     ("{}/bare", "the folder holds no data file; supported are"),
-    ("{}/only", r"has the splits test; choose one for training, as in .*only\[test\]"),
+    ("{}/only", r"has the splits test; choose one, as in .*only\[test\]"),
 ])  # fmt: skip
 def test_what_cannot_be_found_lists_what_is_there(tmp_path, folder, name, words):
     (folder / "bare").mkdir()

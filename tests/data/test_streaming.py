@@ -41,14 +41,9 @@ from dschat_ppo.data.streaming import (
 )
 from dschat_ppo.errors import StopRequested, UserError
 
-FEATURES = datasets.Features(
-    {
-        "prompt_ids": datasets.List(datasets.Value("int32")),
-        "answers": datasets.List(datasets.List(datasets.Value("int32"))),
-        "margin": datasets.Value("float32"),
-        "source": datasets.Value("int32"),
-    }
-)
+NUMBER = datasets.Value("int32")
+ANSWERS = {"prompt_ids": datasets.List(NUMBER), "answers": datasets.List(datasets.List(NUMBER))}
+FEATURES = datasets.Features({**ANSWERS, "margin": datasets.Value("float32"), "source": NUMBER})
 
 
 @dataclass
@@ -90,7 +85,6 @@ def small_chunks(monkeypatch):
     """Of 8 token rows, read in batches of 7 raw rows."""
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 8)
     monkeypatch.setattr(parts, "BATCH_ROWS", 7)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # how long an end waits for its worker
 
 
 def rest_of(parts, share=ALL, *position) -> list[tuple[str, int]]:
@@ -289,7 +283,10 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path,
 def test_without_a_position_the_rows_before_are_read_again(state, said):
     rows = stream()
     rows.load_state_dict(state)
+    before = rows.process
     assert number_of(rows, 44) == NUMBERS[44]
+    before.join(20)
+    assert before.exitcode == 0, "what nobody reads ends"
     assert any("no position of these rows after row 40, so they are read again from row 8" in line for line in said)
 
 
@@ -312,35 +309,31 @@ def long_rows(batch):
     return [row | {"answers": [[0] * 50_000]} for row in tokens_of(batch)[0]], Counter(), ""
 
 
-def test_the_end_of_the_process_ends_the_run_where_its_rows_are_needed():
+def test_the_launchers_signals_do_not_end_the_process_and_its_end_ends_the_run_where_its_rows_are_needed():
     rows = tried(long_rows)
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(rows.process.pid, name)
+    assert number_of(rows, 8) == NUMBERS[8]
     time.sleep(0.5)  # half a chunk is in the pipe
-    os.kill(rows._worker._workers[0].pid, signal.SIGKILL)
+    os.kill(rows.process.pid, signal.SIGKILL)
     time.sleep(0.5)
     assert number_of(rows, 5) == 6  # what is there can be used
     with pytest.raises(UserError, match="the process that reads the stream has ended"):
-        rows[8]
-
-
-def test_the_launchers_signals_do_not_end_the_process():
-    rows = stream()
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(rows._worker._workers[0].pid, name)
-    assert number_of(rows, 40) == NUMBERS[40]
+        rows[16]
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_no_process_is_left_when_the_rank_ends(is_killed):
     read, write = os.pipe()
     rank = os.fork()
-    if rank == 0:  # whose stream takes its time
+    if rank == 0:
         atexit._clear()
-        rows = tried(lambda batch: time.sleep(1 if batch.rows[0]["n"] > 20 else 0) or tokens_of(batch))
-        [worker] = rows._worker._workers
+        rows = tried(long_rows)  # the process waits for the pipe
+        worker = rows.process
         if not is_killed:
             atexit._run_exitfuncs()
             worker.join(10)
-        os.write(write, f"{worker.pid} {worker.exitcode}".encode())
+        os.write(write, f"{worker.pid} {worker.exitcode}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(write)
     with os.fdopen(read) as told:

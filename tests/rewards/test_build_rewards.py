@@ -141,11 +141,11 @@ class Fourfold(Model):
 def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
     asked = []
 
-    async def post(client, url, body, timeout):
-        asked.append(json.loads(body)["query"])
+    async def score(_source, client, batch, first):
+        asked.append([prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)])
+        return [7.0] * len(batch)
 
-    monkeypatch.setattr(remote_reward, "post", post)
-    monkeypatch.setattr(remote_reward, "read_rewards", lambda content, count, url: [7.0] * count)
+    monkeypatch.setattr(remote_reward.RemoteReward, "_score_batch", score)
     wanted = flags(
         use_reward_model=True, reward_model_sources=["chat", "math"], reward_model_weight=0.5, reward_default=-1.0,
         remote_reward_url="http://a/b", remote_reward_sources=["code", "math"],
@@ -198,19 +198,21 @@ def test_scores_are_the_weighted_sum():
 
 
 def test_sources_elsewhere_score_while_others_do():
-    """The first source waits for the second one, which runs after it in one thread."""
-    second_has_run = threading.Event()
+    """Each waits for the other one."""
+    first_has_begun, second_has_run = threading.Event(), threading.Event()
 
     class Elsewhere(Fixed):
         scores_elsewhere = True
 
         def __call__(self, request, rollout):
+            first_has_begun.set()
             assert second_has_run.wait(timeout=20)
             return super().__call__(request, rollout)
 
     class Here(Fixed):
         def __call__(self, request, rollout):
             second_has_run.set()
+            assert first_has_begun.wait(timeout=20)
             return super().__call__(request, rollout)
 
     calls = []

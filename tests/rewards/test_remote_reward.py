@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -187,13 +188,11 @@ REFUSALS = [
     ((200, b"hello"), "not JSON"), ((200, b"[1, 2, 3]"), "list 'rewards'"), ((200, b"[" * 100_000), "not JSON"),
     ((200, b'{"rewards": 3}'), "list 'rewards'"), (ok(1, 2), "has 2 rewards, of which 2 .* for 3 responses"),
     *((ok(1, value, 3), "has 3 rewards, of which 2 are finite") for value in (math.nan, 1e39, "2", True, None)),
-    ((200, ok(1, 2, 3)[1] + b" " * 2000), "longer than 2000 bytes"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("reply", "problem"), REFUSALS, ids=range(len(REFUSALS)))
-def test_what_no_other_attempt_would_change_is_not_retried(serve, monkeypatch, reply, problem):
-    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 2000 if b" " * 9 in reply[1] else 2**24)
+def test_what_no_other_attempt_would_change_is_not_retried(serve, reply, problem):
     service = serve(reply)
     with pytest.raises(RewardServiceError, match=problem):
         ask(service.url)
@@ -221,32 +220,19 @@ def test_heartbeats_are_sent_while_a_request_waits(serve, monkeypatch):
     assert len(beats) > 2
 
 
-def endless(first: bytes, part: bytes):
-    """Sends `first`, then `part` again and again, on the plain socket."""
+@pytest.mark.parametrize("head", [b"2", b"200 OK\r\nContent-Length: 99999999999999999999\r\n\r\n"])
+def test_a_reply_that_never_ends_is_given_up(serve, head):
+    """Each byte comes well within the timeout."""
 
     def send(handler):
         with suppress(OSError):
-            handler.connection.sendall(first)
-            while True:
+            for part in chain([b"HTTP/1.1 " + head], repeat(b"0")):
                 handler.connection.sendall(part)
                 time.sleep(0.02)
 
-    return send
-
-
-OK_HEAD = b"HTTP/1.1 200 OK\r\n"
-
-
-@pytest.mark.parametrize(("first", "again", "problem"), [
-    (b"HTTP/1.1 2", b"0", "no complete reply in 0.5 s"),  # each byte well within the timeout
-    (OK_HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", b" ", "no complete reply in 0.5 s"),
-    (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"3E8\r\n" + b" " * 1000 + b"\r\n", "longer than 2000 bytes"),
-], ids=["status line", "body", "chunks"])  # fmt: skip
-def test_a_reply_that_never_ends_is_given_up(serve, monkeypatch, first, again, problem):
-    monkeypatch.setattr(remote_reward, "_MOST_BYTES", 2000)
     started = time.monotonic()
-    with pytest.raises(RewardServiceError, match=problem):
-        ask(serve(endless(first, again)).url, timeout=0.5, retries=0)
+    with pytest.raises(RewardServiceError, match="no complete reply in 0.5 s"):
+        ask(serve(send).url, timeout=0.5, retries=0)
     assert time.monotonic() - started < 10
 
 
@@ -257,7 +243,7 @@ def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(("url", "cause"), [
-    ("http://rewards..invalid:5000/get", ""), ("http://127.0.0.1:1/", "ConnectionRefused"), ("https", "SSLError"),
+    ("http://rewards..invalid:5000/get", ""), ("http://127.0.0.1:1/", "ConnectError: All"), ("https", ".*SSL"),
 ])  # fmt: skip
 def test_an_address_without_a_service_is_an_error_of_the_connection(serve, url, cause, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
@@ -279,7 +265,7 @@ def test_the_label_is_the_correct_answer_that_rules_read():
     assert label_of({"label": "L", "answer": "A"}) == "L"
 
 
-@pytest.mark.parametrize("url", ["localhost:5000", "ftp://me:s3cret@host", "http://", "http://host:99999/", "http://host:0/",
+@pytest.mark.parametrize("url", ["localhost:5000", "ftp://me:s3cret@host", "http://", "http://host:99999/",
                                  "http://me:s3/cret@host/", "me:s3cret@host:5000/a"])  # fmt: skip
 def test_invalid_addresses_are_rejected_without_their_credentials(url):
     with pytest.raises(UserError, match="^--remote_reward_url") as refused:

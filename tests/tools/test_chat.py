@@ -15,7 +15,7 @@ from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools.chat import main
 from dschat_ppo.tools.chat_episodes import EpisodeModel
-from dschat_ppo.tools.chat_model import Terminal, Token, check_models, printable
+from dschat_ppo.tools.chat_model import Terminal, Token, check_models
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
@@ -115,9 +115,8 @@ def test_an_interrupt_keeps_what_was_written_or_drops_the_message(chat):
     assert "not part of the conversation" in output and terminal.turns[0] == []
 
 
-@pytest.mark.parametrize(("text", "shown"), [("a\x1b[2Jb\x07", "a[2Jb"), ("é\n\tx", "é\n\tx"), ("\x9b1m\x7f\r", "1m")])
+@pytest.mark.parametrize(("text", "shown"), [("a\x1b[2Jb", r"a\x1b[2Jb"), ("é\n\tx", "é\n\tx"), ("\x9b1m", r"\x9b1m")])
 def test_answers_cannot_steer_the_terminal(chat, text, shown):
-    assert printable(text) == shown
     model = Echo()
     model.answer = lambda *_: iter([Token(text, "")])
     for interactive in (False, True):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import evaluate_models
 from dschat_ppo.tools.evaluate import main, read_arguments
-from dschat_ppo.tools.evaluate_models import answer_lines, best_rows, evaluate, json_of, pairs_of_rows, table
+from dschat_ppo.tools.evaluate_models import answer_lines, evaluate, json_of, table, training_rows
 
 TOKENS, PROMPTS = 6, 7
 
@@ -101,7 +101,7 @@ def test_the_command(found, assets, tmp_path, capsys, monkeypatch):
 def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
     own = by_name(found, "/lm", "sampled").prompts
     best, pairs = (
-        [json.loads(line) for line in text.splitlines()] for text in (best_rows(found), pairs_of_rows(found))
+        [json.loads(line) for line in training_rows(found, is_pair).splitlines()] for is_pair in (False, True)
     )
     ranked = [sorted(zip(row.scores, row.answers, row.ended, strict=True), key=lambda one: -one[0]) for row in own]
     whole = [[answer for answer in one if answer[2] != "length"] for one in ranked]
@@ -112,13 +112,24 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
     assert [(row["chosen"], row["rejected"]) for row in pairs] == [
         (one[0][1], one[-1][1]) for one in ranked if one[0][0] > one[-1][0] and one[0][2] != "length"
     ]
+    alike = [replace(row, scores=[1.0] * 4, ended=["eos"] * 4) for row in own]
+    alike = replace(found, results=[replace(result, prompts=alike) for result in found.results])
+    assert training_rows(alike, is_pair=True) == ""
     chat = replace(found, asked=[[{"role": "user", "content": "Hi"}]] * PROMPTS)
-    for line in best_rows(chat).splitlines():
+    for line in training_rows(chat, is_pair=False).splitlines():
         assert [turn["role"] for turn in json.loads(line)["messages"]] == ["user", "assistant"]
     alone = words_of(assets, "--samples", "2")
     for words, said in (("--write_best b", "give a reward, or --samples 1"), ("--write_pairs b", "and a reward")):
         with pytest.raises(UserError, match=said):
             read_arguments([*alone, *words.split()])
+
+
+def test_several_data_sets_have_lines_of_their_own_in_the_table(found):
+    rows = [replace(found.results[0].prompts[0], data_source=name) for name in "ab"]
+    numbers = {"score": 0.5, "score/a": 0.25, "score/b": 0.75}
+    result = replace(found.results[0], prompts=rows, metrics=numbers, scores_by_source={})
+    lines = [line.split() for line in table(replace(found, results=[result]))]
+    assert lines[1:] == [["lm", "greedy", "0.5"], ["a", "greedy", "0.25"], ["b", "greedy", "0.75"]]
 
 
 LETTERS = """

@@ -18,20 +18,19 @@ from typing import Any
 
 import pytest
 import torch
-import uvicorn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_ppo.rewards.remote_reward import RemoteReward
 from dschat_ppo.rewards.reward_source import RewardRequest
 from dschat_ppo.tools import serve_reward
-from dschat_ppo.tools.serve_reward import listen, reward_app, server_options, text_scorer
+from dschat_ppo.tools.serve_reward import listen, reward_app, server_of, text_scorer
 
 
 @contextmanager
 def served(app: Any) -> Iterator[str]:
     """The address of a server."""
     listening = listen("127.0.0.1", 0, "--port")
-    server = uvicorn.Server(server_options(app))
+    server = server_of(app)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
