@@ -67,7 +67,7 @@ def replay(folder: Path, words: list[str]) -> bool:
     set_random_state(what["random_state"])
     for number, record in enumerate(records):
         for name, rows in bad_rows(record).items():
-            print(f"micro-batch {number}: {name} is not finite, first in its row {rows[0]}")
+            print(f"micro-batch {number}: {name} is not finite in {rows} of its rows")
         with first_bad_output(model) as outputs:
             loss = loss_of(to_device(record, dist.device()))
         (loss * what["world_size"] * what["loss_scale"].get(dtype, 1.0)).backward()
