@@ -232,6 +232,15 @@ def test_host_memory_is_proposed_where_the_device_is_not_enough():
     ]  # fmt: skip
 
 
+def test_what_needs_more_memory_is_not_taken():
+    def plan_with(words):
+        missing = 0 if "--offload" in words else 4 if "3" in words else 5
+        return SimpleNamespace(missing=missing + 9 * ("--sleep_in_rollout" in words))
+
+    words, _ = flags_that_fit(ppo(), plan_with)
+    assert "--offload" in words and "--sleep_in_rollout" not in words
+
+
 @pytest.mark.release
 def test_lora_is_proposed_where_nothing_else_fits():
     words, config = proposed(sft(), {"model": LLAMA_8B}, 1, 24 * GIB, 64 * GIB)
