@@ -69,10 +69,8 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     words.devices_per_node = words.devices_per_node or words.devices
     words.host_memory = words.host_memory or host_memory()
     if words.devices < 1 or words.devices_per_node < 1 or words.devices % words.devices_per_node:
-        raise UserError(
-            f"--devices {words.devices} and --devices_per_node {words.devices_per_node} are above 0, and the second "
-            "divides the first"
-        )
+        given = f"--devices {words.devices} --devices_per_node {words.devices_per_node}"
+        raise UserError(f"{given}: both must be above 0, and the second must divide the first")
     return words, rest
 
 

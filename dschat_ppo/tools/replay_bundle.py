@@ -41,7 +41,7 @@ RECORDS = {kind.__name__: kind for kind in KINDS}
 def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """Read a bundle: what it holds by name, and the micro-batches."""
     for name in (BUNDLE, CONFIG):
-        if not (folder / name).is_file():  # reading a pipe would wait forever
+        if not (folder / name).is_file():
             kept = "a run keeps its newest, --max_nonfinite_skips + 1"
             raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file); {kept}")
     what = load_state(folder / BUNDLE)
