@@ -104,7 +104,6 @@ PLANNED = {
     "step 3, ZeRO 2": Setting("ppo", _Z2, 2, LARGE, 4, 64, 64),
     "step 3, ZeRO 3": Setting("ppo", _Z3),
     "step 3, ZeRO 2, optimizer offloaded": Setting("ppo", f"{_Z2} --offload_optimizer"),
-    "step 3, ZeRO 2, sleep": Setting("ppo", f"{_Z2} --sleep_in_rollout"),
     "step 3, ZeRO 2, LoRA": Setting("ppo", f"{_Z2} {_LORA}", 2, LARGE, 4, 192, 64),
     "step 3, ZeRO 2, one base": Setting("ppo", f"{_Z2} {_LORA} --share_base", 2, LARGE, 4, 192, 64),
     "step 1, ZeRO 0, 1 rank, long rows": Setting("sft", "", 1, MEDIUM, 4, 384, 128),
@@ -235,9 +234,8 @@ def planned_peak(setting: Setting, work: Path) -> float:
     make_models(models, setting.shape)  # unless they are from this run
     config = parse(setting.step, words_of(setting, models, Path("unused"), Path("unused")))
     host = psutil.virtual_memory().total
-    plan = plan_step(config, read_model_configs(config), setting.ranks, 0, host, sleeps=True)
-    totals = [phase.total() for phase in plan.phases if phase.name != "load"]
-    return max(memory.device + memory.host for memory in totals) / GIB
+    plan = plan_step(config, read_model_configs(config), setting.ranks, 0, host)
+    return max(phase.total() for phase in plan.phases) / GIB
 
 
 def beyond_baseline(name: str, results: dict[str, Any]) -> dict[str, float]:

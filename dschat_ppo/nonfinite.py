@@ -15,7 +15,6 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -29,13 +28,13 @@ from dschat_ppo.engine.optimizer_step import Fault, StepResult, loss_scale
 from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
+from dschat_ppo.monitor.metric_sums import read
 from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.types import Engine, Experience, tensors_of
 
 # Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded
 # log-probs is in `old_logprobs` or in the weights of the importance correction. Rows without `old_logprobs` use them.
 UNUSED = ("source_scores", "rollout_logprobs")
-SHOWN = 8  # rows, at most, in a message
 
 
 class NonFinitePolicy:
@@ -77,10 +76,7 @@ class NonFinitePolicy:
             self._in_a_row["rows"] = 0
             return True
         name, rows = next(iter(bad.items()))  # fields are in the order in which they are computed
-        shown = ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
-        problem = (
-            f"PPO step {step}: {name} of {len(rows)} of {len(experience.scores)} answers are not finite (rows {shown})"
-        )
+        problem = f"PPO step {step}: {name} of {rows} of {len(experience.scores)} answers are not finite"
         self._fail("rows", f"{problem}; its updates are skipped", "")
         return False
 
@@ -111,21 +107,19 @@ class NonFinitePolicy:
         self._overflows = Counter(state["overflows"])
 
 
-def bad_rows(record: Any) -> dict[str, list[int]]:
-    """Field -> its rows with a NaN or infinity, in a dataclass of tensors. If it has a `response_mask` (B, R), fields
-    of that shape are checked only where the mask is True."""
+def bad_rows(record: Any) -> dict[str, int]:
+    """Field -> how many of its rows have a NaN or infinity, in a dataclass of tensors. If it has a `response_mask` (B,
+    R), fields of that shape are checked only where the mask is True."""
     unused = UNUSED if getattr(record, "old_logprobs", None) is not None else UNUSED[:1]
     mask = getattr(record, "response_mask", None)
     bad: dict[str, Tensor] = {}
     for name, value in tensors_of(record).items():
         if value.is_floating_point() and name not in unused:
-            bad[name] = ~value.isfinite()
+            places = ~value.isfinite()
             if mask is not None and value.shape == mask.shape:
-                bad[name] &= mask
-    if not bad or not bool(torch.stack([places.any() for places in bad.values()]).any()):  # one read for all fields
-        return {}
-    found = {name: sorted({place[0] for place in places.nonzero().tolist()}) for name, places in bad.items()}
-    return {name: rows for name, rows in found.items() if rows}
+                places &= mask
+            bad[name] = places.flatten(1).any(dim=1).sum() if places.dim() > 1 else places.sum()
+    return {name: int(rows) for name, rows in read(bad).items() if rows}  # one read for all fields
 
 
 MODEL, BUNDLE = "model", "bundle.pt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,9 +157,7 @@ def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
     for text in flags.health:
         name, _, value = text.partition("=")
         if name not in (WINDOW, *limits):
-            near = difflib.get_close_matches(name, [WINDOW, *limits], n=1)
-            meant = f"did you mean {near[0]}?" if near else f"there are: {WINDOW}, {', '.join(limits)}"
-            raise UserError(f"--health {text}: there is no rule {name!r}; {meant}")
+            raise UserError(f"--health {text}: there is no rule {name!r}, but {WINDOW}, {', '.join(limits)}")
         limit = defaults.get(name)
         if name == WINDOW:
             if not value.isdecimal() or int(value) < 2:

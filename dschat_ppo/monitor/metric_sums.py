@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,19 +76,12 @@ class MetricSums:
             merged.merge(part)
         return merged
 
-    def emptied(self) -> MetricSums:
-        """The same names with no values: in `reduce` it changes no metric of the other ranks."""
-        return self._changed(torch.zeros_like, lambda part: torch.full_like(part, -math.inf))
-
     def scaled(self, factor: float) -> MetricSums:
         """The same means and maxima, with all sums and counts times `factor`."""
-        return self._changed(lambda part: part * factor, lambda part: part)
-
-    def _changed(self, sums: Callable[[Tensor], Tensor], maxima: Callable[[Tensor], Tensor]) -> MetricSums:
         changed = MetricSums(self.sources)
         for kind, named in self._sums.items():
-            changed._sums[kind] = {name: sums(part) for name, part in named.items()}
-        changed._maxima = {name: maxima(part) for name, part in self._maxima.items()}
+            changed._sums[kind] = {name: part * factor for name, part in named.items()}
+        changed._maxima = dict(self._maxima)
         return changed
 
     def merge(self, other: MetricSums) -> None:
@@ -97,14 +90,6 @@ class MetricSums:
                 self._add(kind, name, part)
         for name, part in other._maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
-
-    def only(self, name: str) -> MetricSums:
-        """The mean or the maximum of one name only."""
-        one = MetricSums()
-        for kind in ("means", "parts"):
-            one._sums[kind] = {key: value for key, value in self._sums[kind].items() if key == name}
-        one._maxima = {key: value for key, value in self._maxima.items() if key == name}
-        return one
 
     def reduce(self) -> dict[str, float]:
         """Name -> value over all ranks; without values 0, or no entry for a data set. Collective."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.engine.build_engine import is_layer_matrix
-from dschat_ppo.errors import UserError, reading
+from dschat_ppo.errors import reading
 from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
 from dschat_ppo.models.architectures import MASK_IS_READ, backbone_of, classifier_class, config_for, first_position
@@ -41,33 +41,37 @@ class SavedActivations:
         """Of all layers together, without gradient checkpointing."""
         return sum(self.layers) + self.rest
 
+    @property
+    def layer(self) -> int:
+        """Of the layer that saves most."""
+        return max(self.layers)
+
 
 @dataclass(frozen=True)
 class ModelParts:
     """Sizes of a model. Counts are of numbers (parameters), not of bytes."""
 
-    embedding: int  # input embeddings, and positions where they are learned
-    layers: tuple[int, ...]  # of each decoder layer
-    head: int  # the output or score head; 0 if it is tied to the embedding
-    other: int  # everything else, such as the last norm
+    total: int
+    layers: int  # of all decoder layers
+    layer: int  # of the largest one
     trained: int  # parameters that train
     adapted: int  # weights under LoRA, which generation replaces by merged ones
+    matrices: int  # those that `--optimizer muon` trains with Muon
     largest: int  # of the largest parameter
-    packed: int  # matrices and vectors of layers and head, which a CPU lays out again to generate
     hidden: int  # numbers of a hidden state
-    vocabulary: int  # width of the logits
+    vocabulary: int  # width of the logits; 1 with a scalar head
     kv_bytes: int  # bytes of the keys and values of one token
+    state_bytes: int  # bytes of the states of one row, where layers carry one from token to token
     saved: SavedActivations
-    matrices: int = 0  # those that `--optimizer muon` trains with Muon
-    state_bytes: int = 0  # bytes of the states of one row, where layers carry one from token to token
+
+    @property
+    def head(self) -> int:
+        """Of the output or score head, also where it is tied to the embedding."""
+        return self.vocabulary * self.hidden
 
     def cache_bytes(self, length: int) -> int:
         """Bytes of the cache for a row of `length` tokens; states exist twice after a prefill."""
         return self.kv_bytes * length + 2 * self.state_bytes
-
-    @property
-    def total(self) -> int:
-        return self.embedding + sum(self.layers) + self.head + self.other
 
 
 def read_model_configs(config: StepConfig) -> dict[str, PretrainedConfig]:
@@ -85,66 +89,48 @@ def parts_of(
     `UserError` if transformers cannot build it, if it reads numbers in its forward pass and cannot run without data, or
     if it has not the settings of a decoder. On a CPU, layers with kernels save less for the backward pass than
     `on_gpu`."""
-    given = (dtype, scalar, adapter, on_gpu)
-    key = (config.to_json_string(use_diff=False), *given)
-    if key not in _COUNTED:
-        with reading(f"{type(config).__name__}: its memory cannot be counted"):
-            _COUNTED[key] = _parts_of(config, *given)
+    key = (config.to_json_string(use_diff=False), dtype, scalar, adapter, on_gpu)
+    if key in _COUNTED:
+        return _COUNTED[key]
+    with reading(f"{type(config).__name__}: its memory cannot be counted"):
+        with torch.device("meta"):
+            if scalar:
+                kind: Any = classifier_class(config)
+                model: Any = kind(config_for(kind, config)).to(DTYPES[dtype])
+            else:
+                model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        if not on_gpu:
+            use_fast_layers(model)
+        kv_bytes, state_bytes = (0, 0) if scalar else _cache_bytes(model)
+        if adapter is not None:
+            add_adapter(model, adapter)
+        backbone = model.base_model if scalar else backbone_of(model)
+        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(backbone)]
+        weights = dict(model.named_parameters())  # a tied one once
+        _COUNTED[key] = ModelParts(
+            total=sum(weight.numel() for weight in weights.values()),
+            layers=sum(sizes),
+            layer=max(sizes),
+            trained=sum(weight.numel() for weight in weights.values() if weight.requires_grad),
+            adapted=sum(layer.get_base_layer().weight.numel() for layer in adapter_layers(model).values()),
+            matrices=sum(w.numel() for name, w in weights.items() if is_layer_matrix(name, w.shape)),
+            largest=max(weight.numel() for weight in weights.values()),
+            hidden=config.get_text_config().hidden_size,
+            vocabulary=1 if scalar else model.get_output_embeddings().weight.shape[0],
+            kv_bytes=kv_bytes,
+            state_bytes=state_bytes,
+            saved=saved_activations(backbone),
+        )
     return _COUNTED[key]
-
-
-def _parts_of(
-    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None, on_gpu: bool
-) -> ModelParts:
-    with torch.device("meta"):
-        if scalar:
-            kind: Any = classifier_class(config)
-            model: Any = kind(config_for(kind, config)).to(DTYPES[dtype])
-        else:
-            model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
-    if not on_gpu:
-        use_fast_layers(model)
-    kv_bytes, state_bytes = (0, 0) if scalar else _cache_bytes(model)
-    if adapter is not None:
-        add_adapter(model, adapter)
-    backbone = model.base_model if scalar else backbone_of(model)
-    head = model.score if scalar else model.get_output_embeddings()
-    layers, counted = decoder_layers(backbone), set[nn.Parameter]()
-
-    def new_numbers(module: nn.Module) -> int:
-        """Parameters of a module that no other part has."""
-        new = set(module.parameters()) - counted
-        counted.update(new)
-        return sum(weight.numel() for weight in new)
-
-    return ModelParts(
-        embedding=new_numbers(model.get_input_embeddings()),
-        layers=tuple(new_numbers(layer) for layer in layers),
-        head=new_numbers(head),
-        other=new_numbers(model),
-        trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-        adapted=sum(layer.get_base_layer().weight.numel() for layer in adapter_layers(model).values()),
-        largest=max(weight.numel() for weight in model.parameters()),
-        packed=sum(w.numel() for layer in layers for w in layer.parameters() if w.dim() <= 2) + head.weight.numel(),
-        hidden=config.get_text_config().hidden_size,
-        vocabulary=1 if scalar else head.weight.shape[0],
-        kv_bytes=kv_bytes,
-        saved=saved_activations(backbone),
-        matrices=sum(w.numel() for name, w in model.named_parameters() if is_layer_matrix(name, w.shape)),
-        state_bytes=state_bytes,
-    )
 
 
 def _cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
     """Bytes of the keys and values of a token, and of the states of a row: those of a pass over one token, as
-    generation measures them. A model that cannot run without data, such as GPT-2, has as many key-value heads as
-    attention heads: 2 x layers x H x s."""
-    try:
-        with reading("keys and values"):
-            return cache_bytes(model)
-    except UserError:
-        text = model.config.get_text_config()
-        return 2 * int(text.num_hidden_layers) * int(text.hidden_size) * model.dtype.itemsize, 0
+    generation measures them. GPT-2 cannot run it without data: 2 x layers x H x s."""
+    with suppress(RuntimeError):
+        return cache_bytes(model)
+    text = model.config.get_text_config()
+    return 2 * int(text.num_hidden_layers) * int(text.hidden_size) * model.dtype.itemsize, 0
 
 
 class _Fused(torch.autograd.Function):
@@ -170,45 +156,39 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def saved_activations(backbone: PreTrainedModel) -> SavedActivations:
-    """What a forward pass of a model on the meta device saves for each token, without parameters. `backbone` has no
-    head."""
-    text = backbone.config.get_text_config()
-    positions = (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(backbone.config)
-    tokens, itemsize = max(1, min(TOKENS, positions)), next(backbone.parameters()).element_size()
-    sizes = _saved_sizes(backbone, tokens)
-    kept = tuple(sizes[number] // tokens for number in range(len(decoder_layers(backbone))))
-    return SavedActivations(kept, sizes[-1] // tokens, text.hidden_size * itemsize)
-
-
-def _saved_sizes(backbone: Any, tokens: int) -> Counter[int]:
-    """Bytes that a forward pass over `tokens` tokens saves: each piece of memory once, by the layer in which it is
-    saved first (-1: outside the layers)."""
-    config, before = backbone.config, backbone.config._attn_implementation
-    place, sizes = {"layer": -1}, Counter[int]()  # where the forward pass is
-    known = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in backbone.parameters()}
+    """What a forward pass of a model on the meta device saves for each token, without parameters: each piece of memory
+    once, in the layer that saves it first. `backbone` has no head."""
+    model: Any = backbone
+    config, layers = model.config, decoder_layers(model)
+    text, before = config.get_text_config(), config._attn_implementation
+    tokens = max(1, min(TOKENS, (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(config)))
+    place, sizes = -1, Counter[int]()  # the layer that runs (-1: none), and the bytes that each saves
+    known = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in model.parameters()}
 
     def save(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
         if memory._cdata not in known:
             known[memory._cdata] = memory  # kept, so that its number is not used again
-            sizes[place["layer"]] += memory.nbytes()
+            sizes[place] += memory.nbytes()
         return tensor
 
     def note(layer: int, *_: Any) -> None:
-        place["layer"] = layer
+        nonlocal place
+        place = layer
 
-    backbone.train()
+    model.train()
     with ExitStack() as stack:
         stack.callback(setattr, config, "_attn_implementation", before)
-        if attention_is_replaceable(backbone) and config.model_type not in MASK_IS_READ:
+        if attention_is_replaceable(model) and config.model_type not in MASK_IS_READ:
             config._attn_implementation = ATTENTION
-        backbone.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the ids
-        stack.callback(delattr, backbone, "warn_if_padding_and_no_attention_mask")
-        for number, module in enumerate(decoder_layers(backbone)):
-            stack.callback(module.register_forward_pre_hook(partial(note, number)).remove)
-            stack.callback(module.register_forward_hook(partial(note, -1)).remove)
+        model.warn_if_padding_and_no_attention_mask = lambda *_: None  # it reads the ids
+        stack.callback(delattr, model, "warn_if_padding_and_no_attention_mask")
+        for number, layer in enumerate(layers):
+            stack.callback(layer.register_forward_pre_hook(partial(note, number)).remove)
+            stack.callback(layer.register_forward_hook(partial(note, -1)).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor))
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-        positions = position_arguments(backbone, torch.arange(tokens, device="meta").unsqueeze(0))
-        backbone(input_ids=ids, attention_mask=None, use_cache=False, **positions)
-    return sizes
+        positions = position_arguments(model, torch.arange(tokens, device="meta").unsqueeze(0))
+        model(input_ids=ids, attention_mask=None, use_cache=False, **positions)
+    kept = tuple(sizes[number] // tokens for number in range(len(layers)))
+    return SavedActivations(kept, sizes[-1] // tokens, text.hidden_size * next(model.parameters()).element_size())

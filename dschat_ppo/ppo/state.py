@@ -307,4 +307,4 @@ class ResumablePPO:
         if ranks.own is not None:
             return MetricSums.restored([ranks.own["sums"]], device)
         sums = MetricSums.restored([state["sums"] for state in ranks.read_all()], device)
-        return sums if dist.is_main() else sums.emptied()
+        return sums.scaled(float(dist.is_main()))  # the maxima are those of all ranks on each

@@ -322,7 +322,7 @@ def _is_above(limit: float | None, name: str, sums: MetricSums, consequence: str
     """Whether the metric `name` is above a limit, if one is set; logs it. Collective with a limit."""
     if limit is None:
         return False
-    measured = sums.only(name).reduce()[name]
+    measured = sums.reduce()[name]
     if measured > limit:
         logger().info(f"{name} of {measured:.4g} is above {consequence}")
     return measured > limit

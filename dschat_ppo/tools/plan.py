@@ -17,25 +17,26 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
 from dschat_ppo.config.step_config import StepConfig, flatten
-from dschat_ppo.errors import UserError
+from dschat_ppo.errors import UserError, counted
 from dschat_ppo.tools import exit_code_of
 
 if TYPE_CHECKING:  # it needs torch
     from dschat_ppo.planner.plan_step import Plan
 
 STEPS = {"1": "sft", "2": "reward", "dpo": "dpo", "3": "ppo"}
-TITLES = {"1": "Step 1", "2": "Step 2", "dpo": "Step 2 (DPO)", "3": "Step 3"}
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MODELS = {  # short name -> flag of the step
     "actor": "actor_model_name_or_path", "critic": "critic_model_name_or_path", "reward": "reward_model_name_or_path",
     "reference": "ref_model_name_or_path", "model": "model_name_or_path",
 }  # fmt: skip
+GIB = 2**30
 LORA_DIM = 16  # of the LoRA that is tried where nothing else fits
 Change = dict[str, Any]  # flag -> value
 
@@ -48,12 +49,6 @@ def size_of(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def count_of(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return int(text)
-
-
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own flags, and those of the step."""
     parser = flag_parser([], prog="python -m dschat_ppo.tools.plan", description=__doc__)
@@ -62,8 +57,8 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--step", choices=list(STEPS), default="3", help="1: SFT, 2: reward model, dpo, 3: PPO (default)")
     for name, flag in _MODELS.items():
         add(f"--{name}", metavar="M", help=f"the same as --{flag}")
-    add("--devices", type=count_of, default=1, metavar="N", help="ranks of the run (default: 1)")
-    add("--devices_per_node", type=count_of, metavar="N", help="ranks on each machine (default: all)")
+    add("--devices", type=int, default=1, metavar="N", help="ranks of the run (default: 1)")
+    add("--devices_per_node", type=int, metavar="N", help="ranks on each machine (default: all)")
     add("--device_memory", type=size_of, default=0, metavar="SIZE",
         help="memory of a GPU, such as 80GiB (default: the run is on a CPU)")  # fmt: skip
     add("--host_memory", type=size_of, metavar="SIZE", help="memory of a machine, such as 1TiB (default: this one)")
@@ -73,8 +68,9 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             rest += [f"--{flag}", getattr(words, name)]
     words.devices_per_node = words.devices_per_node or words.devices
     words.host_memory = words.host_memory or host_memory()
-    if words.devices % words.devices_per_node:
-        raise UserError(f"--devices_per_node {words.devices_per_node} does not divide --devices {words.devices}")
+    if words.devices < 1 or words.devices_per_node < 1 or words.devices % words.devices_per_node:
+        given = f"--devices {words.devices} --devices_per_node {words.devices_per_node}"
+        raise UserError(f"{given}: both must be above 0, and the second must divide the first")
     return words, rest
 
 
@@ -93,7 +89,7 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     from dschat_ppo.common.logging import quiet_hugging_face
     from dschat_ppo.models.model_folders import settings_only
     from dschat_ppo.planner.model_parts import read_model_configs
-    from dschat_ppo.planner.plan_step import full_text, plan_step
+    from dschat_ppo.planner.plan_step import PARTS, plan_step
 
     quiet_hugging_face()
     with settings_only():
@@ -104,43 +100,61 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
         return plan_step(changed, models, words.devices, words.device_memory, words.host_memory, words.devices_per_node)
 
     plan = plan_with([])
-    proposal = None if plan.fits else flags_that_fit(config, plan_with)
-    print(full_text(plan, TITLES[words.step]))
+    proposal = flags_that_fit(config, plan_with) if plan.missing else None
+    where = f"{plan.ranks} x " + (f"GPU of {plan.device_memory / GIB:.0f} GiB" if plan.device_memory else "CPU")
+    print(f"Step {words.step} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory for {plan.ranks_per_node}\n")
+    print("GiB of one rank at the peak of each phase; 'all': what a device and a host need, libraries included;")
+    print("a model that holds less than 0.005 GiB in a phase has no line there")
+    print(table(plan, PARTS))
+    print("\n" + ("\n".join(f"It does not fit: {each}." for each in plan.shortages()) or "It fits."))
+    if plan.rows:
+        print(f"A rank decodes {counted(plan.rows, 'sequence')} at a time.")
     if proposal is not None:
         print(f"\nIt fits ({proposal[1].peak_text()}) with these flags added:\n  {shlex.join(proposal[0])}")
-    elif not plan.fits:
+    elif plan.missing:
         others = "--optimizer adamw with ZeRO, " if config.run.optimizer == "muon" else ""
         print(f"\nNo flags of the planner make it fit: use {others}more devices, a smaller model, or shorter rows.")
 
 
+def table(plan: Plan, parts: Sequence[str]) -> str:
+    """GiB of a rank by phase, role and part; a line "all" for each phase, with what a device and a host need."""
+    form = "{:18} {:10}" + " {:>11}" * len(parts) + " {:>9}" * 2
+    lines = [form.format("phase", "role", *parts, "device", "host")]
+    for phase in plan.phases:
+        for role in [*dict.fromkeys(role for role, _, _ in phase.held), None]:
+            places = (
+                plan.needs(phase) if role is None else [phase.total(role, on_host=place) for place in (False, True)]
+            )
+            sizes = [*(phase.total(role, part) for part in parts), *places]
+            shown = [f"{size / GIB:.2f}" if size >= 0.005 * GIB else "" for size in sizes]
+            if role is None or any(shown):
+                lines.append(form.format(phase.name, role or "all", *shown).rstrip())
+    return "\n".join(lines)
+
+
 def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -> tuple[list[str], Plan] | None:
-    """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough. Of the rungs that
-    lower what is missing, the cheapest is taken until the run fits. Then those that it fits without are removed, the
-    last one first. The rows of an optimizer step stay. LoRA changes what is trained, so it is the last rung."""
+    """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough. Rungs that lower
+    what is missing are taken until the run fits. Then those that it fits without are removed, the last one first. The
+    rows of an optimizer step stay. LoRA changes what is trained, so it is the last rung."""
     given = flatten(config)
 
     def tried(rungs: Sequence[Change]) -> tuple[list[str], Plan] | None:
         wanted = {name: value for rung in rungs for name, value in rung.items() if given[name] != value}
         words = [word for name, value in wanted.items() for word in (f"--{name}", str(value))]
-        try:
+        with suppress(UserError):  # flags that contradict each other, such as --offload at stage 0
             return words, plan_with(words)
-        except UserError:  # flags that contradict each other, such as --offload at stage 0
-            return None
+        return None
 
     taken: list[Change] = []
-    best, ladder = tried([]), _ladder(config, given)
-    while best is not None and not best[1].fits:
-        least = best[1].missing
-        for rung in ladder:
-            found = tried([*taken, rung])
-            if found and found[1].missing < least:
-                taken, best = [*taken, rung], found
-                break
-        else:
-            return None
+    best = tried(taken)
+    for rung in _ladder(config, given):
+        if best and best[1].missing and (found := tried([*taken, rung])) and found[1].missing < best[1].missing:
+            taken, best = [*taken, rung], found
+    if best is None or best[1].missing:
+        return None
     for rung in reversed(taken[:-1]):
         fewer = [each for each in taken if each is not rung]
-        if (found := tried(fewer)) and found[1].fits:
+        if (found := tried(fewer)) and not found[1].missing:
             taken, best = fewer, found
     return best
 
@@ -148,19 +162,18 @@ def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -
 def _ladder(config: StepConfig, given: Change) -> list[Change]:
     """What makes a run smaller, in the order of what it costs."""
     prefixes, batch = list(config.stages), config.micro_batch
-    sleep: list[Change] = [{"sleep_in_rollout": True}] if "actor" in config.models else []
     frozen = [f"offload_{role}_model" for role in ("reference", "reward") if role in config.models]
-    zero = {f"{prefix}zero_stage": None for prefix in [*prefixes, *["critic_"] * ("reward" in config.models)]}
+    zero = {f"{prefix}zero_stage" for prefix in [*prefixes, *["critic_"] * ("reward" in config.models)]}
+    stage_2, stage_3 = ({name: max(stage, given[name]) for name in sorted(zero)} for stage in (2, 3))
     size, accumulation = given[batch], given["gradient_accumulation_steps"]
     halves: list[Change] = []
     while size % 2 == 0:
         size, accumulation = size // 2, 2 * accumulation
         halves.append({batch: size, "gradient_accumulation_steps": accumulation})
-    stage_2, stage_3 = ({name: max(stage, given[name]) for name in zero} for stage in (2, 3))
     return [
         stage_2,
         stage_3,
-        *sleep,
+        *([{"sleep_in_rollout": True}] if "actor" in config.models else []),
         *halves,
         {f"{prefix}gradient_checkpointing": True for prefix in prefixes},
         *(stage_3 | {name: True} for name in frozen),

@@ -41,7 +41,7 @@ RECORDS = {kind.__name__: kind for kind in KINDS}
 def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """Read a bundle: what it holds by name, and the micro-batches."""
     for name in (BUNDLE, CONFIG):
-        if not (folder / name).is_file():  # reading a pipe would wait forever
+        if not (folder / name).is_file():
             kept = "a run keeps its newest, --max_nonfinite_skips + 1"
             raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file); {kept}")
     what = load_state(folder / BUNDLE)
@@ -67,7 +67,7 @@ def replay(folder: Path, words: list[str]) -> bool:
     set_random_state(what["random_state"])
     for number, record in enumerate(records):
         for name, rows in bad_rows(record).items():
-            print(f"micro-batch {number}: {name} is not finite, first in its row {rows[0]}")
+            print(f"micro-batch {number}: {name} is not finite in {rows} of its rows")
         with first_bad_output(model) as outputs:
             loss = loss_of(to_device(record, dist.device()))
         (loss * what["world_size"] * what["loss_scale"].get(dtype, 1.0)).backward()

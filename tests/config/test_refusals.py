@@ -110,8 +110,8 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--health kl_spike", "kl_spike takes a number, or off"),
     ("ppo", "--health kl_negative=0.02", "takes 0 or below, or off"),
     ("ppo", "--health reward_exploited=2", "reward_exploited takes off"),
-    ("ppo", "--health kl_spikes=1", "there is no rule 'kl_spikes'; did you mean kl_spike?"),
-    ("sft", "--health kl_spike=1", "there is no rule 'kl_spike'; there are: window, loss_grows, overfitting"),
+    ("ppo", "--health kl_spikes=1", "there is no rule 'kl_spikes', but window, kl_negative, kl_spike"),
+    ("sft", "--health kl_spike=1", "there is no rule 'kl_spike', but window, loss_grows, overfitting"),
     # algorithm
     ("ppo", "--policy_loss reinforce --clip_eps 0.3", "--clip_eps 0.3 has no effect: it is for --policy_loss ppo or"),
     ("ppo", "--sapo_tau_negative 2.0", "it is for --policy_loss sapo"),

@@ -79,15 +79,15 @@ def test_sums_of_several_ranks_become_those_of_one_and_a_new_rank_changes_no_val
     states = [part.state_dict() for part in parts]
     assert MetricSums.restored(states[1:2], CPU).reduce() == {"mean": 0.5, "most": -1.0}
     together = MetricSums.restored(states, CPU)
-    assert together.reduce() == {"mean": 4 / 6, "most": 2.0} and together.only("most").reduce() == {"most": 2.0}
-    new = MetricSums.restored(states[1:2], CPU).emptied()
-    assert new.reduce() == {"mean": 0.0, "most": 0.0}, "all names, nothing counted"
+    assert together.reduce() == {"mean": 4 / 6, "most": 2.0}
+    new = together.scaled(0.0)
+    assert new.reduce() == {"mean": 0.0, "most": 2.0}, "all names, nothing counted"
     for unchanged in (MetricSums.restored([*states, new.state_dict()], CPU), together):
         unchanged.merge(new)
         assert unchanged.reduce() == {"mean": 4 / 6, "most": 2.0}
     new.add_mean("mean", torch.tensor([10.0]))
     new.add_max("most", torch.tensor([-9.0]))
-    assert new.reduce() == {"mean": 10.0, "most": -9.0}
+    assert new.reduce() == {"mean": 10.0, "most": 2.0}
     together.merge(new)
     assert together.reduce() == {"mean": 14 / 7, "most": 2.0}
     assert MetricSums.restored([], CPU).reduce() == {}
@@ -124,12 +124,11 @@ def test_a_rank_without_rows_of_a_data_set_joins_the_one_reduction(monkeypatch):
     assert [tuple(call.shape) for call in calls] == [(1, 9), (1, 9)], "sums, counts and maxima at once"
 
 
-def test_means_by_data_set_are_merged_restored_emptied_and_selected():
+def test_means_by_data_set_are_merged_and_restored():
     sums = by_source()
     sums.merge(MetricSums.restored([by_source().state_dict()], CPU))
     assert sums.reduce() == by_source().reduce()
-    assert sums.only("loss/b").reduce() == {"loss/b": 4.0}
-    assert sums.emptied().reduce() == {"loss": 0.0}
+    assert sums.scaled(0.0).reduce() == {"loss": 0.0}
     old = {kind: named for kind, named in by_source().state_dict().items() if kind != "parts"}
     assert MetricSums.restored([old], CPU).reduce() == {"loss": 3.0}
 

@@ -4,7 +4,6 @@ damaged."""
 
 import json
 import math
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,10 +79,10 @@ def test_an_output_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_p
 def test_good_rows_end_a_row_of_skips(said):
     policy, bad = policy_of(), experience(scores=torch.tensor([0.0, NAN, 1.0]))
     assert not policy.is_finite(bad, 1)
-    assert said == ["PPO step 1: scores of 1 of 3 answers are not finite (rows 1); its updates are skipped."]
+    assert said == ["PPO step 1: scores of 1 of 3 answers are not finite; its updates are skipped."]
     assert policy.is_finite(experience(), 2)
     assert not policy.is_finite(bad, 3)
-    with pytest.raises(NonFiniteError, match=r"PPO step 4: scores of 1 of 3 answers are not finite \(rows 1\)"):
+    with pytest.raises(NonFiniteError, match="PPO step 4: scores of 1 of 3 .* in a row"):
         policy.is_finite(bad, 4)
     assert policy.metrics() == {"optim/nonfinite_skipped": 3}
 
@@ -94,7 +93,7 @@ BAD_NUMBERS = with_bad(NAN, (0, 0))
 @pytest.mark.parametrize(("changes", "said"), [
     ({"old_logprobs": BAD_NUMBERS, "kl": BAD_NUMBERS, "values": BAD_NUMBERS}, "old_logprobs of 1 of 3"),
     ({"kl": BAD_NUMBERS, "values": BAD_NUMBERS, "advantages": BAD_NUMBERS}, "kl of 1 of 3"),
-    ({"scores": torch.tensor([NAN, 1.0, -INF]), "advantages": BAD_NUMBERS}, r"scores of 2 of 3 .* \(rows 0, 2\)"),
+    ({"scores": torch.tensor([NAN, 1.0, -INF]), "advantages": BAD_NUMBERS}, "scores of 2 of 3"),
     ({"rollout_logprobs": BAD_NUMBERS, "kl": BAD_NUMBERS, "old_logprobs": None}, "rollout_logprobs of 1 of 3"),
 ])  # fmt: skip
 def test_the_first_cause_is_named(changes, said):
@@ -111,7 +110,7 @@ def test_rows_are_checked_inside_the_response_mask_and_where_a_loss_uses_them():
         source_scores=with_bad(NAN, (0, 0), shape=(3, 2)),  # may have a weight of 0
         rollout_logprobs=BAD_NUMBERS,  # there are others
     ))  # fmt: skip
-    assert found == {"advantages": [0], "scores": [1, 2]}
+    assert found == {"advantages": 1, "scores": 2}
 
 
 FAULT = Fault("loss", 0, 1, [[0.5, NAN, 2.0]], [torch.get_rng_state()])
@@ -163,13 +162,12 @@ def test_a_bundle_that_cannot_be_saved_is_one_error(no_model, tmp_path, monkeypa
     [("cut", "bundle.pt: cannot be loaded"), ("bundle.pt", "bundle.pt is missing or not a file"),
      ("config.yaml", "config.yaml is missing or not a file")],
 )  # fmt: skip
-def test_damaged_bundles_and_pipes_are_refused(no_model, tmp_path, damage, problem):
+def test_damaged_bundles_are_refused(no_model, tmp_path, damage, problem):
     folder = write(ppo_bundles(tmp_path))
     if damage == "cut":
         (folder / "bundle.pt").write_bytes((folder / "bundle.pt").read_bytes()[:-9])
     else:
         (folder / damage).unlink()
-        os.mkfifo(folder / damage)  # reading it would wait forever
     with pytest.raises(UserError, match=problem):
         read_bundle(folder)
     with pytest.raises(UserError, match="is missing or not a file.; a run keeps its newest"):

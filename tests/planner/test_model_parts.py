@@ -1,6 +1,7 @@
 """Parts of a model, what it holds and what its passes need: hand arithmetic, and activations against a real pass."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from every_architecture import ARCHITECTURES
 from one_rank import one_rank  # noqa: F401
 from tiny_models import VOCABULARY, model_of
 from torch import nn
-from transformers import LlamaConfig, LlamaModel, MixtralConfig
+from transformers import LlamaConfig, LlamaModel
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import MemoryFlags
@@ -20,9 +21,9 @@ from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.packing import padded_rows
-from dschat_ppo.planner import role_memory
+from dschat_ppo.planner import plan_step
 from dschat_ppo.planner.model_parts import ModelParts, SavedActivations, parts_of, read_model_configs, saved_activations
-from dschat_ppo.planner.role_memory import Memory, Role
+from dschat_ppo.planner.plan_step import Role
 
 ATTENTION, MLP = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 160
 LAYER = ATTENTION + MLP + 2 * 64
@@ -38,18 +39,17 @@ def llama(**settings):
 
 def test_a_language_model():
     parts = parts_of(llama(), "bf16", scalar=False)
-    assert (parts.embedding, parts.layers, parts.head, parts.other) == (100 * 64, (LAYER,) * 3, 100 * 64, 64)
+    assert (parts.layers, parts.layer, parts.head) == (3 * LAYER, LAYER, 100 * 64)
     assert parts.total == parts.trained == 3 * LAYER + 2 * 6400 + 64
-    assert parts.packed == 3 * LAYER + 6400
+    assert parts.matrices == 3 * (ATTENTION + MLP)
     assert parts.kv_bytes == 3 * 2 * 2 * 16 * 2  # layers, keys and values, heads, numbers of a head, bytes
     assert parts.cache_bytes(10) == 10 * parts.kv_bytes and parts.vocabulary == 100 and parts.largest == 64 * 160
     hybrid = parts_of(model_of("lfm2").config, "fp32", scalar=False)  # a layer of attention, one with a state
     assert hybrid.cache_bytes(10) == 10 * 2 * 2 * 8 * 4 + 2 * 3 * 32 * 4
     tied = parts_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
-    assert (tied.head, tied.total) == (0, 3 * LAYER + 6400 + 64)  # counts once
-    assert tied.packed == 3 * LAYER + 6400  # it is still multiplied
+    assert (tied.head, tied.total) == (6400, 3 * LAYER + 6400 + 64)  # counts once
     reward = parts_of(llama(), "fp32", scalar=True)
-    assert (reward.head, reward.vocabulary, reward.kv_bytes, reward.packed) == (64, 1, 0, 3 * LAYER + 64)
+    assert (reward.head, reward.vocabulary, reward.kv_bytes, reward.total) == (64, 1, 0, 3 * LAYER + 6400 + 64 + 64)
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
@@ -57,8 +57,8 @@ def test_every_architecture_counts(name):
     kind, settings = ARCHITECTURES[name]
     config = getattr(transformers, kind)(**{"vocab_size": VOCABULARY, "pad_token_id": 0, **settings})
     parts = parts_of(config, "bf16", scalar=False)
-    assert parts.saved.whole > 0 and len(parts.saved.layers) == len(parts.layers) == 2
-    assert parts.kv_bytes > 0 and parts.total >= parts.packed > 0
+    assert parts.saved.layer > 0 and len(parts.saved.layers) == 2 and parts.kv_bytes > 0
+    assert parts.total >= parts.layers >= parts.layer > 0
     assert parts_of(config, "bf16", scalar=True).total > 0
 
 
@@ -68,15 +68,6 @@ def test_lora_trains_its_matrices_alone():
     assert parts.trained == 3 * sum(8 * (rows + columns) for rows, columns in sizes)
     assert parts.adapted == 3 * (ATTENTION + MLP)
     assert parts.saved.whole < parts_of(llama(), "bf16", False).saved.whole
-
-
-def test_experts_are_not_packed():
-    config = MixtralConfig(
-        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    parts = parts_of(config, "bf16", scalar=False)
-    assert sum(parts.layers) - (parts.packed - 6400) == 2 * 4 * 3 * 64 * 96
 
 
 def model_folder(root, name, kind):
@@ -156,17 +147,16 @@ def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
 
 SAVED = SavedActivations((100, 120), 20, 16)
 PARTS = ModelParts(
-    embedding=300, layers=(200, 200), head=300, other=0, trained=1000, adapted=0, largest=300, packed=700, hidden=8,
-    vocabulary=50, kv_bytes=64, saved=SAVED,
+    total=1000, layers=400, layer=200, trained=1000, adapted=0, matrices=0, largest=300, hidden=8, vocabulary=50,
+    kv_bytes=64, state_bytes=0, saved=SAVED,
 )  # fmt: skip
 
 
 def role(stage=1, dtype="bf16", ranks=4, **settings):
     running = 1 if stage == 0 and dtype != "fp32" else stage
-    return Role("actor", PARTS, dtype, ranks, running, True, **settings)
+    return Role("actor", PARTS, dtype, ranks, running, **settings)
 
 
-MIB = 2**20
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
 
 
@@ -174,49 +164,62 @@ def sized(planned, **parts):
     return replace(planned, parts=replace(PARTS, **parts))
 
 
-LARGE = sized(role(2, on_gpu=True), trained=4 * 10**8, other=4 * 10**8)
+LARGE = sized(role(2, on_gpu=True), trained=4 * 10**8, total=4 * 10**8)
 BUFFER = 4 * 300  # of the largest parameter, in fp32
-# (function, role, what it needs): 1,000 parameters train on 4 ranks, and fit into one bucket
-CASES = [
-    ("weights", role(0, "bf16"), Memory(2000)), ("weights", role(0, "fp32"), Memory(4000)),
-    ("weights", role(3, "bf16"), Memory(500)), ("weights", role(3, offloads_weights=True), Memory(0, 500)),
-    ("weights", sized(role(2, bits=4), adapted=400, trained=100), Memory(2000 - 600)),
-    ("weights", sized(role(2, bits=8), adapted=400, trained=100), Memory(2000 - 400)),
-    ("gathered", role(3, kept_whole=True), Memory(2000)),
-    ("gathered", role(3, kept_whole=True, ranks=1), Memory()),  # they are the part
-    ("gathered_layer_by_layer", role(3, offloads_weights=True), Memory(2000)),
-    ("gathered_layer_by_layer", role(3, kept_whole=True), Memory()), ("gathered_layer_by_layer", role(2), Memory()),
-    ("gathered_layer_by_layer", sized(role(3), other=3 * 10**9), Memory(2 * 10**9)),  # at most a billion numbers
-    ("optimizer", role(1, "bf16"), Memory(12 * 250)), ("optimizer", role(3, "bf16"), Memory(12 * 250)),
-    ("optimizer", role(1, muon=400), Memory(12 * 250 - 4 * 100)), ("optimizer", role(0, "fp32"), Memory(8 * 1000)),
-    ("optimizer", role(2, "fp32"), Memory(12 * 250)),
-    ("optimizer", role(2, offloads_optimizer=True), Memory(BUFFER, 250 * (12 + 4 + 2) + BUFFER)),
-    ("optimizer", role(3, offloads_optimizer=True), Memory(0, 250 * (12 + 4))),
-    ("gradients", role(1, "bf16"), Memory(4 * 1000)), ("gradients", role(1, "fp16"), Memory()),
-    ("gradients", role(3, "bf16"), Memory(4 * 250)), ("gradients", role(3, "fp16"), Memory(2 * 250)),
-    ("gradients", role(0, "fp32"), Memory()), ("gradients", role(3, offloads_optimizer=True), Memory(0, 1000)),
-    ("update_gradients", role(0, "fp32"), Memory(4 * 1000 + 4 * 1000)),
-    ("update_gradients", role(1, "bf16"), Memory(4 * 1000)),
-    ("update_gradients", role(1, "fp16"), Memory(2 * 1000 + 2 * 1000 + 4 * 250)),
-    ("update_gradients", role(3, "bf16"), Memory(2 * 1000)),
-    ("update_gradients", role(2, offloads_optimizer=True), Memory(2 * 1000 + 2 * 1000)),  # sums are in host memory
-    ("update_gradients", sized(role(1, on_gpu=True), trained=6 * 10**8, other=6 * 10**8), Memory((2 + 4) * 300)),
-    ("update_gradients", LARGE, Memory(2 * 10**8 * 2 + 4 * 10**8)),  # a bucket twice, 4 T / N
-    ("update_gradients", replace(LARGE, stage=3), Memory(2 * 10**8)),
+# (part, role, bytes on the device, in host memory): 1,000 parameters train on 4 ranks, and fit into one bucket
+HELD = [
+    ("weights", role(0, "bf16"), 2000, 0), ("weights", role(0, "fp32"), 4000, 0), ("weights", role(3), 500, 0),
+    ("weights", role(3, offloads_weights=True), 0, 500), ("weights", role(3, kept_whole=True), 500 + 2000, 0),
+    ("weights", role(3, kept_whole=True, ranks=1), 2000, 0),  # the whole ones are the part
+    ("weights", sized(role(2, bits=4), adapted=400), 2000 - 600, 0),
+    ("weights", sized(role(2, bits=8), adapted=400), 2000 - 400, 0),
+    ("optimizer", role(1), 12 * 250, 0), ("optimizer", role(3), 12 * 250, 0), ("optimizer", role(2, "fp32"), 3000, 0),
+    ("optimizer", role(0, "fp32"), 8 * 1000, 0),
+    ("optimizer", sized(role(1, muon=True), matrices=400), 12 * 250 - 4 * 100, 0),
+    ("optimizer", sized(role(1), matrices=400), 12 * 250, 0),
+    ("optimizer", role(2, offloads_optimizer=True), BUFFER, 250 * (12 + 4 + 2) + BUFFER),
+    ("optimizer", role(3, offloads_optimizer=True), 0, 250 * (12 + 4)),
+    ("gradients", role(1), 4 * 1000, 0), ("gradients", role(1, "fp16"), 0, 0), ("gradients", role(3), 4 * 250, 0),
+    ("gradients", role(3, "fp16"), 2 * 250, 0), ("gradients", role(0, "fp32"), 0, 0),
+    ("gradients", role(3, offloads_optimizer=True), 0, 1000), ("buffers", role(3), 2000, 0), ("buffers", role(2), 0, 0),
+]  # fmt: skip
+PASSES = [  # (property or function, role, bytes)
+    ("gathered", role(3), 2000), ("gathered", role(3, offloads_weights=True, ranks=1), 2000),
+    ("gathered", role(3, ranks=1), 0), ("gathered", role(3, kept_whole=True), 0), ("gathered", role(2), 0),
+    ("gathered", sized(role(3), total=3 * 10**9), 2 * 10**9),  # at most a billion numbers
+    ("update_gradients", role(0, "fp32"), 4 * 1000 + 4 * 1000), ("update_gradients", role(0, "fp32", ranks=1), 4000),
+    ("update_gradients", role(1), 4 * 1000), ("update_gradients", role(1, ranks=1), (2 + 4) * 300),
+    ("update_gradients", role(1, "fp16"), 2 * 1000 + 2 * 1000 + 4 * 250), ("update_gradients", role(3), 2 * 1000),
+    ("update_gradients", role(2, offloads_optimizer=True), 2 * 1000 + 2 * 1000),  # sums are in host memory
+    ("update_gradients", sized(role(1, on_gpu=True), trained=6 * 10**8), (2 + 4) * 300),
+    ("update_gradients", LARGE, 2 * 10**8 * 2 + 4 * 10**8),  # a bucket twice, 4 T / N
+    ("update_gradients", replace(LARGE, stage=3), 2 * 10**8),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "planned", "size"), CASES)
-def test_what_a_model_holds(function, planned, size):
-    assert getattr(role_memory, function)(planned) == size
+def totals(held):
+    """(part, whether in host memory) -> bytes."""
+    found = Counter()
+    for part, size, on_host in held:
+        found[part, on_host] += size
+    return found
+
+
+@pytest.mark.parametrize(("part", "planned", "device", "host"), HELD)
+def test_what_a_model_holds(part, planned, device, host):
+    found = totals(plan_step.held_by(planned))
+    assert (found[part, False], found[part, True]) == (device, host)
+
+
+@pytest.mark.parametrize(("name", "planned", "size"), PASSES)
+def test_what_a_pass_needs(name, planned, size):
+    assert (planned.gathered if name == "gathered" else plan_step.update_gradients(planned)) == size
 
 
 def test_frozen_models_hold_weights_alone():
-    frozen = replace(role(3), trains=False)
-    assert role_memory.weights(frozen) == Memory(500)
-    held = (role_memory.optimizer, role_memory.gradients, role_memory.buckets, role_memory.accumulated,
-            role_memory.update_gradients)  # fmt: skip
-    assert [part(frozen) for part in held] == [Memory()] * 5
+    frozen = sized(role(3, offloads_optimizer=True), trained=0)
+    assert +totals(plan_step.held_by(frozen)) == {("weights", False): 500}
+    assert plan_step.accumulated(frozen) == plan_step.update_gradients(frozen) == 0
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -236,35 +239,27 @@ def test_gradients_between_micro_batches_are_those_of_an_engine(stage, dtype, of
         held += [part for parts in getattr(engine.optimizer, name, {}).values() for part in parts or []]
     size = sum({part.data_ptr(): part.nbytes for part in held if part is not None}.values())
     planned = sized(role(stage, dtype, ranks=1, offloads_optimizer=offloads), trained=900)
-    assert role_memory.accumulated(planned) + role_memory.gradients(planned) == Memory(size)
+    held = totals(plan_step.held_by(planned))
+    assert plan_step.accumulated(planned) + held["gradients", False] + held["gradients", True] == size
 
 
 def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host():
-    assert role_memory.activations(role(), 10) == Memory(10 * (100 + 120 + 20))
+    def needed(planned, on_host=False):
+        found = totals(plan_step.activations(planned, 10, on_host))
+        return found["activations", False] / 10, found["activations", True] / 10
+
+    assert needed(role()) == needed(role(), on_host=True) == (100 + 120 + 20, 0)  # on a CPU it has no effect
     # with checkpointing, the inputs of the layers and the layer that runs again
-    assert role_memory.activations(role(checkpoints=True), 10) == Memory(10 * (2 * 16 + 20) + 10 * 120)
-    many = 10_000
-    found = role_memory.activations(role(on_gpu=True), many, on_host=True)
-    assert found == Memory(many * 120, many * 240)
-    assert role_memory.activations(role(), many, on_host=True) == Memory(many * 240)  # no effect on a CPU
-    checkpointed = role_memory.activations(role(on_gpu=True, checkpoints=True), many, on_host=True)
-    assert checkpointed == Memory(many * 120 * 2, many * (2 * 16 + 20))
-
-
-def test_the_fused_head_holds_three_blocks_and_the_states():
-    states = (2 + 4) * 8 * 10
-    assert role_memory.head_memory(role(), 10) == Memory(3 * 4 * 10 * 50 + states)
-    many = 10**7  # a block is full
-    assert role_memory.head_memory(role(), many, with_gradient=False) == Memory(3 * 8 * MIB)
-    assert role_memory.head_memory(role(on_gpu=True), many, with_gradient=False) == Memory(3 * 256 * MIB)
-    assert role_memory.head_memory(sized(role(), vocabulary=1), many) == Memory()
+    assert needed(role(checkpoints=True)) == (2 * 16 + 20 + 120, 0)
+    assert needed(role(on_gpu=True), on_host=True) == (120, 240)
+    assert needed(role(on_gpu=True, checkpoints=True), on_host=True) == (120 * 2, 2 * 16 + 20)
 
 
 def test_running_rows():
-    assert role_memory.running_rows(role(), 8, 20, 0, free=10**9) == 8
-    assert role_memory.running_rows(role(), 8, 20, 5, free=10**9) == 5
-    assert role_memory.running_rows(role(), 8, 20, 0, free=2 * 3 * 20 * 64) == 3  # half of what is free
+    assert plan_step.running_rows(role(), 8, 20, 0, free=10**9) == 8
+    assert plan_step.running_rows(role(), 8, 20, 5, free=10**9) == 5
+    assert plan_step.running_rows(role(), 8, 20, 0, free=2 * 3 * 20 * 64) == 3  # half of what is free
     row = 20 * 64 + 24 * 50
-    assert role_memory.running_rows(role(on_gpu=True), 800, 20, 200, free=100 * row) == 100
-    assert role_memory.running_rows(role(on_gpu=True), 800, 20, 0, free=100 * row) == 20  # a tenth is for logits
-    assert role_memory.running_rows(role(on_gpu=True), 8, 20, 0, free=-5) == 1
+    assert plan_step.running_rows(role(on_gpu=True), 800, 20, 200, free=100 * row) == 100
+    assert plan_step.running_rows(role(on_gpu=True), 800, 20, 0, free=100 * row) == 20  # a tenth is for logits
+    assert plan_step.running_rows(role(on_gpu=True), 8, 20, 0, free=-5) == 1
