@@ -4,7 +4,7 @@
 
 Both train the SFT model of `training_scripts/examples/calculator`, which is made first (some minutes), in one process
 with one thread: 16 prompts a step, 8 answers each, one update, no KL, and the same functions as tool and reward. An
-answer calls the tool up to a few times. That model has 0.25 M parameters; with `--larger` 10 M, which change nothing in
+answer calls the tool up to a few times, and the calls of all answers may run at once. That model has 0.25 M parameters; with `--larger` 10 M, which change nothing in
 what it says. Needs `pip install trl==1.16.0`.
 """
 
@@ -34,7 +34,7 @@ FLAGS = (
     "--actor_model_name_or_path {work}/sft --advantage_estimator grpo --kl_coef 0 --max_prompt_seq_len 48 "
     f"--max_answer_seq_len {LONGEST} --n_samples_per_prompt {ANSWERS} --per_device_generation_batch_size {PROMPTS} "
     f"--per_device_training_batch_size {PROMPTS * ANSWERS} --max_steps {{steps}} "
-    "--tools {tool}:calculate --reward_function {tool}:right_sum"
+    f"--tools {{tool}}:calculate --reward_function {{tool}}:right_sum --environment_workers {PROMPTS * ANSWERS}"
 )
 TOOL = """
 import sys, time
