@@ -101,7 +101,7 @@ def nearest_path(path: str | Path) -> str:
     with suppress(OSError):  # a folder that is not readable
         for part in (*reversed(Path(path).parents), Path(path)):
             if part.parent.is_dir() and not part.exists():
-                near = difflib.get_close_matches(part.name, os.listdir(part.parent), n=1)
+                near = difflib.get_close_matches(part.name, os.listdir(part.parent), n=1, cutoff=0.65)
                 return f"; did you mean {part.parent / near[0]}?" if near else ""
     return ""
 
