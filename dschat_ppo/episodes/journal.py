@@ -2,7 +2,7 @@
 
 `JournalledEpisodes` has the interface of `Episodes`. An episode has no process while its questions are in the journal.
 Where the journal ends, or the model says something else than before, its process starts. An environment, which has a
-state, first hears again what the model said; functions have none.
+state, first hears again what the model said; functions have none, and their process starts with the first message.
 """
 
 from __future__ import annotations
@@ -141,6 +141,8 @@ class JournalledEpisodes:
         episode = self._begun[number]
         episode.ask(*request)
         answer = None if episode.has_process else self.journal.known.get(episode.question)
+        if not self.has_state and request[0] != "step":
+            answer = {}  # functions have nothing to begin or end: a process starts for the first call
         if answer is not None:
             error = answer.get("error")
             self._answers.append((number, Turn(**answer) if error is None else CallError(error)))

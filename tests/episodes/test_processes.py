@@ -273,7 +273,10 @@ def live(episodes, *actions, number=0):
         found.append(answers_of(episodes, 1)[number])
     if actions[-1] == "finish":
         episodes.end(number)
-    return [str(turn) if isinstance(turn, CallError) else (turn.messages[0]["content"], turn.reward) for turn in found]
+    return [
+        str(turn) if isinstance(turn, CallError)
+        else ("".join(message["content"] for message in turn.messages), turn.reward) for turn in found
+    ]  # fmt: skip
 
 
 def test_a_whole_episode_has_no_process_the_second_time(tmp_path):
@@ -286,14 +289,23 @@ def test_a_whole_episode_has_no_process_the_second_time(tmp_path):
 
 @pytest.mark.parametrize(("has_state", "heard"), [(True, ["reset", "x", "y", "z"]), (False, ["reset", "z"])])
 def test_where_the_journal_ends_an_environment_hears_again_what_was_said(tmp_path, has_state, heard):
-    first, _ = episodes_of(tmp_path, has_state=has_state)
+    first, processes = episodes_of(tmp_path, has_state=has_state)
     live(first, "x", "y")
+    assert [request for _, request in processes.heard] == ["reset", "x", "y"]
     again, processes = episodes_of(tmp_path, has_state=has_state)
     found = live(again, "x", "y", "z")
     assert [request for _, request in processes.heard] == heard
-    assert found == [("1", 0.1), ("2", 0.2), ("3", pytest.approx(0.3)), (str(len(heard)), 0.1 * len(heard))]
+    begun = ("1", 0.1) if has_state else ("", 0.0)
+    assert found == [begun, ("2", 0.2), ("3", pytest.approx(0.3)), (str(len(heard)), 0.1 * len(heard))]
     third, processes = episodes_of(tmp_path, has_state=has_state)
     assert live(third, "x", "y", "z") == found and processes.heard == []
+
+
+def test_functions_have_a_process_from_the_first_message_on(tmp_path):
+    episodes, processes = episodes_of(tmp_path, has_state=False)
+    assert live(episodes, "finish") == [("", 0.0), ("", 0.0)] and processes.heard == []
+    assert live(episodes, "x", "finish", number=1) == [("", 0.0), ("2", 0.2), ("", 0.0)]
+    assert processes.heard == [(1, "reset"), (1, "x"), (1, "end")]
 
 
 def test_another_action_row_rollout_number_or_step_is_another_question(tmp_path):

@@ -273,7 +273,8 @@ def test_activations_on_the_host_change_no_number(hosted, checkpointing):
     assert torch.equal(found, expected)
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
     inputs = [shape for shape in hosted if shape == (ROWS, COLUMNS, 32)]
-    assert 2 <= len(inputs) <= 5  # two layers, and the last norm
+    # two layers and the last norm; DeepSpeed's product, which a ZeRO-3 engine leaves in place, keeps its inputs too
+    assert 2 <= len(inputs) <= 5 if checkpointing else len(inputs) >= 5
     assert any(shape[-1] == 48 for shape in hosted) != checkpointing  # inside an MLP
     parameters = {tuple(p.shape) for p in model.parameters()}
     assert parameters.isdisjoint(shape for shape in hosted if len(shape) == 2)
