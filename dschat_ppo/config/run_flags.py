@@ -217,8 +217,8 @@ class MemoryFlags:
         "inputs of the layers (no effect on a CPU)")
     attn_implementation: Literal["auto", "sdpa", "eager"] = flag("auto",
         "attention of scoring and training, in all models; generation has its own. auto: PyTorch's scaled dot product "
-        "attention, for packed rows on a GPU its variable-length FlashAttention, and for bf16 on a CPU blocks of "
-        "logits; eager: products and a softmax")
+        "attention, for packed rows on a GPU its variable-length FlashAttention, and on a CPU a compiled kernel (fp32: "
+        "up to 256 tokens); eager: products and a softmax")
     sequence_parallel_size: int = positive(1,
         "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses). They share their "
         "rows, so a batch size per device counts for all of them together. The number of ranks and that of the model's "

@@ -1,6 +1,8 @@
 // Attention of one new token of each row over the KV cache.
 #include "number.h"
 
+#include <algorithm>
+
 static const int64_t GRAIN = 32768; // products per call that justify a second thread
 
 typedef float lanes __attribute__((vector_size(64), aligned(4)));

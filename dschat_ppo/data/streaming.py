@@ -264,7 +264,8 @@ class StreamedRows:
             try:
                 found = self._pipe.recv()
             except (EOFError, OSError):
-                what = "the process that reads the stream has ended"
+                self.process.join(5)  # or else the end of this rank ends it before its traceback is written
+                what = "the process that reads the stream has ended (its own message, if any, is above)"
                 way = "most often because memory ran out; run the same command again to resume"
                 raise UserError(f"{what}, {way}") from None
             heartbeat()

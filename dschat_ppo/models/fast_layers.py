@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 def kernels_for(*tensors: Tensor) -> Any:
     """The module whose kernels run these tensors: `cpu_kernels.operations`, `gpu_kernels` or None. On the meta device,
     where the planner counts what layers save for their backward pass, that of the CPU."""
-    if can_run(*tensors) or all(x.is_meta and x.dtype in operations.DTYPES for x in tensors):
+    if can_run(*tensors) or all(x.is_meta and x.dtype == tensors[0].dtype in operations.DTYPES for x in tensors):
         return operations
     half = all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors)
     return _triton_kernels(tensors[0].device, tensors[0].dtype) if half else None

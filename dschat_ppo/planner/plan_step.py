@@ -158,6 +158,11 @@ def activations(role: Role, tokens: int, on_host: bool = False) -> Held:
     yield "activations", saved.layer * tokens * (role.checkpoints + on_host), False
 
 
+def logits(role: Role, tokens: int) -> int:
+    """Bytes of up to three blocks of fp32 logits of the fused head (`algorithms/fused_logprobs.py`)."""
+    return 3 * min(GPU_BLOCK_BYTES if role.on_gpu else BLOCK_BYTES, FP32 * tokens * role.parts.vocabulary)
+
+
 def running_rows(role: Role, rows: int, length: int, wanted: int, free: int) -> int:
     """Sequences that are decoded at a time, at least 1, as `rollout/kv_cache.py` chooses them. `rows`: sequences of a
     rollout on this rank, of `length` tokens at most; `wanted`: `--rollout_rows`, 0 for as many as memory allows;
@@ -215,9 +220,7 @@ def update_phase(config: StepConfig, roles: Sequence[Role], role: Role, tokens: 
     first, last = (steady_phase(name, config, roles) for _ in range(2))
     for part, size, on_host in activations(role, tokens, config.memory.offload_activations):
         first.add(role.name, part, size, on_host)
-    # the fused head has up to three blocks of fp32 logits (`algorithms/fused_logprobs.py`)
-    block = min(GPU_BLOCK_BYTES if role.on_gpu else BLOCK_BYTES, FP32 * tokens * parts.vocabulary)
-    first.add(role.name, "logits", 3 * block)
+    first.add(role.name, "logits", logits(role, tokens))
     first.add(role.name, "gradients", role.itemsize * min(parts.head, parts.trained))
     first.add(role.name, "gradients", accumulated(role) if micro_batches > 1 else 0)
     last.add(role.name, "gradients", update_gradients(role))
@@ -225,6 +228,18 @@ def update_phase(config: StepConfig, roles: Sequence[Role], role: Role, tokens: 
     largest = max(first, last, key=Phase.total)
     largest.add(role.name, "buffers", role.gathered)
     return largest
+
+
+def scoring_phase(config: PPOConfig, roles: Sequence[Role], tokens: int) -> Phase:
+    """Forward passes over micro-batches, of one model after another, of which the dearest counts: at stage 3 that of a
+    large reward model gathers more than an update of a small actor needs."""
+    phases = list[Phase]()
+    for role in roles:
+        phases.append(phase := steady_phase("scoring", config, roles))
+        phase.add(role.name, "activations", role.parts.saved.layer * tokens)
+        phase.add(role.name, "logits", logits(role, tokens))
+        phase.add(role.name, "buffers", role.gathered)
+    return max(phases, key=Phase.total)
 
 
 def checkpoint_phase(config: StepConfig, roles: Sequence[Role]) -> Phase:
@@ -364,7 +379,7 @@ def plan_step(
         of_tensors = int((usable(own) - GPU_CONTEXT) / (1 + FRAGMENTATION)) if on_gpu else usable(own)
         tokens, micro_batches = ppo_batch(plan)
         rollout, rows = rollout_phase(config, plan, roles, model_configs["actor"], of_tensors)
-        phases.append(rollout)
+        phases += [rollout, scoring_phase(config, roles, tokens)]
     else:
         tokens, micro_batches = supervised_batch(config)
     phases += [update_phase(config, roles, role, tokens, micro_batches) for role in roles if role.parts.trained]

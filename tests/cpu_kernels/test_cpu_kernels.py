@@ -246,7 +246,7 @@ def by_definition(query, histories, scale, window):
 @DTYPES
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 16), (6, 2, 24), (16, 1, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(6, 2, 24), (2, 2, 32), (9, 1, 64), (5, 1, 96), (6, 3, 128)])
 @pytest.mark.parametrize("pooled", [False, True])
 def test_decoding_writes_and_attends(heads, kv_heads, width, window, dtype, pooled):
     """Three rows of five of a cache; or three segments of a pool, of which two have the same three tokens before."""
@@ -270,4 +270,4 @@ def test_decoding_writes_and_attends(heads, kv_heads, width, window, dtype, pool
         slots = [*range(first, first + many), *range(start, start + count + 1)]
         histories.append([x[row][:, slots] for x in (keys, values)])
     exact = by_definition(query, histories, 0.3, window)
-    torch.testing.assert_close(found.double(), exact, rtol=HALF_STEP[dtype], atol=1e-6)
+    torch.testing.assert_close(found.double(), exact, rtol=HALF_STEP[dtype], atol=4e-6)

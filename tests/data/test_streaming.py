@@ -322,6 +322,13 @@ def test_the_launchers_signals_do_not_end_the_process_and_its_end_ends_the_run_w
         rows[16]
 
 
+def test_the_traceback_of_the_process_is_written_before_the_run_ends(capfd):
+    slow = type("Slow", (Exception,), {"__str__": lambda self: str(time.sleep(0.5))})
+    with pytest.raises(UserError, match="its own message, if any, is above"):
+        tried(lambda batch: (_ for _ in ()).throw(slow()))
+    assert "Slow: None" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_no_process_is_left_when_the_rank_ends(is_killed):
     read, write = os.pipe()

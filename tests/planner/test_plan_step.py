@@ -140,13 +140,13 @@ def test_what_a_device_and_a_host_need():
     device, host = plan.needs(first)
     assert device == int(first.total(on_host=False) * 1.06) + GIB
     assert host == 8 * (first.total(on_host=True) + HOST_PROCESS)
-    collected = 2 * 8030261248  # by rank 0, to save them
-    assert plan.needs(last)[1] == 8 * (last.total(on_host=True) + HOST_PROCESS) + collected
+    assert plan.needs(last)[1] == 8 * (last.total(on_host=True) + HOST_PROCESS) + 2 * 8030261248, "rank 0 collects"
     on_cpu = plan_ppo("", SMALL, 2, 0, 16 * GIB)
     assert on_cpu.needs(on_cpu.phases[0]) == (0, 2 * (on_cpu.phases[0].total() + HOST_PROCESS))
-    assert [peak.memory for peak in plan.peaks] == [80 * GIB, HOST] and [peak.memory for peak in on_cpu.peaks] == [
-        16 * GIB
-    ]
+    assert [[peak.memory for peak in each.peaks] for each in (plan, on_cpu)] == [[80 * GIB, HOST], [16 * GIB]]
+    lora = plan_ppo(f"{STAGE_3} --actor_lora_dim 8 --actor_lora_learning_rate 1e-4")
+    gathered = [lora.phases[n].total(part="buffers") for n in (1, -1)]
+    assert gathered[0] - gathered[1] == 2 * 10**9, "scoring gathers weights of one model"
 
 
 def test_a_rollout_gathers_the_actor_whole_divided_or_by_layer():
