@@ -20,14 +20,11 @@ def random_logits(dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(3, 4, 11, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
 
 
-def random_tokens() -> torch.Tensor:
-    return torch.randint(0, 11, (3, 4), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logprobs_match_numpy_log_softmax(temperature, dtype):
-    logits, tokens = random_logits(dtype), random_tokens()
+    logits = random_logits(dtype)
+    tokens = torch.randint(0, 11, (3, 4), generator=torch.Generator().manual_seed(1))
     table = numpy_log_softmax(logits.float().numpy(), temperature)
     expected = np.take_along_axis(table, tokens.numpy()[..., None], axis=-1)[..., 0]
     result = token_logprobs(logits, tokens, temperature)

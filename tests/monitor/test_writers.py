@@ -196,13 +196,9 @@ def test_a_failure_is_a_storage_error_that_names_the_file(tmp_path, monkeypatch)
         lines.saved_offset()
 
 
-def starts_of(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / STARTS).read_text().splitlines()]
-
-
 def test_a_line_has_the_first_step_the_ranks_and_the_versions_or_is_a_storage_error(tmp_path):
     record_start(tmp_path, 7, 2)
-    (line,) = starts_of(tmp_path)
+    line = json.loads((tmp_path / STARTS).read_text())
     assert (line["step"], line["world_size"]) == (7, 2)
     assert line["versions"]["torch"] == version("torch") and "bitsandbytes" not in line["versions"]
     (tmp_path / STARTS).unlink()

@@ -18,10 +18,6 @@ WHOLE = [f"evaluate {step} eval" for step in range(STEPS + 1)]
 SKIP = "--on_nonfinite skip --max_nonfinite_skips 9"
 
 
-def experience_events(step: int) -> list:
-    return ["take 4", f"generate {step}", f"reward {step}", "score eval", "add", f"advantages {step}"]
-
-
 def update_events(step: int, number: int) -> list:
     """One update of actor and critic, or of the critic alone in the warm-up, and the save point after it."""
     done = [(step, "critic", "train")] if step == 1 else ["texts", (step, "actor", "critic", "train"), "average"]
@@ -77,7 +73,7 @@ def whole(assets, tmp_path_factory):
 def test_the_order_of_a_run(whole):
     expected = [WHOLE[0]]
     for step in range(1, STEPS + 1):
-        expected += experience_events(step)
+        expected += ["take 4", f"generate {step}", f"reward {step}", "score eval", "add", f"advantages {step}"]
         expected += sum((update_events(step, number) for number in range(1, UPDATES + 1)), [])
         expected += [WHOLE[step]] * (step > 1) + [("save_if_due", (step, 0), step == 2)]
     assert whole[1] == expected
@@ -224,17 +220,13 @@ def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     assert run.lines[3]["policy/updates_done_share"] == 1.0 and run.lines[3]["policy/entropy_coef"] == 0.01
 
 
-def updates_of(did: list, step: int) -> int:
-    return sum(what[0] == step for what in did if isinstance(what, tuple))
-
-
 @pytest.mark.parametrize(("flag", "applied"), [("--target_kl 0.0001", 2), ("--max_log_ratio 0.001", 1)])
 def test_a_limit_ends_the_updates_of_its_step_alone(assets, tmp_path, flag, applied):
     """The first update starts from the sampling policy; the second one measures what the first has moved, and is
     applied or, beyond the second limit, not."""
     run, checkpointer, did = started(assets, tmp_path / "run", f"{flag} --enable_ema")
     run.run(checkpointer)
-    assert [updates_of(did, step) for step in (1, 2, 3)] == [2, 2, 2]
+    assert [sum(what[:1] == (step,) for what in did) for step in (1, 2, 3)] == [2, 2, 2]
     assert did.count("average") == 3 * applied
     assert checkpointer.passed[:3] == [((0, 1), False), ((0, 2), False), ((1, 0), False)]
     assert [line["policy/updates_done_share"] for line in run.lines] == [applied / 4] * 3
