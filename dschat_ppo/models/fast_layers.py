@@ -1,5 +1,6 @@
 """RMSNorm and SwiGLU layers by kernels, with backward passes by hand: compiled ones on a CPU, Triton's on a GPU in half
-precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel.
+precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel; so is that in fp32 without
+gradients, which is fewer operations.
 
 Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps silu(gate) of an MLP.
 By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) + eps)^-1/2, and the gradient g of y:
@@ -176,7 +177,7 @@ def _fast_norm(kind: Any) -> Any:
                 _RMSNorm.apply(kernels, states, weight, eps) if trains
                 else kernels.rms_norm(states.contiguous(), weight, eps)
             )  # fmt: skip
-        elif states.is_cuda:
+        elif states.is_cuda or (states.dtype == torch.float32 and not trains):  # in fp32, with the same bits
             found = weight * nn.functional.rms_norm(states, weight.shape, None, eps)
         else:
             found = kind.forward(self, states)
