@@ -1,6 +1,6 @@
 """RMSNorm and SwiGLU layers by kernels, with backward passes by hand: compiled ones on a CPU, Triton's on a GPU in half
-precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel; so is that in fp32 without
-gradients, which is fewer operations.
+precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel; so is that in fp32 without gradients, which is
+fewer operations.
 
 Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps silu(gate) of an MLP.
 By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) + eps)^-1/2, and the gradient g of y:
