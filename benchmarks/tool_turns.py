@@ -4,8 +4,8 @@
 
 Both train the SFT model of `training_scripts/examples/calculator`, which is made first (some minutes), in one process
 with one thread: 16 prompts a step, 8 answers each, one update, no KL, and the same functions as tool and reward. An
-answer calls the tool up to a few times, and the calls of all answers may run at once. That model has 0.25 M parameters; with `--larger` 10 M, which change nothing in
-what it says. Needs `pip install trl==1.16.0`.
+answer calls the tool up to a few times, and the calls of all answers may run at once. That model has 0.25 M
+parameters; with `--larger` 10 M, which change nothing in what it says. Needs `pip install trl==1.16.0`.
 """
 
 from __future__ import annotations
