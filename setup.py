@@ -1,12 +1,13 @@
 """Package definition.
 
-The lower bounds are the oldest versions that the tests pass with (tests/versions.sh runs them). constraints.txt has the
-versions that the tests run with otherwise; training_scripts/setup_venv.sh installs those. torch has an upper bound too,
-the newest minor version that the tests ran with; before 2.8 it refuses memory pools for CUDA graphs beside expandable
-segments. DeepSpeed before 0.19.8 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that
-transformers asks for: it needs a GPU, and the tests run without. FastAPI starts at its last version for Python 3.10.
-huggingface_hub brings httpx2; its earlier versions bring httpx. Libraries without a bound are imported by the package
-and required, with bounds, by those above them.
+The lower bounds are the oldest versions that the tests pass with (tests/versions.sh runs them).
+constraints.txt has the versions that the tests run with otherwise; training_scripts/setup_venv.sh
+installs those. torch has an upper bound too, the newest minor version that the tests ran with;
+before 2.8 it refuses memory pools for CUDA graphs beside expandable segments. DeepSpeed before
+0.19.8 cannot skip an update at ZeRO stage 2. bitsandbytes starts at the version that transformers
+asks for: it needs a GPU, and the tests run without. FastAPI starts at its last version for Python
+3.10. huggingface_hub brings httpx2; its earlier versions bring httpx. Libraries without a bound are
+imported by the package and required, with bounds, by those above them.
 """
 
 from pathlib import Path
@@ -39,7 +40,9 @@ setup(
     entry_points={
         "console_scripts": [
             f"dschat-{name} = dschat_ppo.__main__:installed"
-            for name in "sft reward dpo ppo chat data evaluate export plan replay report serve-reward".split()
+            for name in (
+                "sft reward dpo ppo chat data evaluate export plan replay report serve-reward"
+            ).split()
         ]
     },
     packages=find_packages(include=["dschat_ppo", "dschat_ppo.*"]),
@@ -50,7 +53,7 @@ setup(
             "cpu_kernels/*.cpp",
             "cpu_kernels/*.h",
             "data/named_templates/*.jinja",
-        ]  # fmt: skip
+        ]
     },
     python_requires=">=3.10",
     install_requires=[

@@ -1,9 +1,10 @@
-"""The pictures of README.md and docs/reading-curves.md: short runs of the toy tasks, some broken on purpose.
+"""The pictures of README.md and docs/reading-curves.md: short runs of the toy tasks, some broken on
+purpose.
 
     python benchmarks/curves.py [--work DIR] [--pictures docs/pictures]
 
-Each run has two ranks and takes a minute or less. Finished runs are kept in the work folder. It needs matplotlib:
-pip install -e '.[plot]'.
+Each run has two ranks and takes a minute or less. Finished runs are kept in the work folder. It
+needs matplotlib: pip install -e '.[plot]'.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from pathlib import Path
 from learning import ROOT, call, points, prepare
 
 MADE, TOY = "{work}/preference/made", "training_scripts/toy"  # MADE: by `prepare` of `learning.py`
-PPO = f"{TOY}/run_step3_ppo.sh {MADE}/toy {MADE}/sft {MADE}/reward {{out}} --enable_test_mode True --test_stop_step 24"
+PPO = (
+    f"{TOY}/run_step3_ppo.sh {MADE}/toy {MADE}/sft {MADE}/reward {{out}} --enable_test_mode True"
+    " --test_stop_step 24"
+)
 GRPO = f"{TOY}/run_grpo_addition.sh {{work}}/addition --output_dir {{out}} --eval_interval 4"
-LENGTH = f"""{PPO} --use_reward_model False --reward_function length:0.02 --advantage_estimator grpo --kl_coef 0
+LENGTH = f"""{PPO} --use_reward_model False --reward_function length:0.02 --advantage_estimator
+grpo --kl_coef 0
     --n_samples_per_prompt 4 --per_device_generation_batch_size 16 --actor_learning_rate 5e-4"""
 
 # run -> the command of its last step
@@ -43,9 +48,18 @@ PICTURES = {
         ["addition", "constant reward", "no SFT"],
         ["reward/score_mean", "reward/score_std", "reward/equal_groups_share"],
     ),
-    "length": (["reward for length"], ["reward/score_mean", "rollout/length_mean", "rollout/ended_share"]),
-    "no-kl": (["PPO", "no KL, high rate"], ["reward/score_mean", "policy/entropy", "rollout/ended_share"]),
-    "critic": (["PPO", "critic does not learn"], ["value/explained_variance", "value/loss", "reward/score_mean"]),
+    "length": (
+        ["reward for length"],
+        ["reward/score_mean", "rollout/length_mean", "rollout/ended_share"],
+    ),
+    "no-kl": (
+        ["PPO", "no KL, high rate"],
+        ["reward/score_mean", "policy/entropy", "rollout/ended_share"],
+    ),
+    "critic": (
+        ["PPO", "critic does not learn"],
+        ["value/explained_variance", "value/loss", "reward/score_mean"],
+    ),
 }
 
 
@@ -70,14 +84,25 @@ def draw(work: Path, runs: list[str], metrics: list[str], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=ROOT / "output/curves", help="folder for models and finished runs")
-    parser.add_argument("--pictures", type=Path, default=ROOT / "docs/pictures", help="folder for the pictures")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "output/curves",
+        help="folder for models and finished runs",
+    )
+    parser.add_argument(
+        "--pictures", type=Path, default=ROOT / "docs/pictures", help="folder for the pictures"
+    )
     chosen = parser.parse_args()
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        parser.error("the pictures need matplotlib, which is not installed: pip install -e '.[plot]'")
+        parser.error(
+            "the pictures need matplotlib, which is not installed: pip install -e '.[plot]'"
+        )
     work = chosen.work.resolve()
     prepare("preference", work)
     for name, command in RUNS.items():

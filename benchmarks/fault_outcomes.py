@@ -1,9 +1,10 @@
-"""What a fault cost a run: processes left over, saved steps lost, different numbers; and power losses.
+"""What a fault cost a run: processes left over, saved steps lost, different numbers; and power
+losses.
 
-In a power loss the file system of a run loses, at one instant, everything that is not synced. The disk is an ext4
-image, mounted through a loop device. `FS_IOC_SHUTDOWN` without a flush of the journal stops it at once: content that is
-only in the page cache is lost. When it is mounted again it replays its journal. ext4's own repair of programs that
-forget to sync (`auto_da_alloc`) is off.
+In a power loss the file system of a run loses, at one instant, everything that is not synced. The
+disk is an ext4 image, mounted through a loop device. `FS_IOC_SHUTDOWN` without a flush of the
+journal stops it at once: content that is only in the page cache is lost. When it is mounted again
+it replays its journal. ext4's own repair of programs that forget to sync (`auto_da_alloc`) is off.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ FS_IOC_SHUTDOWN, WITHOUT_A_FLUSH = 0x8004587D, 2
 IMAGE_BYTES = 2**29
 MODES = ("data=ordered", "data=writeback", "data=ordered,nodelalloc", "data=writeback,nodelalloc")
 RUNS = ("PPO", "SFT, packed")
-EVENTS = {  # files that appear on the disk, in this order; a cut follows one of them after some time
+# files that appear on the disk, in this order; a cut follows one of them after some time
+EVENTS = {
     "the prepared data": "**/*.arrow",
     "config.yaml": "output/config.yaml",
     "metrics.jsonl": "output/metrics.jsonl",
@@ -51,8 +53,9 @@ LONGEST_DELAY = 2.5
 class Outcome:
     """How the first start of a run ended, and how its second start did.
 
-    `met`: the fault came before the end; `code`: of the first start; `left`: processes and segments of shared memory;
-    `steps_lost`: saved, and computed again; `equal`: metrics and weights are those of the run without a fault.
+    `met`: the fault came before the end; `code`: of the first start; `left`: processes and segments
+    of shared memory; `steps_lost`: saved, and computed again; `equal`: metrics and weights are
+    those of the run without a fault.
     """
 
     name: str
@@ -71,7 +74,11 @@ def left_over(word: str, timeout: float = 40.0) -> int:
     """Processes that still have `word` in their command line after a while; they are killed."""
     deadline = time.monotonic() + timeout
     while True:
-        found = [p for p in psutil.process_iter(["cmdline"]) if any(word in part for part in p.info["cmdline"] or [])]
+        found = [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if any(word in part for part in p.info["cmdline"] or [])
+        ]
         if not found or time.monotonic() > deadline:
             break
         time.sleep(0.2)
@@ -95,7 +102,8 @@ def is_finished(output: Path) -> bool:
 
 
 def lost_steps(first: str, both: str) -> int:
-    """Steps that the first start saved and the second computed again, from the log of the first and that of both."""
+    """Steps that the first start saved and the second computed again, from the log of the first and
+    that of both."""
     saved = re.findall(r"checkpoint step_(\d+)\S*: saved", first)
     resumed = re.findall(r"resuming from .*step_(\d+)", both)
     return max(0, max(map(int, saved), default=0) - (int(resumed[-1]) if resumed else 0))
@@ -105,12 +113,17 @@ def same_outputs(one: Path, other: Path) -> bool:
     """Whether metrics and saved weights are equal to the last bit."""
     if metrics_of(one) != metrics_of(other):
         return False
-    models, others = ({path.relative_to(output) for path in output.rglob("*.safetensors")} for output in (one, other))
+    models, others = (
+        {path.relative_to(output) for path in output.rglob("*.safetensors")}
+        for output in (one, other)
+    )
     if models != others or not models:
         return False
     for model in models:
         first, second = load_file(one / model), load_file(other / model)
-        if first.keys() != second.keys() or not all(torch.equal(first[name], second[name]) for name in first):
+        if first.keys() != second.keys() or not all(
+            torch.equal(first[name], second[name]) for name in first
+        ):
             return False
     return True
 
@@ -118,11 +131,18 @@ def same_outputs(one: Path, other: Path) -> bool:
 def table(outcomes: list[Outcome]) -> str:
     """Markdown: a row for each fault."""
     rows = [
-        [o.name, str(o.code) if o.met else "0 (it had ended)", str(o.left), str(o.steps_lost),
-         "yes" if o.equal else "no"]
+        [
+            o.name,
+            str(o.code) if o.met else "0 (it had ended)",
+            str(o.left),
+            str(o.steps_lost),
+            "yes" if o.equal else "no",
+        ]
         for o in outcomes
-    ]  # fmt: skip
-    return markdown(["fault", "exit code", "processes left", "saved steps lost", "equal after resuming"], rows)
+    ]
+    return markdown(
+        ["fault", "exit code", "processes left", "saved steps lost", "equal after resuming"], rows
+    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +156,9 @@ class Cut:
     commit: int  # seconds after which ext4 commits names to its journal
 
     def __str__(self) -> str:
-        return f"{self.run}, {self.delay:.1f} s after {self.event} ({self.mode}, commit={self.commit})"
+        return (
+            f"{self.run}, {self.delay:.1f} s after {self.event} ({self.mode}, commit={self.commit})"
+        )
 
 
 class Disk:
@@ -152,12 +174,21 @@ class Disk:
 
     def mount(self) -> None:
         options = f"loop,noauto_da_alloc,{self.options}"
-        subprocess.run(["mount", "-o", options, str(self.image), str(self.place)], check=True, capture_output=True)
+        subprocess.run(
+            ["mount", "-o", options, str(self.image), str(self.place)],
+            check=True,
+            capture_output=True,
+        )
 
     def unmount(self) -> None:
         """Wait until no process uses it, then unmount."""
         for _ in range(100):
-            if subprocess.run(["umount", str(self.place)], check=False, capture_output=True).returncode == 0:
+            if (
+                subprocess.run(
+                    ["umount", str(self.place)], check=False, capture_output=True
+                ).returncode
+                == 0
+            ):
                 return
             time.sleep(0.1)
         subprocess.run(["umount", str(self.place)], check=True)
@@ -201,26 +232,42 @@ def draw_cuts(seed: int, count: int) -> list[Cut]:
     """Cuts after each event by turns, of each run by turns."""
     drawn, events = random.Random(seed), list(EVENTS)
     return [
-        Cut(RUNS[number % len(RUNS)], events[number % len(events)], drawn.uniform(0, LONGEST_DELAY),
-            drawn.choice(MODES), drawn.choice((1, 5)))
+        Cut(
+            RUNS[number % len(RUNS)],
+            events[number % len(events)],
+            drawn.uniform(0, LONGEST_DELAY),
+            drawn.choice(MODES),
+            drawn.choice((1, 5)),
+        )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def end(process: subprocess.Popen[str]) -> None:
     """Kill every process of the run: the machine is off."""
-    for one in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
+    for one in (
+        [*psutil.Process(process.pid).children(recursive=True), process]
+        if process.poll() is None
+        else []
+    ):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             one.send_signal(signal.SIGKILL)
     process.wait()
 
 
 def meet_cut(bench: Bench, cut: Cut, number: int) -> Outcome:
-    """Cut the power of the run, run the same command to its end, and compare; `number` names its files."""
+    """Cut the power of the run, run the same command to its end, and compare; `number` names its
+    files."""
     whole, log = bench.whole(cut.run), bench.work / f"power_{number:02d}.log"
-    # A new image for each run: a loop device that still holds the last image would be mounted instead.
-    disk = Disk(bench.work / f"image_{number:02d}", bench.work / "disk", f"{cut.mode},commit={cut.commit}")
-    output, env = disk.place / "output", {"HF_HOME": str(disk.place / "hf"), "TMPDIR": str(disk.place / "tmp")}
+    # A new image for each run: a loop device that still holds the last image would be mounted
+    # instead.
+    disk = Disk(
+        bench.work / f"image_{number:02d}", bench.work / "disk", f"{cut.mode},commit={cut.commit}"
+    )
+    output, env = (
+        disk.place / "output",
+        {"HF_HOME": str(disk.place / "hf"), "TMPDIR": str(disk.place / "tmp")},
+    )
     try:
         (disk.place / "tmp").mkdir()
         os.sync()
@@ -233,12 +280,16 @@ def meet_cut(bench: Bench, cut: Cut, number: int) -> Outcome:
         disk.unmount()
         disk.mount()
         after, first = disk.content(), log.read_text(encoding="utf-8", errors="replace")
-        files = sum(not after.get(path, b"").startswith(was or b"?") for path, was in before.items())
+        files = sum(
+            not after.get(path, b"").startswith(was or b"?") for path, was in before.items()
+        )
         (disk.place / "tmp").mkdir(exist_ok=True)
         code = bench.start(cut.run, output, env, log).wait()
         lost = 0 if done else lost_steps(first, log.read_text(encoding="utf-8", errors="replace"))
         name = f"{cut}: {files} files lost bytes"
-        return Outcome(name, met, process.returncode, 0, lost, code == 0 and same_outputs(whole, output))
+        return Outcome(
+            name, met, process.returncode, 0, lost, code == 0 and same_outputs(whole, output)
+        )
     finally:
         disk.unmount()
         disk.image.unlink()

@@ -1,16 +1,18 @@
 """Fault injection: runs meet faults of every kind, are started again, and must lose nothing.
 
-    python benchmarks/faults.py [--power] [--kills N] [--quick] [--seed N] [--only WORD] [--work DIR] [--json FILE]
+    python benchmarks/faults.py [--power] [--kills N] [--quick] [--seed N] [--only WORD]
+        [--work DIR] [--json FILE]
         [--docs FILE.md]
 
-Small runs on two ranks, with a checkpoint after every step, are interrupted, started again by the same command, and
-compared with a run that nothing interrupted: metrics and weights must be equal, bit for bit. Processes and shared
-memory that are left over, and steps that were saved but had to be repeated, are counted too.
+Small runs on two ranks, with a checkpoint after every step, are interrupted, started again by the
+same command, and compared with a run that nothing interrupted: metrics and weights must be equal,
+bit for bit. Processes and shared memory that are left over, and steps that were saved but had to be
+repeated, are counted too.
 
-SIGKILL meets a rank, the launcher or a child of a rank (a process of a reward function or of data) of one of `RUNS`, at
-moments drawn from `--seed`. `others` lists the remaining kinds. `--power` cuts the power of runs instead
-(`fault_outcomes.py`). Full and read-only disks, and power losses, need root. The exit code is 1 if a run did not
-survive.
+SIGKILL meets a rank, the launcher or a child of a rank (a process of a reward function or of data)
+of one of `RUNS`, at moments drawn from `--seed`. `others` lists the remaining kinds. `--power` cuts
+the power of runs instead (`fault_outcomes.py`). Full and read-only disks, and power losses, need
+root. The exit code is 1 if a run did not survive.
 """
 
 from __future__ import annotations
@@ -49,15 +51,19 @@ STEPS = 4  # of every run
 MARKS = ("<!-- faults -->", "<!-- /faults -->")
 COMMON = "--dtype fp32 --num_warmup_steps 0 --save_steps 1 --save_minutes 0 --collective_timeout 60"
 SFT = (
-    f"{COMMON} --zero_stage 3 --data_split 1,0,0 --max_seq_len 64 --per_device_train_batch_size 8 --num_train_epochs 1 "
-    f"--learning_rate 0.003 --dropout 0.1 --max_steps {STEPS}"
+    f"{COMMON} --zero_stage 3 --data_split 1,0,0 --max_seq_len 64 --per_device_train_batch_size 8"
+    f" --num_train_epochs 1 --learning_rate 0.003 --dropout 0.1 --max_steps {STEPS}"
 )
 STEP_3 = (
-    f"{COMMON} --actor_zero_stage 3 --data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len 6 "
-    "--per_device_generation_batch_size 4 --n_samples_per_prompt 2 --ppo_epochs 2 --per_device_training_batch_size 4 "
-    f"--actor_learning_rate 0.003 --preprocessing_num_workers 2 --max_steps {STEPS}"
+    f"{COMMON} --actor_zero_stage 3 --data_split 0,0,1 --max_prompt_seq_len 32 --max_answer_seq_len"
+    " 6 --per_device_generation_batch_size 4 --n_samples_per_prompt 2 --ppo_epochs 2"
+    " --per_device_training_batch_size 4 --actor_learning_rate 0.003 --preprocessing_num_workers 2"
+    f" --max_steps {STEPS}"
 )
-PPO = f"{STEP_3} --critic_zero_stage 3 --critic_learning_rate 0.003 --kl_target 0.05 --normalize_rewards running"
+PPO = (
+    f"{STEP_3} --critic_zero_stage 3 --critic_learning_rate 0.003 --kl_target 0.05"
+    " --normalize_rewards running"
+)
 FUNCTION = "--advantage_estimator grpo --use_reward_model False --reward_workers 1"
 PLAY = """
 import os, time, zlib
@@ -75,19 +81,23 @@ class Game:
         return "x" * 10**8 if place == 3 else str(place), place / 20, False, False, {}
 """
 TURNS = (
-    f"{STEP_3.replace('answer_seq_len 6', 'answer_seq_len 48')} --advantage_estimator grpo --use_reward_model False "
-    "--rollout_engine padded --max_turns 4 --turn_reward to_go --environment_timeout 3 "
-    f"--stop_token_ids {' '.join(map(str, range(40, 90)))}"
+    f"{STEP_3.replace('answer_seq_len 6', 'answer_seq_len 48')} --advantage_estimator grpo"
+    " --use_reward_model False --rollout_engine padded --max_turns 4 --turn_reward to_go"
+    f" --environment_timeout 3 --stop_token_ids {' '.join(map(str, range(40, 90)))}"
 )
 RUNS = {  # name -> (script, flags)
     "PPO": ("training/step3_ppo/main.py", f"{PPO} --actor_dropout 0.1"),
     "GRPO": ("training/step3_ppo/main.py", f"{STEP_3} {FUNCTION} --actor_dropout 0.1"),
-    "LoRA": ("training/step3_ppo/main.py", f"{STEP_3} {FUNCTION} --actor_lora_dim 4 --only_optimize_lora"),
+    "LoRA": (
+        "training/step3_ppo/main.py",
+        f"{STEP_3} {FUNCTION} --actor_lora_dim 4 --only_optimize_lora",
+    ),
     "episodes": ("training/step3_ppo/main.py", TURNS),
     "SFT, packed": ("training/step1_sft/main.py", f"{SFT} --packing"),
     "SFT, streamed": ("training/step1_sft/main.py", f"{SFT} --streaming --streaming_rows 16"),
 }
-MOMENTS = {  # files that appear in the output folder, in this order; a fault follows one of them after some time
+# files that appear in the output folder, in this order; a fault follows one of them after some time
+MOMENTS = {
     "the start": "config.yaml",
     "metrics": "metrics.jsonl",
     "checkpoint 1": "checkpoints/step_000001",
@@ -99,9 +109,11 @@ Act = Callable[[subprocess.Popen[str], Path], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """`act` causes it, given the process of the command and the output folder, once `moment` has come.
+    """`act` causes it, given the process of the command and the output folder, once `moment` has
+    come.
 
-    `mend` repairs the output folder before the second start; `disk` is the size of a file system for the outputs.
+    `mend` repairs the output folder before the second start; `disk` is the size of a file system
+    for the outputs.
     """
 
     name: str
@@ -116,15 +128,27 @@ class Fault:
 def make_models(folder: Path) -> None:
     """A small actor, a small reward model, forty prompts, 64 answers and a reward function."""
     save_tiny_models(
-        folder, ("actor", "reward"), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
-    )  # fmt: skip
+        folder,
+        ("actor", "reward"),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
     prompts = [{"prompt": f"word {number} of {number * 7 % 40}"} for number in range(40)]
-    answers = [{"prompt": f"{number} or", "response": f" {number * 7} of {number}"} for number in range(640)]
+    answers = [
+        {"prompt": f"{number} or", "response": f" {number * 7} of {number}"}
+        for number in range(640)
+    ]
     for name, rows in (("prompts", prompts), ("answers", answers)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    (folder / "scores.py").write_text("def length(response):\n    return float(len(response) % 7)\n")
+    (folder / "scores.py").write_text(
+        "def length(response):\n    return float(len(response) % 7)\n"
+    )
     (folder / "play.py").write_text(PLAY)
 
 
@@ -139,15 +163,20 @@ class Bench:
         """The outputs of this run without a fault. It runs at the first call."""
         output = self.work / f"whole_{list(RUNS).index(run)}"
         if not is_finished(output) and (code := self.start(run, output, {}).wait()):
-            sys.exit(f"{run} without a fault failed with exit code {code}; see {self.log_of(output)}")
+            sys.exit(
+                f"{run} without a fault failed with exit code {code}; see {self.log_of(output)}"
+            )
         return output
 
     def log_of(self, output: Path) -> Path:
         """The output of all starts with this output folder."""
         return self.work / f"{output.name}.log"
 
-    def start(self, run: str, output: Path, settings: dict[str, str], log: Path | None = None) -> subprocess.Popen[str]:
-        """Start a run in a new process group, with additional environment variables; `log` receives its output."""
+    def start(
+        self, run: str, output: Path, settings: dict[str, str], log: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a run in a new process group, with additional environment variables; `log` receives
+        its output."""
         script, flags = RUNS[run]
         words = [str(ROOT / script), *flags.split(), "--output_dir", str(output)]
         words += ["--data_output_path", f"{output}_data"] if log is None else []
@@ -163,9 +192,14 @@ class Bench:
             words += ["--data_path", str(self.models / "answers.jsonl")]
         with (log or self.log_of(output)).open("a", encoding="utf-8") as file:
             return subprocess.Popen(
-                [*launcher(2), *words], cwd=ROOT, env=environment(**settings), stdout=file, stderr=subprocess.STDOUT,
-                text=True, start_new_session=True,
-            )  # fmt: skip
+                [*launcher(2), *words],
+                cwd=ROOT,
+                env=environment(**settings),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
 
     def meet(self, fault: Fault, number: int) -> Outcome:
         """Run with the fault, start again, and compare."""
@@ -186,7 +220,9 @@ class Bench:
                 fault.mend(output)
             again = 0 if done else self.start(fault.run, output, {}).wait()
             lost = 0 if done else lost_steps(first, self._log(output))
-            return Outcome(fault.name, met, code, left, lost, again == 0 and same_outputs(whole, output))
+            return Outcome(
+                fault.name, met, code, left, lost, again == 0 and same_outputs(whole, output)
+            )
         finally:
             if fault.disk:
                 unmount(output)
@@ -234,7 +270,10 @@ def kills(seed: int, count: int) -> list[Fault]:
     victims = ("rank 0", "rank 1", "the launcher", "a child of rank 0")
     found = []
     for number in range(count):
-        run, moment = list(RUNS)[number % len(RUNS)], list(MOMENTS)[number // len(RUNS) % len(MOMENTS)]
+        run, moment = (
+            list(RUNS)[number % len(RUNS)],
+            list(MOMENTS)[number // len(RUNS) % len(MOMENTS)],
+        )
         victim, delay = draw.choice(victims), draw.uniform(0, 1.5)
         name = f"{run}: SIGKILL of {victim}, {delay:.1f} s after {moment}"
         found.append(Fault(name, signals(victim, signal.SIGKILL), run, moment, delay))
@@ -253,31 +292,44 @@ def others() -> list[Fault]:
             mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", folder)
             unmount(Path(folder))
     except (OSError, subprocess.CalledProcessError):
-        print("full and read-only disks are left out: file systems cannot be mounted without root", flush=True)
+        print(
+            "full and read-only disks are left out: file systems cannot be mounted without root",
+            flush=True,
+        )
         return faults
     return [
         *faults,
         Fault(
-            "disk full", lambda *_: None, moment="the start", disk="2m",
+            "disk full",
+            lambda *_: None,
+            moment="the start",
+            disk="2m",
             mend=lambda out: mount("-o", "remount,size=64m", str(out)),
         ),
         Fault(
-            "disk read-only", lambda _, out: mount("-t", "tmpfs", "-o", "ro", "tmpfs", f"{out}/checkpoints"),
+            "disk read-only",
+            lambda _, out: mount("-t", "tmpfs", "-o", "ro", "tmpfs", f"{out}/checkpoints"),
             mend=lambda out: unmount(out / "checkpoints"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def main() -> int:
     """Inject the faults, or the power losses; 1 if a run did not survive one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=40, help="number of SIGKILLs (default: 40)")
     parser.add_argument("--power", action="store_true", help="twenty power losses instead")
-    parser.add_argument("--quick", action="store_true", help="five SIGKILLs and three others, or four power losses")
+    parser.add_argument(
+        "--quick", action="store_true", help="five SIGKILLs and three others, or four power losses"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the victims and moments")
     parser.add_argument("--only", default="", help="only faults whose name holds this")
     parser.add_argument("--work", type=Path, help="keep models, outputs and logs there")
-    parser.add_argument("--json", type=Path, help="write {injected, survived, steps_lost, trajectories_equal} there")
+    parser.add_argument(
+        "--json", type=Path, help="write {injected, survived, steps_lost, trajectories_equal} there"
+    )
     parser.add_argument("--docs", type=Path, help="write the table into this file")
     chosen = parser.parse_args()
     work = chosen.work or Path(tempfile.mkdtemp(prefix="faults_"))
@@ -285,12 +337,17 @@ def main() -> int:
     bench, outcomes = Bench(work.resolve()), []
     if chosen.power:
         if not may_cut():
-            sys.exit("power losses need root and loop devices: a file system cannot be mounted and shut down here")
+            sys.exit(
+                "power losses need root and loop devices: a file system cannot be mounted and shut"
+                " down here"
+            )
         cuts = draw_cuts(chosen.seed, 4 if chosen.quick else 20)
         meetings = [(str(cut), lambda n, cut=cut: meet_cut(bench, cut, n)) for cut in cuts]
     else:
         faults = (
-            [*kills(chosen.seed, 5), *others()[:3]] if chosen.quick else [*kills(chosen.seed, chosen.kills), *others()]
+            [*kills(chosen.seed, 5), *others()[:3]]
+            if chosen.quick
+            else [*kills(chosen.seed, chosen.kills), *others()]
         )
         meetings = [(fault.name, lambda n, fault=fault: bench.meet(fault, n)) for fault in faults]
     for number, (name, meet) in enumerate(meetings):
@@ -298,11 +355,14 @@ def main() -> int:
             outcomes.append(meet(number))
             print(outcomes[-1], flush=True)
     found = {
-        "injected": len(outcomes), "survived": sum(outcome.survived for outcome in outcomes),
+        "injected": len(outcomes),
+        "survived": sum(outcome.survived for outcome in outcomes),
         "steps_lost": sum(outcome.steps_lost for outcome in outcomes),
         "trajectories_equal": all(outcome.equal for outcome in outcomes),
-    }  # fmt: skip
-    publish(found, table(outcomes), POWER_MARKS if chosen.power else MARKS, chosen.json, chosen.docs)
+    }
+    publish(
+        found, table(outcomes), POWER_MARKS if chosen.power else MARKS, chosen.json, chosen.docs
+    )
     return int(found["survived"] < found["injected"])
 
 

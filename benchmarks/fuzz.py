@@ -1,14 +1,16 @@
-"""Fuzzing: a thousand mutated files and flags; each must end with a result or one line that says what to do.
+"""Fuzzing: a thousand mutated files and flags; each must end with a result or one line that says
+what to do.
 
     python benchmarks/fuzz.py [--seed S] [--cases N] [--case N] [--json F] [--docs F.md]
 
-Each case (`fuzz_cases.py`) mutates something valid and gives it to a step until it would load its models. `--seed` and
-its number determine a case; `--case N` repeats one and prints what it prints. This process imports the libraries once
-and forks for each case.
+Each case (`fuzz_cases.py`) mutates something valid and gives it to a step until it would load its
+models. `--seed` and its number determine a case; `--case N` repeats one and prints what it prints.
+This process imports the libraries once and forks for each case.
 
-A case passes if it ends with exit code 0, or with a documented code other than 1 and 5 and one line `error: ...`. It
-fails if it ends by a signal or with a traceback, if it exceeds the limits of time (60 s of processor time, 180 s) or
-memory, or if it ends without saying why. The exit code of this command is 1 if a case fails.
+A case passes if it ends with exit code 0, or with a documented code other than 1 and 5 and one line
+`error: ...`. It fails if it ends by a signal or with a traceback, if it exceeds the limits of time
+(60 s of processor time, 180 s) or memory, or if it ends without saying why. The exit code of this
+command is 1 if a case fails.
 """
 
 from __future__ import annotations
@@ -35,21 +37,35 @@ from pathlib import Path
 from fuzz_cases import KINDS, ROOT, make_material, train_run
 
 sys.path.insert(0, str(ROOT))
-from dschat_ppo.common.processes import signal_when_parent_ends  # noqa: E402  benchmarks run from any folder
+from dschat_ppo.common.processes import (
+    signal_when_parent_ends,
+)  # noqa: E402  benchmarks run from any folder
 
 MARKS = ("<!-- fuzz -->", "<!-- /fuzz -->")
 OUTCOMES = ("result", "error line", "failed")
 CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES = 60, 180.0, 6 * 2**30
-REPORTED_CODES = (2, 3, 4, 6)  # of docs/reliability.md; 1 is a failure with a traceback, 5 the loss of a rank
+REPORTED_CODES = (
+    2,
+    3,
+    4,
+    6,
+)  # of docs/reliability.md; 1 is a failure with a traceback, 5 the loss of a rank
 _IMPORTED = (
-    "datasets", "deepspeed", "peft", "pyarrow.parquet", "transformers.models.llama.modeling_llama",
-    "dschat_ppo.ppo.train_ppo", "dschat_ppo.supervised.sft", "dschat_ppo.supervised.train_preference",
-)  # fmt: skip
+    "datasets",
+    "deepspeed",
+    "peft",
+    "pyarrow.parquet",
+    "transformers.models.llama.modeling_llama",
+    "dschat_ppo.ppo.train_ppo",
+    "dschat_ppo.supervised.sft",
+    "dschat_ppo.supervised.train_preference",
+)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit code, negative for a signal, None for the limit of time; and what it printed."""
+    """How a process ended: its exit code, negative for a signal, None for the limit of time; and
+    what it printed."""
 
     code: int | None
     out: str
@@ -87,7 +103,9 @@ def judge(ended: Ended) -> tuple[str, str]:
     errors = [number for number, line in enumerate(lines) if line.startswith("error")]
     if len(errors) != 1:
         return "failed", f"{len(errors)} error lines"
-    if any(line and not line.startswith("  ") for line in lines[errors[0] + 1 :]):  # a table of settings is indented
+    if any(
+        line and not line.startswith("  ") for line in lines[errors[0] + 1 :]
+    ):  # a table of settings is indented
         return "failed", "more than one line"
     return "error line", ""
 
@@ -108,7 +126,9 @@ def run_forked(folder: Path, body: Callable[[], int | None]) -> Ended:
             os.dup2(file, number)
             os.close(file)
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  pytest has replaced them
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(  # noqa: SIM115
+            2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        )  # noqa: SIM115
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
@@ -137,22 +157,37 @@ def _ended(child: int, folder: Path) -> Ended:
     if not done:
         os.waitpid(child, 0)
     files = [folder / name for name in ("stdout", "stderr")]
-    texts = [file.read_text(encoding="utf-8", errors="replace") if file.exists() else "" for file in files]
+    texts = [
+        file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        for file in files
+    ]
     return Ended(os.waitstatus_to_exitcode(status) if done else None, *texts)
 
 
 class Fuzz:
-    """Runs cases in a work folder, which must be empty. Imports the libraries and makes the valid files."""
+    """Runs cases in a work folder, which must be empty. Imports the libraries and makes the valid
+    files."""
 
     def __init__(self, work: Path, seed: int):
         self.work, self.seed, self.material = work, seed, work / "material"
         self.material.mkdir(parents=True)
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
             os.environ.pop(name, None)  # each case is a launch by itself
         os.environ.update(
-            HF_HUB_OFFLINE="1", HF_HOME=str(work / "hf"), TMPDIR=str(work), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
+            HF_HUB_OFFLINE="1",
+            HF_HOME=str(work / "hf"),
+            TMPDIR=str(work),
+            OMP_NUM_THREADS="1",
+            DS_ACCELERATOR="cpu",
             TOKENIZERS_PARALLELISM="false",
-        )  # fmt: skip
+        )
         tempfile.tempdir = None
         for name in _IMPORTED:
             importlib.import_module(name)
@@ -161,7 +196,10 @@ class Fuzz:
             (work / name).mkdir()
             ended = run_forked(work / name, partial(make, self.material))
             if ended.code != 0:
-                raise RuntimeError(f"the valid files cannot be made ({name}, {ended.code}):\n{ended.out}{ended.err}")
+                raise RuntimeError(
+                    f"the valid files cannot be made ({name},"
+                    f" {ended.code}):\n{ended.out}{ended.err}"
+                )
         gc.collect()
         gc.freeze()  # the cases share these pages
 
@@ -186,19 +224,29 @@ def table(verdicts: list[Verdict]) -> str:
     counts = Counter((verdict.kind, verdict.outcome) for verdict in verdicts)
     rows = [[kind, *(str(counts[kind, outcome]) for outcome in OUTCOMES)] for kind in KINDS]
     total = Counter(verdict.outcome for verdict in verdicts)
-    return markdown(["cases", *OUTCOMES], [*rows, ["all", *(str(total[outcome]) for outcome in OUTCOMES)]])
+    return markdown(
+        ["cases", *OUTCOMES], [*rows, ["all", *(str(total[outcome]) for outcome in OUTCOMES)]]
+    )
 
 
 def main() -> int:
     """Run the cases; 1 if one fails."""
     from measure import publish
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
     parser.add_argument("--cases", type=int, default=1000, help="number of cases (default: 1000)")
-    parser.add_argument("--case", type=int, help="run only the case with this number, and print what it prints")
-    parser.add_argument("--work", type=Path, help="an empty folder, kept at the end with the files of failed cases")
-    parser.add_argument("--json", type=Path, help="write {seed, cases, seconds, outcomes, failures} there")
+    parser.add_argument(
+        "--case", type=int, help="run only the case with this number, and print what it prints"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="an empty folder, kept at the end with the files of failed cases"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write {seed, cases, seconds, outcomes, failures} there"
+    )
     parser.add_argument("--docs", type=Path, help="write the table into this file")
     chosen = parser.parse_args()
     work = (chosen.work or Path(tempfile.mkdtemp(prefix="fuzz_"))).resolve()
@@ -207,10 +255,19 @@ def main() -> int:
         verdicts.append(verdict := fuzz.run(number))
         if verdict.outcome == "failed" or chosen.case is not None:
             ended = f"{verdict.outcome} {verdict.why} (exit code {verdict.code})"
-            print(f"case {verdict.case} ({verdict.kind}): {ended}\n{verdict.what}{verdict.err[-3000:]}", flush=True)
+            print(
+                f"case {verdict.case} ({verdict.kind}):"
+                f" {ended}\n{verdict.what}{verdict.err[-3000:]}",
+                flush=True,
+            )
     seconds = time.monotonic() - started
     counts = Counter(verdict.outcome for verdict in verdicts)
-    found = {"seed": chosen.seed, "cases": len(verdicts), "seconds": round(seconds), "outcomes": counts}
+    found = {
+        "seed": chosen.seed,
+        "cases": len(verdicts),
+        "seconds": round(seconds),
+        "outcomes": counts,
+    }
     failures = [asdict(verdict) for verdict in verdicts if verdict.outcome == "failed"]
     publish({**found, "failures": failures}, table(verdicts), MARKS, chosen.json, chosen.docs)
     if chosen.work is None and not counts["failed"]:

@@ -1,8 +1,9 @@
 """The cases of `fuzz.py`: each mutates something valid and gives it to a real entry point.
 
-First the mutations, of bytes, of JSON values, and of files on the disk; then the valid files: tiny models, data in
-every form, and a finished run. A case is a function of (random numbers, folder of the valid files, its own
-folder, which is the working directory). It notes what it does, and returns the exit code, or ends the process."""
+First the mutations, of bytes, of JSON values, and of files on the disk; then the valid files: tiny
+models, data in every form, and a finished run. A case is a function of (random numbers, folder of
+the valid files, its own folder, which is the working directory). It notes what it does, and returns
+the exit code, or ends the process."""
 
 from __future__ import annotations
 
@@ -20,23 +21,126 @@ from typing import Any, get_type_hints
 
 # Values in the place of any other value of a configuration.
 STRANGE_VALUES: Sequence[Any] = (
-    None, True, False, 0, 1, -1, 3, 2**31, 2**63, -(2**63) - 1, 10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"),
-    float("inf"), "", " ", "0", "true", "none", "NaN", "../../etc/passwd", "/dev/zero", "é\u0000\u202e", "\ud800",
-    "𝔘" * 50, "{{ 1 }}", "{% for i in range(10**9) %}x{% endfor %}", "x" * 100_000, [], [[]], [None], [1, "a", {}], {},
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    2**31,
+    2**63,
+    -(2**63) - 1,
+    10**30,
+    0.5,
+    -0.0,
+    1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
+    "",
+    " ",
+    "0",
+    "true",
+    "none",
+    "NaN",
+    "../../etc/passwd",
+    "/dev/zero",
+    "é\u0000\u202e",
+    "\ud800",
+    "𝔘" * 50,
+    "{{ 1 }}",
+    "{% for i in range(10**9) %}x{% endfor %}",
+    "x" * 100_000,
+    [],
+    [[]],
+    [None],
+    [1, "a", {}],
+    {},
     {"a": 1},
-    {"": {"": {"": None}}}, list(range(1000)), "org/model", "https://example.org/x", "torch.float64", "gpt2",
+    {"": {"": {"": None}}},
+    list(range(1000)),
+    "org/model",
+    "https://example.org/x",
+    "torch.float64",
+    "gpt2",
     "bfloat16",
-)  # fmt: skip
+)
 STRANGE_WORDS = (
-    "", " ", "-", "--", "0", "-1", "1", "2", "0.5", "1e400", "nan", "inf", "-inf", "1e-40", "99999999999999999999",
-    "2147483648", "0x10", "1_000", "true", "no", "None", "null", "[]", "{}", '{"a": 1}', "[1, 2", "a,b,,c", ",",
-    "1,2,3", "é", "\u202e", "\x07", "\udcff", "a\nb", "x" * 5000, "/" * 300, "/dev/null", "/dev/zero",
-    "/proc/self/mem", "~", "..", "%s%n", "$(id)", "data/*", "=1", "@5", "a@b@c", "[:10]", "model",
-)  # fmt: skip
+    "",
+    " ",
+    "-",
+    "--",
+    "0",
+    "-1",
+    "1",
+    "2",
+    "0.5",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    "1e-40",
+    "99999999999999999999",
+    "2147483648",
+    "0x10",
+    "1_000",
+    "true",
+    "no",
+    "None",
+    "null",
+    "[]",
+    "{}",
+    '{"a": 1}',
+    "[1, 2",
+    "a,b,,c",
+    ",",
+    "1,2,3",
+    "é",
+    "\u202e",
+    "\x07",
+    "\udcff",
+    "a\nb",
+    "x" * 5000,
+    "/" * 300,
+    "/dev/null",
+    "/dev/zero",
+    "/proc/self/mem",
+    "~",
+    "..",
+    "%s%n",
+    "$(id)",
+    "data/*",
+    "=1",
+    "@5",
+    "a@b@c",
+    "[:10]",
+    "model",
+)
 _INSERTED = (
-    b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xff\xfe", b"\xed\xa0\x80", b"\n", b"\r", b'"', b"{", b"}", b"[", b",",
-    b"\\u0000", b"\\ud800", b"9" * 5000, b"-", b"NaN", b"1e999", b"\xe2\x80\xa8", b"../", b"\t", b"'",
-)  # fmt: skip
+    b"\x00",
+    b"\xff",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b"\n",
+    b"\r",
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b",",
+    b"\\u0000",
+    b"\\ud800",
+    b"9" * 5000,
+    b"-",
+    b"NaN",
+    b"1e999",
+    b"\xe2\x80\xa8",
+    b"../",
+    b"\t",
+    b"'",
+)
 _DEPTH = 100_000
 _PLACES = ("missing", "folder", "loop", "dangling", "empty", "locked")
 
@@ -45,7 +149,9 @@ def mutate_bytes(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     """Changed bytes, and what was done to them."""
     place = rng.randrange(len(content) + 1)
     end = min(len(content), place + rng.choice((1, 4, 50)))
-    kind = rng.choice(("flip", "flip", "cut", "insert", "insert", "remove", "double", "nest", "long", "noise"))
+    kind = rng.choice(
+        ("flip", "flip", "cut", "insert", "insert", "remove", "double", "nest", "long", "noise")
+    )
     if kind == "flip":
         changed = bytearray(content)
         for _ in range(rng.choice((1, 1, 3, 30)) if content else 0):
@@ -61,7 +167,9 @@ def mutate_bytes(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     if kind == "double":
         return content + content, "doubled"
     if kind == "nest":
-        return content[:place] + rng.choice((b"[", b'{"a":', b"{")) * _DEPTH + content[place:], f"nested at {place}"
+        return content[:place] + rng.choice((b"[", b'{"a":', b"{")) * _DEPTH + content[
+            place:
+        ], f"nested at {place}"
     if kind == "long":
         size = rng.choice((300_000, 3_000_000))
         return content[:place] + b"a" * size + content[place:], f"{size} bytes inserted at {place}"
@@ -70,7 +178,13 @@ def mutate_bytes(rng: random.Random, content: bytes) -> tuple[bytes, str]:
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths of a JSON value's parts."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value[:20]) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:20])
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(place for key, part in inner for place in _places(part, (*path, key)))]
 
 
@@ -94,10 +208,16 @@ def mutate_json(rng: random.Random, value: Any) -> tuple[Any, str]:
         elif act == "remove":
             del holder[place[-1]]
         elif act == "wrap":
-            holder[place[-1]] = rng.choice(([holder[place[-1]]], {"value": holder[place[-1]]}, str(holder[place[-1]])))
+            holder[place[-1]] = rng.choice(
+                ([holder[place[-1]]], {"value": holder[place[-1]]}, str(holder[place[-1]]))
+            )
         elif isinstance(holder, dict):
             new = rng.choice(("", "label", "images", f"{place[-1]} ", "é"))
-            holder[new] = holder.pop(place[-1]) if act == "rename" else copy.deepcopy(rng.choice(STRANGE_VALUES))
+            holder[new] = (
+                holder.pop(place[-1])
+                if act == "rename"
+                else copy.deepcopy(rng.choice(STRANGE_VALUES))
+            )
             name = f"{name} -> {new!r}"
         else:
             holder.append(copy.deepcopy(rng.choice(STRANGE_VALUES)))
@@ -154,13 +274,19 @@ def copy_of(source: Path, place: Path) -> Path:
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {
-    "sft": "training/step1_sft/main.py", "reward": "training/step2_reward/main.py",
-    "dpo": "training/step2_dpo/main.py", "ppo": "training/step3_ppo/main.py",
-}  # fmt: skip
+    "sft": "training/step1_sft/main.py",
+    "reward": "training/step2_reward/main.py",
+    "dpo": "training/step2_dpo/main.py",
+    "ppo": "training/step3_ppo/main.py",
+}
 SHAPE = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 96,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
 _ROWS = 12
 
 
@@ -181,10 +307,30 @@ def step_words(material: Path, step: str, output: Path) -> list[str]:
         words += ["--actor_model_name_or_path", str(material / "model")]
         words += ["--critic_model_name_or_path", str(material / "reward")]
         words += ["--data_path", str(material / "data/prompts.jsonl"), "--data_split", "0,0,1"]
-        return [*words, "--max_prompt_seq_len", "32", "--max_answer_seq_len", "4", "--max_steps", "2"]
+        return [
+            *words,
+            "--max_prompt_seq_len",
+            "32",
+            "--max_answer_seq_len",
+            "4",
+            "--max_steps",
+            "2",
+        ]
     data = "answers" if step == "sft" else "pairs"
-    words += ["--model_name_or_path", str(material / "model"), "--data_path", str(material / f"data/{data}.jsonl")]
-    words += ["--data_split", "1,0,0" if step == "sft" else "0,1,0", "--max_seq_len", "64", "--max_steps", "2"]
+    words += [
+        "--model_name_or_path",
+        str(material / "model"),
+        "--data_path",
+        str(material / f"data/{data}.jsonl"),
+    ]
+    words += [
+        "--data_split",
+        "1,0,0" if step == "sft" else "0,1,0",
+        "--max_seq_len",
+        "64",
+        "--max_steps",
+        "2",
+    ]
     return [*words, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1"]
 
 
@@ -199,7 +345,13 @@ def _make_data(folder: Path) -> None:
         "pairs": [{"prompt": text, "chosen": f" yes, {text}", "rejected": " no"} for text in words],
         "prompts": [{"prompt": text, "answer": str(number)} for number, text in enumerate(words)],
         "chats": [
-            {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]} for text in words
+            {
+                "messages": [
+                    {"role": "user", "content": text},
+                    {"role": "assistant", "content": "yes"},
+                ]
+            }
+            for text in words
         ],
     }
     for name, content in rows.items():
@@ -227,7 +379,13 @@ def run_script(script: str, words: list[str]) -> None:
 def train_run(material: Path) -> None:
     """Run step 1 into `material/run`; ends the process with its exit code."""
     run_script(
-        SCRIPTS["sft"], [*step_words(material, "sft", material / "run"), "--save_steps", "1", "--keep_final_checkpoint"]
+        SCRIPTS["sft"],
+        [
+            *step_words(material, "sft", material / "run"),
+            "--save_steps",
+            "1",
+            "--keep_final_checkpoint",
+        ],
     )
 
 
@@ -269,7 +427,14 @@ def data_in_step(rng: random.Random, material: Path, own: Path) -> int:
 
 
 # Flags whose legal values compile operators for minutes or write outside of the case's folder.
-_LEFT_OUT = {"offload", "offload_optimizer", "offload_reference_model", "output_dir", "data_output_path", "config"}
+_LEFT_OUT = {
+    "offload",
+    "offload_optimizer",
+    "offload_reference_model",
+    "output_dir",
+    "data_output_path",
+    "config",
+}
 
 
 def random_flag(rng: random.Random, known: Sequence[Flag]) -> list[str]:
@@ -277,9 +442,18 @@ def random_flag(rng: random.Random, known: Sequence[Flag]) -> list[str]:
     name, how = rng.choice(known)
     if rng.random() < 0.08:
         place = rng.randrange(len(name))
-        misspelt = (name[:place] + name[place + 1 :], name.upper(), f"no_{name}", f"{name}s", name.replace("_", "-"))
+        misspelt = (
+            name[:place] + name[place + 1 :],
+            name.upper(),
+            f"no_{name}",
+            f"{name}s",
+            name.replace("_", "-"),
+        )
         name = rng.choice(misspelt)
-    values = [_random_word(rng, how) for _ in range(rng.choice((0, 1, 2, 5)) if how.get("nargs") == "*" else 1)]
+    values = [
+        _random_word(rng, how)
+        for _ in range(rng.choice((0, 1, 2, 5)) if how.get("nargs") == "*" else 1)
+    ]
     if how.get("nargs") == "?" and rng.random() < 0.3:
         values = []
     if len(values) == 1 and rng.random() < 0.3:
@@ -312,8 +486,9 @@ def flags(rng: random.Random, material: Path, own: Path) -> int:
     known = [
         (field.name, values_of(get_type_hints(kind)[field.name]))
         for kind in groups_of(STEPS[step]).values()
-        for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT
-    ]  # fmt: skip
+        for field in dataclasses.fields(kind)
+        if field.name not in _LEFT_OUT
+    ]
     for _ in range(rng.choice((1, 1, 2, 3, 6))):
         words += random_flag(rng, known)
     if rng.random() < 0.05:
@@ -333,7 +508,9 @@ def _seal(checkpoint: Path) -> None:
         for name in content["files"]:
             if (checkpoint / name).is_file():
                 content["files"][name] = store.describe_file(checkpoint / name)
-        (checkpoint / store.MANIFEST).write_bytes(json.dumps({**content, "sha256": store._seal(content)}).encode())
+        (checkpoint / store.MANIFEST).write_bytes(
+            json.dumps({**content, "sha256": store._seal(content)}).encode()
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError):
         note("manifest: cannot be sealed")
 
@@ -349,7 +526,9 @@ def checkpoint_resume(rng: random.Random, material: Path, own: Path) -> int:
     if rng.random() < 0.3:
         _seal(newest)
     words = step_words(material, "sft", run)
-    words += rng.choice(([], ["--resume", str(newest)], ["--overwrite_output_dir"], ["--resume_force"]))
+    words += rng.choice(
+        ([], ["--resume", str(newest)], ["--overwrite_output_dir"], ["--resume_force"])
+    )
     return run_step_until_models("sft", [*words, "--save_steps", "1"])
 
 

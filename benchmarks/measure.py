@@ -1,4 +1,5 @@
-"""Timing, memory and hardware limits for the benchmarks, the commands that they run, and where their results go.
+"""Timing, memory and hardware limits for the benchmarks, the commands that they run, and where
+their results go.
 
 Contenders alternate within one run, so other load on the machine affects them alike.
 """
@@ -32,7 +33,8 @@ MEASURED = ("time", "seconds", "memory/")  # "seconds": of result.json
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians: `wall` seconds with all threads, and `cpu` seconds of the process with one thread."""
+    """Medians: `wall` seconds with all threads, and `cpu` seconds of the process with one
+    thread."""
 
     wall: float
     cpu: float
@@ -55,8 +57,11 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_threads: int) -> dict[str, Cost]:
-    """Run every contender in turn, `repeats` times each with one thread and with `most_threads`; medians.
+def costs(
+    contenders: Mapping[str, Callable[[], object]], repeats: int, most_threads: int
+) -> dict[str, Cost]:
+    """Run every contender in turn, `repeats` times each with one thread and with `most_threads`;
+    medians.
 
     Wall seconds of each run go to stderr, to show progress.
     """
@@ -73,8 +78,15 @@ def costs(contenders: Mapping[str, Callable[[], object]], repeats: int, most_thr
                 run()
                 wait()
                 wall[name].append(time.perf_counter() - start)
-            print(f"  {name}: run {number} of {repeats}, {wall[name][-1]:.1f} s", file=sys.stderr, flush=True)
-    return {name: Cost(statistics.median(wall[name]), statistics.median(cpu[name])) for name in contenders}
+            print(
+                f"  {name}: run {number} of {repeats}, {wall[name][-1]:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+    return {
+        name: Cost(statistics.median(wall[name]), statistics.median(cpu[name]))
+        for name in contenders
+    }
 
 
 def peak_memory(run: Callable[[], object]) -> float:
@@ -83,7 +95,9 @@ def peak_memory(run: Callable[[], object]) -> float:
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
     else:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # return freed memory to the system: it would hide the peak of this run
+        ctypes.CDLL("libc.so.6").malloc_trim(
+            0
+        )  # return freed memory to the system: it would hide the peak of this run
         before = psutil.Process().memory_info().rss
     clock = PhaseClock()
     with clock.phase("run"):
@@ -107,9 +121,11 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def matmul_rate(device: torch.device, rows: int, width: int, columns: int) -> float:
-    """Floating-point operations per second of a bf16 product (rows, width) x (width, columns) of random numbers: the
-    best of six."""
-    left, right = (torch.randn(size, device=device).bfloat16() for size in ((rows, width), (width, columns)))
+    """Floating-point operations per second of a bf16 product (rows, width) x (width, columns) of
+    random numbers: the best of six."""
+    left, right = (
+        torch.randn(size, device=device).bfloat16() for size in ((rows, width), (width, columns))
+    )
     return 2 * rows * width * columns / min(seconds(lambda: left @ right) for _ in range(6))
 
 
@@ -125,7 +141,9 @@ def write_docs(file: Path, text: str, marks: tuple[str, str]) -> None:
     file.write_text(f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{after}", encoding="utf-8")
 
 
-def publish(found: object, text: str, marks: tuple[str, str], json_file: Path | None, docs: Path | None) -> None:
+def publish(
+    found: object, text: str, marks: tuple[str, str], json_file: Path | None, docs: Path | None
+) -> None:
     """Print the results as JSON and as a table, and write them to files if these are given."""
     print(json.dumps(found))
     print(text)
@@ -136,7 +154,8 @@ def publish(found: object, text: str, marks: tuple[str, str], json_file: Path | 
 
 
 def free_port() -> int:
-    """A port below those that systems give to connections, so that no other launch takes it meanwhile."""
+    """A port below those that systems give to connections, so that no other launch takes it
+    meanwhile."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -158,7 +177,8 @@ def environment(tree: Path = ROOT, **more: str) -> dict[str, str]:
 
 
 def logged(command: list[str], log: Path, folder: Path, env: dict[str, str]) -> str:
-    """Run a command in `folder`, its output in `log`; returns that. `SystemExit` with its end if it fails."""
+    """Run a command in `folder`, its output in `log`; returns that. `SystemExit` with its end if it
+    fails."""
     with log.open("w", encoding="utf-8") as file:
         code = subprocess.run(
             command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT, check=False

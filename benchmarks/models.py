@@ -27,46 +27,89 @@ from dschat_ppo.types import PromptBatch
 def config_of(vocabulary: int = 8192, layers: int = 8, hidden: int = 512) -> LlamaConfig:
     """A Llama; with the defaults it has 31.6 M parameters."""
     return LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=1376 * hidden // 512, num_hidden_layers=layers,
-        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 128, max_position_embeddings=2048,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, num_labels=1,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=1376 * hidden // 512,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        num_labels=1,
+    )
 
 
-_SHARED = {"max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+_SHARED = {
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-32m": config_of(),
     "lfm2-33m": Lfm2Config(
-        vocab_size=8192, hidden_size=512, intermediate_size=1376, num_attention_heads=8, num_key_value_heads=4,
-        layer_types=["conv", "conv", "full_attention", "conv"] * 2, tie_word_embeddings=False,
-        block_auto_adjust_ff_dim=False, num_hidden_layers=8, **_SHARED,
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        layer_types=["conv", "conv", "full_attention", "conv"] * 2,
+        tie_word_embeddings=False,
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=8,
+        **_SHARED,
     ),
     "qwen2-0.5b": Qwen2Config(
-        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, tie_word_embeddings=True, num_labels=1, **_SHARED,
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        num_labels=1,
+        **_SHARED,
     ),
     "qwen2-1.5b": Qwen2Config(
-        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, tie_word_embeddings=True, num_labels=1, **_SHARED,
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        num_labels=1,
+        **_SHARED,
     ),
     "llama-7b": LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, **_SHARED,
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        **_SHARED,
     ),
-}  # fmt: skip
+}
 
 
 def save_tiny_models(
     folder: Path, names: tuple[str, str], chat_template: str | None = None, **shape: int | float
 ) -> None:
-    """Save a tiny language model and a tiny reward model in folders of these names, with the toy task's tokenizer;
-    `shape`: of the `LlamaConfig`, besides the vocabulary."""
+    """Save a tiny language model and a tiny reward model in folders of these names, with the toy
+    task's tokenizer; `shape`: of the `LlamaConfig`, besides the vocabulary."""
     tokenizer = make_tokenizer(["a few words to merge"])
     tokenizer.chat_template = chat_template
     config = LlamaConfig(
-        vocab_size=320, num_labels=1, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **shape,
-    )  # fmt: skip
+        vocab_size=320,
+        num_labels=1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **shape,
+    )
     torch.manual_seed(0)
     for name, kind in zip(names, (LlamaForCausalLM, LlamaForSequenceClassification), strict=True):
         kind(config).save_pretrained(folder / name)
@@ -88,20 +131,26 @@ def classifier(config: PretrainedConfig, device: str = "cpu") -> PreTrainedModel
 
 
 def save_reward_adapter(base: Path, folder: Path, rank: int) -> None:
-    """Write a reward model that is an adapter folder over the language model in `base`, with a new head."""
+    """Write a reward model that is an adapter folder over the language model in `base`, with a new
+    head."""
     from peft import LoraConfig, get_peft_model
 
     scalar = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     config = LoraConfig(
-        r=rank, lora_alpha=32, target_modules="all-linear", exclude_modules=["score"], task_type="SEQ_CLS",
+        r=rank,
+        lora_alpha=32,
+        target_modules="all-linear",
+        exclude_modules=["score"],
+        task_type="SEQ_CLS",
         modules_to_save=["score"],
-    )  # fmt: skip
+    )
     get_peft_model(scalar, config).save_pretrained(folder)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`samples` answers to each of B prompts; answer i has `answer_lengths[i]` tokens (B * samples,) int64."""
+    """`samples` answers to each of B prompts; answer i has `answer_lengths[i]` tokens (B *
+    samples,) int64."""
 
     prompts: PromptBatch
     samples: int
@@ -114,7 +163,8 @@ class Workload:
 
 
 def workload(name: str, vocabulary: int, prompts: int, shrink: int = 1) -> Workload:
-    """A workload of docs/benchmarks.md: "fixed", "varied", "group", or "long" for a GPU. `shrink` divides lengths."""
+    """A workload of docs/benchmarks.md: "fixed", "varied", "group", or "long" for a GPU. `shrink`
+    divides lengths."""
     rng = np.random.default_rng(0)
     prompt_lengths, samples = np.full(prompts, 128), 1
     answer_lengths = np.full(prompts, 128)
@@ -126,8 +176,12 @@ def workload(name: str, vocabulary: int, prompts: int, shrink: int = 1) -> Workl
     if name == "group":
         prompt_lengths, samples = np.full(prompts, 384), 8
         answer_lengths = np.full(prompts * samples, 64)
-    prompt_lengths, answer_lengths = (np.maximum(part // shrink, 1) for part in (prompt_lengths, answer_lengths))
+    prompt_lengths, answer_lengths = (
+        np.maximum(part // shrink, 1) for part in (prompt_lengths, answer_lengths)
+    )
     longest = int(prompt_lengths.max())
     ids = torch.from_numpy(rng.integers(1, vocabulary, (prompts, longest)))
     mask = torch.arange(longest) >= longest - torch.from_numpy(prompt_lengths).unsqueeze(1)
-    return Workload(PromptBatch(ids, mask), samples, torch.from_numpy(answer_lengths.astype(np.int64)))
+    return Workload(
+        PromptBatch(ids, mask), samples, torch.from_numpy(answer_lengths.astype(np.int64))
+    )

@@ -31,16 +31,20 @@ from dschat_ppo.rollout.sampling import StoppingCriteria
 from dschat_ppo.tools.toy import make_tokenizer
 from dschat_ppo.types import Rollout
 
-GRPO = "--use_reward_model False --reward_function exact_match --advantage_estimator grpo --kl_loss_coef 0.05".split()
+GRPO = (
+    "--use_reward_model False --reward_function exact_match --advantage_estimator grpo"
+    " --kl_loss_coef 0.05".split()
+)
 
 # in place of checkpoints: saves nothing, and never stops
 SAVES_NOTHING: Any = SimpleNamespace(
     stop_requested=lambda: False, save_if_due=lambda: None, stop_if=lambda reason: None
-)  # fmt: skip
+)
 
 
 def free_scores(response_ids: Tensor) -> Tensor:
-    """(B, R) tokens -> (B,) fp32 scores from 0 to 4 that cost nothing and differ between the answers to a prompt."""
+    """(B, R) tokens -> (B,) fp32 scores from 0 to 4 that cost nothing and differ between the
+    answers to a prompt."""
     return (response_ids.sum(dim=1) % 5).float()
 
 
@@ -54,8 +58,11 @@ class FreeReward:
         return free_scores(rollout.response_ids)
 
 
-def save_models(folder: Path, config: PretrainedConfig, device: str = "cpu", reward: bool = True) -> None:
-    """Write `lm` and, if asked for, `reward`, with a tokenizer, unless an earlier call left them."""
+def save_models(
+    folder: Path, config: PretrainedConfig, device: str = "cpu", reward: bool = True
+) -> None:
+    """Write `lm` and, if asked for, `reward`, with a tokenizer, unless an earlier call left
+    them."""
     tokenizer = make_tokenizer(["a few words to merge"])
     for name, make in (("lm", language_model), ("reward", classifier)):
         if (name == "lm" or reward) and not (folder / name / "config.json").exists():
@@ -63,21 +70,43 @@ def save_models(folder: Path, config: PretrainedConfig, device: str = "cpu", rew
             tokenizer.save_pretrained(folder / name)
 
 
-def ppo_config(folder: Path, prompts: int, samples: int, most: tuple[int, int], flags: Sequence[object]) -> PPOConfig:
+def ppo_config(
+    folder: Path, prompts: int, samples: int, most: tuple[int, int], flags: Sequence[object]
+) -> PPOConfig:
     """The configuration of step 3 for one update per PPO step, on the models of `save_models`.
 
-    `most`: tokens of the longest prompt and of the longest answer. With `GRPO` in `flags` there is no scalar model.
+    `most`: tokens of the longest prompt and of the longest answer. With `GRPO` in `flags` there is
+    no scalar model.
     """
-    words = ["--actor_model_name_or_path", folder / "lm", "--critic_model_name_or_path", folder / "reward"]
+    words = [
+        "--actor_model_name_or_path",
+        folder / "lm",
+        "--critic_model_name_or_path",
+        folder / "reward",
+    ]
     words += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0]
-    words += ["--max_prompt_seq_len", most[0], "--max_answer_seq_len", most[1], "--n_samples_per_prompt", samples]
-    words += ["--per_device_generation_batch_size", prompts, "--per_device_training_batch_size", prompts * samples]
+    words += [
+        "--max_prompt_seq_len",
+        most[0],
+        "--max_answer_seq_len",
+        most[1],
+        "--n_samples_per_prompt",
+        samples,
+    ]
+    words += [
+        "--per_device_generation_batch_size",
+        prompts,
+        "--per_device_training_batch_size",
+        prompts * samples,
+    ]
     if "grpo" in flags:
         del words[2:4]  # no critic
     return parse("ppo", [str(word) for word in (*words, *flags)])
 
 
-def make_ppo(folder: Path, prompts: int, samples: int, most: tuple[int, int], flags: Sequence[object]) -> PPOComponents:
+def make_ppo(
+    folder: Path, prompts: int, samples: int, most: tuple[int, int], flags: Sequence[object]
+) -> PPOComponents:
     """The components of step 3 for `ppo_config`; the process group must exist."""
     config = ppo_config(folder, prompts, samples, most, flags)
     plan = plan_ppo(config.ppo, prompts, 1)
@@ -86,15 +115,24 @@ def make_ppo(folder: Path, prompts: int, samples: int, most: tuple[int, int], fl
     tokenizer = load_tokenizer(str(folder / "lm"), "lm")
     source = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens) or FreeReward()
     rows = Dataset.from_dict({"row": ["{}"] * prompts})
-    return PPOComponents(config, plan, TokenRows(rows, None), tokenizer, engines, RewardMixture([(source, 1.0)]))
+    return PPOComponents(
+        config, plan, TokenRows(rows, None), tokenizer, engines, RewardMixture([(source, 1.0)])
+    )
 
 
 @contextmanager
 def given_lengths(ppo: PPOComponents, work: Workload) -> Iterator[None]:
-    """Rollouts answer the prompts of `work`, and answer i ends after `work.answer_lengths[i]` tokens, at no EOS."""
-    generator, ids, mask = ppo.collection.generator, work.prompts.prompt_ids, work.prompts.prompt_mask
+    """Rollouts answer the prompts of `work`, and answer i ends after `work.answer_lengths[i]`
+    tokens, at no EOS."""
+    generator, ids, mask = (
+        ppo.collection.generator,
+        work.prompts.prompt_ids,
+        work.prompts.prompt_mask,
+    )
     kept, limits = generator.config, work.answer_lengths.to(ppo.device)
-    generator.prompts = [{"prompt_ids": row[real].tolist()} for row, real in zip(ids, mask, strict=True)]
+    generator.prompts = [
+        {"prompt_ids": row[real].tolist()} for row, real in zip(ids, mask, strict=True)
+    ]
     generator.config = replace(kept, stopping=StoppingCriteria(int(limits.max())))
     rollouts.generate = partial(generate, limits=limits)
     try:

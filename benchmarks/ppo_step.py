@@ -1,19 +1,20 @@
 """A whole PPO step against the plain way, in one run.
 
-    python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--workloads fixed varied group] [--compare trl]
+    python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--workloads fixed varied group]
+        [--compare trl]
 
-31.6 M parameters for each model, random, in bf16; one update per step.
-"fixed": PPO with actor, critic, reference and reward model; 32 prompts, 128 + 128 tokens.
-"varied": the same with prompts of 32 to 128 tokens and answers lognormal with mean 63, at most 256.
-"group": GRPO with actor and reference, the KL in the loss, a reward without cost; 16 prompts of 384 tokens, 8 answers
-of 64 tokens to each.
+31.6 M parameters for each model, random, in bf16; one update per step. "fixed": PPO with actor,
+critic, reference and reward model; 32 prompts, 128 + 128 tokens. "varied": the same with prompts of
+32 to 128 tokens and answers lognormal with mean 63, at most 256. "group": GRPO with actor and
+reference, the KL in the loss, a reward without cost; 16 prompts of 384 tokens, 8 answers of 64
+tokens to each.
 
-The plain way is in `plain.py`; both use the same DeepSpeed engines. `--old_logprobs` is that of our way. It takes
-`--micro_batch_tokens 2048`, a quarter of what the plain way has in one pass of "fixed". Peak memory is compared on
-"fixed" at a vocabulary of 32768, beyond what models and optimizers hold; its ratio is ours to the plain way's (less is
-better), the others are the plain way's cost to ours (more is better). `--compare trl` also runs TRL's GRPO trainer on
-"group", where TRL is installed. `--tiny` makes models and workloads so small that only the
-script itself is tried.
+The plain way is in `plain.py`; both use the same DeepSpeed engines. `--old_logprobs` is that of our
+way. It takes `--micro_batch_tokens 2048`, a quarter of what the plain way has in one pass of
+"fixed". Peak memory is compared on "fixed" at a vocabulary of 32768, beyond what models and
+optimizers hold; its ratio is ours to the plain way's (less is better), the others are the plain
+way's cost to ours (more is better). `--compare trl` also runs TRL's GRPO trainer on "group", where
+TRL is installed. `--tiny` makes models and workloads so small that only the script itself is tried.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ class Sizes:
     def workload(self, name: str, vocabulary: int) -> Workload:
         return workload(name, vocabulary, max(2, WORKLOADS[name] // self.shrink), self.shrink)
 
-    def components(self, folder: Path, config: PretrainedConfig, work: Workload, flags: list[str]) -> PPOComponents:
-        """Step 3 for a workload and those with longer answers, on models that are made in `folder`."""
+    def components(
+        self, folder: Path, config: PretrainedConfig, work: Workload, flags: list[str]
+    ) -> PPOComponents:
+        """Step 3 for a workload and those with longer answers, on models that are made in
+        `folder`."""
         ppo_parts.save_models(folder, config)
         prompts, longest = work.prompts.prompt_ids.shape
         most = (longest, max(256 // self.shrink, 1))
@@ -67,7 +71,10 @@ TINY = Sizes(config_of(320, 2, 128), config_of(512, 2, 128), shrink=16)
 
 
 def ways_of(ppo: PPOComponents, work: Workload) -> dict[str, Any]:
-    return {"plain": lambda: plain.step(ppo, work), "dschat_ppo": lambda: ppo_parts.ppo_step(ppo, work)}
+    return {
+        "plain": lambda: plain.step(ppo, work),
+        "dschat_ppo": lambda: ppo_parts.ppo_step(ppo, work),
+    }
 
 
 def compare(ppo: PPOComponents, work: Workload, repeats: int, cores: int) -> dict[str, Any]:
@@ -94,19 +101,32 @@ def table(results: dict[str, Any]) -> str:
     """The numbers for docs/benchmarks.md."""
     found = {name: results[name] for name in WORKLOADS if name in results}
     rows = [
-        [name, f"{r['plain_samples_per_s']:.2f}", f"{r['samples_per_s']:.2f}", f"{r['ratio_wall']:.2f}",
-         f"{r['ratio_cpu']:.2f}"]
+        [
+            name,
+            f"{r['plain_samples_per_s']:.2f}",
+            f"{r['samples_per_s']:.2f}",
+            f"{r['ratio_wall']:.2f}",
+            f"{r['ratio_cpu']:.2f}",
+        ]
         for name, r in found.items()
-    ]  # fmt: skip
-    return markdown(["workload", "plain, samples/s", "ours, samples/s", "ratio (wall)", "ratio (CPU)"], rows)
+    ]
+    return markdown(
+        ["workload", "plain, samples/s", "ours, samples/s", "ratio (wall)", "ratio (CPU)"], rows
+    )
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the numbers to this file too")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each way, of which the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="runs of each way, of which the median counts"
+    )
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--old_logprobs", choices=["auto", "rollout", "recompute"], default="auto", help="of ours")
+    parser.add_argument(
+        "--old_logprobs", choices=["auto", "rollout", "recompute"], default="auto", help="of ours"
+    )
     parser.add_argument("--compare", choices=["trl"], help="measure another trainer too")
     parser.add_argument("--tiny", action="store_true", help="a trial of the script on tiny sizes")
     return parser.parse_args()
@@ -121,12 +141,19 @@ def main() -> None:
     sizes = TINY if arguments.tiny else FULL
     # in a trial one: threads that wait for each other cost a busy machine most of the time
     cores, results = 1 if arguments.tiny else len(os.sched_getaffinity(0)), dict[str, Any]()
-    common = ["--old_logprobs", arguments.old_logprobs, "--dtype", "fp32" if arguments.tiny else "bf16"]
+    common = [
+        "--old_logprobs",
+        arguments.old_logprobs,
+        "--dtype",
+        "fp32" if arguments.tiny else "bf16",
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in arguments.workloads:
             work = sizes.workload(name, sizes.model.vocab_size)
-            ppo = sizes.components(folder, sizes.model, work, common + (ppo_parts.GRPO if name == "group" else []))
+            ppo = sizes.components(
+                folder, sizes.model, work, common + (ppo_parts.GRPO if name == "group" else [])
+            )
             results[name] = compare(ppo, work, arguments.repeats, cores)
             print(name, json.dumps(results[name]), flush=True)
             del ppo

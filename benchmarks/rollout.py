@@ -1,10 +1,12 @@
 """Generation compared with Hugging Face `generate`, in one run.
 
-    python benchmarks/rollout.py [--json FILE] [--repeats 5] [--workloads fixed varied group] [--shape llama-32m]
+    python benchmarks/rollout.py [--json FILE] [--repeats 5] [--workloads fixed varied group]
+        [--shape llama-32m]
 
-31.6 M random bf16 parameters, sampling from the full distribution at temperature 1. Each contender runs with batches of
-32 and of 128 sequences; the better one is reported. On a GPU, `--shape qwen2-0.5b --workloads long` or
-`--shape llama-7b --workloads long` generates 64 sequences of 512 + 512 tokens.
+31.6 M random bf16 parameters, sampling from the full distribution at temperature 1. Each contender
+runs with batches of 32 and of 128 sequences; the better one is reported. On a GPU, `--shape
+qwen2-0.5b --workloads long` or `--shape llama-7b --workloads long` generates 64 sequences of 512 +
+512 tokens.
 """
 
 from __future__ import annotations
@@ -48,11 +50,17 @@ class AtLength(transformers.StoppingCriteria):
 
 
 def sample_to_lengths(model: PreTrainedModel, prompts: PromptBatch, lengths: Tensor) -> Tensor:
-    """(B, P + R) tokens by Hugging Face `generate`, one padded batch, each row to its length; all on one device."""
+    """(B, P + R) tokens by Hugging Face `generate`, one padded batch, each row to its length; all
+    on one device."""
     sampling = transformers.GenerationConfig(
-        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0, eos_token_id=None,
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        pad_token_id=0,
+        eos_token_id=None,
         max_new_tokens=int(lengths.max()),
-    )  # fmt: skip
+    )
     return model.generate(
         input_ids=prompts.prompt_ids,
         attention_mask=prompts.prompt_mask.long(),
@@ -63,36 +71,46 @@ def sample_to_lengths(model: PreTrainedModel, prompts: PromptBatch, lengths: Ten
 
 def by_transformers(model: PreTrainedModel, work: Workload, rows: int) -> None:
     """Static batches of `rows` sequences in order, each until its longest sequence is finished."""
-    prompts, lengths = to_device(repeat_rows(work.prompts, work.samples), model.device), work.answer_lengths
+    prompts, lengths = (
+        to_device(repeat_rows(work.prompts, work.samples), model.device),
+        work.answer_lengths,
+    )
     for part in torch.arange(len(lengths)).split(rows):
         batch = PromptBatch(prompts.prompt_ids[part], prompts.prompt_mask[part])
         sample_to_lengths(model, batch, lengths[part].to(model.device))
 
 
 def by_us(
-    model: PreTrainedModel, work: Workload, rows: int, sampling: SamplingParameters | None = None,
+    model: PreTrainedModel,
+    work: Workload,
+    rows: int,
+    sampling: SamplingParameters | None = None,
     graphs: RolloutGraphs | None = None,
-) -> None:  # fmt: skip
-    """Continuous batching, including the log-probs of the sampled tokens; by default from the whole distribution, and
-    without CUDA graphs of earlier rollouts."""
+) -> None:
+    """Continuous batching, including the log-probs of the sampled tokens; by default from the whole
+    distribution, and without CUDA graphs of earlier rollouts."""
     stopping = StoppingCriteria(int(work.answer_lengths.max()))
     how = GenerationConfig(sampling or SamplingParameters(), stopping, work.samples, rows)
     device = model.device
     seeds = row_seeds(0, len(work.answer_lengths), 0).to(device)
     limits = work.answer_lengths.to(device)
-    rollout = generate(model, to_device(work.prompts, device), seeds, how, limits=limits, graphs=graphs)
+    rollout = generate(
+        model, to_device(work.prompts, device), seeds, how, limits=limits, graphs=graphs
+    )
     assert int(rollout.response_mask.sum()) == work.tokens
 
 
 def used_weights(model: PreTrainedModel) -> int:
-    """How many weights a token uses: of an embedding table that is not the head too, only one row is read."""
+    """How many weights a token uses: of an embedding table that is not the head too, only one row
+    is read."""
     config: Any = model.config
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return sum(weight.numel() for weight in model.parameters()) - table
 
 
 def memory_limit(model: PreTrainedModel, work: Workload, most_rows: int) -> float:
-    """Tokens per second if only memory reads took time: the weights once per decoding step, each key and value once."""
+    """Tokens per second if only memory reads took time: the weights once per decoding step, each
+    key and value once."""
     config: Any = model.config
     head_dim = config.hidden_size // config.num_attention_heads
     token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
@@ -112,7 +130,9 @@ def compute_limit(model: PreTrainedModel, work: Workload) -> float:
     return work.tokens / (2 * used_weights(model) * passed) * rate
 
 
-def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrainedModel, work: Workload) -> int:
+def better(
+    run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrainedModel, work: Workload
+) -> int:
     """The batch size with which one run is faster."""
     seconds = {}
     for rows in ROWS:
@@ -123,11 +143,16 @@ def better(run: Callable[[PreTrainedModel, Workload, int], None], model: PreTrai
     return min(seconds, key=lambda rows: seconds[rows])
 
 
-def compare(name: str, plain: PreTrainedModel, model: PreTrainedModel, repeats: int, cores: int) -> dict[str, Any]:
+def compare(
+    name: str, plain: PreTrainedModel, model: PreTrainedModel, repeats: int, cores: int
+) -> dict[str, Any]:
     """All results of one workload; `model` has the layers of training."""
     work = workload(name, model.config.vocab_size, PROMPTS[name])
     with threads(cores):
-        rows = {"transformers": better(by_transformers, plain, work), "dschat_ppo": better(by_us, model, work)}
+        rows = {
+            "transformers": better(by_transformers, plain, work),
+            "dschat_ppo": better(by_us, model, work),
+        }
         limits = {
             "limit_tokens_per_s": memory_limit(model, work, max(ROWS)),
             "compute_limit_tokens_per_s": compute_limit(model, work),
@@ -152,33 +177,59 @@ def compare(name: str, plain: PreTrainedModel, model: PreTrainedModel, repeats: 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The table of docs/benchmarks.md."""
-    header = ["workload", "HF generate, tok/s", "ours, tok/s", "ratio (wall)", "ratio (CPU)", "memory limit, tok/s",
-              "arithmetic limit, tok/s", "rows HF / ours", "peak memory HF / ours, GiB"]  # fmt: skip
+    header = [
+        "workload",
+        "HF generate, tok/s",
+        "ours, tok/s",
+        "ratio (wall)",
+        "ratio (CPU)",
+        "memory limit, tok/s",
+        "arithmetic limit, tok/s",
+        "rows HF / ours",
+        "peak memory HF / ours, GiB",
+    ]
     rows = []
     for name, r in results.items():
         memory = r["peak_memory_gib"]
-        rows.append([
-            name, f"{r['transformers_tokens_per_s']:.0f}", f"{r['tokens_per_s']:.0f}", f"{r['ratio_wall']:.2f}",
-            f"{r['ratio_cpu']:.2f}", f"{r['limit_tokens_per_s']:.0f}", f"{r['compute_limit_tokens_per_s']:.0f}",
-            f"{r['rows']['transformers']} / {r['rows']['dschat_ppo']}",
-            f"{memory['transformers']:.2f} / {memory['dschat_ppo']:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{r['transformers_tokens_per_s']:.0f}",
+                f"{r['tokens_per_s']:.0f}",
+                f"{r['ratio_wall']:.2f}",
+                f"{r['ratio_cpu']:.2f}",
+                f"{r['limit_tokens_per_s']:.0f}",
+                f"{r['compute_limit_tokens_per_s']:.0f}",
+                f"{r['rows']['transformers']} / {r['rows']['dschat_ppo']}",
+                f"{memory['transformers']:.2f} / {memory['dschat_ppo']:.2f}",
+            ]
+        )
     return markdown(header, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each contender; the median is reported")
-    parser.add_argument("--workloads", nargs="+", default=["fixed", "varied", "group"], choices=list(PROMPTS))
-    parser.add_argument("--shape", default="llama-32m", choices=list(SHAPES), help="shape of the random model")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="runs of each contender; the median is reported"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", default=["fixed", "varied", "group"], choices=list(PROMPTS)
+    )
+    parser.add_argument(
+        "--shape", default="llama-32m", choices=list(SHAPES), help="shape of the random model"
+    )
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain, model = (language_model(SHAPES[arguments.shape], device) for _ in range(2))
     use_fast_layers(model)
     results = {}
     for name in arguments.workloads:
-        print(f"{name}: finding the better batch size of each contender", file=sys.stderr, flush=True)
+        print(
+            f"{name}: finding the better batch size of each contender", file=sys.stderr, flush=True
+        )
         results[name] = compare(name, plain, model, arguments.repeats, len(os.sched_getaffinity(0)))
         print(name, json.dumps(results[name]), flush=True)
     print(table(results))

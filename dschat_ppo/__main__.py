@@ -36,30 +36,44 @@ TOOLS = {  # the modules of dschat_ppo.tools
 
 def main(argv: Sequence[str]) -> int:
     words = list(argv)
-    while words and words[0].startswith("--local_rank"):  # DeepSpeed's launcher puts it before the command
+    while words and words[0].startswith(
+        "--local_rank"
+    ):  # DeepSpeed's launcher puts it before the command
         words = words[1:]
     name = words[0] if words else "--help"
     if name in TRAINERS:
         return start(name, words[1:])
     if name.replace("-", "_") in TOOLS:
         sys.argv = [f"dschat_ppo {name}", *words[1:]]
-        runpy.run_module(f"dschat_ppo.tools.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
+        runpy.run_module(
+            f"dschat_ppo.tools.{name.replace('-', '_')}", run_name="__main__", alter_sys=True
+        )
         return 0
     if name in ("--help", "-h"):
         print(commands())
         return 0
     near = difflib.get_close_matches(name, [*TRAINERS, *TOOLS], n=1)
     meant = f"; did you mean {near[0]}?" if near else ""
-    print(f"error: {name}: no such command{meant} (all commands: python -m dschat_ppo --help)", file=sys.stderr)
+    print(
+        f"error: {name}: no such command{meant} (all commands: python -m dschat_ppo --help)",
+        file=sys.stderr,
+    )
     return 2
 
 
 def commands() -> str:
     training = {step: title for step, (title, _) in TITLES.items()}
     width = max(map(len, [*TRAINERS, *TOOLS])) + 2
-    lines = ["usage: python -m dschat_ppo COMMAND ...", "       deepspeed --module dschat_ppo COMMAND ..."]
+    lines = [
+        "usage: python -m dschat_ppo COMMAND ...",
+        "       deepspeed --module dschat_ppo COMMAND ...",
+    ]
     for heading, known in (("training", training), ("tools", TOOLS)):
-        lines += ["", f"{heading}:", *(f"  {name.ljust(width)}{text}" for name, text in known.items())]
+        lines += [
+            "",
+            f"{heading}:",
+            *(f"  {name.ljust(width)}{text}" for name, text in known.items()),
+        ]
     return "\n".join([*lines, "", "the flags of a command: python -m dschat_ppo COMMAND --help"])
 
 

@@ -1,10 +1,11 @@
 """A training step from its command line to its exit code, and the commands that start its ranks.
 
-`training/step*/main.py` call `run_training`: the process is the only rank, or one of those of `deepspeed` or another
-launcher. The commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and `dschat-ppo`, and `python -m dschat_ppo`, call
-`start`. Without a launcher that starts one rank for each GPU of this machine, through the program that `deepspeed`
-starts on each machine; without a GPU, one rank in this process. `--num_accelerators N` sets the number of ranks. After
-Ctrl-C a single rank returns 130 and the launcher 1, so that a shell does not go on with the next step.
+`training/step*/main.py` call `run_training`: the process is the only rank, or one of those of
+`deepspeed` or another launcher. The commands `dschat-sft`, `dschat-reward`, `dschat-dpo` and
+`dschat-ppo`, and `python -m dschat_ppo`, call `start`. Without a launcher that starts one rank for
+each GPU of this machine, through the program that `deepspeed` starts on each machine; without a
+GPU, one rank in this process. `--num_accelerators N` sets the number of ranks. After Ctrl-C a
+single rank returns 130 and the launcher 1, so that a shell does not go on with the next step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from dschat_ppo.run.launch import run_step
 from dschat_ppo.run.rank_log import keep_early_lines
 from dschat_ppo.run.unused_gpu import cpu_is_asked_for
 
-TRAINERS = {  # imported after the flags are parsed, so that `--help` and wrong flags do not wait for torch
+# imported after the flags are parsed, so that `--help` and wrong flags do not wait for torch
+TRAINERS = {
     "sft": "dschat_ppo.supervised.sft:train_sft",
     "reward": "dschat_ppo.supervised.train_preference:train_preferences",
     "dpo": "dschat_ppo.supervised.train_preference:train_preferences",
@@ -48,7 +50,8 @@ def run_training(step: str, argv: Sequence[str]) -> int:
 
 
 def train(step: str, config: StepConfig) -> None:
-    """Run a step with its parsed flags. With `--dry_run`, rank 0 checks them and the other ranks have nothing to do."""
+    """Run a step with its parsed flags. With `--dry_run`, rank 0 checks them and the other ranks
+    have nothing to do."""
     set_verbose(config.console.verbose)
     if config.run.dry_run and not is_main():
         return
@@ -77,15 +80,17 @@ def train(step: str, config: StepConfig) -> None:
 
 
 def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:
-    """In the block, the number of ranks is `--dry_run_ranks`, if the flag is given: on machines with as many ranks as
-    each machine of the launch has, if that has several, else all on one."""
+    """In the block, the number of ranks is `--dry_run_ranks`, if the flag is given: on machines
+    with as many ranks as each machine of the launch has, if that has several, else all on one."""
     if run.dry_run_ranks is None:
         return nullcontext()
     from unittest.mock import patch  # not at the top, so that --help does not wait for it
 
     whole, local = run.dry_run_ranks, local_world_size()
     several = local < world_size() and whole % local == 0
-    return patch.dict(os.environ, WORLD_SIZE=str(whole), LOCAL_SIZE=str(local if several else whole))
+    return patch.dict(
+        os.environ, WORLD_SIZE=str(whole), LOCAL_SIZE=str(local if several else whole)
+    )
 
 
 def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -100,13 +105,16 @@ def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def start(step: str, argv: Sequence[str]) -> int:
-    """Run a step (of `TRAINERS`) on as many ranks as `argv` or the devices say; returns the exit code.
-    Replaces this process by DeepSpeed's launcher if there are several."""
+    """Run a step (of `TRAINERS`) on as many ranks as `argv` or the devices say; returns the exit
+    code. Replaces this process by DeepSpeed's launcher if there are several."""
     try:
         count, words = take_num_accelerators(argv)
         if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             if count is not None:
-                raise UserError("--num_accelerators: a launcher has started this rank, and sets the number of ranks")
+                raise UserError(
+                    "--num_accelerators: a launcher has started this rank, and sets the number of"
+                    " ranks"
+                )
             return run_training(step, words)
         config = parse(step, words)  # before any rank starts, so that each error is printed once
         ranks = number_of_ranks(count)
@@ -122,24 +130,34 @@ def start(step: str, argv: Sequence[str]) -> int:
             return INTERRUPTED
         return INTERRUPTED if stop_requests.interrupted() else code
     command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # more threads than cores only spin
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, cores // ranks))
+    )  # more threads than cores only spin
     return os.execv(command[0], command)
 
 
 def number_of_ranks(count: int | None) -> int:
-    """The ranks of this machine: `count` (`--num_accelerators`), at most its GPUs if it has any; None: all GPUs, or one
-    rank."""
+    """The ranks of this machine: `count` (`--num_accelerators`), at most its GPUs if it has any;
+    None: all GPUs, or one rank."""
     gpus = count_gpus()
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher would show the ranks the GPUs again
+        os.environ["DS_ACCELERATOR"] = (
+            "cpu"  # DeepSpeed's launcher would show the ranks the GPUs again
+        )
     if gpus and count is not None and count > gpus:
-        raise UserError(f"--num_accelerators {count}: this machine has {gpus} GPUs (DS_ACCELERATOR=cpu uses the CPU)")
+        raise UserError(
+            f"--num_accelerators {count}: this machine has {gpus} GPUs (DS_ACCELERATOR=cpu uses the"
+            " CPU)"
+        )
     return count or gpus or 1
 
 
 def count_gpus() -> int:
-    """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks for the CPU."""
+    """GPUs that a run may use: `CUDA_VISIBLE_DEVICES` limits them, and `DS_ACCELERATOR=cpu` asks
+    for the CPU."""
     if cpu_is_asked_for():
         return 0
     import torch  # not at the top, so that --help and wrong flags do not wait for it
@@ -160,7 +178,9 @@ def launch_command(step: str, words: Sequence[str], ranks: int, log_level: str) 
 def visible_devices(ranks: int) -> list[int | str]:
     """The first `ranks` devices, as DeepSpeed's launcher names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names: list[int | str] = [name.strip() for name in named.split(",")] if named not in ("", "-1") else []
+    names: list[int | str] = (
+        [name.strip() for name in named.split(",")] if named not in ("", "-1") else []
+    )
     return names[:ranks] if len(names) >= ranks else list(range(ranks))
 
 

@@ -1,4 +1,5 @@
-"""The exceptions of the package, and parts of their messages. `common/exit_codes.py` maps them to exit codes."""
+"""The exceptions of the package, and parts of their messages. `common/exit_codes.py` maps them to
+exit codes."""
 
 import difflib
 import os
@@ -11,17 +12,25 @@ from typing import Any
 
 _JOINERS = "\u200c\u200d"  # invisible, but part of ordinary text in several scripts
 HIDDEN = "***"  # in place of credentials
-_SECRETS = "(?:api|access|secret|private)_?key|(?:api|access|auth|hf|bearer)_?token|(?:client_?)?secret|password|passwd"
+_SECRETS = (
+    "(?:api|access|secret|private)_?key|(?:api|access|auth|hf|bearer)_?token|(?:client_?)?secret"
+    "|password|passwd"
+)
 _USER = re.compile(r"(://)[^/\s?#]*@")
-_VALUE_END = r"=)[^&\s#,]*?(?=(?::[-+.\de]+)?(?:[&\s#,]|$))"  # the weight of a reward function stays
+_VALUE_END = (  # the weight of a reward function stays
+    r"=)[^&\s#,]*?(?=(?::[-+.\de]+)?(?:[&\s#,]|$))"
+)
 _SETTING = re.compile(rf"([?&](?:{_SECRETS}){_VALUE_END}", re.IGNORECASE)
-_URL_SETTING = re.compile(rf"([?&](?:{_SECRETS}|key|token|auth|sig|signature){_VALUE_END}", re.IGNORECASE)
+_URL_SETTING = re.compile(
+    rf"([?&](?:{_SECRETS}|key|token|auth|sig|signature){_VALUE_END}", re.IGNORECASE
+)
 MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the rest
 
 
 def without_credentials(value: Any) -> Any:
-    """A text with `***` for the user name and password of each URL in it, and for passwords and keys after `?` or `&`;
-    the items of a list likewise; another value as it is. What a run prints, logs or saves passes through here."""
+    """A text with `***` for the user name and password of each URL in it, and for passwords and
+    keys after `?` or `&`; the items of a list likewise; another value as it is. What a run prints,
+    logs or saves passes through here."""
     if isinstance(value, list | tuple):
         return type(value)(map(without_credentials, value))
     if not isinstance(value, str) or not ("@" in value or "=" in value):
@@ -33,8 +42,9 @@ def without_credentials(value: Any) -> Any:
 class UserError(ValueError):
     """Bad input: a flag, file, row or model that cannot be used.
 
-    The message names the flag, file or row and says what to do. The entry points print it without a traceback and exit
-    with code 2. Every other exception propagates. It may quote data, so its text is `escaped`.
+    The message names the flag, file or row and says what to do. The entry points print it without a
+    traceback and exit with code 2. Every other exception propagates. It may quote data, so its text
+    is `escaped`.
     """
 
     def __str__(self) -> str:
@@ -42,8 +52,9 @@ class UserError(ValueError):
 
 
 class StorageError(UserError):
-    """The outputs cannot be written: the disk is full, the folder is not writable, or the hub takes no upload. The
-    message names the path and the cause, and for a checkpoint the one from which the run can resume."""
+    """The outputs cannot be written: the disk is full, the folder is not writable, or the hub takes
+    no upload. The message names the path and the cause, and for a checkpoint the one from which the
+    run can resume."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -51,13 +62,14 @@ class NonFiniteError(FloatingPointError):
 
 
 class UnhealthyRun(Exception):  # noqa: N818  a decision of the user, by a flag
-    """The run ends because of a health event (`--stop_on_health`), with its state saved; raised on every rank. The
-    entry points print the message without a traceback and exit with code 6."""
+    """The run ends because of a health event (`--stop_on_health`), with its state saved; raised on
+    every rank. The entry points print the message without a traceback and exit with code 6."""
 
 
 class StopRequested(Exception):  # noqa: N818  nothing went wrong
-    """The run stops here on every rank: a stop was requested and the state is saved, or the run was already finished.
-    The message says how to continue. The entry points print it on rank 0 and exit with code 0."""
+    """The run stops here on every rank: a stop was requested and the state is saved, or the run was
+    already finished. The message says how to continue. The entry points print it on rank 0 and exit
+    with code 0."""
 
 
 class RolloutCancelled(Exception):  # noqa: N818  nothing went wrong
@@ -65,43 +77,51 @@ class RolloutCancelled(Exception):  # noqa: N818  nothing went wrong
 
 
 def escaped(text: str) -> str:
-    """`text` with escapes such as `\\x1b` for characters that a terminal obeys or does not show; line breaks and tabs
-    stay."""
+    """`text` with escapes such as `\\x1b` for characters that a terminal obeys or does not show;
+    line breaks and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        ascii(each)[1:-1]
-        if each not in "\n\t" + _JOINERS and unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-        else each
+        (
+            ascii(each)[1:-1]
+            if each not in "\n\t" + _JOINERS
+            and unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+            else each
+        )
         for each in text
     )
 
 
 def printable_line(text: str) -> str:
-    """`text` in one line: white space is one space each, and characters that a terminal obeys or hides are escaped."""
+    """`text` in one line: white space is one space each, and characters that a terminal obeys or
+    hides are escaped."""
     return escaped(" ".join(text.split()))
 
 
 def in_one_line(problem: BaseException) -> str:
-    """The message of an exception in one line of at most `MOST_CHARACTERS`, to be quoted in another message. A message
-    of one word, such as the key of a `KeyError`, is preceded by the name of the exception."""
+    """The message of an exception in one line of at most `MOST_CHARACTERS`, to be quoted in another
+    message. A message of one word, such as the key of a `KeyError`, is preceded by the name of the
+    exception."""
     message = printable_line(str(problem))
     message = message if " " in message else f"{type(problem).__name__}: {message}".rstrip(": ")
     return message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}..."
 
 
 def counted(count: int, what: str, several: str | None = None) -> str:
-    """A number and what it counts: "1 row", "2 rows"; `several` if the plural is not formed by an s."""
+    """A number and what it counts: "1 row", "2 rows"; `several` if the plural is not formed by an
+    s."""
     return f"{count} {what if count == 1 else several or f'{what}s'}"
 
 
 def nearest_path(path: str | Path) -> str:
-    """`; did you mean PATH?`, with the existing path that is most similar to the first part of `path` that does not
-    exist; "" if none is similar."""
+    """`; did you mean PATH?`, with the existing path that is most similar to the first part of
+    `path` that does not exist; "" if none is similar."""
     with suppress(OSError):  # a folder that is not readable
         for part in (*reversed(Path(path).parents), Path(path)):
             if part.parent.is_dir() and not part.exists():
-                near = difflib.get_close_matches(part.name, os.listdir(part.parent), n=1, cutoff=0.65)
+                near = difflib.get_close_matches(
+                    part.name, os.listdir(part.parent), n=1, cutoff=0.65
+                )
                 return f"; did you mean {part.parent / near[0]}?" if near else ""
     return ""
 
@@ -114,30 +134,35 @@ class Attempt:
 
 @contextmanager
 def attempt(also_exits: bool = False) -> Iterator[Attempt]:
-    """Run code that may raise anything: a library that reads a file of the user, a way that a model may not fit, or a
-    function of one's own. The package's only handler of every exception, besides the top level of a rank: whoever uses
-    it looks at `problem`, and raises those that are not of that code.
+    """Run code that may raise anything: a library that reads a file of the user, a way that a model
+    may not fit, or a function of one's own. The package's only handler of every exception, besides
+    the top level of a rank: whoever uses it looks at `problem`, and raises those that are not of
+    that code.
 
-    `KeyboardInterrupt` and `SystemExit` pass, unless `also_exits`, for the top level of a process. A panic in Rust code
-    derives from `BaseException` and can be recognised only by its name.
+    `KeyboardInterrupt` and `SystemExit` pass, unless `also_exits`, for the top level of a process.
+    A panic in Rust code derives from `BaseException` and can be recognised only by its name.
     """
     tried = Attempt()
     try:
         yield tried
     except BaseException as problem:  # noqa: BLE001  see above
-        if not (isinstance(problem, Exception) or type(problem).__name__ == "PanicException" or also_exits):
+        if not (
+            isinstance(problem, Exception)
+            or type(problem).__name__ == "PanicException"
+            or also_exits
+        ):
             raise
         tried.problem = problem
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn the exceptions of a library that reads a file or value of the user into a `UserError`. `what` is the flag,
-    file or row and what is wrong with it; the message of the library follows.
+    """Turn the exceptions of a library that reads a file or value of the user into a `UserError`.
+    `what` is the flag, file or row and what is wrong with it; the message of the library follows.
 
-    The block must do nothing but read. Libraries raise almost any exception for a malformed file: tokenizers raises
-    plain `Exception`; transformers raises KeyError, AttributeError, ZeroDivisionError and more. Those of this module
-    pass.
+    The block must do nothing but read. Libraries raise almost any exception for a malformed file:
+    tokenizers raises plain `Exception`; transformers raises KeyError, AttributeError,
+    ZeroDivisionError and more. Those of this module pass.
     """
     with attempt() as tried:
         yield

@@ -1,8 +1,10 @@
-"""Norms, rotations and gated products of layers as one kernel each, in Triton, which PyTorch's builds for GPUs bring
-along: half precision, without gradients, contiguous unless a docstring says more.
+"""Norms, rotations and gated products of layers as one kernel each, in Triton, which PyTorch's
+builds for GPUs bring along: half precision, without gradients, contiguous unless a docstring says
+more.
 
-PyTorch launches a kernel for each operation of a layer, and each reads and writes its numbers in memory. Results are
-rounded where these operations round them, so the bits are theirs, but for the order of the sums of a norm.
+PyTorch launches a kernel for each operation of a layer, and each reads and writes its numbers in
+memory. Results are rounded where these operations round them, so the bits are theirs, but for the
+order of the sums of a norm.
 """
 
 from __future__ import annotations
@@ -27,21 +29,37 @@ def _norm_kernel(states, weight, normal, width, eps, BLOCK: tl.constexpr):
     inside, row = columns < width, tl.program_id(0).to(tl.int64) * width
     x = tl.load(states + row + columns, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    n = (x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)).to(normal.dtype.element_ty).to(tl.float32)
+    n = (
+        (x * tl.rsqrt(tl.sum(x * x, axis=0) / width + eps))
+        .to(normal.dtype.element_ty)
+        .to(tl.float32)
+    )
     tl.store(normal + row + columns, (w * n).to(normal.dtype.element_ty), mask=inside)
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich 2019, equation 4)"""
+    """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich
+    2019, equation 4)"""
     normal, width = torch.empty_like(states), states.shape[-1]
     block = triton.next_power_of_2(width)
-    _norm_kernel[(states.numel() // width,)](states, weight, normal, width, eps, block, num_warps=_warps(block))
+    _norm_kernel[(states.numel() // width,)](
+        states, weight, normal, width, eps, block, num_warps=_warps(block)
+    )
     return normal
 
 
 @triton.jit
-def _norm_backward_kernel(
-    states, weight, gradient, of_states, of_weight, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+def _norm_backward_kernel(  # noqa: PLR0913
+    states,
+    weight,
+    gradient,
+    of_states,
+    of_weight,
+    rows,
+    width,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -56,33 +74,67 @@ def _norm_backward_kernel(
         sums += g * n
         found = r * (w * g - n * (tl.sum(n * w * g, axis=0) / width))
         tl.store(of_states + row + columns, found.to(of_states.dtype.element_ty), mask=inside)
-    tl.store(of_weight + tl.program_id(0).to(tl.int64) * width + columns, sums, mask=columns < width)
+    tl.store(
+        of_weight + tl.program_id(0).to(tl.int64) * width + columns, sums, mask=columns < width
+    )
 
 
-def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    states: Tensor, weight: Tensor, gradient: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
     of_states, width = torch.empty_like(states), states.shape[-1]
     rows, block = states.numel() // width, triton.next_power_of_2(width)
-    chunk = triton.next_power_of_2(max(1, triton.cdiv(rows, _PROGRAMS)))  # each value compiles a kernel
-    sums = states.new_empty(triton.cdiv(rows, chunk), width, dtype=torch.float32)  # programs share none
+    chunk = triton.next_power_of_2(
+        max(1, triton.cdiv(rows, _PROGRAMS))
+    )  # each value compiles a kernel
+    sums = states.new_empty(
+        triton.cdiv(rows, chunk), width, dtype=torch.float32
+    )  # programs share none
     _norm_backward_kernel[(len(sums),)](
-        states, weight, gradient, of_states, sums, rows, width, eps, chunk, block, num_warps=_warps(block)
+        states,
+        weight,
+        gradient,
+        of_states,
+        sums,
+        rows,
+        width,
+        eps,
+        chunk,
+        block,
+        num_warps=_warps(block),
     )
     return of_states, sums.sum(dim=0).to(weight.dtype)
 
 
 @triton.jit
-def _rotation_kernel(
-    values, found, cos, sin, rows, angles, heads, others, half, BACK: tl.constexpr, EVERY: tl.constexpr,
+def _rotation_kernel(  # noqa: PLR0913
+    values,
+    found,
+    cos,
+    sin,
+    rows,
+    angles,
+    heads,
+    others,
+    half,
+    BACK: tl.constexpr,
+    EVERY: tl.constexpr,
     HALF: tl.constexpr,
-):  # fmt: skip
-    row, column, head = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)[None, :], tl.arange(0, EVERY)[:, None]
+):
+    row, column, head = (
+        tl.program_id(0).to(tl.int64),
+        tl.arange(0, HALF)[None, :],
+        tl.arange(0, EVERY)[:, None],
+    )
     kind = found.dtype.element_ty
     every, turns = heads + 2 * others, head < heads + others
     inside = (head < every) & (column < half)
     # `found` holds the heads of all rows, then their `others`, then what is not rotated.
     before = tl.where(head < heads, 0, tl.where(turns, heads, heads + others))
-    place = (rows * before + row * tl.where(head < heads, heads, others) + head - before) * 2 * half + column
+    place = (
+        rows * before + row * tl.where(head < heads, heads, others) + head - before
+    ) * 2 * half + column
     first, angle = (row * every + head) * 2 * half + column, (row % angles) * 2 * half + column
     a = tl.load(values + first, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(values + first + half, mask=inside, other=0.0).to(tl.float32)
@@ -98,19 +150,38 @@ def _rotation_kernel(
     tl.store(found + place + half, tl.where(turns, new_b, b).to(kind), mask=inside)
 
 
-def _rotate(values: Tensor, cos: Tensor, sin: Tensor, heads: int, others: int, back: bool) -> Tensor:
+def _rotate(
+    values: Tensor, cos: Tensor, sin: Tensor, heads: int, others: int, back: bool
+) -> Tensor:
     rows, every, width = values.shape
-    found, sizes = torch.empty_like(values), (triton.next_power_of_2(every), triton.next_power_of_2(width // 2))
+    found, sizes = (
+        torch.empty_like(values),
+        (triton.next_power_of_2(every), triton.next_power_of_2(width // 2)),
+    )
     _rotation_kernel[(rows,)](
-        values, found, cos, sin, rows, len(cos), heads, others, width // 2, back, *sizes,
+        values,
+        found,
+        cos,
+        sin,
+        rows,
+        len(cos),
+        heads,
+        others,
+        width // 2,
+        back,
+        *sizes,
         num_warps=_warps(sizes[0] * sizes[1]),
-    )  # fmt: skip
+    )
     return found
 
 
-def rotated_parts(values: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """The heads of `values` (n, heads + 2 kv_heads, d): those of queries and of keys, rotated, x * cos + rotate_half(x)
-    * sin, and those of values, (n, heads of each, d). `cos`, `sin`: (n, d). (Su et al. 2021, equation 34)"""
+def rotated_parts(
+    values: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, ...]:
+    """The heads of `values` (n, heads + 2 kv_heads, d): those of queries and of keys, rotated, x *
+    cos + rotate_half(x)
+    * sin, and those of values, (n, heads of each, d). `cos`, `sin`: (n, d). (Su et al. 2021,
+      equation 34)"""
     rows, every, width = values.shape
     found = _rotate(values, cos, sin, heads, kv_heads, False).view(-1, width)
     parts = found.split([rows * heads, rows * kv_heads, rows * kv_heads])
@@ -118,11 +189,16 @@ def rotated_parts(values: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads
 
 
 def rotated(values: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    """All heads of `values` (n, heads, L, d), rotated, laid out in memory as (n, L, heads, d). `cos`, `sin`: (n, L, d),
-    or (1, L, d). `back`: the gradient of the values, given that of the result."""
+    """All heads of `values` (n, heads, L, d), rotated, laid out in memory as (n, L, heads, d).
+    `cos`, `sin`: (n, L, d), or (1, L, d). `back`: the gradient of the values, given that of the
+    result."""
     lines = values.transpose(1, 2).contiguous()
     angles = cos.contiguous().flatten(0, 1), sin.contiguous().flatten(0, 1)
-    return _rotate(lines.flatten(0, 1), *angles, lines.shape[2], 0, back).view(lines.shape).transpose(1, 2)
+    return (
+        _rotate(lines.flatten(0, 1), *angles, lines.shape[2], 0, back)
+        .view(lines.shape)
+        .transpose(1, 2)
+    )
 
 
 @triton.jit
@@ -136,7 +212,8 @@ def _gated_kernel(gate, up, product, width, stride, BLOCK: tl.constexpr):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves of one tensor."""
+    """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves
+    of one tensor."""
     product, width = gate.new_empty(gate.shape), gate.shape[-1]
     gate, up = gate.reshape(-1, width), up.reshape(-1, width)
     assert gate.stride() == up.stride()
@@ -153,7 +230,9 @@ def _gated_backward_kernel(gate, up, gradient, of_gate, of_up, size, BLOCK: tl.c
     b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     s = 1 / (1 + tl.exp(-a))
-    tl.store(of_gate + at, (g * b * s * (1 + a * (1 - s))).to(of_gate.dtype.element_ty), mask=inside)
+    tl.store(
+        of_gate + at, (g * b * s * (1 + a * (1 - s))).to(of_gate.dtype.element_ty), mask=inside
+    )
     tl.store(of_up + at, (g * a * s).to(of_up.dtype.element_ty), mask=inside)
 
 

@@ -1,9 +1,10 @@
-"""NaN and infinity: the check of scores, log-probs, values and advantages before any update uses them; what a run does
-about a bad step (`--on_nonfinite`: stop, or skip the update); and the repro bundle that reproduces it in one process.
+"""NaN and infinity: the check of scores, log-probs, values and advantages before any update uses
+them; what a run does about a bad step (`--on_nonfinite`: stop, or skip the update); and the repro
+bundle that reproduces it in one process.
 
-A bundle lies in `OUTPUT/nonfinite/step_*_rank_*/`: `config.yaml` holds the flags, `model/` the weights before the
-update, and `bundle.pt`, which is written last, the rank's micro-batches with everything else that the loss needs:
-tensors and plain values, no code.
+A bundle lies in `OUTPUT/nonfinite/step_*_rank_*/`: `config.yaml` holds the flags, `model/` the
+weights before the update, and `bundle.pt`, which is written last, the rank's micro-batches with
+everything else that the loss needs: tensors and plain values, no code.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from dschat_ppo.monitor.metric_sums import read
 from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.types import Engine, Experience, tensors_of
 
-# Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses of the recorded
-# log-probs is in `old_logprobs` or in the weights of the importance correction. Rows without `old_logprobs` use them.
+# Fields that are not checked: a reward source of weight 0 may return anything, and what a loss uses
+# of the recorded log-probs is in `old_logprobs` or in the weights of the importance correction.
+# Rows without `old_logprobs` use them.
 UNUSED = ("source_scores", "rollout_logprobs")
 
 
 class NonFinitePolicy:
-    """Stops the run at the first failure, or counts skipped updates; the same on every rank. `bundles` writes a repro
-    bundle for each bad optimizer step, unless it is None."""
+    """Stops the run at the first failure, or counts skipped updates; the same on every rank.
+    `bundles` writes a repro bundle for each bad optimizer step, unless it is None."""
 
     def __init__(self, flags: SafetyFlags, bundles: ReproBundles | None = None):
         self.flags = flags
@@ -49,11 +51,17 @@ class NonFinitePolicy:
         self._overflows = Counter[str]()
 
     def handle(
-        self, role: str, step: int, result: StepResult, engine: Engine, records: Sequence[Any],
+        self,
+        role: str,
+        step: int,
+        result: StepResult,
+        engine: Engine,
+        records: Sequence[Any],
         constants: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Handle the outcome of an optimizer step of `role`. Collective with a fault, which writes a repro bundle of
-        the micro-batches `records`; `constants` are the other numbers that the loss needs."""
+    ) -> None:
+        """Handle the outcome of an optimizer step of `role`. Collective with a fault, which writes
+        a repro bundle of the micro-batches `records`; `constants` are the other numbers that the
+        loss needs."""
         self._overflows[role] += result.overflow
         if result.applied:
             self._in_a_row[role] = 0
@@ -69,14 +77,17 @@ class NonFinitePolicy:
         self._fail(role, f"{role}, step {step}: {result.fault}; its update was skipped", replay)
 
     def is_finite(self, experience: Experience, step: int) -> bool:
-        """Whether all numbers of an experience of all ranks are finite: only then it reaches an update. Every rank
-        holds the rows and values of all ranks, so all make the same decision without a collective."""
+        """Whether all numbers of an experience of all ranks are finite: only then it reaches an
+        update. Every rank holds the rows and values of all ranks, so all make the same decision
+        without a collective."""
         bad = bad_rows(experience)
         if not bad:
             self._in_a_row["rows"] = 0
             return True
         name, rows = next(iter(bad.items()))  # fields are in the order in which they are computed
-        problem = f"PPO step {step}: {name} of {rows} of {len(experience.scores)} answers are not finite"
+        problem = (
+            f"PPO step {step}: {name} of {rows} of {len(experience.scores)} answers are not finite"
+        )
         self._fail("rows", f"{problem}; its updates are skipped", "")
         return False
 
@@ -89,7 +100,9 @@ class NonFinitePolicy:
             raise NonFiniteError(f"{problem}. {advice}{replay}")
         in_a_row = self._in_a_row[role]
         if in_a_row > self.flags.max_nonfinite_skips:
-            raise NonFiniteError(f"{problem}; that makes {in_a_row} in a row (--max_nonfinite_skips).{replay}")
+            raise NonFiniteError(
+                f"{problem}; that makes {in_a_row} in a row (--max_nonfinite_skips).{replay}"
+            )
         logger().warning(f"{problem}.{replay}")
 
     def metrics(self, *roles: str) -> dict[str, float]:
@@ -99,7 +112,11 @@ class NonFinitePolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, for a resumed run."""
-        return {"in_a_row": dict(self._in_a_row), "skipped": self._skipped, "overflows": dict(self._overflows)}
+        return {
+            "in_a_row": dict(self._in_a_row),
+            "skipped": self._skipped,
+            "overflows": dict(self._overflows),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
@@ -108,8 +125,8 @@ class NonFinitePolicy:
 
 
 def bad_rows(record: Any) -> dict[str, int]:
-    """Field -> how many of its rows have a NaN or infinity, in a dataclass of tensors. If it has a `response_mask` (B,
-    R), fields of that shape are checked only where the mask is True."""
+    """Field -> how many of its rows have a NaN or infinity, in a dataclass of tensors. If it has a
+    `response_mask` (B, R), fields of that shape are checked only where the mask is True."""
     unused = UNUSED if getattr(record, "old_logprobs", None) is not None else UNUSED[:1]
     mask = getattr(record, "response_mask", None)
     bad: dict[str, Tensor] = {}
@@ -133,10 +150,17 @@ class ReproBundles:
     tokenizer: PreTrainedTokenizerBase
 
     def write(
-        self, role: str, step: int, fault: Fault, engine: Engine, records: Sequence[Any], constants: dict[str, Any]
+        self,
+        role: str,
+        step: int,
+        fault: Fault,
+        engine: Engine,
+        records: Sequence[Any],
+        constants: dict[str, Any],
     ) -> Path:
-        """Write a bundle of the micro-batches of `fault.rank`, and return its folder. Collective: `records` are each
-        rank's own, `constants` the other numbers that the loss needs. `StorageError` on every rank if it fails."""
+        """Write a bundle of the micro-batches of `fault.rank`, and return its folder. Collective:
+        `records` are each rank's own, `constants` the other numbers that the loss needs.
+        `StorageError` on every rank if it fails."""
         folder = dist.on_main(lambda: self._new_folder(step, fault.rank))
         save_model(engine, self.tokenizer, folder / MODEL)
         layout = unwrap(engine).layout
@@ -148,7 +172,9 @@ class ReproBundles:
             "numbers": fault.numbers,
             "world_size": dist.world_size(),
             "loss_scale": {self.config.run.dtype: loss_scale(engine)},  # 1 in another number format
-            "layout": {name: getattr(layout, name) for name in ("fused", "packed", "shares", "reads_few")},
+            "layout": {
+                name: getattr(layout, name) for name in ("fused", "packed", "shares", "reads_few")
+            },
             "records": [[type(record).__name__, tensors_of(record)] for record in records],
             "constants": constants,
             "random_state": fault.random_state,
@@ -161,7 +187,10 @@ class ReproBundles:
         """Make the new folder and remove old bundles, on rank 0."""
         first = f"step_{step:06d}_rank_{rank}"
         names = chain([first], (f"{first}_{number}" for number in count(2)))
-        root, most = Path(self.config.run.folder) / "nonfinite", self.config.safety.max_nonfinite_skips + 1
+        root, most = (
+            Path(self.config.run.folder) / "nonfinite",
+            self.config.safety.max_nonfinite_skips + 1,
+        )
         with storage_errors(root):
             folder = next(root / name for name in names if not (root / name).exists())
             folder.mkdir(parents=True)

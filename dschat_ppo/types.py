@@ -1,8 +1,9 @@
 """The records that the layers of the package exchange: prompts, rollouts and experience.
 
-Shapes: B rows, P prompt length, R response length, T sequence length, K reward sources. Prompts are left-padded and
-responses right-padded, so the real tokens of a row `[prompt | response]` are contiguous. Masks are True on real tokens
-and are carried along, never derived from token ids: padding may hold any id.
+Shapes: B rows, P prompt length, R response length, T sequence length, K reward sources. Prompts are
+left-padded and responses right-padded, so the real tokens of a row `[prompt | response]` are
+contiguous. Masks are True on real tokens and are carried along, never derived from token ids:
+padding may hold any id.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class LateEnds:
-    """Tokens that end an answer (`ids`) and cannot be drawn before `minimum` tokens: until then the policy is the
-    distribution over the other tokens, in sampling, scoring and training alike."""
+    """Tokens that end an answer (`ids`) and cannot be drawn before `minimum` tokens: until then the
+    policy is the distribution over the other tokens, in sampling, scoring and training alike."""
 
     ids: tuple[int, ...]
     minimum: int
@@ -67,21 +68,30 @@ class Rollout:
     prompt_ids: Tensor  # (B, P) int64, left-padded
     prompt_mask: Tensor  # (B, P) bool, True on prompt tokens
     response_ids: Tensor  # (B, R) int64, right-padded
-    response_mask: Tensor  # (B, R) bool, True on the tokens that the policy chose: up to and including the token that
+    # (B, R) bool, True on the tokens that the policy chose: up to and including the token that
+    response_mask: Tensor
     #   ended the answer, without the observations of an episode
-    rollout_logprobs: Tensor  # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
+    rollout_logprobs: (
+        Tensor  # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
+    )
     finish_reason: Tensor  # (B,) int8, a `FinishReason`
-    # (B,) int64, tokens of an episode after its prompt, chosen or observed; None where there are no observations
+    # (B,) int64, tokens of an episode after its prompt, chosen or observed; None where there are no
+    # observations
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
-    turn_rewards: Tensor | None = field(default=None, kw_only=True)  # (B, R) fp32, on the last token of each action
-    # (B, P) as `prompt_ids` and `prompt_mask`: what a teacher reads in their place, where it reads something else
+    turn_rewards: Tensor | None = field(
+        default=None, kw_only=True
+    )  # (B, R) fp32, on the last token of each action
+    # (B, P) as `prompt_ids` and `prompt_mask`: what a teacher reads in their place, where it reads
+    # something else
     teacher_prompt_ids: Tensor | None = field(default=None, kw_only=True)
     teacher_prompt_mask: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def response_lengths(self) -> Tensor:
         """(B,) int64, tokens after the prompt, of both kinds."""
-        return self.response_mask.sum(dim=1) if self.episode_lengths is None else self.episode_lengths
+        return (
+            self.response_mask.sum(dim=1) if self.episode_lengths is None else self.episode_lengths
+        )
 
     @property
     def real_mask(self) -> Tensor:
@@ -97,26 +107,37 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ScoredRollout(Rollout):
-    """A rollout with log-probs, values and scores of the models. (B, R) tensors are aligned to the response tokens and
-    0 outside `response_mask`. A field that the run does not need is None."""
+    """A rollout with log-probs, values and scores of the models. (B, R) tensors are aligned to the
+    response tokens and 0 outside `response_mask`. A field that the run does not need is None."""
 
-    old_logprobs: Tensor | None  # (B, R) fp32, log-probs under the policy before its updates; None until an update
+    old_logprobs: (
+        Tensor | None
+    )  # (B, R) fp32, log-probs under the policy before its updates; None until an update
     #   computes them, where the only update of a PPO step does (`config/on_policy.py`)
     entropies: Tensor | None  # (B, R) fp32, entropy of that policy at each token, in nats
     ref_logprobs: Tensor | None  # (B, R) fp32, log-probs under the reference
     kl: Tensor | None  # (B, R) fp32, KL to the reference, for the penalty in the reward
     values: Tensor | None  # (B, R) fp32, the critic's value before each response token
-    source_scores: Tensor  # (B, K) fp32, score by each reward source; NaN where it does not score the row
+    source_scores: (
+        Tensor  # (B, K) fp32, score by each reward source; NaN where it does not score the row
+    )
     scores: Tensor  # (B,) fp32, weighted sum over the reward sources
     baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the same prompt, for remax
     groups: Tensor  # (B,) int64, number of the row's prompt in the run
-    data_sources: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the prompt's data set
-    teachers: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the row's teacher, -1: none
-    teacher_logprobs: Tensor | None = field(default=None, kw_only=True)  # (B, R) fp32, log-probs under the teacher
+    data_sources: Tensor | None = field(
+        default=None, kw_only=True
+    )  # (B,) int64, number of the prompt's data set
+    teachers: Tensor | None = field(
+        default=None, kw_only=True
+    )  # (B,) int64, number of the row's teacher, -1: none
+    teacher_logprobs: Tensor | None = field(
+        default=None, kw_only=True
+    )  # (B, R) fp32, log-probs under the teacher
 
     @property
     def policy_logprobs(self) -> Tensor:
-        """(B, R) fp32, `old_logprobs`; until these are known, the log-probs recorded while sampling."""
+        """(B, R) fp32, `old_logprobs`; until these are known, the log-probs recorded while
+        sampling."""
         if self.old_logprobs is not None:
             return self.old_logprobs
         return torch.where(self.response_mask, self.rollout_logprobs, 0.0)
@@ -124,24 +145,31 @@ class ScoredRollout(Rollout):
 
 @dataclass(frozen=True)
 class RewardedRollout(ScoredRollout):
-    """A scored rollout with token rewards: what the critic needs, if its update computes the values; 0 or False outside
-    `response_mask`."""
+    """A scored rollout with token rewards: what the critic needs, if its update computes the
+    values; 0 or False outside `response_mask`."""
 
     rewards: Tensor  # (B, R) fp32, reward of each token: KL penalty, and on the last one the score
     loss_mask: Tensor  # (B, R) bool, True on the response tokens in the policy loss
-    numbers: Tensor | None = field(default=None, kw_only=True)  # (B,) int64, number of the row in its PPO step
-    answer_scores: Tensor | None = field(default=None, kw_only=True)  # (B,) fp32, `scores` after scaling and clipping,
+    numbers: Tensor | None = field(
+        default=None, kw_only=True
+    )  # (B,) int64, number of the row in its PPO step
+    answer_scores: Tensor | None = field(
+        default=None, kw_only=True
+    )  # (B,) fp32, `scores` after scaling and clipping,
     #   less the penalties of missing and late ends: what the last token's reward holds
 
 
 @dataclass(frozen=True)
 class Experience(RewardedRollout):
-    """A rewarded rollout with advantages and returns, ready for the updates; 0 or False outside `response_mask`."""
+    """A rewarded rollout with advantages and returns, ready for the updates; 0 or False outside
+    `response_mask`."""
 
     advantages: Tensor  # (B, R) fp32
     returns: Tensor  # (B, R) fp32, targets of the critic
     loss_weights: Tensor  # (B, R) fp32, weights of the token losses of the policy
-    selected: Tensor | None  # (B, R) bool, tokens that clip_cov and kl_cov act on; None for the other losses
+    selected: (
+        Tensor | None
+    )  # (B, R) bool, tokens that clip_cov and kl_cov act on; None for the other losses
 
 
 def row_lengths(rows: Rollout) -> Tensor:
@@ -150,28 +178,34 @@ def row_lengths(rows: Rollout) -> Tensor:
 
 
 def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
-    """Right-padded rows `[prompt | response]` that begin at column 0, so that a token's column is its position:
-    `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. Ids after a row's length are arbitrary:
-    with causal attention no real token sees them."""
+    """Right-padded rows `[prompt | response]` that begin at column 0, so that a token's column is
+    its position: `(input_ids (B, T) int64, lengths (B,) int64)`, T the longest of the rows. Ids
+    after a row's length are arbitrary: with causal attention no real token sees them."""
     prompt_lengths, lengths = rows.prompt_mask.sum(dim=1), row_lengths(rows)  # (B,) each
     joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)  # (B, P + R)
-    first = rows.prompt_ids.shape[1] - prompt_lengths  # (B,) column of the first prompt token in `joined`
+    first = (
+        rows.prompt_ids.shape[1] - prompt_lengths
+    )  # (B,) column of the first prompt token in `joined`
     columns = torch.arange(int(lengths.max()), device=joined.device)  # (T,)
-    return joined.gather(1, (first.unsqueeze(1) + columns).clamp_max(joined.shape[1] - 1)), lengths  # (B, T), (B,)
+    return joined.gather(
+        1, (first.unsqueeze(1) + columns).clamp_max(joined.shape[1] - 1)
+    ), lengths  # (B, T), (B,)
 
 
 def response_slots(rows: Rollout) -> Tensor:
-    """Column in `full_sequences` of each response token, (B, R) int64; in the padding that of the row's last token. The
-    logits at the column before predict the token."""
+    """Column in `full_sequences` of each response token, (B, R) int64; in the padding that of the
+    row's last token. The logits at the column before predict the token."""
     columns = torch.arange(rows.response_ids.shape[1], device=rows.response_ids.device)  # (R,)
     prompt_lengths = rows.prompt_mask.sum(dim=1, keepdim=True)  # (B, 1)
     return torch.minimum(prompt_lengths + columns, row_lengths(rows).unsqueeze(1) - 1)
 
 
 def chosen_columns(rows: Rollout, width: int, shift: int = 0) -> Tensor:
-    """(B, `width`) bool: the columns of `full_sequences` that hold tokens that the policy chose, or those `shift`
-    before them."""
-    columns = (response_slots(rows) - shift).clamp_min(0)  # (B, R); several are equal in the padding
+    """(B, `width`) bool: the columns of `full_sequences` that hold tokens that the policy chose, or
+    those `shift` before them."""
+    columns = (response_slots(rows) - shift).clamp_min(
+        0
+    )  # (B, R); several are equal in the padding
     counts = torch.zeros(len(columns), width, dtype=torch.int64, device=columns.device)
     return counts.scatter_add_(1, columns, rows.response_mask.long()) > 0
 
@@ -188,9 +222,14 @@ def record_of(kind: type[Record], tensors: dict[str, Tensor]) -> Record:
 
 
 def select_rows(rows: Rows, index: Tensor) -> Rows:
-    """The rows at `index` (n,) int64, without columns that are padding in all of them; at least one response column."""
+    """The rows at `index` (n,) int64, without columns that are padding in all of them; at least one
+    response column."""
     chosen = {name: value[index] for name, value in tensors_of(rows).items()}
-    longest = [torch.stack([chosen[name].sum(dim=1).amax() for name in PROMPT_MASKS if name in chosen]).amax()]
+    longest = [
+        torch.stack(
+            [chosen[name].sum(dim=1).amax() for name in PROMPT_MASKS if name in chosen]
+        ).amax()
+    ]
     if isinstance(rows, Rollout):
         longest.append(rows.response_lengths[index].amax())
     lengths = torch.stack(longest).tolist()  # one wait for the device
@@ -199,7 +238,9 @@ def select_rows(rows: Rows, index: Tensor) -> Rows:
     chosen |= {name: chosen[name][:, chosen[name].shape[1] - lengths[0] :] for name in prompts}
     if len(lengths) > 1:
         responses = [name for name in chosen if name not in (*LEFT_PADDED, *PER_ROW)]
-        chosen |= {name: chosen[name][:, : max(1, lengths[1])] for name in responses}  # (n, R) -> (n, longest)
+        chosen |= {
+            name: chosen[name][:, : max(1, lengths[1])] for name in responses
+        }  # (n, R) -> (n, longest)
     return replace(rows, **chosen)
 
 
@@ -218,15 +259,22 @@ def pad_rows(rows: Rows, prompt_length: int, response_length: int) -> Rows:
 
 def repeat_rows(rows: Rows, times: int) -> Rows:
     """(B, ...) -> (B * times, ...): each row `times` times in a row."""
-    return replace(rows, **{name: v.repeat_interleave(times, dim=0) for name, v in tensors_of(rows).items()})
+    return replace(
+        rows, **{name: v.repeat_interleave(times, dim=0) for name, v in tensors_of(rows).items()}
+    )
 
 
 def concat_rows(parts: list[Rows]) -> Rows:
-    """The rows of all parts in order, padded to common lengths. A field must be None in all parts or in none."""
+    """The rows of all parts in order, padded to common lengths. A field must be None in all parts
+    or in none."""
     prompt_length = max(part.prompt_ids.shape[1] for part in parts)
-    response_length = max(part.response_ids.shape[1] if isinstance(part, Rollout) else 0 for part in parts)
+    response_length = max(
+        part.response_ids.shape[1] if isinstance(part, Rollout) else 0 for part in parts
+    )
     padded = [tensors_of(pad_rows(part, prompt_length, response_length)) for part in parts]
-    return replace(parts[0], **{name: torch.cat([part[name] for part in padded]) for name in padded[0]})
+    return replace(
+        parts[0], **{name: torch.cat([part[name] for part in padded]) for name in padded[0]}
+    )
 
 
 def to_device(record: Record, device: torch.device | str) -> Record:
@@ -236,7 +284,8 @@ def to_device(record: Record, device: torch.device | str) -> Record:
 
 
 class Model(Protocol):
-    """A `PolicyModel` or a `ScalarModel`, or the DeepSpeed engine around one: what scoring and evaluation need."""
+    """A `PolicyModel` or a `ScalarModel`, or the DeepSpeed engine around one: what scoring and
+    evaluation need."""
 
     @property
     def device(self) -> torch.device: ...  # of the weights and of the inputs
@@ -249,7 +298,9 @@ class Engine(Model, Protocol):
     """The part of `deepspeed.DeepSpeedEngine` that the project uses."""
 
     module: Any  # the `PolicyModel` or `ScalarModel` inside
-    optimizer: Any  # DeepSpeed's ZeRO optimizer; torch's own at stage 0 in fp32; None in an engine that only evaluates
+    # DeepSpeed's ZeRO optimizer; torch's own at stage 0 in fp32; None in an engine that only
+    # evaluates
+    optimizer: Any
     basic_optimizer: Any  # the one inside `optimizer`
     lr_scheduler: Any
     param_names: Any  # parameter -> name, of those that train
@@ -260,12 +311,18 @@ class Engine(Model, Protocol):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None: ...
     # averages gradients over ranks; `scale_wrt_gas` divides by DeepSpeed's accumulation steps
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Any: ...
-    def step(self) -> None: ...  # clips the gradients, updates the weights and advances the schedule
+    def step(
+        self,
+    ) -> None: ...  # clips the gradients, updates the weights and advances the schedule
     def was_step_applied(self) -> bool: ...  # whether the last `step` changed the weights
     def zero_grad(self) -> None: ...
     def fp16_enabled(self) -> bool: ...  # whether it trains in fp16 with a loss scale
     def get_lr(self) -> list[float]: ...  # of each parameter group
-    def get_global_grad_norm(self) -> Any: ...  # of the last step's gradients over all ranks, before clipping
+    def get_global_grad_norm(
+        self,
+    ) -> Any: ...  # of the last step's gradients over all ranks, before clipping
     def zero_optimization(self) -> bool: ...  # whether the ZeRO stage is 1 or above
     def zero_optimization_partition_weights(self) -> bool: ...  # whether it is 3
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]: ...  # of the weights, and of accumulated gradients
+    def get_data_types(
+        self,
+    ) -> tuple[torch.dtype, torch.dtype]: ...  # of the weights, and of accumulated gradients

@@ -10,14 +10,24 @@ RANK, ALPHA = 4, 8
 
 
 def save_adapter(base: Path, folder: Path, scalar: bool, seed: int = 0, **others) -> None:
-    """A LoRA adapter with random matrices over all linear layers of `base`; with a random score head if `scalar`."""
+    """A LoRA adapter with random matrices over all linear layers of `base`; with a random score
+    head if `scalar`."""
     torch.manual_seed(seed)
-    kind, task = (AutoModelForSequenceClassification, "SEQ_CLS") if scalar else (AutoModelForCausalLM, "CAUSAL_LM")
+    kind, task = (
+        (AutoModelForSequenceClassification, "SEQ_CLS")
+        if scalar
+        else (AutoModelForCausalLM, "CAUSAL_LM")
+    )
     model = kind.from_pretrained(base, **({"num_labels": 1} if scalar else {}))
     config = LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", exclude_modules=["score", "lm_head"], task_type=task,
-        modules_to_save=["score"] if scalar else None, **others,
-    )  # fmt: skip
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules="all-linear",
+        exclude_modules=["score", "lm_head"],
+        task_type=task,
+        modules_to_save=["score"] if scalar else None,
+        **others,
+    )
     wrapped = get_peft_model(model, config)
     with torch.no_grad():
         for name, weight in wrapped.named_parameters():

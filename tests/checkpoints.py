@@ -8,18 +8,33 @@ from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_n
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.step_config import flatten
 
-CONTENT = {"rank_0.pt": b"of rank 0", "rank_1.pt": b"of rank 1, longer", "actor/weights.pt": b"\x00" * 4096}
+CONTENT = {
+    "rank_0.pt": b"of rank 0",
+    "rank_1.pt": b"of rank 1, longer",
+    "actor/weights.pt": b"\x00" * 4096,
+}
 
 
 def manifest_of(folder: Path, **changes: Any) -> Manifest:
     """The manifest of the files that are in `folder`."""
-    files = {str(p.relative_to(folder)): describe_file(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {
+        str(p.relative_to(folder)): describe_file(p)
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
     values = {
-        "kind": "ppo", "step": 12, "update": 3, "world_size": 2,
+        "kind": "ppo",
+        "step": 12,
+        "update": 3,
+        "world_size": 2,
         "config": {"learning_rate": 1e-5, "data_path": ["a b", "c"], "dropout": None},
-        "versions": {"dschat_ppo": "0.1.0", "torch": "2.13.0"}, "data": "0f" * 16, "files": files, "best": False,
-        "metrics_offset": 1234, "saved_at": "2026-11-21T08:00:00+00:00",
-    }  # fmt: skip
+        "versions": {"dschat_ppo": "0.1.0", "torch": "2.13.0"},
+        "data": "0f" * 16,
+        "files": files,
+        "best": False,
+        "metrics_offset": 1234,
+        "saved_at": "2026-11-21T08:00:00+00:00",
+    }
     return Manifest(**{**values, **changes})
 
 
@@ -37,7 +52,16 @@ ROWS = "a" * 64  # fingerprint of the training rows
 
 def config_of(output: Path, *more: str):
     """A configuration of step 1."""
-    words = ["--model_name_or_path", "m", "--zero_stage", "2", "--data_path", "d", "--output_dir", str(output)]
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--zero_stage",
+        "2",
+        "--data_path",
+        "d",
+        "--output_dir",
+        str(output),
+    ]
     return parse("sft", [*words, *more])
 
 
@@ -53,7 +77,9 @@ def save_checkpoint(output: Path, step: int, update: int = 0) -> Path:
     (partial / "shared.pt").write_bytes(bytes(range(200)))
     files = {"shared.pt": describe_file(partial / "shared.pt")}
     config = identity_of(output).config
-    Manifest("sft", step, update, 2, config, {"torch": "2"}, ROWS, files, False, 17, "2026").write(partial)
+    Manifest("sft", step, update, 2, config, {"torch": "2"}, ROWS, files, False, 17, "2026").write(
+        partial
+    )
     folder.commit(name)
     return folder.root / name
 

@@ -25,11 +25,17 @@ with lasting_objects():
     from dschat_ppo.tools import toy
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts with `&` ignore it
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell lets what it starts with `&` ignore it
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--update-docs", action="store_true", help="write measured tables to docs/ instead of comparing")
+    parser.addoption(
+        "--update-docs",
+        action="store_true",
+        help="write measured tables to docs/ instead of comparing",
+    )
 
 
 def pytest_collection() -> None:
@@ -38,7 +44,8 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """DeepSpeed collects garbage for each engine: the modules and tests need not be searched each time."""
+    """DeepSpeed collects garbage for each engine: the modules and tests need not be searched each
+    time."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -47,7 +54,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def own_signals():
     """After each test, signals are handled as before, and no request to stop is left."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -56,22 +66,37 @@ def own_signals():
 
 def tiny_config(**changes) -> LlamaConfig:
     settings = {
-        "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 1,
-        "pad_token_id": 0, "initializer_range": 0.2,
-    }  # fmt: skip
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
     return LlamaConfig(**{**settings, **changes})
 
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory) -> Path:
-    """A folder with `lm`, `uniform_lm` and `reward` (tiny fp32 models, one tokenizer) and `sft|pairs|prompts.jsonl`."""
+    """A folder with `lm`, `uniform_lm` and `reward` (tiny fp32 models, one tokenizer) and
+    `sft|pairs|prompts.jsonl`."""
     folder = tmp_path_factory.mktemp("assets")
     rng = random.Random(0)
-    questions = [toy.Question(*map(rng.choice, (toy.NAMES, toy.COLOURS, toy.THINGS)), 0) for _ in range(40)]
+    questions = [
+        toy.Question(*map(rng.choice, (toy.NAMES, toy.COLOURS, toy.THINGS)), 0) for _ in range(40)
+    ]
     tokenizer = toy.make_tokenizer(["a few words to merge"])
     torch.manual_seed(0)
-    kinds = {"lm": LlamaForCausalLM, "reward": LlamaForSequenceClassification, "uniform_lm": LlamaForCausalLM}
+    kinds = {
+        "lm": LlamaForCausalLM,
+        "reward": LlamaForSequenceClassification,
+        "uniform_lm": LlamaForCausalLM,
+    }
     for name, kind in kinds.items():
         spread = 0.02 if name == "uniform_lm" else 0.2
         kind(tiny_config(num_labels=1, initializer_range=spread)).save_pretrained(folder / name)
@@ -83,17 +108,22 @@ def assets(tmp_path_factory) -> Path:
 
     rows = {
         "sft": [{"prompt": q.text[: rng.randint(3, 20)], "response": answer()} for q in questions],
-        "pairs": [{"prompt": q.text[:12], "chosen": answer(), "rejected": answer()} for q in questions],
+        "pairs": [
+            {"prompt": q.text[:12], "chosen": answer(), "rejected": answer()} for q in questions
+        ],
         "prompts": [{"prompt": q.text[: rng.randint(3, 20)]} for q in questions],
     }
     for name, part in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
+        )
     return folder
 
 
 @pytest.fixture(scope="session")
 def stored_rollout(assets) -> Path:
-    """`assets/rollout.pt`: fields of a `Rollout` of 16 rows of uneven lengths, random ids in padding too."""
+    """`assets/rollout.pt`: fields of a `Rollout` of 16 rows of uneven lengths, random ids in
+    padding too."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 9, (16,), generator=generator)
     prompt_lengths = torch.randint(2, 7, (16,), generator=generator)

@@ -1,8 +1,9 @@
 """CUDA graphs without a GPU: stand-ins for the parts of `torch.cuda` that recording uses.
 
-A capture notes every operation that runs on the recording stream; a replay repeats them on the same tensors, whatever
-Python would do now. As on a GPU, an operation that gives the host a number is refused in a capture, and where the sync
-debug mode forbids it. A memory pool whose graphs have all died takes no other, as since PyTorch 2.11
+A capture notes every operation that runs on the recording stream; a replay repeats them on the same
+tensors, whatever Python would do now. As on a GPU, an operation that gives the host a number is
+refused in a capture, and where the sync debug mode forbids it. A memory pool whose graphs have all
+died takes no other, as since PyTorch 2.11
 (`CachingHostAllocator::create_or_incref_pool_under_lock`).
 """
 
@@ -26,7 +27,9 @@ class FakeGraph:
     def capture_begin(self, pool=None, capture_error_mode="global"):
         assert capture_error_mode == "thread_local"
         assert self.device.stream is not self.device.main
-        assert pool is not None and pool is self.device.used_pool, "a step ran with memory of this pool before"
+        assert pool is not None and pool is self.device.used_pool, (
+            "a step ran with memory of this pool before"
+        )
         self.device.attempts += 1
         if self.device.users.get(pool) == 0:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
@@ -39,7 +42,9 @@ class FakeGraph:
     def capture_end(self):
         self.device.capturing = None
         if self.device.broken:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
         if self.device.fail_at_end:
             raise self.device.fail_at_end.pop()
 
@@ -75,13 +80,15 @@ class _Watch(TorchDispatchMode):
                 del problem  # else its traceback and this frame refer to each other
         outputs = function(*args, **(kwargs or {}))
         if graph is not None:
-            # A clone of the inputs of an operation is not needed: it reads the tensors that earlier ones wrote.
+            # A clone of the inputs of an operation is not needed: it reads the tensors that earlier
+            # ones wrote.
             graph.operations.append((function, args, kwargs or {}, tree_leaves(outputs)))
         return outputs
 
 
 class FakeDevice:
-    """What was done on the device; `fail_inside` and `fail_at_end` hold errors of the next captures.
+    """What was done on the device; `fail_inside` and `fail_at_end` hold errors of the next
+    captures.
 
     An entry of `fail_inside` is (error, whether it breaks the capture, so that its end fails too).
     """
@@ -97,13 +104,18 @@ class FakeDevice:
         self.fail_inside: list[tuple[Exception, bool]] = []
         self.fail_at_end: list[Exception] = []
         for name, stand_in in {
-            "Stream": self._new_stream, "current_stream": lambda: self.stream, "stream": self._on,
-            "MemPool": lambda: SimpleNamespace(id=object()), "use_mem_pool": self._with_pool,
-            "CUDAGraph": lambda: FakeGraph(self), "synchronize": lambda: self._count("synchronised"),
+            "Stream": self._new_stream,
+            "current_stream": lambda: self.stream,
+            "stream": self._on,
+            "MemPool": lambda: SimpleNamespace(id=object()),
+            "use_mem_pool": self._with_pool,
+            "CUDAGraph": lambda: FakeGraph(self),
+            "synchronize": lambda: self._count("synchronised"),
             "get_sync_debug_mode": lambda: self.sync_mode,
             "set_sync_debug_mode": lambda mode: setattr(self, "sync_mode", mode),
-            "mem_get_info": lambda device: (self.free, 2**40), "empty_cache": lambda: self._count("emptied"),
-        }.items():  # fmt: skip
+            "mem_get_info": lambda device: (self.free, 2**40),
+            "empty_cache": lambda: self._count("emptied"),
+        }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
 
     def _count(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """A process group of one rank inside the test process, for tests that build real DeepSpeed engines.
 
-`from one_rank import one_rank  # noqa: F401`, then `pytestmark = pytest.mark.usefixtures("one_rank")`.
+`from one_rank import one_rank  # noqa: F401`, then `pytestmark =
+pytest.mark.usefixtures("one_rank")`.
 """
 
 import pytest

@@ -22,14 +22,18 @@ ROWS = Dataset.from_list(
 LONG_PROMPTS = Dataset.from_list(
     [
         {"prompt_ids": list(range(3 + number, 33 + number)), "answers": answers, "margin": 0.5}
-        for number, answers in enumerate([[[8, 9, 1], [10, 1]], [[12, 13, 14], [12, 13, 1]], [[5] * 9, [1]]])
+        for number, answers in enumerate(
+            [[[8, 9, 1], [10, 1]], [[12, 13, 14], [12, 13, 1]], [[5] * 9, [1]]]
+        )
     ]
 )
 REAL = [4, 0, 2]  # the pairs of the batch below, besides a filler
 
 
 def config_of(*words: str):
-    return parse("reward", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o", *words])
+    return parse(
+        "reward", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o", *words]
+    )
 
 
 def language_model(seed: int, **changes) -> LlamaForCausalLM:

@@ -1,5 +1,5 @@
-"""Step 3 in this process: the real loop and all of its parts on tiny models, with `torch.optim.AdamW` in the place of
-DeepSpeed."""
+"""Step 3 in this process: the real loop and all of its parts on tiny models, with
+`torch.optim.AdamW` in the place of DeepSpeed."""
 
 import json
 from dataclasses import replace
@@ -39,19 +39,20 @@ CPU = torch.device("cpu")
 PROMPTS, STEPS, UPDATES = 12, 3, 4  # 4 prompts a PPO step; 2 rows an update, 2 epochs
 MEASURED = ("time", "time/", "memory/")
 FLAGS = (
-    "--data_path unused --dtype fp32 --max_prompt_seq_len 16 --max_answer_seq_len 5 --num_warmup_steps 0 "
-    "--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --ppo_epochs 2 "
-    "--actor_learning_rate 0.003 --critic_learning_rate 0.003"
+    "--data_path unused --dtype fp32 --max_prompt_seq_len 16 --max_answer_seq_len 5"
+    " --num_warmup_steps 0 --per_device_generation_batch_size 4 --per_device_training_batch_size 2"
+    " --ppo_epochs 2 --actor_learning_rate 0.003 --critic_learning_rate 0.003"
 )
 EVERYTHING = (
-    "--critic_warmup_rollouts 1 --entropy_target 9 --entropy_coef 0.01 --entropy_delta 0.005 --kl_target 0.05 "
-    "--kl_horizon 8 --normalize_rewards running --enable_ema --ema_decay 0.5 --unsup_coef 0.5 "
-    "--eval_data_path unused --eval_interval 2 --eval_batch_size 2"
+    "--critic_warmup_rollouts 1 --entropy_target 9 --entropy_coef 0.01 --entropy_delta 0.005"
+    " --kl_target 0.05 --kl_horizon 8 --normalize_rewards running --enable_ema --ema_decay 0.5"
+    " --unsup_coef 0.5 --eval_data_path unused --eval_interval 2 --eval_batch_size 2"
 )
 
 
 class PlainEngine(nn.Module):
-    """Stands for a DeepSpeed engine without ZeRO in fp32 on one rank; it has no schedule and clips no gradient."""
+    """Stands for a DeepSpeed engine without ZeRO in fp32 on one rank; it has no schedule and clips
+    no gradient."""
 
     def __init__(self, module: nn.Module, rate: float):
         super().__init__()
@@ -81,7 +82,8 @@ class PlainEngine(nn.Module):
 
 
 class PlainEngines:
-    """The roles of `RLHFEngine`, but for the reward model. The reference is a model without an engine."""
+    """The roles of `RLHFEngine`, but for the reward model. The reference is a model without an
+    engine."""
 
     def __init__(self, assets: Path, config):
         def language_model() -> PolicyModel:
@@ -89,14 +91,18 @@ class PlainEngines:
 
         ppo, algorithm = config.ppo, config.algorithm
         self.actor = PlainEngine(language_model(), ppo.actor_learning_rate)
-        self.actor_average = MovingAverage(self.actor.module.lm, ppo.ema_decay) if ppo.enable_ema else None
+        self.actor_average = (
+            MovingAverage(self.actor.module.lm, ppo.ema_decay) if ppo.enable_ema else None
+        )
         self.reference = language_model().eval() if algorithm.has_reference else None
         self.reference_sync = None
         if config.reference.ref_sync_interval:
             other = SimpleNamespace(module=self.reference)
             self.reference_sync = ReferenceSync(self.actor, other, config.reference.ref_sync_mixup)
         teachers = [name for _, name in config.teacher.teachers]
-        self.teachers = [PolicyModel(LlamaForCausalLM.from_pretrained(name)).eval() for name in teachers]
+        self.teachers = [
+            PolicyModel(LlamaForCausalLM.from_pretrained(name)).eval() for name in teachers
+        ]
         self.critic = None
         if algorithm.has_critic:
             critic = ScalarModel(LlamaForSequenceClassification.from_pretrained(assets / "reward"))
@@ -118,7 +124,8 @@ class PlainEngines:
 
 
 class TokenSum:
-    """A reward that is a function of the tokens alone; NaN for the first answer in PPO step `bad_step`."""
+    """A reward that is a function of the tokens alone; NaN for the first answer in PPO step
+    `bad_step`."""
 
     name = "token_sum"
 
@@ -133,7 +140,8 @@ class TokenSum:
 
 
 class ScoreOfStep:
-    """The score of an evaluation: 1 before training, then 0.5, 3 and 2 after PPO steps 1, 2 and 3."""
+    """The score of an evaluation: 1 before training, then 0.5, 3 and 2 after PPO steps 1, 2 and
+    3."""
 
     name = "score_of_step"
 
@@ -149,11 +157,16 @@ class ScoreOfStep:
 def prompts_of(count: int, first: int = 5) -> Dataset:
     """Prompts of 1 to 4 tokens."""
     ids = [[first + row, *range(20, 20 + row % 4)] for row in range(count)]
-    return Dataset.from_dict({"prompt_ids": ids, "row": [json.dumps({"number": row}) for row in range(count)]})
+    return Dataset.from_dict(
+        {"prompt_ids": ids, "row": [json.dumps({"number": row}) for row in range(count)]}
+    )
 
 
 def config_of(assets: Path, folder: Path, words: str = ""):
-    known = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward --output_dir {folder}"
+    known = (
+        f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward"
+        f" --output_dir {folder}"
+    )
     return parse("ppo", f"{known} {FLAGS} {words}".split())
 
 
@@ -171,21 +184,31 @@ class PlainRun:
         mixture = RewardMixture([(self.reward, 1.0)])
         texts = None
         if "--unsup_coef" in words:
-            blocks = Dataset.from_dict({"prompt_ids": [[7]] * 5, "answers": [[[9, 10 + row]] for row in range(5)]})
+            blocks = Dataset.from_dict(
+                {"prompt_ids": [[7]] * 5, "answers": [[[9, 10 + row]] for row in range(5)]}
+            )
             texts = TextBatches(blocks, plan.global_batch, 1, 3, 0, CPU)
         engines = PlainEngines(assets, config)
-        self.ppo = PPOComponents(config, plan, TokenRows(prompts_of(PROMPTS), None), tokenizer, engines, mixture, texts)
+        self.ppo = PPOComponents(
+            config, plan, TokenRows(prompts_of(PROMPTS), None), tokenizer, engines, mixture, texts
+        )
         self.saved_best: list[tuple[float, int]] = []
         self.evaluation = None
         if config.validation.eval_data_path:
             collection = self.ppo.collection
             source = "recompute" if config.recompute_old_logprobs else "rollout"
             scorer = replace(collection.passes, critic=None, old_logprobs=source)
-            held_out = RewardRequests(RewardMixture([(ScoreOfStep(self), 1.0)]), prompts_of(3, first=40), tokenizer)
+            held_out = RewardRequests(
+                RewardMixture([(ScoreOfStep(self), 1.0)]), prompts_of(3, first=40), tokenizer
+            )
             self.evaluation = Evaluation(
-                config.validation, collection.generator, held_out, scorer if engines.reference else None, folder,
+                config.validation,
+                collection.generator,
+                held_out,
+                scorer if engines.reference else None,
+                folder,
                 self.save_best,
-            )  # fmt: skip
+            )
         self.health = HealthWatch(config.health)
         self.resumable = ResumablePPO(self.ppo, self.evaluation, self.health)
 
@@ -207,16 +230,27 @@ class PlainRun:
     @property
     def lines(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`, without what a clock measured."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [{name: line[name] for name in line if not name.startswith(MEASURED)} for line in lines]
+        lines = [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        return [
+            {name: line[name] for name in line if not name.startswith(MEASURED)} for line in lines
+        ]
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """Weights of actor, critic and moving average."""
-        found = {f"{role}.{name}": weight for role, engine in self.ppo.engines.trained.items()
-                 for name, weight in engine.module.state_dict().items()}  # fmt: skip
+        found = {
+            f"{role}.{name}": weight
+            for role, engine in self.ppo.engines.trained.items()
+            for name, weight in engine.module.state_dict().items()
+        }
         average = self.ppo.engines.actor_average
-        return found | ({} if average is None else {f"average.{name}": w for name, w in average.state_dict().items()})
+        return found | (
+            {}
+            if average is None
+            else {f"average.{name}": w for name, w in average.state_dict().items()}
+        )
 
     def save(self, folder: Path) -> None:
         """A checkpoint: what `ResumablePPO` gives, through files, and the engines."""
@@ -224,22 +258,34 @@ class PlainRun:
         save_state(folder / "shared", self.resumable.shared_state())
         save_state(folder / "rank", self.resumable.rank_state())
         engines = self.resumable.engines_to_save
-        torch.save({role: (e.module.state_dict(), e.optimizer.state_dict()) for role, e in engines.items()},
-                   folder / "engines.pt")  # fmt: skip
+        torch.save(
+            {
+                role: (e.module.state_dict(), e.optimizer.state_dict())
+                for role, e in engines.items()
+            },
+            folder / "engines.pt",
+        )
 
     def load(self, folder: Path) -> None:
         """Resume from `save`, on as many ranks."""
-        for role, (weights, optimizer) in torch.load(folder / "engines.pt", weights_only=False).items():
+        for role, (weights, optimizer) in torch.load(
+            folder / "engines.pt", weights_only=False
+        ).items():
             self.ppo.engines.trained[role].module.load_state_dict(weights)
             self.ppo.engines.trained[role].optimizer.load_state_dict(optimizer)
         rank = load_state(folder / "rank")
-        self.resumable.load_state(load_state(folder / "shared"), RankStates(rank, lambda: iter([rank])))
+        self.resumable.load_state(
+            load_state(folder / "shared"), RankStates(rank, lambda: iter([rank]))
+        )
 
 
 class StopAt:
-    """A checkpointer that stops the run at a position, or once it was asked `question` times inside rollouts."""
+    """A checkpointer that stops the run at a position, or once it was asked `question` times inside
+    rollouts."""
 
-    def __init__(self, run: PlainRun, position: tuple[int, int] | None = None, question: int | None = None):
+    def __init__(
+        self, run: PlainRun, position: tuple[int, int] | None = None, question: int | None = None
+    ):
         self.resumable, self.position, self.question = run.resumable, position, question
         self.asked = 0
         self.passed: list[tuple[tuple[int, int], bool]] = []
@@ -292,7 +338,11 @@ def watch(run: PlainRun) -> list[Any]:
     collection.passes, collection.next_prompts = scored, taken
     note(collection, "add", lambda *_: "add")
     note(ppo.shaping, "advantages", lambda rows, step: f"advantages {step}")
-    note(ppo.updates, "minimise", lambda objectives, step: (step, *(part.role for part in objectives), mode()))
+    note(
+        ppo.updates,
+        "minimise",
+        lambda objectives, step: (step, *(part.role for part in objectives), mode()),
+    )
     if engines.actor_average is not None:
         note(engines.actor_average, "update", lambda: "average")
     if engines.reference_sync is not None:

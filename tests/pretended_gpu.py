@@ -1,4 +1,5 @@
-"""CPU tensors that claim to be on cuda:0, with real values: they show what a GPU would wait for or refuse.
+"""CPU tensors that claim to be on cuda:0, with real values: they show what a GPU would wait for or
+refuse.
 
 with pretended_gpu() as seen:
     model = moved(model)
@@ -20,14 +21,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 GPU = torch.device("cuda:0")
 # Their results, or the sizes of these, are read by the host.
 WAITING = {
-    "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim", "bincount",
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "bincount",
     "repeat_interleave",
-}  # fmt: skip
-INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}  # with booleans they count these first
+}
+INDEXING = {
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+}  # with booleans they count these first
 
 
 class Seen:
-    """What happened: `waits` of the host for the device, and `mixed` operands, as (operation, place) -> number."""
+    """What happened: `waits` of the host for the device, and `mixed` operands, as (operation,
+    place) -> number."""
 
     def __init__(self) -> None:
         self.waits: Counter[tuple[str, str]] = Counter()
@@ -38,7 +52,10 @@ class Seen:
         frame, ours = sys._getframe(1), ("/dschat_ppo/", "/transformers/")
         while frame is not None and not any(folder in frame.f_code.co_filename for folder in ours):
             frame = frame.f_back
-        counter[what, f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}" if frame else "?"] += 1
+        counter[
+            what,
+            f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}" if frame else "?",
+        ] += 1
 
 
 _SEEN: list[Seen] = []
@@ -54,7 +71,9 @@ class OnGPU(Tensor):
     def __new__(cls, real: Tensor):
         """A tensor without memory that has the layout of `real`."""
         empty = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="meta")
-        made = Tensor._make_subclass(cls, empty, False, dispatch_device=True, device_for_backend_keys=GPU)
+        made = Tensor._make_subclass(
+            cls, empty, False, dispatch_device=True, device_for_backend_keys=GPU
+        )
         made.held = real
         return made
 
@@ -63,7 +82,8 @@ class OnGPU(Tensor):
         return getattr(self.held, how)()
 
     def tolist(self):
-        """The host reads, as in the next ones: torch does so without an operation, or with a guard for CUDA."""
+        """The host reads, as in the next ones: torch does so without an operation, or with a guard
+        for CUDA."""
         return self._read("tolist")
 
     def item(self):
@@ -99,7 +119,9 @@ class OnGPU(Tensor):
         for part in parts:
             if isinstance(part, Tensor) and part.dtype == torch.bool:
                 _SEEN[-1].count(_SEEN[-1].waits, "index")
-            if isinstance(part, list) or (isinstance(part, Tensor) and part.dim() and not isinstance(part, OnGPU)):
+            if isinstance(part, list) or (
+                isinstance(part, Tensor) and part.dim() and not isinstance(part, OnGPU)
+            ):
                 _SEEN[-1].count(_SEEN[-1].mixed, "index")
         held = tuple(part.held if isinstance(part, OnGPU) else part for part in parts)
         return held if isinstance(index, tuple) else held[0]
@@ -111,14 +133,21 @@ class OnGPU(Tensor):
         return tuple(map(OnGPU, found.unbind(1))) if as_tuple else OnGPU(found)
 
     def contiguous(self):
-        """The methods from here on guard the device in torch's bindings, but their operations do not."""
+        """The methods from here on guard the device in torch's bindings, but their operations do
+        not."""
         return self if self.held.is_contiguous() else OnGPU(self.held.contiguous())
 
     def to(self, *args, **kwargs):
         """Of a GPU the host waits for its memory."""
-        device, args = (args[0], args[1:]) if args and isinstance(args[0], str | torch.device) else (None, args)
+        device, args = (
+            (args[0], args[1:])
+            if args and isinstance(args[0], str | torch.device)
+            else (None, args)
+        )
         device = kwargs.pop("device", device)
-        moved = self.held.to(*args, **{name: value for name, value in kwargs.items() if name != "non_blocking"})
+        moved = self.held.to(
+            *args, **{name: value for name, value in kwargs.items() if name != "non_blocking"}
+        )
         if device is None or torch.device(device).type == "cuda":
             return self if moved is self.held else OnGPU(moved)
         _SEEN[-1].count(_SEEN[-1].waits, "to")
@@ -167,7 +196,9 @@ def _run(operation, args, kwargs):
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     ours = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]
     wrapper_of = {id(tensor.held): tensor for tensor in ours}
-    args, kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, OnGPU) else leaf, (args, kwargs))
+    args, kwargs = tree_map(
+        lambda leaf: leaf.held if isinstance(leaf, OnGPU) else leaf, (args, kwargs)
+    )
     target = kwargs.get("device")
     goes = bool(ours) if target is None else torch.device(target).type == "cuda"
     if target is not None and goes:
@@ -212,11 +243,14 @@ def moved(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def pretended_gpu() -> Iterator[Seen]:
-    """Make `OnGPU` tensors work in the block, without gradients; "cuda" as a device gives such tensors."""
+    """Make `OnGPU` tensors work in the block, without gradients; "cuda" as a device gives such
+    tensors."""
     before = torch.cuda._lazy_init
     torch.cuda._lazy_init = lambda: None
     torch._C._ensureCUDADeviceGuardSet()
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device="cuda")` is made on the CPU and copied
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # `torch.tensor(..., device="cuda")` is made on the CPU and copied
     _SEEN.append(Seen())
     try:
         with torch.no_grad(), _Mode():

@@ -1,4 +1,5 @@
-"""Ragged batches for tests of formulas: masks, values for the padding, and generated row lengths."""
+"""Ragged batches for tests of formulas: masks, values for the padding, and generated row
+lengths."""
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ def normal(seed: int, *shape: int, dtype=torch.float64) -> torch.Tensor:
 
 def widened(values: torch.Tensor, columns: int, filling) -> torch.Tensor:
     """(B, R) -> (B, R + columns), padded at the right with `filling`."""
-    return torch.cat([values, torch.full((values.shape[0], columns), filling, dtype=values.dtype)], dim=1)
+    return torch.cat(
+        [values, torch.full((values.shape[0], columns), filling, dtype=values.dtype)], dim=1
+    )
 
 
 @st.composite

@@ -1,4 +1,5 @@
-"""Reward functions of every form and with every fault, for the tests. Workers load this file by its path."""
+"""Reward functions of every form and with every fault, for the tests. Workers load this file by its
+path."""
 
 import asyncio
 import os
@@ -20,7 +21,9 @@ def columns(prompts, responses, **others):
     assert sorted(others) == ["answer", "extra"], sorted(others)
     return [
         len(prompt) + 10 * len(response) + 100 * (answer or 0) + (1000 if extra is None else 0)
-        for prompt, response, answer, extra in zip(prompts, responses, others["answer"], others["extra"], strict=True)
+        for prompt, response, answer, extra in zip(
+            prompts, responses, others["answer"], others["extra"], strict=True
+        )
     ]
 
 
@@ -61,7 +64,12 @@ def who(response):
 
 
 def scaled(response, factor=1.0, sign=True, word="x", count=2):
-    assert isinstance(factor, float) and isinstance(sign, bool) and isinstance(word, str) and isinstance(count, int)
+    assert (
+        isinstance(factor, float)
+        and isinstance(sign, bool)
+        and isinstance(word, str)
+        and isinstance(count, int)
+    )
     return (1 if sign else -1) * factor * count * response.count(word)
 
 
@@ -84,14 +92,23 @@ def forge(reply):
 
 
 FAULTS = {
-    "garbage": lambda: forge(b"no JSON\n"), "raise": lambda: 1 / 0, "bare": lambda: fail(KeyError()),
-    "long": lambda: fail(RuntimeError("x" * 2**24)), "lines": lambda: fail(OSError(" one\n\ttwo\n")),
-    "hang": lambda: time.sleep(60), "exit": lambda: os._exit(0), "quit": lambda: sys.exit(3),
+    "garbage": lambda: forge(b"no JSON\n"),
+    "raise": lambda: 1 / 0,
+    "bare": lambda: fail(KeyError()),
+    "long": lambda: fail(RuntimeError("x" * 2**24)),
+    "lines": lambda: fail(OSError(" one\n\ttwo\n")),
+    "hang": lambda: time.sleep(60),
+    "exit": lambda: os._exit(0),
+    "quit": lambda: sys.exit(3),
     "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "surrogate": lambda: (_ for _ in ()).throw(ValueError("\ud800")), "nan": lambda: float("nan"),
-    "inf": lambda: -float("inf"), "huge": lambda: 1e39, "text": lambda: "3", "none": lambda: None,
+    "surrogate": lambda: (_ for _ in ()).throw(ValueError("\ud800")),
+    "nan": lambda: float("nan"),
+    "inf": lambda: -float("inf"),
+    "huge": lambda: 1e39,
+    "text": lambda: "3",
+    "none": lambda: None,
     "complex": lambda: 1j,
-}  # fmt: skip
+}
 
 
 def faulty_row(response):
@@ -103,7 +120,8 @@ def faulty_batch(responses):
 
 
 def wrong_length(responses):
-    """One score too few for a batch, the right number for one row, and two for the response `two`."""
+    """One score too few for a batch, the right number for one row, and two for the response
+    `two`."""
     if len(responses) > 1:
         return [1.0] * (len(responses) - 1)
     return [1.0, 2.0] if responses == ["two"] else [len(responses[0])]
@@ -115,14 +133,16 @@ def waits(response):
 
 
 def leaves_a_process(response):
-    """Starts a process, writes its id and the own one into the file that the response names, then waits."""
+    """Starts a process, writes its id and the own one into the file that the response names, then
+    waits."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     Path(response).write_text(f"{child.pid} {os.getpid()}")
     time.sleep(60)
 
 
 def never_releases_the_lock(response):
-    """A regular expression that backtracks for ever, after its process id is in the file that the response names."""
+    """A regular expression that backtracks for ever, after its process id is in the file that the
+    response names."""
     Path(response).write_text(f"{os.getpid()} {os.getpid()}")
     re.match("(a+)+$", "a" * 60 + "b")
 

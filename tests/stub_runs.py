@@ -1,4 +1,5 @@
-"""Runs of step 1 whose trainer trains nothing: sessions, checkpoints and metrics without a model."""
+"""Runs of step 1 whose trainer trains nothing: sessions, checkpoints and metrics without a
+model."""
 
 import json
 
@@ -42,12 +43,24 @@ class Trainer:
 
 
 def config_of(output, *more):
-    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(output), "--save_minutes", "0", *more]
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--data_path",
+        "d",
+        "--output_dir",
+        str(output),
+        "--save_minutes",
+        "0",
+        *more,
+    ]
     return parse("sft", words)
 
 
 def open_run(output, *more, steps=10**6):
-    return open_session(output, config_of(output, *more), RunInputs(ROWS), {"rows_per_update": 8}, steps)
+    return open_session(
+        output, config_of(output, *more), RunInputs(ROWS), {"rows_per_update": 8}, steps
+    )
 
 
 def train(session, trainer, function) -> None:
@@ -63,4 +76,6 @@ def run(output, last, *more) -> Trainer:
 
 
 def steps_of(output) -> list[int]:
-    return [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()
+    ]

@@ -1,4 +1,5 @@
-"""setup.py declares every library that the package imports, and adds none beyond the settled ones."""
+"""setup.py declares every library that the package imports, and adds none beyond the settled
+ones."""
 
 import ast
 import re
@@ -10,12 +11,22 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-SETTLED = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard"}  # all others are extras
+SETTLED = {
+    "torch",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tensorboard",
+}  # all others are extras
 NAMES = {  # import -> package
-    "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "math_verify": "math-verify",
+    "yaml": "pyyaml",
+    "huggingface_hub": "huggingface-hub",
+    "math_verify": "math-verify",
     "starlette": "fastapi",  # which requires it
-    "httpx": "huggingface-hub", "httpx2": "huggingface-hub",  # which requires one of them
-}  # fmt: skip
+    "httpx": "huggingface-hub",
+    "httpx2": "huggingface-hub",  # which requires one of them
+}
 # imported inside a function, after a check that the extra is installed
 OPTIONAL = {"fastapi", "math_verify", "peft", "starlette", "trackio", "uvicorn", "wandb"}
 
@@ -28,15 +39,17 @@ def name_of(requirement: str) -> str:
 def declared() -> tuple[list[str], dict[str, list[str]]]:
     """(`install_requires`, `extras_require`), read from the source of setup.py."""
     call = next(
-        node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
+        node
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
-    )  # fmt: skip
+    )
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     return ast.literal_eval(given["install_requires"]), ast.literal_eval(given["extras_require"])
 
 
 def imported(*folders: str) -> dict[str, tuple[str, bool]]:
-    """Library -> (a file and line that imports it, whether some import is at the top of a module)."""
+    """Library -> (a file and line that imports it, whether some import is at the top of a
+    module)."""
     found: dict[str, tuple[str, bool]] = {}
     for path in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -55,7 +68,9 @@ def imported(*folders: str) -> dict[str, tuple[str, bool]]:
 
 
 IMPORTED = imported("dschat_ppo", "training")
-assert IMPORTED.pop("triton")[0].startswith("dschat_ppo/gpu_kernels.py")  # torch's builds for GPUs require it
+assert IMPORTED.pop("triton")[0].startswith(
+    "dschat_ppo/gpu_kernels.py"
+)  # torch's builds for GPUs require it
 
 
 @pytest.mark.parametrize("library", sorted(IMPORTED))
@@ -66,7 +81,9 @@ def test_an_imported_library_is_declared(library):
     if library in OPTIONAL:
         assert not at_top, f"{place} imports an extra at the top of the module"
         required = [name for names in extras.values() for name in names]
-    assert package in map(name_of, required), f"{place} imports {library}, which setup.py does not declare"
+    assert package in map(name_of, required), (
+        f"{place} imports {library}, which setup.py does not declare"
+    )
 
 
 def test_every_requirement_is_settled_or_required_by_a_settled_library():
@@ -83,7 +100,8 @@ def test_every_requirement_is_settled_or_required_by_a_settled_library():
 
 
 def test_the_tested_versions_are_within_the_declared_ranges():
-    """constraints.txt pins what every bounded requirement installs, but torch and what needs a GPU."""
+    """constraints.txt pins what every bounded requirement installs, but torch and what needs a
+    GPU."""
     required, extras = declared()
     bounded = [Requirement(text) for text in [*required, *sum(extras.values(), [])]]
     bounded = [requirement for requirement in bounded if requirement.specifier]
@@ -94,14 +112,23 @@ def test_the_tested_versions_are_within_the_declared_ranges():
         (only,) = pin.specifier
         assert only.operator == "=="
         for requirement in bounded:
-            assert requirement.name != pin.name or requirement.specifier.contains(only.version), f"{pin}: {requirement}"
+            assert requirement.name != pin.name or requirement.specifier.contains(only.version), (
+                f"{pin}: {requirement}"
+            )
 
 
 def test_every_torch_that_the_tests_run_with_is_declared_and_no_other_minor_version_beyond_them():
-    """Before 2.8 memory pools and expandable segments excluded each other; CUDA graphs of rollouts have both."""
+    """Before 2.8 memory pools and expandable segments excluded each other; CUDA graphs of rollouts
+    have both."""
     (torch,) = [each for each in map(Requirement, declared()[0]) if each.name == "torch"]
-    named = re.findall(r"torch==(\d+)\.(\d+)", (ROOT / "tests/versions.sh").read_text(encoding="utf-8"))
+    named = re.findall(
+        r"torch==(\d+)\.(\d+)", (ROOT / "tests/versions.sh").read_text(encoding="utf-8")
+    )
     versions = [(int(major), int(minor)) for major, minor in named]
-    assert (2, 11) in versions and all(torch.specifier.contains(f"{major}.{minor}.0") for major, minor in versions)
+    assert (2, 11) in versions and all(
+        torch.specifier.contains(f"{major}.{minor}.0") for major, minor in versions
+    )
     major, minor = max(versions)
-    assert not torch.specifier.contains(f"{major}.{minor + 1}.0") and not torch.specifier.contains("2.7.1")
+    assert not torch.specifier.contains(f"{major}.{minor + 1}.0") and not torch.specifier.contains(
+        "2.7.1"
+    )

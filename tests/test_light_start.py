@@ -1,5 +1,6 @@
-"""`--help` and wrong flags: the answer comes before torch and the Hugging Face libraries are imported. Benchmarks,
-entry points and launched tests are rarely run: every name that they import must exist."""
+"""`--help` and wrong flags: the answer comes before torch and the Hugging Face libraries are
+imported. Benchmarks, entry points and launched tests are rarely run: every name that they import
+must exist."""
 
 import ast
 import importlib
@@ -12,15 +13,31 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAINS = sorted((ROOT / "training").glob("*/main.py"))
-HEAVY = {"torch", "transformers", "deepspeed", "datasets", "tokenizers", "numpy", "pyarrow", "pandas"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "deepspeed",
+    "datasets",
+    "tokenizers",
+    "numpy",
+    "pyarrow",
+    "pandas",
+}
 _IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize(("words", "code", "printed"), [
-    (["--help"], 0, "--output_dir"),
-    (["--no_such_flag", "1"], 2, "unknown flag or value: --no_such_flag 1"),
-    (["--seed", "-1", "--output_dir", "o", "--data_path", "d", "--model_name_or_path", "m"], 2, "error: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "printed"),
+    [
+        (["--help"], 0, "--output_dir"),
+        (["--no_such_flag", "1"], 2, "unknown flag or value: --no_such_flag 1"),
+        (
+            ["--seed", "-1", "--output_dir", "o", "--data_path", "d", "--model_name_or_path", "m"],
+            2,
+            "error: ",
+        ),
+    ],
+)
 @pytest.mark.parametrize("main", MAINS, ids=lambda path: path.parent.name)
 def test_help_and_wrong_flags_import_no_large_library(main, words, code, printed):
     command = [sys.executable, "-X", "importtime", str(main), *words]
@@ -36,7 +53,9 @@ def test_help_and_wrong_flags_import_no_large_library(main, words, code, printed
 def test_a_tool_answers_wrong_flags_without_a_large_library(tool):
     command = [sys.executable, "-X", "importtime", "-m", "dschat_ppo", tool, "--no_such_flag", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and re.search("^(error|.*: error): ", done.stderr, re.MULTILINE), done.stderr[-2000:]
+    assert done.returncode == 2 and re.search("^(error|.*: error): ", done.stderr, re.MULTILINE), (
+        done.stderr[-2000:]
+    )
     imported = {name.split(".")[0] for name in _IMPORTED.findall(done.stderr)}
     assert "dschat_ppo" in imported and imported & HEAVY == set()
 

@@ -1,4 +1,5 @@
-"""Records: joining, selecting and padding rows, by hand; exceptions of libraries become a `UserError` of one line."""
+"""Records: joining, selecting and padding rows, by hand; exceptions of libraries become a
+`UserError` of one line."""
 
 import re
 from dataclasses import fields, replace
@@ -39,20 +40,40 @@ def rollout() -> Rollout:
         response_ids=torch.tensor([[41, 42, 80], [81, 82, 83], [51, 84, 85]]),
         response_mask=torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]]).bool(),
         rollout_logprobs=torch.tensor([[-1.0, -2.0, 0.0], [0.0, 0.0, 0.0], [-3.0, 0.0, 0.0]]),
-        finish_reason=torch.tensor([FinishReason.EOS, FinishReason.LENGTH, FinishReason.LENGTH], dtype=torch.int8),
+        finish_reason=torch.tensor(
+            [FinishReason.EOS, FinishReason.LENGTH, FinishReason.LENGTH], dtype=torch.int8
+        ),
     )
 
 
 def experience(rows: Rollout) -> Experience:
-    per_token = {name: rows.rollout_logprobs * (i + 2) for i, name in enumerate(
-        ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "kl", "loss_weights")
-    )}  # fmt: skip
+    per_token = {
+        name: rows.rollout_logprobs * (i + 2)
+        for i, name in enumerate(
+            (
+                "old_logprobs",
+                "ref_logprobs",
+                "values",
+                "rewards",
+                "advantages",
+                "returns",
+                "kl",
+                "loss_weights",
+            )
+        )
+    }
     own = {f.name: getattr(rows, f.name) for f in fields(rows)}
     return Experience(
-        **own, **per_token, entropies=None, baselines=None, selected=None, loss_mask=rows.response_mask,
-        scores=torch.tensor([0.1, 0.2, 0.3]), groups=torch.tensor([4, 4, 6]),
+        **own,
+        **per_token,
+        entropies=None,
+        baselines=None,
+        selected=None,
+        loss_mask=rows.response_mask,
+        scores=torch.tensor([0.1, 0.2, 0.3]),
+        groups=torch.tensor([4, 4, 6]),
         source_scores=torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
-    )  # fmt: skip
+    )
 
 
 def real_tokens(rows) -> list[tuple[list[int], list[int], list[float]]]:
@@ -75,10 +96,16 @@ def test_full_sequences_of_uneven_rows():
     ids, lengths = full_sequences(rows)
     assert lengths.tolist() == [2, 6, 2]
     assert ids.shape == (3, 6)
-    assert full_sequences(pad_rows(rollout(), 6, 5))[0].tolist() == [[11, 41, 42], [21, 22, 23], [31, 32, 51]]
+    assert full_sequences(pad_rows(rollout(), 6, 5))[0].tolist() == [
+        [11, 41, 42],
+        [21, 22, 23],
+        [31, 32, 51],
+    ]
     assert [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)] == [
-        [11, 41], [21, 22, 23, 81, 82, 83], [31, 32]
-    ]  # fmt: skip
+        [11, 41],
+        [21, 22, 23, 81, 82, 83],
+        [31, 32],
+    ]
 
 
 def test_response_slots_point_at_the_response_tokens():
@@ -86,7 +113,9 @@ def test_response_slots_point_at_the_response_tokens():
     ids, _ = full_sequences(rows)
     slots = response_slots(rows)
     assert slots.tolist() == [[1, 2, 2], [2, 2, 2], [2, 2, 2]]
-    assert torch.equal(ids.gather(1, slots)[rows.response_mask], rows.response_ids[rows.response_mask])
+    assert torch.equal(
+        ids.gather(1, slots)[rows.response_mask], rows.response_ids[rows.response_mask]
+    )
 
 
 def test_select_trims_to_the_longest_prompt_and_response_among_the_rows():
@@ -108,7 +137,15 @@ def test_select_keeps_one_response_column_when_all_answers_are_empty():
 def test_select_trims_every_field_of_an_experience():
     rows = select_rows(experience(rollout()), torch.tensor([0, 1]))
     assert rows.prompt_ids.shape == (2, 3)
-    for name in ("response_ids", "response_mask", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"):
+    for name in (
+        "response_ids",
+        "response_mask",
+        "old_logprobs",
+        "ref_logprobs",
+        "values",
+        "advantages",
+        "returns",
+    ):
         assert getattr(rows, name).shape == (2, 2), name
     assert torch.equal(rows.scores, torch.tensor([0.1, 0.2]))
     assert rows.returns.tolist() == [[-7.0, -14.0], [0.0, 0.0]]
@@ -117,7 +154,9 @@ def test_select_trims_every_field_of_an_experience():
 def test_prompts_are_padded_at_the_left_and_responses_at_the_right():
     rows = pad_rows(rollout(), 6, 5)
     assert rows.prompt_ids.shape == rows.prompt_mask.shape == (3, 6)
-    assert rows.response_ids.shape == rows.response_mask.shape == rows.rollout_logprobs.shape == (3, 5)
+    assert (
+        rows.response_ids.shape == rows.response_mask.shape == rows.rollout_logprobs.shape == (3, 5)
+    )
     assert rows.prompt_mask[1].tolist() == [False, False, False, True, True, True]
     assert rows.response_mask[0].tolist() == [True, True, False, False, False]
     assert rows.response_mask.dtype == torch.bool
@@ -136,7 +175,9 @@ def test_concat_keeps_order_and_real_tokens_of_parts_of_different_lengths():
 
 def test_concat_of_selected_experience_keeps_scores_and_values_aligned():
     whole = experience(rollout())
-    rows = concat_rows([select_rows(whole, torch.tensor([2])), select_rows(whole, torch.tensor([0]))])
+    rows = concat_rows(
+        [select_rows(whole, torch.tensor([2])), select_rows(whole, torch.tensor([0]))]
+    )
     assert torch.equal(rows.scores, torch.tensor([0.3, 0.1]))
     assert rows.values.tolist() == [[-12.0, 0.0], [-4.0, -8.0]]
 
@@ -145,20 +186,34 @@ class PanicException(BaseException):  # noqa: N818  the one that Rust code raise
     pass
 
 
-@pytest.mark.parametrize(("problem", "message"), [
-    (ValueError("first line\n   second line"), "first line second line"), (KeyError("model"), "KeyError: 'model'"),
-    (ValueError("a \x1b[31mred\x00 \u202e\udcffé 一"), "a \\x1b[31mred\\x00 \\u202e\\udcffé 一"),
-    (AssertionError(), "AssertionError"), (RuntimeError("a " * 900), ("a " * 900)[:MOST_CHARACTERS] + "..."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (ValueError("first line\n   second line"), "first line second line"),
+        (KeyError("model"), "KeyError: 'model'"),
+        (
+            ValueError("a \x1b[31mred\x00 \u202e\udcffé 一"),
+            "a \\x1b[31mred\\x00 \\u202e\\udcffé 一",
+        ),
+        (AssertionError(), "AssertionError"),
+        (RuntimeError("a " * 900), ("a " * 900)[:MOST_CHARACTERS] + "..."),
+    ],
+)
 def test_a_message_of_a_library_in_one_line(problem, message):
     assert in_one_line(problem) == message
 
 
 @pytest.mark.parametrize(
     "problem",
-    [KeyError("x"), RecursionError("too deep"), StopIteration(), MemoryError(), PanicException("slice out of range")],
+    [
+        KeyError("x"),
+        RecursionError("too deep"),
+        StopIteration(),
+        MemoryError(),
+        PanicException("slice out of range"),
+    ],
     ids=lambda problem: type(problem).__name__,
-)  # fmt: skip
+)
 def test_every_exception_of_a_library_becomes_a_user_error_with_its_cause(problem):
     with (
         pytest.raises(UserError, match=r"^--flag file: cannot be read: ") as caught,
@@ -171,7 +226,13 @@ def test_every_exception_of_a_library_becomes_a_user_error_with_its_cause(proble
 
 @pytest.mark.parametrize(
     "problem",
-    [UserError("ours"), NonFiniteError("ours"), StopRequested("ours"), KeyboardInterrupt(), SystemExit(3)],
+    [
+        UserError("ours"),
+        NonFiniteError("ours"),
+        StopRequested("ours"),
+        KeyboardInterrupt(),
+        SystemExit(3),
+    ],
     ids=lambda problem: type(problem).__name__,
 )
 def test_exceptions_of_the_package_and_interrupts_pass(problem):
@@ -191,11 +252,19 @@ def test_one_function_and_the_top_level_of_a_rank_handle_every_exception():
     assert isinstance(tried.problem, SystemExit)
 
 
-@pytest.mark.parametrize(("path", "meant"), [
-    ("data/prompt.jsonl", "data/prompts.jsonl"), ("data/prompts.json", "data/prompts.jsonl"),
-    ("dta/prompts.jsonl", "data"), ("dat", "data"),
-    ("data/other.csv", None), ("elsewhere/prompts.jsonl", None), ("data/prompts.jsonl/x", None), ("", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("data/prompt.jsonl", "data/prompts.jsonl"),
+        ("data/prompts.json", "data/prompts.jsonl"),
+        ("dta/prompts.jsonl", "data"),
+        ("dat", "data"),
+        ("data/other.csv", None),
+        ("elsewhere/prompts.jsonl", None),
+        ("data/prompts.jsonl/x", None),
+        ("", None),
+    ],
+)
 def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, meant):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/prompts.jsonl").touch()
@@ -206,19 +275,39 @@ def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, mea
         assert nearest_path(absolute) == (f"; did you mean {tmp_path / meant}?" if meant else "")
 
 
-@pytest.mark.parametrize(("text", "shown"), [
-    ("http://me:s3cret@host:5/a", "http://***@host:5/a"),
-    ("no reply of http://me:s3@cret@host/, https://tok@b/x?k=1", "no reply of http://***@host/, https://***@b/x?k=1"),
-    ("http://a/b,http://me:s3cret@c", "http://a/b,http://***@c"),
-    ("http://h/r?n=1&key=s3cret,http://i/r?Token=s3cret", "http://h/r?n=1&key=***,http://i/r?Token=***"),
-    ("judge.py:score?api_key=s3cret&n=2:0.5", "judge.py:score?api_key=***&n=2:0.5"),
-    ("judge.py:score?api_key=s3cret:0.5", "judge.py:score?api_key=***:0.5"), (["http://a:b@c", 3], ["http://***@c", 3]),
-    *[(text, text) for text in (
-        3, None, "http://host:5000/get_reward", "data.jsonl@100", "http://host/path@2", "https://hub/@me/model",
-        "mine.py:f?key=answer&max_tokens=5", "me@host:/x",
-        "organisation/model@main", "http://h/r?monkey=1",
-    )],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:s3cret@host:5/a", "http://***@host:5/a"),
+        (
+            "no reply of http://me:s3@cret@host/, https://tok@b/x?k=1",
+            "no reply of http://***@host/, https://***@b/x?k=1",
+        ),
+        ("http://a/b,http://me:s3cret@c", "http://a/b,http://***@c"),
+        (
+            "http://h/r?n=1&key=s3cret,http://i/r?Token=s3cret",
+            "http://h/r?n=1&key=***,http://i/r?Token=***",
+        ),
+        ("judge.py:score?api_key=s3cret&n=2:0.5", "judge.py:score?api_key=***&n=2:0.5"),
+        ("judge.py:score?api_key=s3cret:0.5", "judge.py:score?api_key=***:0.5"),
+        (["http://a:b@c", 3], ["http://***@c", 3]),
+        *[
+            (text, text)
+            for text in (
+                3,
+                None,
+                "http://host:5000/get_reward",
+                "data.jsonl@100",
+                "http://host/path@2",
+                "https://hub/@me/model",
+                "mine.py:f?key=answer&max_tokens=5",
+                "me@host:/x",
+                "organisation/model@main",
+                "http://h/r?monkey=1",
+            )
+        ],
+    ],
+)
 def test_credentials_are_hidden(text, shown):
     assert without_credentials(text) == shown
     assert str(UserError(text)) == str(shown) and without_credentials(shown) == shown

@@ -11,17 +11,25 @@ from dschat_ppo.types import Experience, ScoredRollout
 
 
 def record(kind, mask: torch.Tensor, **changes):
-    """A record of `kind` for rows with this response mask (B, R): prompts of one token, and 0 or None where `changes`
-    says nothing."""
+    """A record of `kind` for rows with this response mask (B, R): prompts of one token, and 0 or
+    None where `changes` says nothing."""
     rows, zeros = len(mask), torch.zeros(mask.shape)
     made = {field.name: zeros for field in fields(kind)}
     made |= {
-        "prompt_ids": torch.ones(rows, 1).long(), "prompt_mask": torch.ones(rows, 1).bool(),
-        "response_ids": torch.ones(mask.shape).long(), "response_mask": mask, "loss_mask": mask,
-        "finish_reason": torch.zeros(rows, dtype=torch.int8), "source_scores": torch.zeros(rows, 1),
-        "scores": torch.zeros(rows), "groups": torch.arange(rows),
-    }  # fmt: skip
-    absent = "entropies selected baselines data_sources numbers answer_scores episode_lengths turn_rewards".split()
+        "prompt_ids": torch.ones(rows, 1).long(),
+        "prompt_mask": torch.ones(rows, 1).bool(),
+        "response_ids": torch.ones(mask.shape).long(),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "finish_reason": torch.zeros(rows, dtype=torch.int8),
+        "source_scores": torch.zeros(rows, 1),
+        "scores": torch.zeros(rows),
+        "groups": torch.arange(rows),
+    }
+    absent = (
+        "entropies selected baselines data_sources numbers answer_scores episode_lengths"
+        " turn_rewards".split()
+    )
     absent += ["teachers", "teacher_logprobs", "teacher_prompt_ids", "teacher_prompt_mask"]
     made |= dict.fromkeys(absent) | changes
     return kind(**{field.name: made[field.name] for field in fields(kind)})
@@ -33,15 +41,18 @@ def experience(**changes) -> Experience:
     made = {
         "prompt_ids": torch.tensor([[0, 7], [8, 9], [5, 6]]),
         "prompt_mask": torch.tensor([[False, True], [True, True], [True, True]]),
-        "response_ids": torch.arange(9).view(3, 3), "source_scores": torch.zeros(3, 2),
+        "response_ids": torch.arange(9).view(3, 3),
+        "source_scores": torch.zeros(3, 2),
         "scores": torch.tensor([1.0, 2.0, 3.0]),
-    }  # fmt: skip
+    }
     return record(Experience, mask, **{**made, **changes})
 
 
 def scored(**changes) -> ScoredRollout:
     made = experience(**changes)
-    return ScoredRollout(**{field.name: getattr(made, field.name) for field in fields(ScoredRollout)})
+    return ScoredRollout(
+        **{field.name: getattr(made, field.name) for field in fields(ScoredRollout)}
+    )
 
 
 def with_bad(value: float, *places: tuple[int, ...], shape=(3, 3)) -> torch.Tensor:
@@ -54,4 +65,6 @@ def with_bad(value: float, *places: tuple[int, ...], shape=(3, 3)) -> torch.Tens
 def ppo_bundles(folder, *words: str) -> ReproBundles:
     """Repro bundles of step 3 below `folder`."""
     flags = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d".split()
-    return ReproBundles(parse("ppo", [*flags, "--output_dir", str(folder), *words]), SimpleNamespace())
+    return ReproBundles(
+        parse("ppo", [*flags, "--output_dir", str(folder), *words]), SimpleNamespace()
+    )

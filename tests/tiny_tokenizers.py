@@ -24,7 +24,10 @@ class Letters(PreTrainedTokenizer):
 
     def __init__(self, **settings):
         self.letters = {
-            letter: number for number, letter in enumerate(sorted(set("".join(TEXTS)) | set(f"<|>_{ascii_letters}")))
+            letter: number
+            for number, letter in enumerate(
+                sorted(set("".join(TEXTS)) | set(f"<|>_{ascii_letters}"))
+            )
         }
         super().__init__(**settings)
 
@@ -62,17 +65,26 @@ def _bytes() -> Tokenizer:
 
 
 def _pieces(first_only: bool) -> Tokenizer:
-    """As Llama: a space before the text ("first", new tokenizers) or before every part between special tokens."""
+    """As Llama: a space before the text ("first", new tokenizers) or before every part between
+    special tokens."""
     found = Tokenizer(models.BPE(unk_token="<unk>"))
-    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)  # no token has an inner space
+    found.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="always", split=True
+    )  # no token has an inner space
     special = ["<unk>", "<s>", "</s>"]
-    found.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=250, special_tokens=special, show_progress=False))
+    found.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=250, special_tokens=special, show_progress=False)
+    )
     if first_only:
         found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
         found.pre_tokenizer = None
-        found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    found.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        found.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    found.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return found
 
 
@@ -81,7 +93,14 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, prompt, answer, tools=None
     return encode_example(tokenizer, Example(prompt, [answer], tools=tools)).answers[0]
 
 
-KINDS = ("bytes", "bytes without markers", "bytes with BOS", "pieces", "pieces, space everywhere", "letters")
+KINDS = (
+    "bytes",
+    "bytes without markers",
+    "bytes with BOS",
+    "pieces",
+    "pieces, space everywhere",
+    "letters",
+)
 
 
 @cache
@@ -90,12 +109,20 @@ def _backend(kind: str) -> str:
 
 
 def tokenizer_of(kind: str) -> PreTrainedTokenizerBase:
-    """A new tokenizer of one of `KINDS`, without a chat template. Those of pieces put BOS before plain text."""
+    """A new tokenizer of one of `KINDS`, without a chat template. Those of pieces put BOS before
+    plain text."""
     markers = [] if kind == "bytes without markers" else list(MARKERS)
-    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "additional_special_tokens": markers}
+    names = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "additional_special_tokens": markers,
+    }
     if kind == "letters":
         return Letters(**names)
     backend = Tokenizer.from_str(_backend(kind))
     if kind == "bytes with BOS" or kind.startswith("pieces"):
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **names
+    )

@@ -2,7 +2,8 @@
 
     python training_scripts/quickstart_report.py OUT_DIR
 
-The saved models are loaded with plain transformers, which also shows that they are valid transformers models.
+The saved models are loaded with plain transformers, which also shows that they are valid
+transformers models.
 """
 
 from __future__ import annotations
@@ -48,14 +49,19 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "ten
 def sample_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], seed: int
 ) -> tuple[list[str], Rollout]:
-    """One answer to each prompt at temperature 1, as text and as tokens: that of a chat with `--seed SEED + ROW`."""
+    """One answer to each prompt at temperature 1, as text and as tokens: that of a chat with
+    `--seed SEED + ROW`."""
     rows = [{"prompt_ids": encode_prompt(tokenizer, prompt)} for prompt in prompts]
     batch = to_device(collate_prompts(rows, range(len(rows)), filler_id(tokenizer)), dist.device())
-    config = GenerationConfig(SamplingParameters(), StoppingCriteria(MAX_NEW_TOKENS, (tokenizer.eos_token_id,)))
+    config = GenerationConfig(
+        SamplingParameters(), StoppingCriteria(MAX_NEW_TOKENS, (tokenizer.eos_token_id,))
+    )
     seeds = torch.cat([row_seeds(0, 1, seed + row) for row in range(len(rows))])
     rollout = generate(model, batch, seeds, config)
     answers = zip(rollout.response_ids, rollout.response_mask, strict=True)
-    return [str(tokenizer.decode(ids[mask], skip_special_tokens=True)) for ids, mask in answers], rollout
+    return [
+        str(tokenizer.decode(ids[mask], skip_special_tokens=True)) for ids, mask in answers
+    ], rollout
 
 
 def rule_rate(questions: Sequence[Question], answers: Sequence[str]) -> float:
@@ -70,17 +76,29 @@ def load_lm(folder: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, str]], tuple[str, int]]:
-    """(content of `summary.json`; samples as (question, answer before PPO, answer after PPO); a question and the
-    `--seed` of a chat in which PPO makes the first answer kind, or the first question where it does nowhere)."""
-    rows = [json.loads(line) for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()]
+def measure(
+    out: Path, seed: int
+) -> tuple[dict[str, Any], list[tuple[str, str, str]], tuple[str, int]]:
+    """(content of `summary.json`; samples as (question, answer before PPO, answer after PPO); a
+    question and the `--seed` of a chat in which PPO makes the first answer kind, or the first
+    question where it does nowhere)."""
+    rows = [
+        json.loads(line)
+        for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     questions, prompts = [Question(**row["about"]) for row in rows], [row["prompt"] for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(out / "ppo/actor")
     reference, actor = load_lm(out / "sft"), load_lm(out / "ppo/actor")
-    classifier = AutoModelForSequenceClassification.from_pretrained(out / "reward", dtype=torch.float32)
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        out / "reward", dtype=torch.float32
+    )
     reward = ScalarModel(classifier).to(dist.device()).eval()
-    (before, first), (after, last) = (sample_answers(model, tokenizer, prompts, seed) for model in (reference, actor))
-    kl = kl_k1(*(response_logprobs(PolicyModel(model), last, 1.0).logprobs for model in (actor, reference)))
+    (before, first), (after, last) = (
+        sample_answers(model, tokenizer, prompts, seed) for model in (reference, actor)
+    )
+    kl = kl_k1(
+        *(response_logprobs(PolicyModel(model), last, 1.0).logprobs for model in (actor, reference))
+    )
     results = {step: json.loads((out / step / "result.json").read_text()) for step in STEPS}
     summary = {
         "sft_eval_loss_before": results["sft"]["eval_loss_before"],
@@ -99,16 +117,26 @@ def measure(out: Path, seed: int) -> tuple[dict[str, Any], list[tuple[str, str, 
         "versions": {package: version(package) for package in PACKAGES},
     }
     samples = [(q.text, b, a) for q, b, a in zip(questions, before, after, strict=True)]
-    turned = [keeps_rule(q, a) and not keeps_rule(q, b) for q, b, a in zip(questions, before, after, strict=True)]
+    turned = [
+        keeps_rule(q, a) and not keeps_rule(q, b)
+        for q, b, a in zip(questions, before, after, strict=True)
+    ]
     shown = turned.index(True) if True in turned else 0
     return summary, samples[:SAMPLES], (questions[shown].text, seed + shown)
 
 
-def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], to_ask: tuple[str, int], out: Path) -> None:
-    """Print the table, the samples, the paths of the outputs, and a chat that begins with the question `to_ask`."""
+def show(
+    summary: dict[str, Any], samples: list[tuple[str, str, str]], to_ask: tuple[str, int], out: Path
+) -> None:
+    """Print the table, the samples, the paths of the outputs, and a chat that begins with the
+    question `to_ask`."""
     lines = [
         ("SFT: loss on held-out rows", "sft_eval_loss_before", "sft_eval_loss_after"),
-        ("reward model: accuracy on held-out pairs", "reward_eval_accuracy_before", "reward_eval_accuracy"),
+        (
+            "reward model: accuracy on held-out pairs",
+            "reward_eval_accuracy_before",
+            "reward_eval_accuracy",
+        ),
         ("PPO: learned reward on held-out prompts", "ppo_reward_before", "ppo_reward_after"),
         ("PPO: answers that follow the true rule", "true_rule_rate_sft", "true_rule_rate_ppo"),
     ]
@@ -132,23 +160,37 @@ def show(summary: dict[str, Any], samples: list[tuple[str, str, str]], to_ask: t
 
 
 def next_commands(out: Path, question: str, seed: int) -> dict[str, str]:
-    """Purpose -> a command to try on the outputs, for a shell; `question` is what to type in the chat of that seed."""
+    """Purpose -> a command to try on the outputs, for a shell; `question` is what to type in the
+    chat of that seed."""
     sft, actor = out / "sft", out / "ppo/actor"
     purpose = f"chat with the model after PPO (actor) and before it (sft); type first '{question}'"
     tools = {
         purpose: ["chat", "--model", actor, "--compare", sft, "--seed", seed],
         "evaluate both models on the held-out prompts": [
-            "evaluate", "--model", sft, actor, "--data_path", out / "toy/data/heldout.jsonl",
-            "--reward_model_name_or_path", out / "reward", "--show", 3,
+            "evaluate",
+            "--model",
+            sft,
+            actor,
+            "--data_path",
+            out / "toy/data/heldout.jsonl",
+            "--reward_model_name_or_path",
+            out / "reward",
+            "--show",
+            3,
         ],
-    }  # fmt: skip
-    return {purpose: tool_command(str(tool), list(map(str, words))) for purpose, (tool, *words) in tools.items()}
+    }
+    return {
+        purpose: tool_command(str(tool), list(map(str, words)))
+        for purpose, (tool, *words) in tools.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure and show the result of the quickstart.")
     parser.add_argument("out", type=Path, metavar="OUT", help="OUT_DIR of the quickstart")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="sampling seed (default: 1234)")
+    parser.add_argument(
+        "--seed", type=int, default=1234, metavar="N", help="sampling seed (default: 1234)"
+    )
     args = parser.parse_args()
     quiet_libraries()
     summary, samples, to_ask = measure(args.out, args.seed)

@@ -1,1 +1,2 @@
-"""The parts of `gpu.sh`. Each runs in a process, and keeps what it has found if it fails or ends late."""
+"""The parts of `gpu.sh`. Each runs in a process, and keeps what it has found if it fails or ends
+late."""

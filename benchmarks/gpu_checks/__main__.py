@@ -1,7 +1,9 @@
-"""Runs the parts one after another, each in a process with a time limit, and prints all findings as one line of JSON.
+"""Runs the parts one after another, each in a process with a time limit, and prints all findings as
+one line of JSON.
 
-The exit code is 1 if a part failed or something is wrong, and 0 if all is right, although it may be slower than wanted;
-"missed" names both. A part that fails or ends late keeps what it has found by then.
+The exit code is 1 if a part failed or something is wrong, and 0 if all is right, although it may be
+slower than wanted; "missed" names both. A part that fails or ends late keeps what it has found by
+then.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ def start(names: list[str], folder: Path, tiny: bool) -> subprocess.Popen[bytes]
     command = [sys.executable, "-m", "gpu_checks", "--here", "--only", *names]
     with (folder / f"{names[0]}.log").open("wb") as log:
         return subprocess.Popen(
-            command + ["--tiny"] * tiny, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
+            command + ["--tiny"] * tiny,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=folder,
         )
 
 
@@ -47,8 +53,11 @@ def run_here(names: list[str], tiny: bool) -> None:
     os._exit(0)  # no teardown of DeepSpeed's process groups
 
 
-def finish(names: list[str], folder: Path, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-    """Part -> what it found; "failed" says why it did not finish. After so many `seconds` the process is killed."""
+def finish(
+    names: list[str], folder: Path, process: subprocess.Popen[bytes], seconds: float
+) -> dict[str, Any]:
+    """Part -> what it found; "failed" says why it did not finish. After so many `seconds` the
+    process is killed."""
     log, reason = folder / f"{names[0]}.log", ""
     try:
         code = process.wait(max(1.0, seconds))
@@ -62,7 +71,9 @@ def finish(names: list[str], folder: Path, process: subprocess.Popen[bytes], sec
     results = {}
     for name in names:
         file = folder / f"{name}.json"
-        results[name] = found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        results[name] = found = (
+            json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        )
         if "seconds" not in found:  # the last thing that a part notes
             found["failed"] = reason
         print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
@@ -74,7 +85,8 @@ def finish(names: list[str], folder: Path, process: subprocess.Popen[bytes], sec
 def run(groups: list[list[str]], folder: Path, limit: float, tiny: bool = False) -> dict[str, Any]:
     """Run the parts, those of a group in one process; part -> its findings.
 
-    All groups of a trial run together, and only `limit` ends them: the machine may be busy with other tests.
+    All groups of a trial run together, and only `limit` ends them: the machine may be busy with
+    other tests.
     """
     end, results = time.monotonic() + limit, dict[str, Any]()
     running = [start(names, folder, tiny) for names in groups] if tiny else []
@@ -90,24 +102,35 @@ def run(groups: list[list[str]], folder: Path, limit: float, tiny: bool = False)
 
 
 def groups_of(names: list[str], tiny: bool) -> list[list[str]]:
-    """One process for each part. In a trial, where times mean nothing: one for the training runs, and one for the
-    others, because most of the time of such a process is its imports."""
+    """One process for each part. In a trial, where times mean nothing: one for the training runs,
+    and one for the others, because most of the time of such a process is its imports."""
     if not tiny:
         return [[name] for name in names]
     trains = [PARTS[name].module == "trajectory" for name in names]
-    groups = [[name for name, one in zip(names, trains, strict=True) if one == kind] for kind in (True, False)]
+    groups = [
+        [name for name, one in zip(names, trains, strict=True) if one == kind]
+        for kind in (True, False)
+    ]
     return [group for group in groups if group]
 
 
 def main() -> int:
     lines = [f"  {name:<15}{part.what} (at most {part.seconds} s)" for name, part in PARTS.items()]
     description = "\n".join([__doc__ or "", "parts:", *lines])
-    parser = argparse.ArgumentParser("gpu.sh", None, description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART")
+    parser = argparse.ArgumentParser(
+        "gpu.sh", None, description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=list(PARTS), choices=list(PARTS), metavar="PART"
+    )
     parser.add_argument("--json", type=Path, help="write the findings to this file too")
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds of all parts together")
-    parser.add_argument("--tiny", action="store_true", help="a trial on tiny sizes, with or without a GPU")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # a process of `start`
+    parser.add_argument(
+        "--tiny", action="store_true", help="a trial on tiny sizes, with or without a GPU"
+    )
+    parser.add_argument(
+        "--here", action="store_true", help=argparse.SUPPRESS
+    )  # a process of `start`
     arguments = parser.parse_args()
     if arguments.here:
         run_here(arguments.only, arguments.tiny)

@@ -1,4 +1,5 @@
-"""Names, time limits and targets of the parts of `gpu.sh`, and where a part keeps what it finds. Imports no torch."""
+"""Names, time limits and targets of the parts of `gpu.sh`, and where a part keeps what it finds.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Part:
-    """One part: `function` of `gpu_checks.MODULE`, called with findings, whether sizes are tiny, and `arguments`."""
+    """One part: `function` of `gpu_checks.MODULE`, called with findings, whether sizes are tiny,
+    and `arguments`."""
 
     module: str
     function: str
@@ -23,21 +25,44 @@ class Part:
 
 # in the order in which they run: if the time is up, the last ones are missing
 PARTS = {
-    "machine": Part("speed", "limits", 45, "bandwidth, matrix products, attention at shapes not seen before"),
-    "parity": Part("parity", "parity", 80, "generation and scoring against plain transformers, in fp32 and bf16"),
-    "trajectory": Part("trajectory", "trajectory", 110, "SFT, PPO and GRPO in fp32 against the same runs on the CPU"),
-    "resume": Part("trajectory", "resume", 90, "a resumed PPO run against two uninterrupted ones, in bf16"),
-    "waits": Part("speed", "waits", 60, "waits of the host for the GPU, per token and per micro-batch"),
+    "machine": Part(
+        "speed", "limits", 45, "bandwidth, matrix products, attention at shapes not seen before"
+    ),
+    "parity": Part(
+        "parity",
+        "parity",
+        80,
+        "generation and scoring against plain transformers, in fp32 and bf16",
+    ),
+    "trajectory": Part(
+        "trajectory",
+        "trajectory",
+        110,
+        "SFT, PPO and GRPO in fp32 against the same runs on the CPU",
+    ),
+    "resume": Part(
+        "trajectory", "resume", 90, "a resumed PPO run against two uninterrupted ones, in bf16"
+    ),
+    "waits": Part(
+        "speed", "waits", 60, "waits of the host for the GPU, per token and per micro-batch"
+    ),
     "rollout_small": Part("speed", "rollout", 90, "tokens/s of 0.5 B weights", ("qwen2-0.5b",)),
     "rollout_large": Part("speed", "rollout", 130, "tokens/s of 7 B weights", ("llama-7b",)),
-    "ppo": Part("speed", "steps", 110, "PPO steps, four models of 1.5 B weights (0.5 B below 100 GiB)", ("ppo",)),
+    "ppo": Part(
+        "speed",
+        "steps",
+        110,
+        "PPO steps, four models of 1.5 B weights (0.5 B below 100 GiB)",
+        ("ppo",),
+    ),
     "grpo": Part("speed", "steps", 100, "GRPO steps, two models of 1.5 B weights", ("grpo",)),
 }
 
 
 @dataclass(frozen=True)
 class Target:
-    """A number that should be at least, or at most, this. `right`: it is a matter of right or wrong, not of speed."""
+    """A number that should be at least, or at most, this. `right`: it is a matter of right or
+    wrong, not of speed."""
 
     path: str  # PART.ENTRY.NAME in the results
     at_least: float | None = None
@@ -67,16 +92,24 @@ TARGETS = (
     Target("rollout_small.ours_64.captures_first", at_least=1),
     Target("rollout_small.ours_64.captures_again", at_most=0),
     Target("rollout_large.ours_64.share_of_limit", at_least=0.6),
-    Target("rollout_large.ratio_to_transformers", at_least=2),  # memory bandwidth allows 3.4 on an H100
-    Target("rollout_large.ours_64.captures_first", at_least=1),  # and again: its cache is too large to be kept
+    Target(
+        "rollout_large.ratio_to_transformers", at_least=2
+    ),  # memory bandwidth allows 3.4 on an H100
+    Target(
+        "rollout_large.ours_64.captures_first", at_least=1
+    ),  # and again: its cache is too large to be kept
     Target("ppo.last_step.score_mfu", at_least=0.45),
     Target("ppo.last_step.train_mfu", at_least=0.40),
     Target("ppo.last_step.captures", at_most=0),
     Target("grpo.last_step.score_mfu", at_least=0.45),
     Target("grpo.last_step.train_mfu", at_least=0.40),
     Target("grpo.last_step.captures", at_most=0),
-    Target("waits.rollout.per_token", at_most=2 / 8),  # a poll of 8 tokens copies the rows, and reads their ends
-    Target("waits.step.train_per_micro_batch", at_most=8),  # up to 6 of packed rows, and those of the update
+    Target(
+        "waits.rollout.per_token", at_most=2 / 8
+    ),  # a poll of 8 tokens copies the rows, and reads their ends
+    Target(
+        "waits.step.train_per_micro_batch", at_most=8
+    ),  # up to 6 of packed rows, and those of the update
 )
 
 
@@ -89,11 +122,16 @@ def at(found: dict[str, Any], path: str) -> Any:
 
 
 def missed(found: dict[str, Any], right_only: bool) -> list[dict[str, Any]]:
-    """The targets of the parts in `found` that are not met; `right_only` leaves those of speed out."""
+    """The targets of the parts in `found` that are not met; `right_only` leaves those of speed
+    out."""
     lines = []
     for target in TARGETS:
         value = at(found, target.path)
-        if target.path.split(".")[0] in found and (target.right or not right_only) and not target.is_met(value):
+        if (
+            target.path.split(".")[0] in found
+            and (target.right or not right_only)
+            and not target.is_met(value)
+        ):
             bounds = {"at_least": target.at_least, "at_most": target.at_most}
             given = {name: bound for name, bound in bounds.items() if bound is not None}
             lines.append({"path": target.path, "is": value, **given, "right": target.right})
@@ -115,7 +153,8 @@ class Findings:
         partial.replace(self.file)
 
     def measure(self, name: str, run: Callable[[], Any]) -> Any:
-        """Keep what `run` returns; if it fails, say so in its place, and let the part continue. Returns that, or {}."""
+        """Keep what `run` returns; if it fails, say so in its place, and let the part continue.
+        Returns that, or {}."""
         try:
             value = run()
         except Exception as problem:  # noqa: BLE001  one number that cannot be had must not cost the others

@@ -1,14 +1,16 @@
-"""Reward shaping, from the score of an answer to the reward of its last token; advantage estimators, one function
-each, from `AdvantageInputs` to (advantages, returns); and the statistics of groups that they and evaluations use.
+"""Reward shaping, from the score of an answer to the reward of its last token; advantage
+estimators, one function each, from `AdvantageInputs` to (advantages, returns); and the statistics
+of groups that they and evaluations use.
 
-Both results of an estimator have the shape and dtype of the rewards, (B, R), and are 0 outside the mask. `returns` are
-the critic's targets for gae; for the other estimators they are the discounted return-to-go and are only logged. No
-estimator whitens: the caller does so over the tokens of all ranks (`WHITENED` in `config/algorithm_flags.py`).
+Both results of an estimator have the shape and dtype of the rewards, (B, R), and are 0 outside the
+mask. `returns` are the critic's targets for gae; for the other estimators they are the discounted
+return-to-go and are only logged. No estimator whitens: the caller does so over the tokens of all
+ranks (`WHITENED` in `config/algorithm_flags.py`).
 
-In the formulas S is the score of a row: the sum of its token rewards, so a KL penalty is subtracted before any
-baseline. Estimators that compare the answers to one prompt give 0 to a row that has no other answer to be compared
-with, and exactly 0 to all rows of a group with equal scores. They compute `S - mean` from the gaps to the group's best
-score (`Groups.gaps`), in fp64.
+In the formulas S is the score of a row: the sum of its token rewards, so a KL penalty is subtracted
+before any baseline. Estimators that compare the answers to one prompt give 0 to a row that has no
+other answer to be compared with, and exactly 0 to all rows of a group with equal scores. They
+compute `S - mean` from the gaps to the group's best score (`Groups.gaps`), in fp64.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from dschat_ppo.algorithms.aggregation import zero_outside
 class Groups:
     """The groups of a batch, one for each prompt, and statistics over them.
 
-    Every statistic has shape (B,): each row gets the value of its group. Rows without a response token have no score
-    and take part in none. Values are fp64, so that the order in which a GPU adds rows does not show in fp32.
+    Every statistic has shape (B,): each row gets the value of its group. Rows without a response
+    token have no score and take part in none. Values are fp64, so that the order in which a GPU
+    adds rows does not show in fp32.
     """
 
     index: Tensor  # (B,) int64, number of the row's group, counted from 0
@@ -53,13 +56,15 @@ class Groups:
 
     def best(self, scores: Tensor) -> Tensor:
         """Highest of `scores` (B,) fp64; 0 if no row of the group is counted."""
-        return torch.where(self.sizes > 0, self.max(scores.masked_fill(~self.counted, -torch.inf)), 0.0)
+        return torch.where(
+            self.sizes > 0, self.max(scores.masked_fill(~self.counted, -torch.inf)), 0.0
+        )
 
     def gaps(self, scores: Tensor) -> Tensor:
         """`score - best score of the group`: 0 or less, 0 on rows that are not counted.
 
-        A shift of a group's scores changes no estimator. Gaps keep small differences of large scores exact, and equal
-        scores have gaps of exactly 0.
+        A shift of a group's scores changes no estimator. Gaps keep small differences of large
+        scores exact, and equal scores have gaps of exactly 0.
         """
         return torch.where(self.counted, scores - self.best(scores), 0.0)
 
@@ -68,22 +73,23 @@ class Groups:
         return self.sum(gaps) / self.sizes.clamp_min(1)
 
     def std(self, gaps: Tensor) -> Tensor:
-        """Unbiased standard deviation (n - 1) of `gaps` (B,) over the counted rows; 0 for a group of one."""
+        """Unbiased standard deviation (n - 1) of `gaps` (B,) over the counted rows; 0 for a group
+        of one."""
         squares = torch.where(self.counted, (gaps - self.mean(gaps)) ** 2, 0.0)
         return torch.sqrt(self.sum(squares) / (self.sizes - 1).clamp_min(1))
 
 
 def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
-    """(B,) bool, True on the rows of a group whose scores are not all equal, or not all finite. `scores` (B,) fp32;
-    `groups` (B,) int64, any number for each group, in any order."""
+    """(B,) bool, True on the rows of a group whose scores are not all equal, or not all finite.
+    `scores` (B,) fp32; `groups` (B,) int64, any number for each group, in any order."""
     index = torch.unique(groups, return_inverse=True)[1]
     spread = _max_by_group(scores, index) + _max_by_group(-scores, index)  # max - min
     return (spread > 0) | ~spread.isfinite()
 
 
 def groups_within(scores: Tensor, groups: Tensor, low: float, high: float) -> Tensor:
-    """(B,) bool, True on the rows of a group whose mean score is above `low` and below `high`, or not finite. Arguments
-    as for `groups_that_differ`."""
+    """(B,) bool, True on the rows of a group whose mean score is above `low` and below `high`, or
+    not finite. Arguments as for `groups_that_differ`."""
     index = torch.unique(groups, return_inverse=True)[1]
     scores = scores.double()
     mean = _sum_by_group(scores, index) / _sum_by_group(torch.ones_like(scores), index)
@@ -99,33 +105,38 @@ def _max_by_group(values: Tensor, index: Tensor) -> Tensor:
 
 
 def pass_at_k(passed: Tensor, k: int) -> Tensor:
-    """Probability that at least one of k answers, drawn without replacement from the n answers to a prompt, passes.
+    """Probability that at least one of k answers, drawn without replacement from the n answers to a
+    prompt, passes.
 
-    `1 - C(n - c, k) / C(n, k)` with c passing answers, an unbiased estimate of the policy's pass@k (Chen et al. 2021,
-    eq. 1). `passed` (prompts, n) bool, k from 1 to n -> (prompts,) fp64.
+    `1 - C(n - c, k) / C(n, k)` with c passing answers, an unbiased estimate of the policy's pass@k
+    (Chen et al. 2021, eq. 1). `passed` (prompts, n) bool, k from 1 to n -> (prompts,) fp64.
     """
     n = passed.shape[1]
     # (n + 1,) pass@k of a prompt with c = 0, ..., n passing answers
-    table = torch.tensor([1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)], dtype=torch.float64)
+    table = torch.tensor(
+        [1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)], dtype=torch.float64
+    )
     return table[passed.sum(dim=1).cpu()]  # (prompts, n) -> (prompts,)
 
 
 def win_shares(scores: Tensor, baseline: Tensor) -> Tensor:
-    """Probability that an answer scores higher than one of the baseline to the same prompt; a tie counts half.
+    """Probability that an answer scores higher than one of the baseline to the same prompt; a tie
+    counts half.
 
-    Compares all pairs of the finite scores (prompts, n) and (prompts, m) -> (prompts,) fp64. The mean over prompts is
-    the win rate (the Mann-Whitney statistic of each prompt, averaged).
+    Compares all pairs of the finite scores (prompts, n) and (prompts, m) -> (prompts,) fp64. The
+    mean over prompts is the win rate (the Mann-Whitney statistic of each prompt, averaged).
     """
     difference = scores.double().unsqueeze(2) - baseline.double().unsqueeze(1)  # (prompts, n, m)
     return (difference.sign() + 1).mean(dim=(1, 2)) / 2
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """95 % confidence interval (low, high) of the mean of `count` independent values from 0 to 1 (Wilson 1927).
+    """95 % confidence interval (low, high) of the mean of `count` independent values from 0 to 1
+    (Wilson 1927).
 
-    For values that are 0 or 1 it is Wilson's score interval. For values between, such as `win_shares`, it is wide
-    enough too: their variance is at most `p (1 - p)`. It has no random numbers, and where all values agree it does not
-    shrink to a point, as a bootstrap does.
+    For values that are 0 or 1 it is Wilson's score interval. For values between, such as
+    `win_shares`, it is wide enough too: their variance is at most `p (1 - p)`. It has no random
+    numbers, and where all values agree it does not shrink to a point, as a bootstrap does.
     """
     z = 1.959963984540054  # quantile of the normal distribution
     centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
@@ -144,8 +155,8 @@ def clip_scores(scores: Tensor, bound: float) -> Tensor:
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
     """Soft overlong penalty, to be added to scores (DAPO, Yu et al. 2025, eq. 13).
 
-    `lengths` (B,) int64, response tokens -> (B,) fp32: 0 up to `max_length - buffer` tokens, then linear down to
-    `-factor` at `max_length`, and constant beyond. `buffer` is at least 1.
+    `lengths` (B,) int64, response tokens -> (B,) fp32: 0 up to `max_length - buffer` tokens, then
+    linear down to `-factor` at `max_length`, and constant beyond. `buffer` is at least 1.
     """
     excess = (lengths - (max_length - buffer)).clamp(0, buffer)
     return -factor * excess.float() / buffer
@@ -157,10 +168,11 @@ def missing_eos(ended: Tensor, penalty: float) -> Tensor:
 
 
 class RunningScale:
-    """Running mean and standard deviation of all scores seen, to divide scores by the deviation without shifting them.
+    """Running mean and standard deviation of all scores seen, to divide scores by the deviation
+    without shifting them.
 
-    Batches are merged by the parallel update of Chan et al. 1979, in Python floats, so that ranks that see the same
-    scores hold the same state. The deviation is the unbiased one (n - 1).
+    Batches are merged by the parallel update of Chan et al. 1979, in Python floats, so that ranks
+    that see the same scores hold the same state. The deviation is the unbiased one (n - 1).
     """
 
     def __init__(self) -> None:
@@ -179,14 +191,18 @@ class RunningScale:
             return
         scores = scores.detach().double()
         count, mean = float(scores.numel()), float(scores.mean())
-        squares, distance, total = float(((scores - mean) ** 2).sum()), mean - self.mean, self.count + count
+        squares, distance, total = (
+            float(((scores - mean) ** 2).sum()),
+            mean - self.mean,
+            self.count + count,
+        )
         self._squares += squares + distance**2 * self.count * count / total
         self.mean += distance * count / total
         self.count = total
 
     def scale(self, scores: Tensor) -> Tensor:
-        """(B,) fp32, `scores / std`; unchanged before two scores are seen, and while all are equal (std below 1e-8).
-        The division would make the first different scores huge."""
+        """(B,) fp32, `scores / std`; unchanged before two scores are seen, and while all are equal
+        (std below 1e-8). The division would make the first different scores huge."""
         return scores / self.std if self.std >= SMALLEST_SCALE else scores
 
     def state_dict(self) -> dict[str, float]:
@@ -202,19 +218,30 @@ class RunningScale:
 class AdvantageInputs:
     """Inputs of the estimators. The B rows are all rows of the PPO step, of all ranks."""
 
-    rewards: Tensor  # (B, R) fp32, of each token: the score on the last one, minus the KL penalty (`token_rewards`)
-    values: Tensor | None  # (B, R) fp32, the critic's V before each response token; None without a critic
+    # (B, R) fp32, of each token: the score on the last one, minus the KL penalty (`token_rewards`)
+    rewards: Tensor
+    values: (
+        Tensor | None
+    )  # (B, R) fp32, the critic's V before each response token; None without a critic
     response_mask: Tensor  # (B, R) bool, True on response tokens; rows may have none
     groups: Tensor  # (B,) int64, number of the row's prompt: any numbers, rows in any order
-    baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the row's prompt; None except for remax
+    baselines: (
+        Tensor | None
+    )  # (B,) fp32, score of the greedy answer to the row's prompt; None except for remax
     gamma: float  # discount per token, in [0, 1]
     lam: float  # lambda of gae, in [0, 1]
-    normalise_std: bool = True  # grpo and grpo_pass_at_k: divide by the standard deviation of the group
+    normalise_std: bool = (
+        True  # grpo and grpo_pass_at_k: divide by the standard deviation of the group
+    )
     batch_std: bool = False  # instead by that of all rows
     epsilon: float = 1e-6  # added to that standard deviation
-    scores: Tensor | None = None  # (B,) fp32, scores before the KL penalty (gdpo: before all penalties); None: the
+    scores: Tensor | None = (
+        None  # (B,) fp32, scores before the KL penalty (gdpo: before all penalties); None: the
+    )
     #   rewards hold no penalty
-    source_scores: Tensor | None = None  # (B, K) fp32, by each reward source; NaN where it does not score the row
+    source_scores: Tensor | None = (
+        None  # (B, K) fp32, by each reward source; NaN where it does not score the row
+    )
     source_weights: Tensor | None = None  # (K,) fp64, weights of the sources in the score
 
 
@@ -222,49 +249,61 @@ Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
 
 
 def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float) -> Tensor:
-    """`-kl_coef * kl` on each response token, plus the row's score on its last one (Ouyang et al. 2022, eq. 2).
+    """`-kl_coef * kl` on each response token, plus the row's score on its last one (Ouyang et al.
+    2022, eq. 2).
 
-    `scores` (B,) and `kl` (B, R) fp32 -> (B, R) fp32, 0 outside `response_mask` (B, R) bool. The mask may have gaps; a
-    row without a True has no reward at all.
+    `scores` (B,) and `kl` (B, R) fp32 -> (B, R) fp32, 0 outside `response_mask` (B, R) bool. The
+    mask may have gaps; a row without a True has no reward at all.
     """
-    rewards = torch.where(_last_token(response_mask), scores.unsqueeze(1), 0.0) - kl_coef * kl  # (B, 1) over (B, R)
+    rewards = (
+        torch.where(_last_token(response_mask), scores.unsqueeze(1), 0.0) - kl_coef * kl
+    )  # (B, 1) over (B, R)
     return zero_outside(rewards, response_mask)
 
 
 def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """`G_t = r_t + gamma G_{t+1}`, (B, R), with t + 1 the row's next True token and G = 0 after the last one. Gaps in
-    the mask neither reset the sum nor discount it. 0 outside the mask."""
+    """`G_t = r_t + gamma G_{t+1}`, (B, R), with t + 1 the row's next True token and G = 0 after the
+    last one. Gaps in the mask neither reset the sum nor discount it. 0 outside the mask."""
     factors = torch.where(response_mask, rewards.new_full((), gamma), 1.0)  # (B, R)
     return zero_outside(_carried_back(zero_outside(rewards, response_mask), factors), response_mask)
 
 
 def _carried_back(terms: Tensor, factors: Tensor) -> Tensor:
-    """`x_t = terms_t + factors_t x_{t+1}` with x = 0 after the last column, (B, R), in 3 log2(R) operations.
+    """`x_t = terms_t + factors_t x_{t+1}` with x = 0 after the last column, (B, R), in 3 log2(R)
+    operations.
 
-    By doubling (Hillis and Steele 1986): after k rounds x_t covers the terms of 2^k columns from t on. Columns appended
-    with terms of 0 change no bit of the others, so the width of a micro-batch does not matter.
+    By doubling (Hillis and Steele 1986): after k rounds x_t covers the terms of 2^k columns from t
+    on. Columns appended with terms of 0 change no bit of the others, so the width of a micro-batch
+    does not matter.
     """
     found, step = terms.clone(), 1
     while step < found.shape[1]:
         found[:, :-step] += factors[:, : found.shape[1] - step] * found[:, step:]
-        factors = factors[:, :-step] * factors[:, step:]  # over 2 step columns, where so many follow
+        factors = (
+            factors[:, :-step] * factors[:, step:]
+        )  # over 2 step columns, where so many follow
         step *= 2
     return found
 
 
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16); an episode ends at the row's last token.
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16); an episode ends at the row's
+    last token.
 
-    `delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, `returns = A + V`, with V and A after
-    the last token 0. Where the mask has gaps, t + 1 is the row's next True token: a token that the policy did not
-    choose is not a step of the episode.
+    `delta_t = r_t + gamma V_{t+1} - V_t`, `A_t = delta_t + gamma lam A_{t+1}`, `returns = A + V`,
+    with V and A after the last token 0. Where the mask has gaps, t + 1 is the row's next True
+    token: a token that the policy did not choose is not a step of the episode.
     """
     assert inputs.values is not None
     mask, gamma, lam = inputs.response_mask, inputs.gamma, inputs.lam
     values = zero_outside(inputs.values, mask)  # (B, R)
     length = mask.shape[1]
-    columns = torch.where(mask, torch.arange(length, device=mask.device), length)  # (B, R), R where the mask is False
-    following = pad(columns.flip(1).cummin(dim=1).values.flip(1)[:, 1:], (0, 1), value=length)  # next True column or R
+    columns = torch.where(
+        mask, torch.arange(length, device=mask.device), length
+    )  # (B, R), R where the mask is False
+    following = pad(
+        columns.flip(1).cummin(dim=1).values.flip(1)[:, 1:], (0, 1), value=length
+    )  # next True column or R
     next_values = pad(values, (0, 1)).gather(1, following)  # (B, R) V_{t+1}
     deltas = zero_outside(inputs.rewards + gamma * next_values - values, mask)
     advantages = _carried_back(deltas, torch.where(mask, deltas.new_full((), gamma * lam), 1.0))
@@ -273,25 +312,34 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`(S - mean) / (std + epsilon)` over the group, on every token (GRPO, Shao et al. 2024). With a KL penalty inside
-    S see `_standardised_gaps`; with `normalise_std` False as `dr_grpo`."""
+    """`(S - mean) / (std + epsilon)` over the group, on every token (GRPO, Shao et al. 2024). With
+    a KL penalty inside S see `_standardised_gaps`; with `normalise_std` False as `dr_grpo`."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    gaps = _standardised_gaps(inputs, groups) if inputs.normalise_std else groups.gaps(_row_scores(inputs))  # (B,)
+    gaps = (
+        _standardised_gaps(inputs, groups)
+        if inputs.normalise_std
+        else groups.gaps(_row_scores(inputs))
+    )  # (B,)
     return _on_every_token(gaps - groups.mean(gaps), inputs)
 
 
 def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
-    """(B,) gaps of `Z / max(1, std(Z))` with `Z = S / (std(S) + epsilon) - KL penalty`, S before the penalty.
+    """(B,) gaps of `Z / max(1, std(Z))` with `Z = S / (std(S) + epsilon) - KL penalty`, S before
+    the penalty.
 
-    Each quantity is divided by its own standard deviation, so a row of a group of n is at most `(n - 1) / sqrt(n)` from
-    its group's mean (Samuelson 1968, "How deviant can you be?"). Dividing the penalty by the deviation of the scores
-    would amplify the noise of the KL without bound where scores are nearly equal. Where they are equal, the penalties
-    alone are compared. Without a penalty the result is `S / (std(S) + epsilon)`.
+    Each quantity is divided by its own standard deviation, so a row of a group of n is at most `(n
+    - 1) / sqrt(n)` from its group's mean (Samuelson 1968, "How deviant can you be?"). Dividing the
+    penalty by the deviation of the scores would amplify the noise of the KL without bound where
+    scores are nearly equal. Where they are equal, the penalties alone are compared. Without a
+    penalty the result is `S / (std(S) + epsilon)`.
 
-    With `batch_std`, std(S) is over all rows (TRL's `scale_rewards="batch"`), and Z is not divided again.
+    With `batch_std`, std(S) is over all rows (TRL's `scale_rewards="batch"`), and Z is not divided
+    again.
     """
     totals = _row_scores(inputs)
-    scores = totals if inputs.scores is None else inputs.scores.double()  # (B,) before the KL penalty
+    scores = (
+        totals if inputs.scores is None else inputs.scores.double()
+    )  # (B,) before the KL penalty
     gaps = groups.gaps(scores)
     std = _batch_std(scores, groups) if inputs.batch_std else groups.std(gaps)
     penalised = groups.gaps(gaps / _divisor(std, inputs) - (scores - totals))
@@ -308,10 +356,13 @@ def dr_grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """S minus the mean of the other scores of the group, `n / (n - 1) (S - mean)` (RLOO, Ahmadian et al. 2024)."""
+    """S minus the mean of the other scores of the group, `n / (n - 1) (S - mean)` (RLOO, Ahmadian
+    et al. 2024)."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
     gaps = groups.gaps(_row_scores(inputs))  # (B,)
-    return _on_every_token((gaps - groups.mean(gaps)) * groups.sizes / (groups.sizes - 1).clamp_min(1), inputs)
+    return _on_every_token(
+        (gaps - groups.mean(gaps)) * groups.sizes / (groups.sizes - 1).clamp_min(1), inputs
+    )
 
 
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -323,12 +374,14 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`alpha (S - mean)` on every token, alpha = counted rows / rows of groups with unequal scores (Chu et al. 2025).
+    """`alpha (S - mean)` on every token, alpha = counted rows / rows of groups with unequal scores
+    (Chu et al. 2025).
 
-    A group with equal scores adds nothing to the gradient but counts in its denominator; alpha corrects for that. It is
-    B / (B - M) of the paper, with M the rows of groups with equal scores, and not the rows of score 0 as in some
-    implementations: a wrong answer in a mixed group contributes, and a right one in a group of ones does not. The
-    inputs must hold the rows of all ranks. A KL penalty inside S makes scores unequal, so alpha is 1.
+    A group with equal scores adds nothing to the gradient but counts in its denominator; alpha
+    corrects for that. It is B / (B - M) of the paper, with M the rows of groups with equal scores,
+    and not the rows of score 0 as in some implementations: a wrong answer in a mixed group
+    contributes, and a right one in a group of ones does not. The inputs must hold the rows of all
+    ranks. A KL penalty inside S makes scores unequal, so alpha is 1.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
     gaps = groups.gaps(_row_scores(inputs))  # (B,)
@@ -339,13 +392,18 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The best score minus the second best, on every token of the group's best row; 0 on other rows and on ties.
+    """The best score minus the second best, on every token of the group's best row; 0 on other rows
+    and on ties.
 
-    Leave-one-out for the group's maximum (Tang et al. 2025, "Optimizing language models for inference time objectives
-    using reinforcement learning"). Scores are standardised as in `grpo`.
+    Leave-one-out for the group's maximum (Tang et al. 2025, "Optimizing language models for
+    inference time objectives using reinforcement learning"). Scores are standardised as in `grpo`.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    gaps = _standardised_gaps(inputs, groups) if inputs.normalise_std else groups.gaps(_row_scores(inputs))  # (B,)
+    gaps = (
+        _standardised_gaps(inputs, groups)
+        if inputs.normalise_std
+        else groups.gaps(_row_scores(inputs))
+    )  # (B,)
     is_best = groups.counted & (gaps == 0)
     second = groups.max(torch.where(groups.counted & ~is_best, gaps, -torch.inf))
     leads = is_best & (groups.sum(is_best.double()) == 1) & (groups.sizes > 1)
@@ -353,12 +411,12 @@ def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`(S - mean) / mean` over the group, on every token; 0 where the mean is not above 0 (MaxRL, Tajwar et al. 2026,
-    arXiv 2602.02710).
+    """`(S - mean) / mean` over the group, on every token; 0 where the mean is not above 0 (MaxRL,
+    Tajwar et al. 2026, arXiv 2602.02710).
 
-    For scores of 0 and 1 this approaches the gradient of the log of the success rate. Scores, before the KL penalty,
-    must be 0 or above: with negative ones a mean close to 0 makes advantages huge. The penalty is subtracted as it is,
-    compared within the group.
+    For scores of 0 and 1 this approaches the gradient of the log of the success rate. Scores,
+    before the KL penalty, must be 0 or above: with negative ones a mean close to 0 makes advantages
+    huge. The penalty is subtracted as it is, compared within the group.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
     scores = _row_scores(inputs) if inputs.scores is None else inputs.scores.double()  # (B,)
@@ -369,11 +427,13 @@ def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """`x / (std of x over the batch + epsilon)` on every token, with x the weighted sum over the reward sources k of
-    `(r_k - mean) / (std + epsilon)` over the group (GDPO, Liu et al. 2026, arXiv 2601.05242).
+    """`x / (std of x over the batch + epsilon)` on every token, with x the weighted sum over the
+    reward sources k of `(r_k - mean) / (std + epsilon)` over the group (GDPO, Liu et al. 2026,
+    arXiv 2601.05242).
 
-    A source adds nothing to a row that it does not score. The paper subtracts the mean of x over the batch as well,
-    which is 0 as it is in each group. Penalties are subtracted as they are, compared within the group.
+    A source adds nothing to a row that it does not score. The paper subtracts the mean of x over
+    the batch as well, which is 0 as it is in each group. Penalties are subtracted as they are,
+    compared within the group.
     """
     assert inputs.source_scores is not None and inputs.source_weights is not None
     groups = Groups.of(inputs.groups, inputs.response_mask)
@@ -393,26 +453,34 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The return-to-go, with the mean score of the group as the baseline (REINFORCE++-baseline, Hu 2025)."""
+    """The return-to-go, with the mean score of the group as the baseline (REINFORCE++-baseline, Hu
+    2025)."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
     scores = _row_scores(inputs)
     mean = groups.best(scores) + groups.mean(groups.gaps(scores))  # (B,) fp64
     advantages, returns = _above_baseline(mean, inputs)
-    return torch.where(groups.sizes.unsqueeze(1) > 1, advantages, 0.0), returns  # (B, 1) over (B, R)
+    return torch.where(
+        groups.sizes.unsqueeze(1) > 1, advantages, 0.0
+    ), returns  # (B, 1) over (B, R)
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """The return-to-go, with the score of the greedy answer as the baseline (ReMax, Li et al. 2024)."""
+    """The return-to-go, with the score of the greedy answer as the baseline (ReMax, Li et al.
+    2024)."""
     assert inputs.baselines is not None
     return _above_baseline(inputs.baselines, inputs)
 
 
-def by_turn(estimate: Estimator, inputs: AdvantageInputs, turn_rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages of the turns of episodes: of each turn, those that `estimate` gives if the episode begins with it.
+def by_turn(
+    estimate: Estimator, inputs: AdvantageInputs, turn_rewards: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advantages of the turns of episodes: of each turn, those that `estimate` gives if the episode
+    begins with it.
 
-    So the tokens of a turn are credited with the rewards from that turn on, and are compared with the same turn of the
-    other episodes of their group that have one. A turn is a run of True tokens of the mask. `turn_rewards` (B, R) fp32
-    is the part of the scores that is in the rewards before the last token.
+    So the tokens of a turn are credited with the rewards from that turn on, and are compared with
+    the same turn of the other episodes of their group that have one. A turn is a run of True tokens
+    of the mask. `turn_rewards` (B, R) fp32 is the part of the scores that is in the rewards before
+    the last token.
     """
     mask = inputs.response_mask
     starts = mask & ~pad(mask, (1, 0))[:, :-1]  # (B, R)
@@ -444,13 +512,17 @@ def _divisor(std: Tensor, inputs: AdvantageInputs) -> Tensor:
 
 
 def _batch_std(values: Tensor, groups: Groups) -> Tensor:
-    """Unbiased standard deviation of `values` (B,) fp64 over the counted rows of all groups, (); 0 for one row."""
+    """Unbiased standard deviation of `values` (B,) fp64 over the counted rows of all groups, (); 0
+    for one row."""
     kept = values[groups.counted]
     return kept.std() if len(kept) > 1 else values.new_zeros(())
 
 
-def _less_penalty(advantages: Tensor, inputs: AdvantageInputs, groups: Groups) -> tuple[Tensor, Tensor]:
-    """The advantages of rows (B,), less the penalty in the rewards minus its mean over the group, on every token."""
+def _less_penalty(
+    advantages: Tensor, inputs: AdvantageInputs, groups: Groups
+) -> tuple[Tensor, Tensor]:
+    """The advantages of rows (B,), less the penalty in the rewards minus its mean over the group,
+    on every token."""
     totals = _row_scores(inputs)
     gaps = groups.gaps(totals - (totals if inputs.scores is None else inputs.scores.double()))
     return _on_every_token(advantages + gaps - groups.mean(gaps), inputs)
@@ -466,11 +538,13 @@ def _on_every_token(advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor
 def _above_baseline(baselines: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Returns-to-go (B, R) of the rewards less the row's baseline (B,), and of the rewards.
 
-    The baseline is subtracted at the last token, where the score is: gamma discounts both alike, and a score equal to
-    its baseline gives exactly 0.
+    The baseline is subtracted at the last token, where the score is: gamma discounts both alike,
+    and a score equal to its baseline gives exactly 0.
     """
     mask = inputs.response_mask
-    rewards = inputs.rewards - torch.where(_last_token(mask), baselines.unsqueeze(1), 0.0)  # (B, 1) over (B, R)
+    rewards = inputs.rewards - torch.where(
+        _last_token(mask), baselines.unsqueeze(1), 0.0
+    )  # (B, 1) over (B, R)
     advantages = returns_to_go(rewards, mask, inputs.gamma).to(inputs.rewards.dtype)
     return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
 

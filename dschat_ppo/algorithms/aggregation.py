@@ -1,7 +1,9 @@
-"""Sums, means and moments over the tokens of a mask, token losses as one scalar, and scores of steps as one.
+"""Sums, means and moments over the tokens of a mask, token losses as one scalar, and scores of
+steps as one.
 
-Each mode of `aggregate` divides a sum over this micro-batch by a count over all micro-batches of all ranks. So a row
-has the same weight in every micro-batch, and the losses of the micro-batches add up to the loss of the optimizer step.
+Each mode of `aggregate` divides a sum over this micro-batch by a count over all micro-batches of
+all ranks. So a row has the same weight in every micro-batch, and the losses of the micro-batches
+add up to the loss of the optimizer step.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ StepAggregation = Literal["min", "mean", "last", "product"]
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is True and 0 elsewhere, in the gradient too. Values outside the mask may be NaN."""
+    """`values` where `mask` is True and 0 elsewhere, in the gradient too. Values outside the mask
+    may be NaN."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -28,13 +31,15 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `values` where `mask` is True, as a scalar. Values outside the mask, NaN too, are ignored."""
+    """Sum of `values` where `mask` is True, as a scalar. Values outside the mask, NaN too, are
+    ignored."""
     return zero_outside(values, mask).sum()
 
 
 def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """`(values - mean) / sqrt(var + epsilon)`, with the mean and population variance over the mask in fp64. Shape and
-    dtype of `values`; 0 outside the mask (bool, same shape), and everywhere if it is empty."""
+    """`(values - mean) / sqrt(var + epsilon)`, with the mean and population variance over the mask
+    in fp64. Shape and dtype of `values`; 0 outside the mask (bool, same shape), and everywhere if
+    it is empty."""
     exact, count = values.double(), mask.sum().clamp_min(1)
     centred = exact - masked_sum(exact, mask) / count
     variance = masked_sum(centred**2, mask) / count
@@ -43,23 +48,29 @@ def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over all micro-batches and ranks of one optimizer step. The caller makes each at least 1."""
+    """Counts over all micro-batches and ranks of one optimizer step. The caller makes each at least
+    1."""
 
     tokens: float  # True tokens of the mask
     rows: float  # rows with at least one True token
     constant: float  # all rows, empty ones too, times the longest answer that is allowed
 
 
-def aggregate(losses: Tensor, mask: Tensor, mode: LossAggregation, denominators: Denominators) -> Tensor:
-    """The part of the optimizer step's loss that this micro-batch contributes: a scalar with gradient.
+def aggregate(
+    losses: Tensor, mask: Tensor, mode: LossAggregation, denominators: Denominators
+) -> Tensor:
+    """The part of the optimizer step's loss that this micro-batch contributes: a scalar with
+    gradient.
 
     - token_mean: `sum / tokens`; every token has the same weight (DAPO, Yu et al. 2025).
     - seq_mean_token_sum: `sum / rows`.
-    - seq_mean_token_mean: the mean over each row's tokens, summed over rows, `/ rows` (GRPO, Shao et al. 2024, eq. 3).
+    - seq_mean_token_mean: the mean over each row's tokens, summed over rows, `/ rows` (GRPO, Shao
+      et al. 2024, eq. 3).
     - constant: `sum / constant`; the weight depends on no row's length (Dr. GRPO, Liu et al. 2025).
 
-    `losses` (B, R) fp32: values outside `mask` (B, R) bool, NaN too, affect neither value nor gradient. Rows may have
-    no True token. The denominators are counts over the whole optimizer step.
+    `losses` (B, R) fp32: values outside `mask` (B, R) bool, NaN too, affect neither value nor
+    gradient. Rows may have no True token. The denominators are counts over the whole optimizer
+    step.
     """
     if mode == "seq_mean_token_mean":
         return row_means(losses, mask).sum() / denominators.rows  # (B, R) -> (B,) -> scalar
@@ -68,10 +79,12 @@ def aggregate(losses: Tensor, mask: Tensor, mode: LossAggregation, denominators:
 
 
 def aggregate_steps(scores: Tensor, step_mask: Tensor, how: StepAggregation) -> Tensor:
-    """One score in [0, 1] for each answer, (B,) fp32, from the probabilities `sigmoid(s)` of its steps.
+    """One score in [0, 1] for each answer, (B,) fp32, from the probabilities `sigmoid(s)` of its
+    steps.
 
-    "min" and "product" are the two of Lightman et al. 2023 (appendix F) and Wang et al. 2024. `scores` (B, T), s;
-    `step_mask` (B, T) bool, True at the ends of steps, at least one in each row.
+    "min" and "product" are the two of Lightman et al. 2023 (appendix F) and Wang et al. 2024.
+    `scores` (B, T), s; `step_mask` (B, T) bool, True at the ends of steps, at least one in each
+    row.
     """
     steps = zero_outside(scores.float(), step_mask)
     if how == "product":

@@ -1,7 +1,8 @@
 """Fixed and adaptive coefficients of the KL penalty and the entropy bonus.
 
-Each has `.value`, the current coefficient, `.update(measured, count)`, called after a PPO step, and a state of plain
-numbers. Every rank must pass the same measurements (over the tokens of all ranks), so that all hold the same value.
+Each has `.value`, the current coefficient, `.update(measured, count)`, called after a PPO step, and
+a state of plain numbers. Every rank must pass the same measurements (over the tokens of all ranks),
+so that all hold the same value.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ class FixedCoefficient:
 
 
 class AdaptiveKL:
-    """`value *= 1 + clip(KL / target - 1, -0.2, 0.2) * count / horizon` (Ziegler et al. 2019, section 2.2).
+    """`value *= 1 + clip(KL / target - 1, -0.2, 0.2) * count / horizon` (Ziegler et al. 2019,
+    section 2.2).
 
-    `target` is per token or per row, like the KL of `update`; over `horizon` answers the coefficient changes by 20 % at
-    most. An update over more answers counts as one over `horizon`, so that the factor stays between 0.8 and 1.2: at 0
-    or below, the product could not recover.
+    `target` is per token or per row, like the KL of `update`; over `horizon` answers the
+    coefficient changes by 20 % at most. An update over more answers counts as one over `horizon`,
+    so that the factor stays between 0.8 and 1.2: at 0 or below, the product could not recover.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, count: int) -> None:
-        """Adapt the coefficient after a PPO step over `count` answers with a mean KL of `kl` nats."""
+        """Adapt the coefficient after a PPO step over `count` answers with a mean KL of `kl`
+        nats."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * min(count / self.horizon, 1)
 
@@ -50,10 +53,12 @@ class AdaptiveKL:
 
 
 class AdaptiveEntropy:
-    """A coefficient that grows by `delta` after a step with an entropy of at most `target`, and else shrinks by it.
+    """A coefficient that grows by `delta` after a step with an entropy of at most `target`, and
+    else shrinks by it.
 
-    It starts at `value`, stays between 0 and `largest`, and is 0 while the last entropy (nats per token) is
-    above the target: the bonus shall stop a collapse and not raise the entropy further (Skywork-OR1, He et al. 2025).
+    It starts at `value`, stays between 0 and `largest`, and is 0 while the last entropy (nats per
+    token) is above the target: the bonus shall stop a collapse and not raise the entropy further
+    (Skywork-OR1, He et al. 2025).
     """
 
     def __init__(self, value: float, target: float, delta: float, largest: float) -> None:
@@ -66,7 +71,8 @@ class AdaptiveEntropy:
         return self._coefficient if self._applied else 0.0
 
     def update(self, entropy: float, count: int) -> None:
-        """Adapt the coefficient after a PPO step with a mean entropy of `entropy` nats; `count` is not used."""
+        """Adapt the coefficient after a PPO step with a mean entropy of `entropy` nats; `count` is
+        not used."""
         self._applied = entropy <= self.target
         moved = self._coefficient + (self.delta if self._applied else -self.delta)
         self._coefficient = min(max(moved, 0.0), self.largest)

@@ -1,5 +1,6 @@
-"""Importance weights and masks: rollout-training mismatch, off-policy rows, high entropy, high covariance. All results
-are constants of the loss, without gradient. Values outside the mask are ignored."""
+"""Importance weights and masks: rollout-training mismatch, off-policy rows, high entropy, high
+covariance. All results are constants of the loss, without gradient. Values outside the mask are
+ignored."""
 
 from __future__ import annotations
 
@@ -23,19 +24,25 @@ def importance_weights(
     cap: float,
     floor: float | None = None,
 ) -> Tensor:
-    """Importance weights from the policy as the generator computes it to the policy as the training engine does.
+    """Importance weights from the policy as the generator computes it to the policy as the training
+    engine does.
 
-    `w = exp(old - rollout)` for each token, or with the sum over the row in the exponent (clamped to +-20).
+    `w = exp(old - rollout)` for each token, or with the sum over the row in the exponent (clamped
+    to +-20).
 
-    - truncate: `min(w, cap)` (Ionides 2008; Yao et al. 2025), which limits the variance; with a `floor` at least that.
-    - mask: w where `floor <= w <= cap`, 0 elsewhere: drops tokens on which the two engines disagree. The floor is
-      `1 / cap` unless given.
+    - truncate: `min(w, cap)` (Ionides 2008; Yao et al. 2025), which limits the variance; with a
+      `floor` at least that.
+    - mask: w where `floor <= w <= cap`, 0 elsewhere: drops tokens on which the two engines
+      disagree. The floor is `1 / cap` unless given.
 
-    All (B, R): log-probs and weights fp32, `mask` bool; 0 outside the mask. `cap` is at least 1, `floor` below it.
+    All (B, R): log-probs and weights fp32, `mask` bool; 0 outside the mask. `cap` is at least 1,
+    `floor` below it.
     """
     log_weights = zero_outside(old_logprobs - rollout_logprobs, mask).detach()
     if level == "sequence":
-        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)  # (B, R) -> (B, 1) -> (B, R)
+        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(
+            log_weights
+        )  # (B, R) -> (B, 1) -> (B, R)
     weights = log_weights.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
     if mode == "truncate":
         return zero_outside(weights.clamp(floor, cap), mask)
@@ -43,58 +50,80 @@ def importance_weights(
     return zero_outside(weights.masked_fill(outside, 0.0), mask)
 
 
-def off_policy_rows(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:
-    """Rows to keep: drops negative advantages on rows that have become far off-policy (DeepSeek-V3.2, 2025).
+def off_policy_rows(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """Rows to keep: drops negative advantages on rows that have become far off-policy
+    (DeepSeek-V3.2, 2025).
 
-    A row goes if the mean of `advantages` over its tokens is negative and that of `old_logprobs - logprobs` above
-    `delta` nats. Arguments (B, R), the mask bool -> (B,) bool, True for rows to keep, among them rows without a token.
+    A row goes if the mean of `advantages` over its tokens is negative and that of `old_logprobs -
+    logprobs` above `delta` nats. Arguments (B, R), the mask bool -> (B,) bool, True for rows to
+    keep, among them rows without a token.
     """
     kl = row_means((old_logprobs - logprobs).detach(), mask)  # (B, R) -> (B,), k1
     return ~((row_means(advantages, mask) < 0) & (kl > delta))
 
 
 def high_entropy_tokens(entropies: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The `share` of tokens with the highest entropy (Wang et al. 2025, "Beyond the 80/20 rule"), (B, R) bool.
+    """The `share` of tokens with the highest entropy (Wang et al. 2025, "Beyond the 80/20 rule"),
+    (B, R) bool.
 
-    These are the tokens at or above the `1 - share` quantile over the mask: all ties, and at least one token. Pass all
-    rows of the PPO step.
+    These are the tokens at or above the `1 - share` quantile over the mask: all ties, and at least
+    one token. Pass all rows of the PPO step.
     """
     values = entropies.detach()[mask]  # (B, R) -> (tokens,)
     if values.numel() == 0:
         return torch.zeros_like(mask)
-    # The first value at or above the quantile, by sorting: torch.quantile takes at most 2^24 elements, and
-    # torch.kthvalue is not deterministic on a GPU. The 1e-9 absorbs the rounding of 1 - share.
+    # The first value at or above the quantile, by sorting: torch.quantile takes at most 2^24
+    # elements, and torch.kthvalue is not deterministic on a GPU. The 1e-9 absorbs the rounding of 1
+    # - share.
     rank = math.ceil((1 - share) * (values.numel() - 1) - 1e-9)
     threshold = values.sort().values[rank]
     return mask & (entropies >= threshold)
 
 
 def token_covariances(advantages: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`(A - mean A) (lp - mean lp)` for each token, (B, R) fp32, means over the mask, 0 outside (Cui et al. 2025)."""
+    """`(A - mean A) (lp - mean lp)` for each token, (B, R) fp32, means over the mask, 0 outside
+    (Cui et al. 2025)."""
     count = mask.sum().clamp_min(1)
-    advantages, logprobs = (x - masked_sum(x, mask) / count for x in (advantages.detach(), logprobs.detach()))
+    advantages, logprobs = (
+        x - masked_sum(x, mask) / count for x in (advantages.detach(), logprobs.detach())
+    )
     return zero_outside(advantages * logprobs, mask)
 
 
 def clip_cov_tokens(
-    covariances: Tensor, mask: Tensor, share: float, low: float, high: float, generator: torch.Generator
+    covariances: Tensor,
+    mask: Tensor,
+    share: float,
+    low: float,
+    high: float,
+    generator: torch.Generator,
 ) -> Tensor:
-    """A random sample of the tokens with `low < covariance < high`, (B, R) bool, for clip_cov (Cui et al. 2025).
+    """A random sample of the tokens with `low < covariance < high`, (B, R) bool, for clip_cov (Cui
+    et al. 2025).
 
-    `share` of all tokens of the mask is sampled, rounded down, at least one; fewer if fewer are in range. A covariance
-    of -inf excludes a token. The sample depends neither on the device of the tensors nor on padding.
+    `share` of all tokens of the mask is sampled, rounded down, at least one; fewer if fewer are in
+    range. A covariance of -inf excludes a token. The sample depends neither on the device of the
+    tensors nor on padding.
     """
-    candidates = (mask & (covariances > low) & (covariances < high)).nonzero()  # (N, 2) row and column
-    order = torch.randperm(len(candidates), generator=generator, device=generator.device).to(mask.device)
+    candidates = (
+        mask & (covariances > low) & (covariances < high)
+    ).nonzero()  # (N, 2) row and column
+    order = torch.randperm(len(candidates), generator=generator, device=generator.device).to(
+        mask.device
+    )
     return _at(candidates[order[: _token_count(mask, share)]], mask)
 
 
 def kl_cov_tokens(covariances: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The `share` of tokens with the highest covariance, (B, R) bool, for the kl_cov loss (Cui et al. 2025). Of the
-    tokens of the mask, rounded down, at least one."""
+    """The `share` of tokens with the highest covariance, (B, R) bool, for the kl_cov loss (Cui et
+    al. 2025). Of the tokens of the mask, rounded down, at least one."""
     tokens = mask.nonzero()  # (N, 2) row and column
     # A stable sort: of equal covariances (all advantages 0) every rank must choose the same tokens.
-    highest = covariances[mask].sort(descending=True, stable=True).indices[: _token_count(mask, share)]  # (n,)
+    highest = (
+        covariances[mask].sort(descending=True, stable=True).indices[: _token_count(mask, share)]
+    )  # (n,)
     return _at(tokens[highest], mask)
 
 
@@ -107,5 +136,6 @@ def _at(places: Tensor, mask: Tensor) -> Tensor:
 
 
 def _token_count(mask: Tensor, share: float) -> int:
-    """`share` of the mask's tokens, rounded down, at least 1; the 1e-9 absorbs the rounding of the product."""
+    """`share` of the mask's tokens, rounded down, at least 1; the 1e-9 absorbs the rounding of the
+    product."""
     return max(1, math.floor(share * int(mask.sum()) + 1e-9))

@@ -1,15 +1,17 @@
-"""Divergence between the next-token distributions of a student and a teacher, from hidden states, in blocks.
+"""Divergence between the next-token distributions of a student and a teacher, from hidden states,
+in blocks.
 
 With p the student's and q the teacher's probabilities of all tokens, both at the same temperature:
 
-- `reverse_kl`: `KL(p || q) = sum p (log p - log q)`, on answers of the student (Gu et al. 2024, "MiniLLM").
+- `reverse_kl`: `KL(p || q) = sum p (log p - log q)`, on answers of the student (Gu et al. 2024,
+  "MiniLLM").
 - `forward_kl`: `KL(q || p)`.
-- `jsd`: `beta KL(q || m) + (1 - beta) KL(p || m)`, with `m = beta q + (1 - beta) p` (Agarwal et al. 2024, "On-policy
-  distillation of language models", GKD).
+- `jsd`: `beta KL(q || m) + (1 - beta) KL(p || m)`, with `m = beta q + (1 - beta) p` (Agarwal et al.
+  2024, "On-policy distillation of language models", GKD).
 
-No (N, V) tensor exists, of either model: both passes go through the vocabulary in blocks, as in `fused_logprobs`, and
-the backward pass computes the logits of each block again. With `top_k` the sums have k + 1 terms: the teacher's k most
-likely tokens, and all others as one ("tail").
+No (N, V) tensor exists, of either model: both passes go through the vocabulary in blocks, as in
+`fused_logprobs`, and the backward pass computes the logits of each block again. With `top_k` the
+sums have k + 1 terms: the teacher's k most likely tokens, and all others as one ("tail").
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ class Divergence:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """From what a model's logits at N positions are computed: `hidden` (N, H), `weight` (V, H) and `bias` (V,) of its
-    head. `whole()` is a context in which the weight is not partitioned; opening it may be collective."""
+    """From what a model's logits at N positions are computed: `hidden` (N, H), `weight` (V, H) and
+    `bias` (V,) of its head. `whole()` is a context in which the weight is not partitioned; opening
+    it may be collective."""
 
     hidden: Tensor
     weight: Tensor
@@ -64,8 +67,8 @@ class OutputLayer:
 
 
 def dense_divergence(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5) -> Tensor:
-    """The divergence of normalised log-probs (..., V) of student and teacher, (...), with gradients of both. They must
-    be finite: -1e4 stands for probability 0."""
+    """The divergence of normalised log-probs (..., V) of student and teacher, (...), with gradients
+    of both. They must be finite: -1e4 stands for probability 0."""
     if kind == "reverse_kl":
         return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
     if kind == "forward_kl":
@@ -79,7 +82,7 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
 
 
-def fused_divergence(
+def fused_divergence(  # noqa: PLR0913
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -90,12 +93,13 @@ def fused_divergence(
     block_bytes: int | None = None,
     forbidden: Forbidden | None = None,
 ) -> Tensor:
-    """The divergence at N positions, (N,) fp32, or fp64 if `hidden` is, with a gradient for the student's `hidden`
-    (N, H), `weight` (V, H) and `bias` (V,).
+    """The divergence at N positions, (N,) fp32, or fp64 if `hidden` is, with a gradient for the
+    student's `hidden` (N, H), `weight` (V, H) and `bias` (V,).
 
-    Where the vocabularies differ in size, because the rows of one or both are padded, the distributions are over the
-    tokens that both have. `forbidden`: tokens that cannot be drawn at some positions, by student or teacher. A
-    log-prob below -1e4 counts as -1e4, so a divergence that is infinite becomes large.
+    Where the vocabularies differ in size, because the rows of one or both are padded, the
+    distributions are over the tokens that both have. `forbidden`: tokens that cannot be drawn at
+    some positions, by student or teacher. A log-prob below -1e4 counts as -1e4, so a divergence
+    that is infinite becomes large.
     """
     columns, rows = block_shape(hidden, block_bytes, SHARE_OF_BLOCK)
     found: Tensor = _FusedDivergence.apply(  # type: ignore[no-untyped-call]
@@ -106,10 +110,19 @@ def fused_divergence(
 
 class _FusedDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: OutputLayer, divergence: Divergence,
-        temperature: float, head: Head, columns: int, rows: int, forbidden: Forbidden | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(  # noqa: PLR0913
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher: OutputLayer,
+        divergence: Divergence,
+        temperature: float,
+        head: Head,
+        columns: int,
+        rows: int,
+        forbidden: Forbidden | None,
+    ) -> Tensor:
         ctx.teacher, ctx.divergence, ctx.forbidden = teacher, divergence, forbidden
         ctx.temperature, ctx.head, ctx.columns = temperature, head, columns
         ctx.pieces = row_pieces(hidden.shape[0], rows)
@@ -134,37 +147,55 @@ class _FusedDivergence(torch.autograd.Function):
         def gradient(block: slice, piece: slice) -> Tensor:
             logits, tanh = _logits(ctx, layer, block, piece)
             of_logits = of_block(ctx, logits, [each[piece] for each in kept], block, piece)
-            return of_product_(of_logits.mul_(grad[piece].unsqueeze(1)), tanh, ctx.head, ctx.temperature)
+            return of_product_(
+                of_logits.mul_(grad[piece].unsqueeze(1)), tanh, ctx.head, ctx.temperature
+            )
 
         with nullcontext() if ctx.divergence.top_k else ctx.teacher.whole():
             gradients = layer_gradients(ctx, hidden, weight, bias, gradient, grad.dtype)
         return *gradients, *[None] * 7
 
 
-def _logits(ctx: Any, layer: OutputLayer, block: slice, piece: slice) -> tuple[Tensor, Tensor | None]:
-    """Logits / temperature of a block of tokens, (rows, columns) fp32, and the `tanh` of a soft cap."""
-    logits, tanh = block_logits(layer.hidden[piece], layer.weight, layer.bias, block, ctx.temperature, layer.head)
+def _logits(
+    ctx: Any, layer: OutputLayer, block: slice, piece: slice
+) -> tuple[Tensor, Tensor | None]:
+    """Logits / temperature of a block of tokens, (rows, columns) fp32, and the `tanh` of a soft
+    cap."""
+    logits, tanh = block_logits(
+        layer.hidden[piece], layer.weight, layer.bias, block, ctx.temperature, layer.head
+    )
     forbid_(logits, of_rows(ctx.forbidden, piece), block.start)
     return logits.clamp_(min=LOWEST), tanh  # finite, so that 0 x it is 0
 
 
 def _blocks(ctx: Any) -> list[slice]:
-    return [slice(start, min(start + ctx.columns, ctx.width)) for start in range(0, ctx.width, ctx.columns)]
+    return [
+        slice(start, min(start + ctx.columns, ctx.width))
+        for start in range(0, ctx.width, ctx.columns)
+    ]
 
 
 def _of_all_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor, ...]:
-    """Of a piece of the rows, (rows,) each: the divergence, the log of the sum of exponentials of both models, and
-    `KL(p || q)` or `KL(p || m)`, which the gradient needs.
+    """Of a piece of the rows, (rows,) each: the divergence, the log of the sum of exponentials of
+    both models, and `KL(p || q)` or `KL(p || m)`, which the gradient needs.
 
-    Both KL divergences follow from one pass: with z the logits, `KL(p || q) = sum p (z_p - z_q) - lse_p + lse_q`, and
-    the sum, like the log of the sum of exponentials, is updated from block to block."""
+    Both KL divergences follow from one pass: with z the logits, `KL(p || q) = sum p (z_p - z_q) -
+    lse_p + lse_q`, and the sum, like the log of the sum of exponentials, is updated from block to
+    block."""
     teacher, kind, beta = ctx.teacher, ctx.divergence.kind, ctx.divergence.beta
-    lse_p = torch.full((len(student.hidden[piece]),), -torch.inf, dtype=_dtype(student), device=student.hidden.device)
+    lse_p = torch.full(
+        (len(student.hidden[piece]),),
+        -torch.inf,
+        dtype=_dtype(student),
+        device=student.hidden.device,
+    )
     lse_q, mean, of_student = lse_p.clone(), torch.zeros_like(lse_p), torch.zeros_like(lse_p)
     for block in _blocks(ctx):
         z_p, z_q = (_logits(ctx, layer, block, piece)[0] for layer in (student, teacher))
         before = lse_q if kind == "forward_kl" else lse_p
-        lse_p, lse_q = (torch.logaddexp(a, z.logsumexp(dim=1)) for a, z in ((lse_p, z_p), (lse_q, z_q)))
+        lse_p, lse_q = (
+            torch.logaddexp(a, z.logsumexp(dim=1)) for a, z in ((lse_p, z_p), (lse_q, z_q))
+        )
         own, other, after = (z_q, z_p, lse_q) if kind == "forward_kl" else (z_p, z_q, lse_p)
         if kind != "jsd":
             shares = torch.exp(own - after.unsqueeze(1))
@@ -184,9 +215,11 @@ def _of_all_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
     return beta * of_teacher + (1 - beta) * of_student, lse_p, lse_q, of_student
 
 
-def _gradient_of_all_tokens(ctx: Any, z_p: Tensor, kept: list[Tensor], block: slice, piece: slice) -> Tensor:
-    """d divergence / d z_p, (rows, columns) fp32: `p (log p - log q - KL)`, `p - q`, or `(1 - beta) p (log p - log m -
-    KL(p || m))`."""
+def _gradient_of_all_tokens(
+    ctx: Any, z_p: Tensor, kept: list[Tensor], block: slice, piece: slice
+) -> Tensor:
+    """d divergence / d z_p, (rows, columns) fp32: `p (log p - log q - KL)`, `p - q`, or `(1 - beta)
+    p (log p - log m - KL(p || m))`."""
     kind, beta = ctx.divergence.kind, ctx.divergence.beta
     lse_p, lse_q, of_student = (each.unsqueeze(1) for each in kept[:3])
     log_p = z_p.sub_(lse_p)
@@ -200,25 +233,37 @@ def _gradient_of_all_tokens(ctx: Any, z_p: Tensor, kept: list[Tensor], block: sl
 
 
 def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor, ...]:
-    """Of a piece of the rows: the divergence (rows,), the student's log of the sum of exponentials (rows,), the
-    teacher's tokens (rows, k) int64, and the parts of the gradient (rows, k) and (rows,): see
-    `_gradient_of_top_tokens`."""
+    """Of a piece of the rows: the divergence (rows,), the student's log of the sum of exponentials
+    (rows,), the teacher's tokens (rows, k) int64, and the parts of the gradient (rows, k) and
+    (rows,): see `_gradient_of_top_tokens`."""
     teacher, top_k = ctx.teacher, min(ctx.divergence.top_k, ctx.width)
-    lse_p = torch.full((len(student.hidden[piece]),), -torch.inf, dtype=_dtype(student), device=student.hidden.device)
+    lse_p = torch.full(
+        (len(student.hidden[piece]),),
+        -torch.inf,
+        dtype=_dtype(student),
+        device=student.hidden.device,
+    )
     lse_q, top_p = lse_p.clone(), lse_p.new_empty(len(lse_p), 0)
     top_q, tokens = top_p.clone(), top_p.long()
     for block in _blocks(ctx):
         z_p, z_q = (_logits(ctx, layer, block, piece)[0] for layer in (student, teacher))
-        lse_p, lse_q = (torch.logaddexp(a, z.logsumexp(dim=1)) for a, z in ((lse_p, z_p), (lse_q, z_q)))
+        lse_p, lse_q = (
+            torch.logaddexp(a, z.logsumexp(dim=1)) for a, z in ((lse_p, z_p), (lse_q, z_q))
+        )
         best, columns = z_q.topk(min(top_k, z_q.shape[1]), dim=1)  # (rows, up to k) each
         top_q, chosen = torch.cat([top_q, best], dim=1).topk(min(top_k, block.stop), dim=1)
         top_p = torch.cat([top_p, z_p.gather(1, columns)], dim=1).gather(1, chosen)
         tokens = torch.cat([tokens, columns + block.start], dim=1).gather(1, chosen)
-    log_q, log_p = _with_tail(top_q - lse_q.unsqueeze(1)), (top_p - lse_p.unsqueeze(1)).requires_grad_()
+    log_q, log_p = (
+        _with_tail(top_q - lse_q.unsqueeze(1)),
+        (top_p - lse_p.unsqueeze(1)).requires_grad_(),
+    )
     with torch.enable_grad():
         buckets = _with_tail(log_p)  # (rows, k + 1)
         values = dense_divergence(buckets, log_q, ctx.divergence.kind, ctx.divergence.beta)
-        [slopes] = torch.autograd.grad(values.sum(), buckets)  # d divergence / d log-prob of each bucket
+        [slopes] = torch.autograd.grad(
+            values.sum(), buckets
+        )  # d divergence / d log-prob of each bucket
     share, tail = log_p.detach().exp(), buckets[:, -1].detach().exp()
     slopes[:, -1].masked_fill_(tail <= 1.001 * LEAST_TAIL, 0.0)  # there it is a constant
     of_tail = slopes[:, -1] / tail
@@ -232,10 +277,13 @@ def _with_tail(log_top: Tensor) -> Tensor:
     return torch.cat([log_top, tail], dim=1)
 
 
-def _gradient_of_top_tokens(ctx: Any, z_p: Tensor, kept: list[Tensor], block: slice, piece: slice) -> Tensor:
-    """d divergence / d z_p, (rows, columns) fp32. With s_b the slope for log P_b of bucket b, a token v of the bucket
-    gets `s_b p_v / P_b - p_v sum_c s_c`. For the tail that is p_v times a number of the row, and for each of the top
-    tokens, whose p_v / P_b is 1, a number of its own is added to the same."""
+def _gradient_of_top_tokens(
+    ctx: Any, z_p: Tensor, kept: list[Tensor], block: slice, piece: slice
+) -> Tensor:
+    """d divergence / d z_p, (rows, columns) fp32. With s_b the slope for log P_b of bucket b, a
+    token v of the bucket gets `s_b p_v / P_b - p_v sum_c s_c`. For the tail that is p_v times a
+    number of the row, and for each of the top tokens, whose p_v / P_b is 1, a number of its own is
+    added to the same."""
     lse_p, tokens, own, common = kept
     grad = z_p.sub_(lse_p.unsqueeze(1)).exp_().mul_(common.unsqueeze(1))
     columns, inside = in_block(tokens, block.start, z_p.shape[1])  # (rows, k) each

@@ -1,12 +1,14 @@
 """Log-probabilities and entropy of tokens: of whole logits, and by a fused language-model head.
 
-The head goes from hidden states to both without materialising the (N, V) logits. Its two passes process the vocabulary
-in blocks. The forward pass keeps a running maximum and running sums for each row (Milakov and Gimelshein 2018, "Online
-normalizer calculation for softmax"); the backward pass recomputes the logits of each block. A block of the weight's
-gradient is one matrix product over all rows, so it is as exact as that of a plain linear layer in any number format.
+The head goes from hidden states to both without materialising the (N, V) logits. Its two passes
+process the vocabulary in blocks. The forward pass keeps a running maximum and running sums for each
+row (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the backward pass
+recomputes the logits of each block. A block of the weight's gradient is one matrix product over all
+rows, so it is as exact as that of a plain linear layer in any number format.
 
-With so many rows that a block of the fewest columns would be too large, both passes go through the rows in pieces as
-well. A block of the weight's gradient is then a sum in fp32 of one product for each piece.
+With so many rows that a block of the fewest columns would be too large, both passes go through the
+rows in pieces as well. A block of the weight's gradient is then a sum in fp32 of one product for
+each piece.
 """
 
 from __future__ import annotations
@@ -22,15 +24,24 @@ BLOCK_BYTES = 8 * 2**20  # size of one block of fp32 logits: it should fit in th
 GPU_BLOCK_BYTES = 256 * 2**20  # a GPU is faster with few large products
 SMALLEST_BLOCK = 256  # columns: narrower products are inefficient
 HALF = (torch.float16, torch.bfloat16)
-FP32_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")  # `torch.mm(..., out_dtype=...)`, which older versions lack
-Forbidden = tuple[Tensor, tuple[int, ...]]  # positions (N,) bool, and the tokens that cannot be drawn there
-NEVER = -1e30  # logit of a token that cannot be drawn: probability 0, and finite, so that 0 x it is 0
-LOWEST = -1e4  # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
+FP32_PRODUCTS = hasattr(
+    torch.ops.aten.mm, "dtype"
+)  # `torch.mm(..., out_dtype=...)`, which older versions lack
+Forbidden = tuple[
+    Tensor, tuple[int, ...]
+]  # positions (N,) bool, and the tokens that cannot be drawn there
+NEVER = (
+    -1e30
+)  # logit of a token that cannot be drawn: probability 0, and finite, so that 0 x it is 0
+LOWEST = (
+    -1e4
+)  # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
 
 
 @dataclass(frozen=True)
 class Head:
-    """From the output x of a model's head to its logits: `softcap * tanh(scale * x / softcap)` or `scale * x`."""
+    """From the output x of a model's head to its logits: `softcap * tanh(scale * x / softcap)` or
+    `scale * x`."""
 
     scale: float = 1.0  # Cohere's `logit_scale`, or 1 / Granite's `logits_scaling`
     softcap: float | None = None  # Gemma's soft cap; None = off
@@ -39,7 +50,7 @@ class Head:
 PLAIN_HEAD = Head()
 
 
-def fused_token_scores(
+def fused_token_scores(  # noqa: PLR0913
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -50,22 +61,20 @@ def fused_token_scores(
     block_bytes: int | None = None,
     forbidden: Forbidden | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` and `token_entropy` of the logits that a language model's head computes from `hidden`.
+    """`token_logprobs` and `token_entropy` of the logits that a language model's head computes from
+    `hidden`.
 
-    Args:
-        hidden: (N, H), any floating dtype; N may be 0.
-        weight: (V, H) of the head, same dtype; `bias` (V,) or None.
-        tokens: (N,) int64, the token sampled at each position, at `temperature`.
-        head: transform of the product into logits.
-        entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
-        block_bytes: largest size of one block of fp32 logits, of which up to three exist at a time, or in the
-            backward pass of a soft cap five. None: by device.
-        forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids; the distribution is over the
-            other tokens there.
+    Args: hidden: (N, H), any floating dtype; N may be 0. weight: (V, H) of the head, same dtype;
+    `bias` (V,) or None. tokens: (N,) int64, the token sampled at each position, at `temperature`.
+    head: transform of the product into logits. entropy_grad: compute the gradient of the entropy
+    too, which makes the backward pass slower. block_bytes: largest size of one block of fp32
+    logits, of which up to three exist at a time, or in the backward pass of a soft cap five. None:
+    by device. forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids;
+    the distribution is over the other tokens there.
 
-    Returns:
-        (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient for hidden, weight and
-            bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient but that of this token's log-prob.
+    Returns: (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient
+    for hidden, weight and bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient but
+    that of this token's log-prob.
     """
     columns, rows = block_shape(hidden, block_bytes)
     scores: tuple[Tensor, Tensor] = _FusedTokenScores.apply(  # type: ignore[no-untyped-call]
@@ -75,10 +84,15 @@ def fused_token_scores(
 
 
 def block_shape(hidden: Tensor, block_bytes: int | None, share: float = 1.0) -> tuple[int, int]:
-    """(columns, rows) of a block of fp32 logits of at most `share` of `block_bytes`; None: by device."""
-    limit = (block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)) * share
+    """(columns, rows) of a block of fp32 logits of at most `share` of `block_bytes`; None: by
+    device."""
+    limit = (
+        block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
+    ) * share
     fitting = int(limit) // (4 * max(1, hidden.shape[0]))
-    columns = max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK  # odd strides cost a GPU three quarters of its speed
+    columns = (
+        max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK
+    )  # odd strides cost a GPU three quarters of its speed
     return columns, max(1, int(limit) // (4 * columns))
 
 
@@ -89,26 +103,43 @@ def row_pieces(count: int, rows: int) -> list[slice]:
 
 class _FusedTokenScores(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, head: Head,
-        entropy_grad: bool, columns: int, rows: int, forbidden: Forbidden | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(  # noqa: PLR0913
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        temperature: float,
+        head: Head,
+        entropy_grad: bool,
+        columns: int,
+        rows: int,
+        forbidden: Forbidden | None,
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         infinite = _may_be_infinite(hidden, bias)
         by_softmax = has_fused_softmax(hidden.device) and not infinite
         pieces = row_pieces(hidden.shape[0], rows)
-        found = []  # of each piece, (rows,) each: logit of the token, log of the sum of exponentials, entropy
+        # of each piece, (rows,) each: logit of the token, log of the sum of exponentials, entropy
+        found = []
         for piece in pieces:
-            x, chosen = hidden[piece], torch.zeros(len(tokens[piece]), dtype=dtype, device=hidden.device)
+            x, chosen = (
+                hidden[piece],
+                torch.zeros(len(tokens[piece]), dtype=dtype, device=hidden.device),
+            )
             largest, total, weighted = (
                 torch.full_like(chosen, torch.finfo(dtype).min / 2),
                 chosen.clone(),
                 chosen.clone(),
             )
             for start in range(0, weight.shape[0], columns):
-                logits = block_logits(x, weight, bias, slice(start, start + columns), temperature, head)[0]
+                logits = block_logits(
+                    x, weight, bias, slice(start, start + columns), temperature, head
+                )[0]
                 forbid_(logits, of_rows(forbidden, piece), start)
-                column, inside = in_block(tokens[piece].unsqueeze(1), start, logits.shape[1])  # (rows, 1) each
+                column, inside = in_block(
+                    tokens[piece].unsqueeze(1), start, logits.shape[1]
+                )  # (rows, 1) each
                 chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
                 before = largest
                 if by_softmax:
@@ -127,7 +158,8 @@ class _FusedTokenScores(torch.autograd.Function):
                 total = total * shrink + of_block
             found.append((chosen, largest + total.log(), total.log() - weighted / total))
         chosen, log_total, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
-        # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward pass.
+        # Save the weight itself, as nn.Linear does: ZeRO-3 gathers it again before the backward
+        # pass.
         ctx.save_for_backward(hidden, weight, bias, tokens, log_total, entropy)
         ctx.temperature, ctx.head, ctx.entropy_grad = temperature, head, entropy_grad
         ctx.columns, ctx.pieces, ctx.forbidden = columns, pieces, forbidden
@@ -137,22 +169,31 @@ class _FusedTokenScores(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *_ = ctx.saved_tensors
 
         def gradient(block: slice, piece: slice) -> Tensor:
             return _block_gradient(ctx, grad_logprobs[piece], grad_entropy[piece], block, piece)
 
-        return *layer_gradients(ctx, hidden, weight, bias, gradient, grad_logprobs.dtype), *[None] * 7
+        return *layer_gradients(ctx, hidden, weight, bias, gradient, grad_logprobs.dtype), *[
+            None
+        ] * 7
 
 
 def layer_gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradient: Callable[[slice, slice], Tensor],
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient: Callable[[slice, slice], Tensor],
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of the first three inputs of a Function, `hidden` (N, H), `weight` (V, H) and `bias` (V,), from that of
-    each block of their matrix product: `gradient(columns, rows)` (rows, columns) in `dtype`. `ctx.columns` is the width
-    of a block, `ctx.pieces` are the rows; columns of the weight beyond `ctx.width`, if that is set, are not used."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the first three inputs of a Function, `hidden` (N, H), `weight` (V, H) and
+    `bias` (V,), from that of each block of their matrix product: `gradient(columns, rows)` (rows,
+    columns) in `dtype`. `ctx.columns` is the width of a block, `ctx.pieces` are the rows; columns
+    of the weight beyond `ctx.width`, if that is set, are not used."""
     width = getattr(ctx, "width", weight.shape[0])
     unused = width < weight.shape[0]
     grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
@@ -183,31 +224,43 @@ def layer_gradients(
 
 
 def _sums_by_softmax(before: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The new largest logit z*, and the block's sums of exp(z - z*) and exp(z - z*) (z - z*), (rows,) each, in fewer
-    passes over the block: a GPU computes the softmax p = exp(z - z_b) / S in one, with z_b the block's largest logit. S
-    is 1 / max p, and the sum of exp(z - z_b) (z - z*) is S (sum of p z - z*)."""
+    """The new largest logit z*, and the block's sums of exp(z - z*) and exp(z - z*) (z - z*),
+    (rows,) each, in fewer passes over the block: a GPU computes the softmax p = exp(z - z_b) / S in
+    one, with z_b the block's largest logit. S is 1 / max p, and the sum of exp(z - z_b) (z - z*) is
+    S (sum of p z - z*)."""
     shares = torch.softmax(logits, dim=1)
     top, column = shares.max(dim=1)  # (rows,) each
-    highest, mean = logits.gather(1, column.unsqueeze(1)).squeeze(1), torch.linalg.vecdot(shares, logits)
+    highest, mean = (
+        logits.gather(1, column.unsqueeze(1)).squeeze(1),
+        torch.linalg.vecdot(shares, logits),
+    )
     largest = torch.maximum(before, highest)
     of_block = torch.exp(highest - largest) / top
     return largest, of_block, of_block * (mean - largest)
 
 
 def has_fused_softmax(device: torch.device) -> bool:
-    """Whether the softmax of a block is one pass over it; on a CPU the passes cost little, a block is in its cache."""
+    """Whether the softmax of a block is one pass over it; on a CPU the passes cost little, a block
+    is in its cache."""
     return device.type == "cuda"
 
 
 def _may_be_infinite(hidden: Tensor, bias: Tensor | None) -> bool:
-    """Whether a logit may be -inf in a sound model: by a bias of -inf, or beyond the range of fp16."""
+    """Whether a logit may be -inf in a sound model: by a bias of -inf, or beyond the range of
+    fp16."""
     return bias is not None or hidden.dtype == torch.float16
 
 
 def block_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float, head: Head
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    block: slice,
+    temperature: float,
+    head: Head,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits / temperature, (N, columns) fp32, and the `tanh` of the soft cap, which the derivative needs."""
+    """Logits / temperature, (N, columns) fp32, and the `tanh` of the soft cap, which the derivative
+    needs."""
     logits = fp32_product(hidden, weight[block], None if bias is None else bias[block])
     if head.softcap is None:
         factor = head.scale / temperature
@@ -217,7 +270,8 @@ def block_logits(
 
 
 def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None:
-    """Set the logits (N, columns) fp32 of forbidden tokens to `NEVER`; column 0 is that of token `first`."""
+    """Set the logits (N, columns) fp32 of forbidden tokens to `NEVER`; column 0 is that of token
+    `first`."""
     if forbidden is not None:
         places, ids = forbidden
         for token in ids:
@@ -230,18 +284,27 @@ def of_rows(forbidden: Forbidden | None, piece: slice) -> Forbidden | None:
 
 
 def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The linear layer (N, columns) in fp32, or fp64; on a GPU without rounding to bf16 or fp16 before."""
+    """The linear layer (N, columns) in fp32, or fp64; on a GPU without rounding to bf16 or fp16
+    before."""
     if hidden.is_cuda and hidden.dtype in HALF and bias is None and FP32_PRODUCTS:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     raw = torch.nn.functional.linear(hidden, weight, bias)
     return raw if raw.dtype == torch.float64 else raw.float()
 
 
-def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block: slice, piece: slice) -> Tensor:
-    """Gradient of a block of the matrix product for a piece of the rows, (rows, columns) fp32. With z = logits /
-    temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy)."""
+def _block_gradient(
+    ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block: slice, piece: slice
+) -> Tensor:
+    """Gradient of a block of the matrix product for a piece of the rows, (rows, columns) fp32. With
+    z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p +
+    entropy)."""
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
-    hidden, tokens, log_total, entropy = hidden[piece], tokens[piece], log_total[piece], entropy[piece]
+    hidden, tokens, log_total, entropy = (
+        hidden[piece],
+        tokens[piece],
+        log_total[piece],
+        entropy[piece],
+    )
     logits, tanh = block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
     forbid_(logits, of_rows(ctx.forbidden, piece), block.start)
     logprobs = logits.sub_(log_total.unsqueeze(1))
@@ -257,7 +320,8 @@ def _block_gradient(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, block
 
 
 def of_product_(grad: Tensor, tanh: Tensor | None, head: Head, temperature: float) -> Tensor:
-    """The gradient of logits / temperature, changed in place into that of the matrix product that they come from."""
+    """The gradient of logits / temperature, changed in place into that of the matrix product that
+    they come from."""
     factor = head.scale / temperature
     if factor != 1:
         grad.mul_(factor)
@@ -271,15 +335,16 @@ def in_block(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """`log softmax(logits / temperature)[tokens]` in fp32: (..., V) of any floating dtype, (...) int64 -> (...)."""
+    """`log softmax(logits / temperature)[tokens]` in fp32: (..., V) of any floating dtype, (...)
+    int64 -> (...)."""
     scaled = logits.float() / temperature
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (..., V) -> (..., 1) -> (...)
     return chosen - torch.logsumexp(scaled, dim=-1)
 
 
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy in nats of `softmax(logits / temperature)`: `logsumexp(z) - sum(softmax(z) z)`, (..., V) -> (...) fp32. A
-    token of logit -inf has probability 0 and adds 0 to value and gradient."""
+    """Entropy in nats of `softmax(logits / temperature)`: `logsumexp(z) - sum(softmax(z) z)`, (...,
+    V) -> (...) fp32. A token of logit -inf has probability 0 and adds 0 to value and gradient."""
     scaled = logits.float() / temperature
     factors = scaled.masked_fill(scaled == -torch.inf, 0.0)  # 0 x -inf is NaN
     return torch.logsumexp(scaled, dim=-1) - (torch.softmax(scaled, dim=-1) * factors).sum(dim=-1)

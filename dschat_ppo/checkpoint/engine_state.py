@@ -1,11 +1,13 @@
-"""The states of a DeepSpeed engine: save them to files in the background, and load them into an engine of any world
-size, ZeRO stage, dtype or optimizer. DeepSpeed's own and universal checkpoints do not suffice (docs/decisions.md).
+"""The states of a DeepSpeed engine: save them to files in the background, and load them into an
+engine of any world size, ZeRO stage, dtype or optimizer. DeepSpeed's own and universal checkpoints
+do not suffice (docs/decisions.md).
 
-At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's two moments or Muon's
-momentum in the same order. A `Fragment` describes which elements of which parameter lie where. `FOLDER/rank_N.pt` holds
-the fragments and flat tensors of rank N (at stage 0 rank 0 has everything), `FOLDER/common.pt` what all ranks share.
-Frozen parameters are not saved, because resuming reads them from the model folder. From the fragments of all ranks that
-saved and those of the engine that loads, every piece is copied directly from the mapped files to its place.
+At every stage a rank keeps pieces of parameters in a few flat fp32 tensors: weights, and AdamW's
+two moments or Muon's momentum in the same order. A `Fragment` describes which elements of which
+parameter lie where. `FOLDER/rank_N.pt` holds the fragments and flat tensors of rank N (at stage 0
+rank 0 has everything), `FOLDER/common.pt` what all ranks share. Frozen parameters are not saved,
+because resuming reads them from the model folder. From the fragments of all ranks that saved and
+those of the engine that loads, every piece is copied directly from the mapped files to its place.
 """
 
 from __future__ import annotations
@@ -38,8 +40,13 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def flat_masters(engine: Engine) -> list[Tensor]:
-    """This rank's fp32 weights, as tensors of the optimizer: one flat part per group; at stage 0 the parameters."""
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+    """This rank's fp32 weights, as tensors of the optimizer: one flat part per group; at stage 0
+    the parameters."""
+    for name in (
+        "fp32_partitioned_groups_flat",
+        "single_partition_of_fp32_groups",
+        "fp32_groups_flat_partition",
+    ):
         if hasattr(engine.optimizer, name):  # ZeRO 3; ZeRO 1 and 2; ZeRO 1 in bf16
             return list(getattr(engine.optimizer, name))
     return [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
@@ -51,8 +58,8 @@ def dtype_of(engine: Engine) -> str:
 
 
 def common_state(folder: Path) -> dict[str, Any]:
-    """What all ranks share: "shapes" of the parameters that train, names of "frozen" ones, "buffers", "dtype",
-    "counters", "schedule", and the number of "ranks"."""
+    """What all ranks share: "shapes" of the parameters that train, names of "frozen" ones,
+    "buffers", "dtype", "counters", "schedule", and the number of "ranks"."""
     if not (folder / COMMON).is_file():
         raise UserError(f"{folder}: holds no states of an engine ({COMMON} is missing)")
     return load_state(folder / COMMON, mapped=True)
@@ -61,7 +68,11 @@ def common_state(folder: Path) -> dict[str, Any]:
 def _shapes_of(engine: Any) -> dict[str, torch.Size]:
     """Name -> shape of each parameter that trains."""
     if engine.zero_optimization():
-        return {name: shape for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+        return {
+            name: shape
+            for group in engine._get_zero_param_shapes()
+            for name, shape in group.items()
+        }
     return {engine.param_names[weight]: weight.shape for weight in flat_masters(engine)}
 
 
@@ -72,16 +83,23 @@ def _buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
-    """Save trained weights, optimizer, schedule, loss scale, buffers and counters to `folder`, which exists. The files
-    hold the states of this moment; they are complete after `writer.wait()`."""
+    """Save trained weights, optimizer, schedule, loss scale, buffers and counters to `folder`,
+    which exists. The files hold the states of this moment; they are complete after
+    `writer.wait()`."""
     if dist.is_main():
         common = {
             "shapes": _shapes_of(engine),
-            "frozen": [name for name, weight in engine.module.named_parameters() if not weight.requires_grad],
+            "frozen": [
+                name
+                for name, weight in engine.module.named_parameters()
+                if not weight.requires_grad
+            ],
             "buffers": _buffers_of(engine.module),
             "dtype": dtype_of(engine),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "schedule": {name: getattr(engine.lr_scheduler, name) for name in ("last_epoch", "_step_count")},
+            "schedule": {
+                name: getattr(engine.lr_scheduler, name) for name in ("last_epoch", "_step_count")
+            },
             "ranks": dist.world_size() if engine.zero_optimization() else 1,
         }
         writer.save(common, folder / COMMON)
@@ -91,7 +109,10 @@ def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
         shard = {
             "fragments": [astuple(fragment) for fragment in _fragments_of(engine)],
             "flats": [
-                {WEIGHTS: master.flatten(), **{key: state[key].flatten() for key in MOMENTS if key in state}}
+                {
+                    WEIGHTS: master.flatten(),
+                    **{key: state[key].flatten() for key in MOMENTS if key in state},
+                }
                 for master, state in zip(masters, states, strict=True)
             ],
             "steps": max((int(state["step"]) for state in states if "step" in state), default=0),
@@ -106,7 +127,8 @@ def rank_file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Fragment:
-    """`length` elements of flattened parameter `name`, from `start` on, lie in flat tensor `flat` from `offset` on."""
+    """`length` elements of flattened parameter `name`, from `start` on, lie in flat tensor `flat`
+    from `offset` on."""
 
     name: str
     start: int
@@ -116,11 +138,13 @@ class Fragment:
 
 
 def load_engine(engine: Engine, folder: Path) -> None:
-    """Load the states in `folder`, saved with any layout, into a freshly built engine of the same model. Collective.
+    """Load the states in `folder`, saved with any layout, into a freshly built engine of the same
+    model. Collective.
 
-    Weights (the fp32 masters, if any), moments, step count, place in the schedule and counters are restored bit for
-    bit, the loss scale if the dtype is the same. Rate, schedule, betas, epsilon and weight decay remain those of the
-    engine (`--resume_force` may have changed them). Frozen parameters stay as built.
+    Weights (the fp32 masters, if any), moments, step count, place in the schedule and counters are
+    restored bit for bit, the loss scale if the dtype is the same. Rate, schedule, betas, epsilon
+    and weight decay remain those of the engine (`--resume_force` may have changed them). Frozen
+    parameters stay as built.
     """
     common = common_state(folder)
     _require_same_parameters(folder, common, engine)
@@ -128,8 +152,13 @@ def load_engine(engine: Engine, folder: Path) -> None:
     saved = {key for shard in shards for flat in shard["flats"] for key in flat}
     muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
     if "exp_avg" in saved and ("momentum_buffer" in saved) != muon:
-        raise UserError(f"{folder}: another --optimizer trained the saved run: use that one, or start from its model")
-    flats = gather(shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)])
+        raise UserError(
+            f"{folder}: another --optimizer trained the saved run: use that one, or start from its"
+            " model"
+        )
+    flats = gather(
+        shards, _fragments_of(engine), [tensor.numel() for tensor in flat_masters(engine)]
+    )
     with quiet_prints():
         _install(engine, flats, shards[0]["steps"])
     if shards[0]["loss_scale"] and common["dtype"] == dtype_of(engine):
@@ -157,22 +186,30 @@ def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: An
     differing += sorted(_buffers_of(engine.module).keys() ^ common["buffers"].keys())
     if differing:
         raise UserError(
-            f"{folder}: other parameters train here than in the checkpoint (differing: {len(differing)}; the first is "
-            f"{differing[0]}); use the flags and the model of the saved run"
+            f"{folder}: other parameters train here than in the checkpoint (differing:"
+            f" {len(differing)}; the first is {differing[0]}); use the flags and the model of the"
+            " saved run"
         )
 
 
 def read_shards(folder: Path, common: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The states of all ranks that saved, in rank order. `common` is `common_state(folder)`. "fragments" says which
-    elements the tensors of "flats" hold; each of these has "fp32" (weights) and, after the first step, "exp_avg" and
-    "exp_avg_sq", or "momentum_buffer" -> 1-D fp32 tensors in the same order. "steps" is AdamW's step count,
-    "loss_scale" the attributes of DeepSpeed's loss scaler in fp16."""
+    """The states of all ranks that saved, in rank order. `common` is `common_state(folder)`.
+    "fragments" says which elements the tensors of "flats" hold; each of these has "fp32" (weights)
+    and, after the first step, "exp_avg" and "exp_avg_sq", or "momentum_buffer" -> 1-D fp32 tensors
+    in the same order. "steps" is AdamW's step count, "loss_scale" the attributes of DeepSpeed's
+    loss scaler in fp16."""
     shards = [load_state(folder / rank_file(rank), mapped=True) for rank in range(common["ranks"])]
-    return [shard | {"fragments": [Fragment(*values) for values in shard["fragments"]]} for shard in shards]
+    return [
+        shard | {"fragments": [Fragment(*values) for values in shard["fragments"]]}
+        for shard in shards
+    ]
 
 
-def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int) -> list[Fragment]:
-    """ZeRO-3 pads each parameter and divides it into equal parts, one for each rank. `shapes`: of each flat tensor."""
+def partitioned_fragments(
+    shapes: Sequence[Mapping[str, torch.Size]], rank: int, ranks: int
+) -> list[Fragment]:
+    """ZeRO-3 pads each parameter and divides it into equal parts, one for each rank. `shapes`: of
+    each flat tensor."""
     fragments = []
     for flat, group in enumerate(shapes):
         offset = 0
@@ -187,25 +224,32 @@ def partitioned_fragments(shapes: Sequence[Mapping[str, torch.Size]], rank: int,
 
 def _fragments_of(engine: Any) -> list[Fragment]:
     if engine.zero_optimization_partition_weights():
-        return partitioned_fragments(engine._get_zero_param_shapes(), dist.rank(), dist.world_size())
+        return partitioned_fragments(
+            engine._get_zero_param_shapes(), dist.rank(), dist.world_size()
+        )
     if not engine.zero_optimization():
         weights = flat_masters(engine)
-        return [Fragment(engine.param_names[weight], 0, weight.numel(), i, 0) for i, weight in enumerate(weights)]
+        return [
+            Fragment(engine.param_names[weight], 0, weight.numel(), i, 0)
+            for i, weight in enumerate(weights)
+        ]
     fragments = []
     for weight, name in engine.param_names.items():
         held = getattr(weight, "_hp_mapping", None)  # None: other ranks hold it, or it is frozen
         if held is not None:
             here, there = held.lp_fragment_address, held.hp_fragment_address
-            fragments.append(Fragment(name, here.start, here.numel, held.param_group_index, there.start))
+            fragments.append(
+                Fragment(name, here.start, here.numel, held.param_group_index, there.start)
+            )
     return fragments
 
 
 def gather(
     shards: Sequence[Mapping[str, Any]], wanted: Sequence[Fragment], lengths: Sequence[int]
 ) -> list[dict[str, Tensor]]:
-    """For each flat tensor a dict as in "flats", fp32 on the host, with the elements of the `wanted` fragments,
-    copied from the shards of all ranks that saved; other elements of the flat tensors of `lengths` are 0, and one of
-    padding alone has no moments, which nothing reads."""
+    """For each flat tensor a dict as in "flats", fp32 on the host, with the elements of the
+    `wanted` fragments, copied from the shards of all ranks that saved; other elements of the flat
+    tensors of `lengths` are 0, and one of padding alone has no moments, which nothing reads."""
     saved = _pieces(shards)
     flats = [{WEIGHTS: torch.zeros(length)} for length in lengths]
     for target in wanted:
@@ -216,8 +260,9 @@ def gather(
 
 
 def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the states hold. One at a
-    time: the states themselves stay in their mapped files. `common` is `common_state(folder)`."""
+    """Name and fp32 master weight, whole and in its shape on the host, of each parameter that the
+    states hold. One at a time: the states themselves stay in their mapped files. `common` is
+    `common_state(folder)`."""
     saved = _pieces(read_shards(folder, common))
     for name, shape in common["shapes"].items():
         whole = {WEIGHTS: torch.empty(shape.numel())}
@@ -225,8 +270,11 @@ def whole_weights(folder: Path, common: Mapping[str, Any]) -> Iterator[tuple[str
         yield name, whole[WEIGHTS].view(shape)
 
 
-def _pieces(shards: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[Fragment, dict[str, Tensor]]]]:
-    """Parameter -> its fragments on all ranks that saved, each with the flat tensors that it lies in."""
+def _pieces(
+    shards: Sequence[Mapping[str, Any]],
+) -> dict[str, list[tuple[Fragment, dict[str, Tensor]]]]:
+    """Parameter -> its fragments on all ranks that saved, each with the flat tensors that it lies
+    in."""
     pieces = defaultdict(list)
     for shard in shards:
         for fragment in shard["fragments"]:
@@ -234,7 +282,11 @@ def _pieces(shards: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[Fragmen
     return pieces
 
 
-def _copy(pieces: Sequence[tuple[Fragment, dict[str, Tensor]]], target: Fragment, flat: Mapping[str, Tensor]) -> None:
+def _copy(
+    pieces: Sequence[tuple[Fragment, dict[str, Tensor]]],
+    target: Fragment,
+    flat: Mapping[str, Tensor],
+) -> None:
     """Copy the elements of a fragment to its place in `flat`, each exactly once."""
     copied = 0
     for source, states in pieces:
@@ -247,7 +299,9 @@ def _copy(pieces: Sequence[tuple[Fragment, dict[str, Tensor]]], target: Fragment
                 values.narrow(0, target.offset + start - target.start, length).copy_(piece)
         heartbeat()  # the states of the other ranks are read from their files here
     if copied != target.length:
-        raise UserError(f"the states hold {copied} of the {target.length} elements of {target.name}")
+        raise UserError(
+            f"the states hold {copied} of the {target.length} elements of {target.name}"
+        )
 
 
 def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int) -> None:
@@ -267,7 +321,9 @@ def _install(engine: Engine, flats: Sequence[Mapping[str, Tensor]], steps: int) 
         return
     whole = engine.zero_optimization_partition_weights()
     state[OPTIMIZER_STATE_DICT if whole else BASE_OPTIMIZER_STATE]["state"] = moments
-    state[FP32_FLAT_GROUPS if whole else SINGLE_PARTITION_OF_FP32_GROUPS] = [flat[WEIGHTS] for flat in flats]
+    state[FP32_FLAT_GROUPS if whole else SINGLE_PARTITION_OF_FP32_GROUPS] = [
+        flat[WEIGHTS] for flat in flats
+    ]
     if whole:
         engine.optimizer.checkpoint_event_prologue()
     engine.optimizer.load_state_dict([state] * dist.world_size(), load_from_fp32_weights=True)

@@ -1,7 +1,8 @@
 """Whether this is the run that saved a checkpoint, and from which checkpoint a run resumes.
 
-The identity of a run is its flags, its derived batch sizes, and fingerprints of the data, models and files it reads. A
-run resumes only from a checkpoint of the same identity, except for differences that do not change what it computes.
+The identity of a run is its flags, its derived batch sizes, and fingerprints of the data, models
+and files it reads. A run resumes only from a checkpoint of the same identity, except for
+differences that do not change what it computes.
 """
 
 from __future__ import annotations
@@ -31,38 +32,87 @@ from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import is_finished
 
-# Flags that may change when a run resumes. A flag that is not here matters: a new flag stops a resumed run until its
-# author adds it.
-HARMLESS = frozenset({
-    # where and when something is written, and how long something may take
-    "output_dir", "overwrite_output_dir", "local_rank", "config", "dry_run", "dry_run_ranks",
-    "save_steps", "save_minutes", "save_total_limit", "keep_final_checkpoint", "save_best", "resume", "resume_force",
-    "save_hf_steps", "metric_for_best", "lora_merge",
-    "collective_timeout", "on_nonfinite", "max_nonfinite_skips",
-    "report_to", "run_name", "project", "push_to_hub",
-    "enable_tensorboard", "tensorboard_path", "print_answers", "print_answers_interval",
-    "sample_interval", "validate_only",
-    "logging_steps", "verbose", "metrics",
-    "profile",
-    "data_output_path", "preprocessing_num_workers",
-    "reward_workers", "reward_timeout", "allow_weak_sandbox",
-    "remote_reward_timeout",
-    "stop_on_health", "health",
-    # how the work is laid out on the machine: the result is the same up to rounding (`--per_device_eval_batch_size`
-    # also decides where an evaluation bounded by `--eval_iters` ends, but no training)
-    "zero_stage", "actor_zero_stage", "critic_zero_stage",
-    "offload", "offload_reference_model", "offload_reward_model", "offload_optimizer", "zero_hpz_partition_size",
-    "gradient_checkpointing", "actor_gradient_checkpointing", "critic_gradient_checkpointing",
-    "micro_batch_tokens", "per_device_eval_batch_size", "eval_batch_size",
-    "rollout_rows", "rollout_engine", "unpin_actor_parameters",
-    "sleep_in_rollout", "inference_tp_size", "tp_gather_partition_size", "deterministic",
-    "sequence_parallel_size", "offload_activations", "attn_implementation",
-    "resize_vocabulary",  # a model that needs it is refused without it; for others it has no effect
-    *WITHOUT_EFFECT,
-})  # fmt: skip
+# Flags that may change when a run resumes. A flag that is not here matters: a new flag stops a
+# resumed run until its author adds it.
+HARMLESS = frozenset(
+    {
+        # where and when something is written, and how long something may take
+        "output_dir",
+        "overwrite_output_dir",
+        "local_rank",
+        "config",
+        "dry_run",
+        "dry_run_ranks",
+        "save_steps",
+        "save_minutes",
+        "save_total_limit",
+        "keep_final_checkpoint",
+        "save_best",
+        "resume",
+        "resume_force",
+        "save_hf_steps",
+        "metric_for_best",
+        "lora_merge",
+        "collective_timeout",
+        "on_nonfinite",
+        "max_nonfinite_skips",
+        "report_to",
+        "run_name",
+        "project",
+        "push_to_hub",
+        "enable_tensorboard",
+        "tensorboard_path",
+        "print_answers",
+        "print_answers_interval",
+        "sample_interval",
+        "validate_only",
+        "logging_steps",
+        "verbose",
+        "metrics",
+        "profile",
+        "data_output_path",
+        "preprocessing_num_workers",
+        "reward_workers",
+        "reward_timeout",
+        "allow_weak_sandbox",
+        "remote_reward_timeout",
+        "stop_on_health",
+        "health",
+        # how the work is laid out on the machine: the result is the same up to rounding
+        # (`--per_device_eval_batch_size` also decides where an evaluation bounded by `--eval_iters`
+        # ends, but no training)
+        "zero_stage",
+        "actor_zero_stage",
+        "critic_zero_stage",
+        "offload",
+        "offload_reference_model",
+        "offload_reward_model",
+        "offload_optimizer",
+        "zero_hpz_partition_size",
+        "gradient_checkpointing",
+        "actor_gradient_checkpointing",
+        "critic_gradient_checkpointing",
+        "micro_batch_tokens",
+        "per_device_eval_batch_size",
+        "eval_batch_size",
+        "rollout_rows",
+        "rollout_engine",
+        "unpin_actor_parameters",
+        "sleep_in_rollout",
+        "inference_tp_size",
+        "tp_gather_partition_size",
+        "deterministic",
+        "sequence_parallel_size",
+        "offload_activations",
+        "attn_implementation",
+        # a model that needs it is refused without it; for others it has no effect
+        "resize_vocabulary",
+        *WITHOUT_EFFECT,
+    }
+)
 
-# Flag -> derived batch size of which it is a factor. While that is the same, the flag may change: with twice the ranks,
-# half the rows on each give the same step.
+# Flag -> derived batch size of which it is a factor. While that is the same, the flag may change:
+# with twice the ranks, half the rows on each give the same step.
 PRODUCTS = {
     "per_device_train_batch_size": "rows_per_update",
     "per_device_training_batch_size": "rows_per_update",
@@ -72,12 +122,15 @@ PRODUCTS = {
 }
 DERIVED = frozenset({*PRODUCTS.values(), "ranks"})  # settings of an identity that are no flags
 
-# How long a run is. With rates that do not depend on it, the steps so far are those of the longer run.
+# How long a run is. With rates that do not depend on it, the steps so far are those of the longer
+# run.
 LENGTH = frozenset({"num_train_epochs", "max_steps", "enable_test_mode", "test_stop_step"})
 _CONSTANT = ("constant", "constant_with_warmup")
 
 MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
-CONTENTS = "contents of "  # before the flag that names a model or a file, in the names of fingerprints
+CONTENTS = (  # before the flag that names a model or a file, in the names of fingerprints
+    "contents of "
+)
 _ABSENT = object()
 
 EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
@@ -86,16 +139,24 @@ _SHORT = 16  # hex digits, enough to detect an accidental change
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # read of each large file of weights
 _WEIGHTS = ("*.safetensors", "*.bin")
 _READ_WHOLE = (
-    "config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*",
-    "merges.txt", "*.model", "*.jinja",
-)  # fmt: skip
+    "config.json",
+    "adapter_config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+)
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What a run computes. `config`: flags, `input_fingerprints`, and the derived batch sizes `rows_per_update` (rows
-    of an optimizer step over all ranks), in step 3 `rows_per_step` (prompts of a PPO step over all ranks) and, where it
-    affects more than rounding, `ranks`. `data`: the fingerprint of the training rows. `defaults`: of the flags."""
+    """What a run computes. `config`: flags, `input_fingerprints`, and the derived batch sizes
+    `rows_per_update` (rows of an optimizer step over all ranks), in step 3 `rows_per_step` (prompts
+    of a PPO step over all ranks) and, where it affects more than rounding, `ranks`. `data`: the
+    fingerprint of the training rows. `defaults`: of the flags."""
 
     kind: Literal["sft", "reward", "ppo"]
     config: dict[str, Any]
@@ -105,8 +166,9 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads. The keys and flags name an input in a diff; None: the run has no such input. `rows`: name ->
-    further token rows. `models` and `files`: (flag, local folder or path) of each."""
+    """What a run reads. The keys and flags name an input in a diff; None: the run has no such
+    input. `rows`: name -> further token rows. `models` and `files`: (flag, local folder or path) of
+    each."""
 
     train: Dataset | StreamedRows
     rows: dict[str, Dataset | None] = field(default_factory=dict)
@@ -115,8 +177,8 @@ class RunInputs:
 
 
 def identify_run(config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]) -> RunIdentity:
-    """The identity of a run. `derived`: derived batch sizes, see `PRODUCTS`. Only rank 0 reads the inputs: other ranks
-    have no fingerprints."""
+    """The identity of a run. `derived`: derived batch sizes, see `PRODUCTS`. Only rank 0 reads the
+    inputs: other ranks have no fingerprints."""
     settings, defaults = flatten(config) | dict(derived), defaults_of(type(config))
     if not dist.is_main():
         return RunIdentity(config.kind, settings, "", defaults)
@@ -125,24 +187,31 @@ def identify_run(config: StepConfig, inputs: RunInputs, derived: Mapping[str, in
 
 
 def input_fingerprints(inputs: RunInputs) -> dict[str, str]:
-    """Name -> first hex digits of the SHA-256 of each input, except the training rows. Evaluation rows are included
-    although no step trains on them: they decide which model is the best."""
+    """Name -> first hex digits of the SHA-256 of each input, except the training rows. Evaluation
+    rows are included although no step trains on them: they decide which model is the best."""
     found = {name: rows_fingerprint(rows) for name, rows in inputs.rows.items() if rows is not None}
-    found |= {CONTENTS + flag: model_fingerprint(folder) for flag, folder in inputs.models if folder is not None}
-    found |= {CONTENTS + flag: checksum(Path(path)) for flag, path in inputs.files if path is not None}
+    found |= {
+        CONTENTS + flag: model_fingerprint(folder)
+        for flag, folder in inputs.models
+        if folder is not None
+    }
+    found |= {
+        CONTENTS + flag: checksum(Path(path)) for flag, path in inputs.files if path is not None
+    }
     return {name: digest[:_SHORT] for name, digest in found.items()}
 
 
 def is_fingerprinted_model(config: Mapping[str, Any], flag: str, folder: str) -> bool:
-    """Whether `folder` holds the model that `flag` named in a saved run; True if the run recorded no fingerprint."""
+    """Whether `folder` holds the model that `flag` named in a saved run; True if the run recorded
+    no fingerprint."""
     saved = config.get(CONTENTS + flag)
     return saved is None or saved == model_fingerprint(folder)[:_SHORT]
 
 
 def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
-    """SHA-256 of the content of all rows in order, as 64 hex digits, independent of how they are stored. From
-    `MANY_ROWS` on it covers the column `digest`, if there is one, in which `data.prepare` stores a hash of each row:
-    reading a million shuffled rows takes minutes."""
+    """SHA-256 of the content of all rows in order, as 64 hex digits, independent of how they are
+    stored. From `MANY_ROWS` on it covers the column `digest`, if there is one, in which
+    `data.prepare` stores a hash of each row: reading a million shuffled rows takes minutes."""
     if isinstance(rows, StreamedRows):
         return rows.fingerprint
     digest = hashlib.sha256()
@@ -168,12 +237,15 @@ def rows_fingerprint(rows: Dataset | StreamedRows) -> str:
 
 
 def model_fingerprint(folder: str | Path) -> str:
-    """SHA-256 of a model folder, as 64 hex digits: of its configuration and tokenizer, and of each file of weights the
-    name, the size and `SAMPLES` blocks of `SAMPLE_BYTES`, spread evenly from the first byte to the last. Training
-    changes nearly every weight, so any block detects another model."""
+    """SHA-256 of a model folder, as 64 hex digits: of its configuration and tokenizer, and of each
+    file of weights the name, the size and `SAMPLES` blocks of `SAMPLE_BYTES`, spread evenly from
+    the first byte to the last. Training changes nearly every weight, so any block detects another
+    model."""
     digest = hashlib.sha256()
     for patterns in (_READ_WHOLE, _WEIGHTS):
-        for path in sorted({path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}):
+        for path in sorted(
+            {path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}
+        ):
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())
             if patterns is _READ_WHOLE or size <= SAMPLES * SAMPLE_BYTES:
@@ -188,20 +260,30 @@ def model_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
-    """The settings by which this run would compute something else than the run that saved, or in another order; each
-    with its values, "before -> after". `saved`, `now`: each a `RunIdentity.config`; `defaults`: those of the flags."""
+def differences(
+    saved: dict[str, Any], now: dict[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, str]:
+    """The settings by which this run would compute something else than the run that saved, or in
+    another order; each with its values, "before -> after". `saved`, `now`: each a
+    `RunIdentity.config`; `defaults`: those of the flags."""
     now = json.loads(json.dumps(now))  # tuples become lists, as they did in the manifest
-    saved, now = ({_with_place(name): value for name, value in config.items()} for config in (saved, now))
+    saved, now = (
+        {_with_place(name): value for name, value in config.items()} for config in (saved, now)
+    )
     found = {}
-    for name in [*now, *(name for name in saved if name not in now and (name not in RETIRED or name in NOW_FIXED))]:
+    for name in [
+        *now,
+        *(name for name in saved if name not in now and (name not in RETIRED or name in NOW_FIXED)),
+    ]:
         before, after = saved.get(name, _ABSENT), now.get(name, NOW_FIXED.get(name, _ABSENT))
         if before == after or name in HARMLESS or _resolved(before) == _resolved(after):
             continue
         product = PRODUCTS.get(name)
         if product in saved and saved[product] == now.get(product):
             continue
-        if before is _ABSENT and after == defaults.get(name, _ABSENT):  # the checkpoint is older than the flag
+        if before is _ABSENT and after == defaults.get(
+            name, _ABSENT
+        ):  # the checkpoint is older than the flag
             continue
         left = ", always: this version has no such flag" if name in RETIRED else ""
         found[name] = f"{_as_text(before)} -> {_as_text(after)}{left}"
@@ -209,13 +291,15 @@ def differences(saved: dict[str, Any], now: dict[str, Any], defaults: Mapping[st
 
 
 def _with_place(name: str) -> str:
-    """The name of a setting; a file after the flag, as in `contents of --reward_function FILE`, as an absolute path."""
+    """The name of a setting; a file after the flag, as in `contents of --reward_function FILE`, as
+    an absolute path."""
     flag, _, path = name.removeprefix(CONTENTS).partition(" ")
     return f"{CONTENTS}{flag} {_resolved(path)}" if name.startswith(CONTENTS) and path else name
 
 
 def _resolved(value: Any) -> Any:
-    """The value of a flag, with its files and folders that exist as absolute paths. What follows a path stays."""
+    """The value of a flag, with its files and folders that exist as absolute paths. What follows a
+    path stays."""
     if isinstance(value, list):
         return [_resolved(item) for item in value]
     if not isinstance(value, str):
@@ -227,8 +311,12 @@ def _resolved(value: Any) -> Any:
 
 
 def format_diff(changes: Mapping[str, str]) -> str:
-    """The differences, one per line: `  --flag: before -> after`; of many the first `MOST_LINES`."""
-    lines = [f"  {'' if ' ' in name or name in DERIVED else '--'}{name}: {text}" for name, text in changes.items()]
+    """The differences, one per line: `  --flag: before -> after`; of many the first
+    `MOST_LINES`."""
+    lines = [
+        f"  {'' if ' ' in name or name in DERIVED else '--'}{name}: {text}"
+        for name, text in changes.items()
+    ]
     more = [f"  and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
     return "\n".join([*lines[:MOST_LINES], *more])
 
@@ -237,17 +325,23 @@ def _as_text(value: Any) -> str:
     """A value as one would type it; a list in JSON, so that its items are separated."""
     if value is _ABSENT:
         return "(absent)"
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) or value == "" else str(value)
+    text = (
+        json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) or value == ""
+        else str(value)
+    )
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
-def find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, overwrite: bool = False) -> Path | None:
+def find_checkpoint(
+    output: Path, flags: SafetyFlags, identity: RunIdentity, overwrite: bool = False
+) -> Path | None:
     """The checkpoint folder from which the run resumes; None: it starts from scratch. On rank 0.
 
-    Damaged checkpoints are reported. Checkpoints in `output` that are later than the one found (damaged, or not the one
-    named by `--resume`) are set aside: renamed, so that no later run resumes from them. With `overwrite`, `--resume
-    auto` resumes only from an interrupted run of the same identity, so that the same command resumes after a crash and
-    starts from scratch otherwise.
+    Damaged checkpoints are reported. Checkpoints in `output` that are later than the one found
+    (damaged, or not the one named by `--resume`) are set aside: renamed, so that no later run
+    resumes from them. With `overwrite`, `--resume auto` resumes only from an interrupted run of the
+    same identity, so that the same command resumes after a crash and starts from scratch otherwise.
     """
     may_start_from_scratch = overwrite and flags.resume == AUTO
     if flags.resume == NEVER or (may_start_from_scratch and is_finished(output)):
@@ -257,14 +351,18 @@ def find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, ove
             checkpoint = Path(flags.resume)
             fault = damage(checkpoint) if checkpoint.is_dir() else "there is no such folder"
             if fault is not None:
-                raise UserError(f"--resume {checkpoint}: {fault}; name a folder such as OUTPUT/checkpoints/step_000012")
+                raise UserError(
+                    f"--resume {checkpoint}: {fault}; name a folder such as"
+                    " OUTPUT/checkpoints/step_000012"
+                )
         else:
             folder = CheckpointFolder(output)
             name, complaints = folder.newest_intact()
             if name is None and complaints:
                 raise UserError(
-                    f"--output_dir {output} has no intact checkpoint to resume from: {'; '.join(complaints)}. Repair "
-                    "one, or start from scratch with --overwrite_output_dir or another --output_dir"
+                    f"--output_dir {output} has no intact checkpoint to resume from:"
+                    f" {'; '.join(complaints)}. Repair one, or start from scratch with"
+                    " --overwrite_output_dir or another --output_dir"
                 )
             for complaint in complaints:
                 logger().warning(complaint)
@@ -283,34 +381,50 @@ def find_checkpoint(output: Path, flags: SafetyFlags, identity: RunIdentity, ove
 
 
 def is_inside(checkpoint: Path, output: Path) -> bool:
-    """Whether a checkpoint lies in this output folder, so that the other outputs there belong to the same run."""
+    """Whether a checkpoint lies in this output folder, so that the other outputs there belong to
+    the same run."""
     return checkpoint.resolve().is_relative_to(output.resolve())
 
 
 def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentity) -> None:
-    """Refuse a checkpoint of another run; with `--resume_force` only one whose state this run cannot use."""
+    """Refuse a checkpoint of another run; with `--resume_force` only one whose state this run
+    cannot use."""
     manifest = Manifest.read(checkpoint)
     if manifest.kind != identity.kind:
-        raise UserError(f"{checkpoint} is a checkpoint of the step '{manifest.kind}', not of '{identity.kind}'")
+        raise UserError(
+            f"{checkpoint} is a checkpoint of the step '{manifest.kind}', not of '{identity.kind}'"
+        )
     changes = differences(manifest.config, identity.config, identity.defaults)
     configs = (manifest.config, identity.config)
-    if all(config.get("lr_scheduler_type") in _CONSTANT and not config.get("warmup_ratio") for config in configs):
+    if all(
+        config.get("lr_scheduler_type") in _CONSTANT and not config.get("warmup_ratio")
+        for config in configs
+    ):
         changes = {name: text for name, text in changes.items() if name not in LENGTH}
     if manifest.data != identity.data:
-        changes = {"training rows (SHA-256)": f"{manifest.data[:12]} -> {identity.data[:12]}", **changes}
+        changes = {
+            "training rows (SHA-256)": f"{manifest.data[:12]} -> {identity.data[:12]}",
+            **changes,
+        }
     if changes and not flags.resume_force:
         raise UserError(
-            f"{checkpoint} was saved under settings that compute something else; use the saved settings to resume, or "
-            "--resume_force to resume under the new ones, or start from scratch with --overwrite_output_dir or another "
-            f"--output_dir. What changed:\n{format_diff(changes)}"
+            f"{checkpoint} was saved under settings that compute something else; use the saved"
+            " settings to resume, or --resume_force to resume under the new ones, or start from"
+            " scratch with --overwrite_output_dir or another --output_dir. What"
+            f" changed:\n{format_diff(changes)}"
         )
-    saved_rows, rows = manifest.config.get("rows_per_update"), identity.config.get("rows_per_update")
+    saved_rows, rows = (
+        manifest.config.get("rows_per_update"),
+        identity.config.get("rows_per_update"),
+    )
     if manifest.update and saved_rows != rows:
         raise UserError(
-            f"{checkpoint} was saved inside a PPO step, whose updates have {saved_rows} rows each, not {rows}: keep "
-            "them, or name an earlier checkpoint by --resume"
+            f"{checkpoint} was saved inside a PPO step, whose updates have {saved_rows} rows each,"
+            f" not {rows}: keep them, or name an earlier checkpoint by --resume"
         )
     if left := note_on_retired(manifest.config):
         logger().info(f"note: {checkpoint.name} was saved by an earlier version; {left}")
     if changes:
-        logger().info(f"settings that changed since {checkpoint.name} was saved:\n{format_diff(changes)}")
+        logger().info(
+            f"settings that changed since {checkpoint.name} was saved:\n{format_diff(changes)}"
+        )

@@ -38,8 +38,9 @@ SHARED = "shared.pt"
 class RankStates:
     """The `rank_state` of each rank of the saved run; the files may be large.
 
-    `own`: of this rank; None if the run was saved on another number of ranks. `read_all` reads those of all ranks that
-    saved, from rank 0 on, one at a time, so that the ranks of now can divide them again.
+    `own`: of this rank; None if the run was saved on another number of ranks. `read_all` reads
+    those of all ranks that saved, from rank 0 on, one at a time, so that the ranks of now can
+    divide them again.
     """
 
     own: dict[str, Any] | None
@@ -47,8 +48,9 @@ class RankStates:
 
 
 def load_saved(flag: str, state: Any, load: Callable[[Any], object]) -> None:
-    """Restore a part of a trainer that is on now, by `flag`. If it was off when the checkpoint was saved
-    (`--resume_force`), the state is None or empty: the part stays as it was built, and a line is logged."""
+    """Restore a part of a trainer that is on now, by `flag`. If it was off when the checkpoint was
+    saved (`--resume_force`), the state is None or empty: the part stays as it was built, and a line
+    is logged."""
     if state:
         load(state)
     else:
@@ -66,9 +68,15 @@ class Resumable(Protocol):
     @property
     def engines_to_save(self) -> Mapping[str, Engine]: ...  # role -> DeepSpeed engine that trains
     @property
-    def position(self) -> tuple[int, int]: ...  # steps done, updates done of the step in progress (0 between two steps)
+    def position(
+        self,
+    ) -> tuple[
+        int, int
+    ]: ...  # steps done, updates done of the step in progress (0 between two steps)
     @property
-    def is_best(self) -> bool: ...  # whether the last evaluation, at this position, is the best so far
+    def is_best(
+        self,
+    ) -> bool: ...  # whether the last evaluation, at this position, is the best so far
     # the state that is equal on all ranks, as nested dicts and lists of tensors, texts and numbers
     def shared_state(self) -> dict[str, Any]: ...
     def rank_state(self) -> dict[str, Any]: ...  # of this rank, in the same form
@@ -77,24 +85,31 @@ class Resumable(Protocol):
 
 
 def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
-    """Restore the state in an intact checkpoint folder into a freshly built trainer. Collective. With the ranks, ZeRO
-    stages and dtype of the checkpoint, the run continues bit for bit (on a GPU: with `--deterministic`). With different
-    ones it reads the data in the same order, but its numbers differ by rounding, and its dropout masks differ."""
+    """Restore the state in an intact checkpoint folder into a freshly built trainer. Collective.
+    With the ranks, ZeRO stages and dtype of the checkpoint, the run continues bit for bit (on a
+    GPU: with `--deterministic`). With different ones it reads the data in the same order, but its
+    numbers differ by rounding, and its dropout masks differ."""
     manifest = Manifest.read(folder)
     now = package_versions()
     changed = [
-        f"{name} {before} -> {now.get(name)}" for name, before in manifest.versions.items() if before != now.get(name)
+        f"{name} {before} -> {now.get(name)}"
+        for name, before in manifest.versions.items()
+        if before != now.get(name)
     ]
     if changed:
         logger().info(f"versions that changed since the checkpoint was saved: {', '.join(changed)}")
     if manifest.world_size != dist.world_size():
         saved_by = counted(manifest.world_size, "rank")
-        logger().info(f"the checkpoint of {saved_by} is resharded for {counted(dist.world_size(), 'rank')}")
+        logger().info(
+            f"the checkpoint of {saved_by} is resharded for {counted(dist.world_size(), 'rank')}"
+        )
     for role, engine in trainer.engines_to_save.items():
         if (folder / role).is_dir():
             load_engine(engine, folder / role)
         else:
-            logger().info(f"{role}: was not trained when the checkpoint was saved, so it starts from scratch")
+            logger().info(
+                f"{role}: was not trained when the checkpoint was saved, so it starts from scratch"
+            )
     files = [folder / rank_file(rank) for rank in range(manifest.world_size)]
     own = load_state(files[dist.rank()], mapped=True) if len(files) == dist.world_size() else None
     ranks = RankStates(own, lambda: (load_state(file, mapped=True) for file in files))
@@ -107,33 +122,54 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
 
 
 class CheckpointManager:
-    """Saves checkpoints while training continues. `saved` is the position of the checkpoint in this folder from which
-    the run resumes, or None; `how_to_resume` is for the message of a stop. The methods are collective.
+    """Saves checkpoints while training continues. `saved` is the position of the checkpoint in this
+    folder from which the run resumes, or None; `how_to_resume` is for the message of a stop. The
+    methods are collective.
 
-    The files of a checkpoint are written in the background. At a later call of `save_if_due`, when every rank has
-    written its files, the checkpoint is committed: it gets its name, and `latest` names it.
+    The files of a checkpoint are written in the background. At a later call of `save_if_due`, when
+    every rank has written its files, the checkpoint is committed: it gets its name, and `latest`
+    names it.
     """
 
     def __init__(
-        self, output: Path, trainer: Resumable, flags: SafetyFlags, identity: RunIdentity, metrics: MetricsWriter,
-        saved: tuple[int, int] | None = None, how_to_resume: str = "run the same command again to resume",
-    ):  # fmt: skip
+        self,
+        output: Path,
+        trainer: Resumable,
+        flags: SafetyFlags,
+        identity: RunIdentity,
+        metrics: MetricsWriter,
+        saved: tuple[int, int] | None = None,
+        how_to_resume: str = "run the same command again to resume",
+    ):
         self._folder = CheckpointFolder(output)
-        self._trainer, self._flags, self._identity, self._metrics = trainer, flags, identity, metrics
+        self._trainer, self._flags, self._identity, self._metrics = (
+            trainer,
+            flags,
+            identity,
+            metrics,
+        )
         self._how_to_resume = how_to_resume
         self._files = BackgroundWriter()
-        self._pending: Manifest | None = None  # of a checkpoint that is written in the background, not committed
+        self._pending: Manifest | None = (
+            None  # of a checkpoint that is written in the background, not committed
+        )
         self._saved, self._saved_at = saved, time.monotonic()
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if one is due. If a stop was requested, save the state and raise `StopRequested`. The
-        trainer calls it where its state can be saved."""
-        mine = [stop_requests.requested(), dist.is_main() and self._is_due(), not self._files.done()]
+        """Save a checkpoint if one is due. If a stop was requested, save the state and raise
+        `StopRequested`. The trainer calls it where its state can be saved."""
+        mine = [
+            stop_requests.requested(),
+            dist.is_main() and self._is_due(),
+            not self._files.done(),
+        ]
         stop, due, writing = self._any(mine)
         if self._pending is not None and not writing:
             self._commit()
         if stop:
-            raise StopRequested(f"stopped as asked, saved as {self._save_now()}; {self._how_to_resume}")
+            raise StopRequested(
+                f"stopped as asked, saved as {self._save_now()}; {self._how_to_resume}"
+            )
         if due:
             self._save()
 
@@ -169,8 +205,9 @@ class CheckpointManager:
         return self._saved != (step, update) and (by_count or by_time)
 
     def _save(self) -> None:
-        """Commit the previous checkpoint, then copy the state and start to write it. Collective. If a weight is not
-        finite, it raises `NonFiniteError`, and the previous checkpoint remains the newest."""
+        """Commit the previous checkpoint, then copy the state and start to write it. Collective. If
+        a weight is not finite, it raises `NonFiniteError`, and the previous checkpoint remains the
+        newest."""
         if self._pending is not None:
             self._commit()
         started, trainer = time.perf_counter(), self._trainer
@@ -199,7 +236,9 @@ class CheckpointManager:
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         self._saved, self._saved_at = trainer.position, time.monotonic()
-        logger().info(f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written")
+        logger().info(
+            f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written"
+        )
 
     def _commit(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. Collective."""
@@ -216,7 +255,9 @@ class CheckpointManager:
         if (first := dist.first_problem(problem)) is not None:
             raise StorageError(first)
         folder, parts = self._folder.partial(name), dist.gather_objects(written)
-        files = {str(path.relative_to(folder)): entry for part in parts for path, entry in part.items()}
+        files = {
+            str(path.relative_to(folder)): entry for part in parts for path, entry in part.items()
+        }
         self._on_main(lambda: self._publish(name, pending, files))
         size = sum(entry["bytes"] for entry in files.values())
         logger().info(f"checkpoint {name}: saved, {size / 2**20:.1f} MiB")
@@ -236,7 +277,8 @@ class CheckpointManager:
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """The state of the global streams of Python, numpy and torch (CPU and this rank's GPU), for `save_state`."""
+    """The state of the global streams of Python, numpy and torch (CPU and this rank's GPU), for
+    `save_state`."""
     kind, keys, *rest = np.random.get_state()
     gpu = torch.cuda.get_rng_state() if on_gpu() else None
     streams = {"python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
@@ -244,8 +286,8 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Set the global streams to the state of `capture_rng_state`. If only the state or only the machine has a GPU, the
-    GPU's stream stays."""
+    """Set the global streams to the state of `capture_rng_state`. If only the state or only the
+    machine has a GPU, the GPU's stream stays."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))

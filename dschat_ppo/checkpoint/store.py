@@ -1,7 +1,9 @@
-"""The checkpoints of a run: `OUTPUT/checkpoints/step_000012/`, each described by its `manifest.json`.
+"""The checkpoints of a run: `OUTPUT/checkpoints/step_000012/`, each described by its
+`manifest.json`.
 
-Every rank writes its files of a checkpoint into a folder `*.partial`, which gets its name when all are on the disk.
-Only rank 0, which holds the lock of the output folder, makes, names and removes folders.
+Every rank writes its files of a checkpoint into a folder `*.partial`, which gets its name when all
+are on the disk. Only rank 0, which holds the lock of the output folder, makes, names and removes
+folders.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_ppo.checkpoint.state_files import FileEntry
-from dschat_ppo.common.atomic_files import PARTIAL, checksum, remove_folder, sync_entries, sync_folder, write_file
+from dschat_ppo.common.atomic_files import (
+    PARTIAL,
+    checksum,
+    remove_folder,
+    sync_entries,
+    sync_folder,
+    write_file,
+)
 from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import StorageError, UserError
 
@@ -41,7 +50,9 @@ class Manifest:
     step: int  # optimizer steps done (PPO steps in step 3)
     update: int  # updates done of the PPO step after it
     world_size: int
-    config: dict[str, Any]  # `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs
+    config: dict[
+        str, Any
+    ]  # `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs
     versions: dict[str, str]
     data: str  # fingerprint of the training rows
     files: dict[str, FileEntry]  # by path inside the folder
@@ -53,7 +64,10 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write `folder/manifest.json` durably. It is the last file of a checkpoint."""
         content = asdict(self)
-        write_file(folder / MANIFEST, f"{json.dumps({**content, _SEAL: _seal(content)}, indent=1)}\n".encode())
+        write_file(
+            folder / MANIFEST,
+            f"{json.dumps({**content, _SEAL: _seal(content)}, indent=1)}\n".encode(),
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -78,8 +92,9 @@ def _read_manifest(folder: Path) -> Manifest | str:
         if content["format"] != FORMAT:
             maker, time = content["versions"]["dschat_ppo"], content["saved_at"]
             return (
-                f"is of format {content['format']}, and this installation reads format {FORMAT}: finish or export that "
-                f"run with the one that saved it (dschat_ppo {maker}, at {time})"
+                f"is of format {content['format']}, and this installation reads format {FORMAT}:"
+                f" finish or export that run with the one that saved it (dschat_ppo {maker}, at"
+                f" {time})"
             )
         seal = content.pop(_SEAL)
         if seal != _seal(content):
@@ -92,8 +107,8 @@ def _read_manifest(folder: Path) -> Manifest | str:
 
 
 def damage(folder: Path, checksums: bool = True) -> str | None:
-    """The first fault of a checkpoint folder; None: it is intact. All sizes are checked before the first checksum,
-    because checksums read everything."""
+    """The first fault of a checkpoint folder; None: it is intact. All sizes are checked before the
+    first checksum, because checksums read everything."""
     manifest = _read_manifest(folder)
     if isinstance(manifest, str):
         return manifest
@@ -124,7 +139,8 @@ class CheckpointFolder:
         self.root = output / "checkpoints"
 
     def names(self, since: tuple[int, int] = (0, 0)) -> list[str]:
-        """Names of the checkpoints, damaged or not, oldest first, from a position (step, update) on."""
+        """Names of the checkpoints, damaged or not, oldest first, from a position (step, update)
+        on."""
         found = []
         for path in self.root.iterdir() if self.root.is_dir() else []:
             number = _NAME.fullmatch(path.name)
@@ -148,14 +164,14 @@ class CheckpointFolder:
         return path
 
     def commit(self, name: str) -> None:
-        """Give the complete folder its name, once its files and manifest are on the disk. `StorageError`: files are
-        missing or truncated."""
+        """Give the complete folder its name, once its files and manifest are on the disk.
+        `StorageError`: files are missing or truncated."""
         partial, place = self.partial(name), self.root / name
         fault = damage(partial, checksums=False)
         if fault:
             raise StorageError(
-                f"checkpoint {partial} was not saved whole: {fault}; something removed or changed files while they "
-                "were written; run the same command again"
+                f"checkpoint {partial} was not saved whole: {fault}; something removed or changed"
+                " files while they were written; run the same command again"
             )
         sync_folder(partial)
         if place.exists():
@@ -166,8 +182,8 @@ class CheckpointFolder:
         write_file(self.root / LATEST, name.encode())  # for people and scripts
 
     def newest_intact(self) -> tuple[str | None, list[str]]:
-        """(name of the newest intact checkpoint or None, a line for each fault after it). (None, []): none was ever
-        saved here."""
+        """(name of the newest intact checkpoint or None, a line for each fault after it). (None,
+        []): none was ever saved here."""
         complaints: list[str] = []
         left = [path.name for path in sorted(self.root.glob(f"*{SET_ASIDE}*"))]
         if not self.names() and (left or (self.root / LATEST).exists()):
@@ -189,9 +205,10 @@ class CheckpointFolder:
         return None
 
     def prune(self, limit: int, protect: Set[str] = frozenset()) -> list[str]:
-        """Remove the oldest checkpoints, so that the newest `limit` intact ones stay; returns the removed names.
-        Manifests and sizes tell which are intact. Nothing is removed while the newest checkpoint is damaged, or fewer
-        than `limit` are intact. `best`, and those named by `protect`, always stay."""
+        """Remove the oldest checkpoints, so that the newest `limit` intact ones stay; returns the
+        removed names. Manifests and sizes tell which are intact. Nothing is removed while the
+        newest checkpoint is damaged, or fewer than `limit` are intact. `best`, and those named by
+        `protect`, always stay."""
         names = self.names()
         whole = [name for name in names if damage(self.root / name, checksums=False) is None]
         if len(whole) < limit or whole[-1] != names[-1]:
@@ -212,7 +229,8 @@ class CheckpointFolder:
             self.root.rmdir()
 
     def _remove(self, name: str) -> None:
-        """Remove a checkpoint; it loses its name first, so that no incomplete folder ever has it."""
+        """Remove a checkpoint; it loses its name first, so that no incomplete folder ever has
+        it."""
         os.rename(self.root / name, self.partial(name))
         remove_folder(self.partial(name))
 
@@ -221,7 +239,9 @@ class CheckpointFolder:
         manifest = Manifest.read(checkpoint)
         for name in self.names(since=(manifest.step, manifest.update + 1)):
             place = self._set_aside(name)
-            logger().warning(f"{self.root / name} is later than {checkpoint.name}: set aside as {place.name}")
+            logger().warning(
+                f"{self.root / name} is later than {checkpoint.name}: set aside as {place.name}"
+            )
         sync_entries(self.root)  # after a power loss the old names must not be there again
 
     def _set_aside(self, name: str) -> Path:

@@ -1,7 +1,9 @@
-"""Write and replace files and folders so that after a crash or a power loss each is complete or absent; locks.
+"""Write and replace files and folders so that after a crash or a power loss each is complete or
+absent; locks.
 
-Each block that is read or written sends a heartbeat, and the watchdog is paused while the kernel flushes its buffers: a
-single call, for any amount of data on a slow disk. Nothing here but `locked` waits for another rank.
+Each block that is read or written sends a heartbeat, and the watchdog is paused while the kernel
+flushes its buffers: a single call, for any amount of data on a slow disk. Nothing here but `locked`
+waits for another rank.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def checksum(path: Path) -> str:
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file as `*.partial`, sync it to the disk, and rename it. On an error the old content remains."""
+    """Write a file as `*.partial`, sync it to the disk, and rename it. On an error the old content
+    remains."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with partial.open("wb") as file:
@@ -59,12 +62,14 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """An `OSError` of the block, which writes `path`, becomes a `StorageError` that names it and the way out."""
+    """An `OSError` of the block, which writes `path`, becomes a `StorageError` that names it and
+    the way out."""
     try:
         yield
     except OSError as problem:
         raise StorageError(
-            f"{path}: cannot be written ({problem.strerror or problem}); free space, then run the same command again"
+            f"{path}: cannot be written ({problem.strerror or problem}); free space, then run the"
+            " same command again"
         ) from problem
 
 
@@ -106,7 +111,8 @@ def empty_folder(path: Path) -> Path:
 
 
 def move_files_up(partial: Path) -> None:
-    """Move the finished files in `partial` into its parent folder, each atomically, weights last."""
+    """Move the finished files in `partial` into its parent folder, each atomically, weights
+    last."""
     sync_folder(partial)
     for file in sorted(partial.iterdir(), key=lambda file: file.suffix == ".safetensors"):
         os.replace(file, partial.parent / file.name)
@@ -137,8 +143,8 @@ POLL_SECONDS = 0.5
 
 @contextmanager
 def locked(path: Path, waits: str, doing: str, quiet_seconds: float = 0.0) -> Iterator[None]:
-    """Hold the lock. While another process holds it for longer than `quiet_seconds`, log the line `waits` once, and
-    leave the wait at a stop request, which says that the run `doing`."""
+    """Hold the lock. While another process holds it for longer than `quiet_seconds`, log the line
+    `waits` once, and leave the wait at a stop request, which says that the run `doing`."""
     lock = FileLock(path)
     with suppress(Timeout):
         lock.acquire(timeout=quiet_seconds)

@@ -1,4 +1,5 @@
-"""Forked processes that prepare data: they end with the run, and the run ends with one line if one is killed."""
+"""Forked processes that prepare data: they end with the run, and the run ends with one line if one
+is killed."""
 
 from __future__ import annotations
 
@@ -20,29 +21,35 @@ Result = TypeVar("Result")
 FEW_ROWS = 5000  # below it one process is done before others have started
 _POLL_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0  # for the signal that ended a process to reach this one too
-_WORK: list[Callable[[int], Any]] = []  # of the processes, which inherit it by their fork: it need not be pickled
+_WORK: list[
+    Callable[[int], Any]
+] = []  # of the processes, which inherit it by their fork: it need not be pickled
 _ENDED = (
-    "a process that prepares data has ended (its own message, if any, is above), most often because memory ran out: "
-    "lower --preprocessing_num_workers and run the same command again"
+    "a process that prepares data has ended (its own message, if any, is above), most often because"
+    " memory ran out: lower --preprocessing_num_workers and run the same command again"
 )
 
 
 def worker_count(chosen: int | None, rows: int) -> int:
-    """How many processes prepare `rows` rows: `chosen`, or one per usable core (other ranks wait); one for few rows."""
+    """How many processes prepare `rows` rows: `chosen`, or one per usable core (other ranks wait);
+    one for few rows."""
     usable = len(os.sched_getaffinity(0)) if rows >= FEW_ROWS else 1
     return max(1, min(rows, usable if chosen is None else chosen))
 
 
 def in_processes(count: int, work: Callable[[int], Result], doing: str) -> list[Result]:
-    """[work(0), ..., work(count - 1)], in `count` forked processes; without forks for a `count` of 1.
+    """[work(0), ..., work(count - 1)], in `count` forked processes; without forks for a `count` of
+    1.
 
-    An error of `work` is raised here. `UserError` if a process ends without a result, and `StopRequested` if the run is
-    to stop while it `doing`; then the others are killed.
+    An error of `work` is raised here. `UserError` if a process ends without a result, and
+    `StopRequested` if the run is to stop while it `doing`; then the others are killed.
     """
     if count == 1:
         return [work(0)]
     _WORK[:] = [work]
-    pool = futures.ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
+    pool = futures.ProcessPoolExecutor(
+        count, multiprocessing.get_context("fork"), _begin, (os.getpid(),)
+    )
     try:
         results = [pool.submit(_work, number) for number in range(count)]
         while (found := futures.wait(results, _POLL_SECONDS, futures.FIRST_EXCEPTION)).not_done:

@@ -24,18 +24,23 @@ from dschat_ppo.errors import StopRequested, UserError
 
 Result = TypeVar("Result")
 
-# Of every process group: the other ranks wait at a barrier while the first one prepares the data. NCCL's own limit is
-# ten minutes.
+# Of every process group: the other ranks wait at a barrier while the first one prepares the data.
+# NCCL's own limit is ten minutes.
 TIMEOUT = timedelta(hours=6)
-Group = Any  # a `torch.distributed.ProcessGroup`, which builds without distributed support do not have
+Group = (
+    Any  # a `torch.distributed.ProcessGroup`, which builds without distributed support do not have
+)
 
 _SHARING = [1]  # ranks that share their rows
-_SEQUENCE_GROUPS: dict[int, Any] = {}  # number of ranks that share rows -> this rank's process group of that size
+_SEQUENCE_GROUPS: dict[
+    int, Any
+] = {}  # number of ranks that share rows -> this rank's process group of that size
 
 
 def share_rows(ranks: int) -> None:
-    """Let each `ranks` neighbouring ranks share their rows, each with a part of the columns. Collective, after
-    `init_process_group`; `ranks` divides the number of ranks. Until the first call no ranks share rows."""
+    """Let each `ranks` neighbouring ranks share their rows, each with a part of the columns.
+    Collective, after `init_process_group`; `ranks` divides the number of ranks. Until the first
+    call no ranks share rows."""
     if ranks not in _SEQUENCE_GROUPS and ranks > 1:
         _SEQUENCE_GROUPS[ranks] = group_of(ranks)
     _SHARING[0] = ranks
@@ -52,12 +57,14 @@ def sequence_rank() -> int:
 
 
 def sequence_group() -> Any:
-    """The process group of the ranks with which this process shares its rows; only where these are several."""
+    """The process group of the ranks with which this process shares its rows; only where these are
+    several."""
     return _SEQUENCE_GROUPS[sequence_ranks()]
 
 
 def data_ranks() -> int:
-    """Number of ranks with rows that differ: of all ranks, or of their groups where ranks share rows."""
+    """Number of ranks with rows that differ: of all ranks, or of their groups where ranks share
+    rows."""
     return world_size() // sequence_ranks()
 
 
@@ -74,8 +81,8 @@ def device() -> torch.device:
 
 
 def on_gpu() -> bool:
-    """Whether this run computes on GPUs. With `DS_ACCELERATOR=cpu` it does not, and must not touch those that torch
-    could use: each process would take memory of one."""
+    """Whether this run computes on GPUs. With `DS_ACCELERATOR=cpu` it does not, and must not touch
+    those that torch could use: each process would take memory of one."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().device_name() == "cuda")
@@ -96,14 +103,16 @@ def barrier() -> None:
 
 
 def group_of(size: int) -> Group:
-    """The group of this rank, if all ranks are divided into groups of `size` consecutive ones. Collective."""
+    """The group of this rank, if all ranks are divided into groups of `size` consecutive ones.
+    Collective."""
     firsts = range(0, world_size(), size)
     groups = [torch_dist.new_group(range(first, first + size), timeout=TIMEOUT) for first in firsts]
     return groups[rank() // size]
 
 
 def all_reduce(value: Tensor, op: str = "sum", group: Group | None = None) -> Tensor:
-    """`value` reduced over a group, or all ranks, by "sum" or "max". A new tensor of the same shape and dtype."""
+    """`value` reduced over a group, or all ranks, by "sum" or "max". A new tensor of the same shape
+    and dtype."""
     result = value.clone()
     if torch_dist.is_initialized() and world_size() > 1:
         torch_dist.all_reduce(result, op=getattr(torch_dist.ReduceOp, op.upper()), group=group)
@@ -111,7 +120,8 @@ def all_reduce(value: Tensor, op: str = "sum", group: Group | None = None) -> Te
 
 
 def gather_cat(value: Tensor, group: Group | None = None) -> Tensor:
-    """The tensors of a group, or of all ranks, of one shape and dtype, concatenated along dimension 0 in rank order."""
+    """The tensors of a group, or of all ranks, of one shape and dtype, concatenated along dimension
+    0 in rank order."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return value
     parts = [torch.empty_like(value) for _ in range(torch_dist.get_world_size(group))]
@@ -120,16 +130,21 @@ def gather_cat(value: Tensor, group: Group | None = None) -> Tensor:
 
 
 def gather_together(values: Sequence[Tensor], group: Group | None = None) -> list[Tensor]:
-    """`gather_cat` of each of several tensors, of any dtypes on one device, in a single collective."""
+    """`gather_cat` of each of several tensors, of any dtypes on one device, in a single
+    collective."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return list(values)
     packed = torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in values])
     ranks = gather_cat(packed, group).view(-1, packed.numel())  # (ranks, bytes)
     parts = ranks.split([value.nbytes for value in values], dim=1)
-    # a copy of each part, because bytes in the middle of others may begin where no number of its dtype may
+    # a copy of each part, because bytes in the middle of others may begin where no number of its
+    # dtype may
     copies = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
     shapes = [(len(ranks) * len(value), *value.shape[1:]) for value in values]
-    return [copy.view(value.dtype).view(shape) for copy, value, shape in zip(copies, values, shapes, strict=True)]
+    return [
+        copy.view(value.dtype).view(shape)
+        for copy, value, shape in zip(copies, values, shapes, strict=True)
+    ]
 
 
 def gather_data_cat(value: Tensor) -> Tensor:
@@ -143,7 +158,8 @@ def gather_sequence_cat(value: Tensor) -> Tensor:
 
 
 def broadcast(value: Tensor, source: int) -> Tensor:
-    """The tensor of rank `source`, in fp32 and host memory, on every rank; of the other ranks only the shape counts."""
+    """The tensor of rank `source`, in fp32 and host memory, on every rank; of the other ranks only
+    the shape counts."""
     if not torch_dist.is_initialized() or world_size() == 1:
         return value.float().cpu()
     result = value.to(device(), torch.float32, copy=True).contiguous()
@@ -166,8 +182,8 @@ def on_main(work: Callable[[], Result]) -> Result:
 
 
 def on_rank(number: int, work: Callable[[], Result]) -> Result:
-    """What `work` returns on that rank, picklable, on every rank; all ranks raise its `UserError` or `StopRequested`.
-    Collective."""
+    """What `work` returns on that rank, picklable, on every rank; all ranks raise its `UserError`
+    or `StopRequested`. Collective."""
     found: tuple[Any, Exception | None] = None, None
     if rank() == number:
         try:
@@ -186,7 +202,8 @@ def is_partitioned(weight: Any) -> bool:
 
 
 def own_part(weight: Any) -> tuple[int, Tensor]:
-    """(number of its first element, a flat view) of this rank's elements, without ZeRO-3's uninitialised padding."""
+    """(number of its first element, a flat view) of this rank's elements, without ZeRO-3's
+    uninitialised padding."""
     if not is_partitioned(weight):
         return 0, weight.detach().view(-1)
     part = weight.ds_tensor.detach().view(-1)
@@ -204,15 +221,17 @@ def gather_objects(value: Any, group: Group | None = None) -> list[Any]:
 
 
 def first_problem(problem: str | None) -> str | None:
-    """The problem of the first rank that has one, on every rank; None if no rank has one. Collective."""
+    """The problem of the first rank that has one, on every rank; None if no rank has one.
+    Collective."""
     return next((found for found in gather_objects(problem) if found), None)
 
 
 @contextmanager
 def main_rank_of_node_first() -> Iterator[None]:
-    """Run the block on the first rank of each machine, then on its other ranks, which find the files of the first. If
-    the first rank fails, the others still run the block, so that all fail in the same way and none waits forever. The
-    watchdog is paused for all of it; `TIMEOUT` is the limit."""
+    """Run the block on the first rank of each machine, then on its other ranks, which find the
+    files of the first. If the first rank fails, the others still run the block, so that all fail in
+    the same way and none waits forever. The watchdog is paused for all of it; `TIMEOUT` is the
+    limit."""
     with watchdog_paused():
         if local_rank() != 0:
             barrier()

@@ -19,12 +19,22 @@ UNHEALTHY = 6  # a health event ended it (--stop_on_health), with everything sav
 HOW_TO_RESUME = "run the same command again to resume from the newest checkpoint"
 
 _CANNOT_WRITE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
-# The messages of gloo, NCCL and the store of torch.distributed when the process at the other end has ended.
+# The messages of gloo, NCCL and the store of torch.distributed when the process at the other end
+# has ended.
 _DISCONNECTED = (
-    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed",
-    "recvValue failed", "failed to recv", "Connection was likely closed", "remote process exited", "ncclRemoteError",
-    "ncclSystemError", "NCCL communicator was aborted",
-)  # fmt: skip
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+    "recvValue failed",
+    "failed to recv",
+    "Connection was likely closed",
+    "remote process exited",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL communicator was aborted",
+)
 
 
 def exit_code(problem: BaseException) -> int:
@@ -42,7 +52,8 @@ def exit_code(problem: BaseException) -> int:
 
 
 def peer_disconnected(problem: BaseException) -> bool:
-    """Whether a collective failed because the process of another rank has ended, judged by the library's message."""
+    """Whether a collective failed because the process of another rank has ended, judged by the
+    library's message."""
     return isinstance(problem, RuntimeError) and any(text in str(problem) for text in _DISCONNECTED)
 
 
@@ -50,11 +61,16 @@ _MESSAGES = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATU
 
 
 def ran_out_of_memory(problem: BaseException) -> bool:
-    """Whether memory ran out, also if another error replaced that one, as at the end of a CUDA graph capture."""
+    """Whether memory ran out, also if another error replaced that one, as at the end of a CUDA
+    graph capture."""
     seen: BaseException | None = problem
     while seen is not None:
-        of_torch = type(seen).__name__ == "OutOfMemoryError" or any(message in str(seen) for message in _MESSAGES)
-        if isinstance(seen, MemoryError) or (isinstance(seen, RuntimeError) and of_torch):  # torch is not imported here
+        of_torch = type(seen).__name__ == "OutOfMemoryError" or any(
+            message in str(seen) for message in _MESSAGES
+        )
+        if isinstance(seen, MemoryError) or (
+            isinstance(seen, RuntimeError) and of_torch
+        ):  # torch is not imported here
             return True
         seen = seen.__cause__ or seen.__context__
     return False

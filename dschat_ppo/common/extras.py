@@ -13,7 +13,10 @@ EXTRAS = {  # module -> (package, the extra that installs it)
     "math_verify": ("math-verify", "math"),
     "peft": ("peft", "lora"),
     "sentencepiece": ("sentencepiece", "sentencepiece"),
-    "tensorboard": ("tensorboard", ""),  # required by setup.py, and checked as the other trackers are
+    "tensorboard": (
+        "tensorboard",
+        "",
+    ),  # required by setup.py, and checked as the other trackers are
     "starlette": ("fastapi", "serve"),  # which FastAPI requires
     "trackio": ("trackio", "trackio"),
     "uvicorn": ("uvicorn", "serve"),
@@ -23,20 +26,22 @@ CHECKOUT = Path(__file__).parents[2]  # of the sources, unless the package is in
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module of an extra can be imported, and is not merely a folder of that name, such as the local files
-    of W&B in the working folder."""
+    """Whether a module of an extra can be imported, and is not merely a folder of that name, such
+    as the local files of W&B in the working folder."""
     spec = find_spec(module)
     return spec is not None and (spec.origin is not None or spec.submodule_search_locations is None)
 
 
 def how_to_install(module: str) -> str:
-    """The pip command that installs a module of `EXTRAS`: from the sources, or beside the installed package."""
+    """The pip command that installs a module of `EXTRAS`: from the sources, or beside the installed
+    package."""
     extra = EXTRAS[module][1]
     source, name = ("-e ", ".") if (CHECKOUT / "setup.py").is_file() else ("", "dschat_ppo")
     return f"pip install {source}" + (f'"{name}[{extra}]"' if extra else name)
 
 
 def require_extra(module: str, what: str) -> None:
-    """Check that a module of `EXTRAS` is installed, before it is imported; `what`: the flag or file that needs it."""
+    """Check that a module of `EXTRAS` is installed, before it is imported; `what`: the flag or file
+    that needs it."""
     if not is_installed(module):
         raise UserError(f"{what} needs the package {EXTRAS[module][0]}: {how_to_install(module)}")

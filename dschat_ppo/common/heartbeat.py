@@ -1,4 +1,5 @@
-"""The heartbeat: the process reports progress. The watchdog acts when it stops (`run/watchdog.py`)."""
+"""The heartbeat: the process reports progress. The watchdog acts when it stops
+(`run/watchdog.py`)."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ _STATE = _State(time.monotonic())
 
 
 def heartbeat() -> None:
-    """Report progress: call it in every loop whose iterations take less than the watchdog's limit. Cheap."""
+    """Report progress: call it in every loop whose iterations take less than the watchdog's limit.
+    Cheap."""
     _STATE.last = time.monotonic()
 
 
 @contextmanager
 def watchdog_paused() -> Iterator[None]:
-    """The block may take any time, without a heartbeat: other ranks prepare the data, or this one does."""
+    """The block may take any time, without a heartbeat: other ranks prepare the data, or this one
+    does."""
     _STATE.pauses += 1
     heartbeat()
     try:

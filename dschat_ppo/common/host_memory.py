@@ -1,4 +1,5 @@
-"""Host memory: how much this process may use, what goes back to the system while models load, and objects that stay."""
+"""Host memory: how much this process may use, what goes back to the system while models load, and
+objects that stay."""
 
 from __future__ import annotations
 
@@ -16,35 +17,45 @@ import psutil
 # Parameters of glibc's `mallopt`, and their values in bytes.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 SMALL = 2**20
-LARGEST = 2**25  # glibc's own limit, which it reaches by itself once tensors of this size were freed
+LARGEST = (
+    2**25
+)  # glibc's own limit, which it reaches by itself once tensors of this size were freed
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory: the machine's, or the lowest limit of the cgroups that this process is in (a container, a
-    job). `root` is where `proc` and `sys` are."""
+    """Bytes of host memory: the machine's, or the lowest limit of the cgroups that this process is
+    in (a container, a job). `root` is where `proc` and `sys` are."""
     limits = [_number(folder / "memory.max") for folder in _cgroups(root)]
     return min([psutil.virtual_memory().total, *(limit for limit in limits if limit is not None)])
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory that can be allocated now: what the machine has free, or the least that a cgroup leaves."""
+    """Bytes of host memory that can be allocated now: what the machine has free, or the least that
+    a cgroup leaves."""
     found = [psutil.virtual_memory().available]
     for folder in _cgroups(root):
         limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-        if limit is not None and used is not None:  # the kernel drops inactive pages of files when memory is short
-            stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
+        if (
+            limit is not None and used is not None
+        ):  # the kernel drops inactive pages of files when memory is short
+            stat = dict(
+                line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines()
+            )
             found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
     return min(found)
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """The folders of this process's cgroup (version 2) and of those that contain it. A container may see its own cgroup
-    as the root while `/proc/self/cgroup` names the path outside, so each folder of the path counts, and the root."""
+    """The folders of this process's cgroup (version 2) and of those that contain it. A container
+    may see its own cgroup as the root while `/proc/self/cgroup` names the path outside, so each
+    folder of the path counts, and the root."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, path = line.split(":", 2)
         if number == "0":
             inside = PurePosixPath(path.lstrip("/"))
-            for part in (inside, *inside.parents) if ".." not in inside.parts else (PurePosixPath(),):
+            for part in (
+                (inside, *inside.parents) if ".." not in inside.parts else (PurePosixPath(),)
+            ):
                 yield root / "sys/fs/cgroup" / part
 
 
@@ -70,12 +81,14 @@ def _glibc() -> Any:
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Return the memory of freed tensors to the system at once in this block, and what is left of it at the end.
+    """Return the memory of freed tensors to the system at once in this block, and what is left of
+    it at the end.
 
-    glibc keeps freed blocks of up to 32 MiB for later use. While a model is partitioned, every rank allocates and frees
-    each whole tensor once; with several ranks the kept blocks add up to the size of the model. Afterwards the heap
-    works as after glibc's own adjustment to large tensors, because training allocates the same sizes again and again.
-    Where the user sets glibc's own variables, they decide alone.
+    glibc keeps freed blocks of up to 32 MiB for later use. While a model is partitioned, every rank
+    allocates and frees each whole tensor once; with several ranks the kept blocks add up to the
+    size of the model. Afterwards the heap works as after glibc's own adjustment to large tensors,
+    because training allocates the same sizes again and again. Where the user sets glibc's own
+    variables, they decide alone.
     """
     library = _glibc()
     if library is None or {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & set(os.environ):
@@ -92,9 +105,9 @@ def freed_memory_returned() -> Iterator[None]:
 
 @contextmanager
 def lasting_objects() -> Iterator[None]:
-    """For a block that imports modules: the garbage collector does not run in it, which would take a quarter of the
-    time of the imports, and afterwards leaves out all objects that exist at its end, half a million: DeepSpeed runs it
-    several times for each engine."""
+    """For a block that imports modules: the garbage collector does not run in it, which would take
+    a quarter of the time of the imports, and afterwards leaves out all objects that exist at its
+    end, half a million: DeepSpeed runs it several times for each engine."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,5 @@
-"""Log lines: rank 0 prints, warnings are marked, no line breaks the progress line, and libraries print warnings only,
-once."""
+"""Log lines: rank 0 prints, warnings are marked, no line breaks the progress line, and libraries
+print warnings only, once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from dschat_ppo.errors import escaped, without_credentials
 
 _HIDDEN: list[TextIO] = []  # where stdout leads outside of the `quiet_prints` blocks that are open
 _VERBOSE = [os.environ.get("DSCHAT_PPO_VERBOSE") == "1"]
-_REPLACED = ("Setting accelerator to CPU", "LOAD REPORT")  # warnings in whose place this project prints a line
+_REPLACED = (
+    "Setting accelerator to CPU",
+    "LOAD REPORT",
+)  # warnings in whose place this project prints a line
 
 
 class _BarSafeHandler(logging.Handler):
@@ -30,9 +33,9 @@ class _BarSafeHandler(logging.Handler):
 
 
 def print_line(line: str) -> None:
-    """Print a line: on a terminal above the progress line, in a log file without repeating that. It may quote data, so
-    characters that a terminal obeys are escaped. If nobody reads any more (the terminal is closed), nothing is printed
-    from then on, and the run continues."""
+    """Print a line: on a terminal above the progress line, in a log file without repeating that. It
+    may quote data, so characters that a terminal obeys are escaped. If nobody reads any more (the
+    terminal is closed), nothing is printed from then on, and the run continues."""
     stdout, line = _HIDDEN[-1] if _HIDDEN else sys.stdout, without_credentials(escaped(line))
     try:
         if sys.stderr.isatty():
@@ -46,8 +49,8 @@ def print_line(line: str) -> None:
 
 
 def logger() -> logging.Logger:
-    """The project's logger. Rank 0 prints from INFO on, the other ranks from ERROR on. The log files of all ranks
-    receive everything from INFO on (`run/rank_log.py`)."""
+    """The project's logger. Rank 0 prints from INFO on, the other ranks from ERROR on. The log
+    files of all ranks receive everything from INFO on (`run/rank_log.py`)."""
     log = logging.getLogger("dschat_ppo")
     if not any(isinstance(handler, _BarSafeHandler) for handler in log.handlers):
         log.addHandler(_BarSafeHandler(logging.INFO if is_main() else logging.ERROR))
@@ -82,7 +85,8 @@ def _is_new(record: logging.LogRecord) -> bool:
 
 
 def set_verbose(verbose: bool) -> None:
-    """Decide whether libraries print everything, before they are imported. `DSCHAT_PPO_VERBOSE=1` means `verbose`."""
+    """Decide whether libraries print everything, before they are imported. `DSCHAT_PPO_VERBOSE=1`
+    means `verbose`."""
     _VERBOSE[0] = verbose or os.environ.get("DSCHAT_PPO_VERBOSE") == "1"
     log = logging.getLogger("DeepSpeed")
     log.removeFilter(_is_new)
@@ -91,8 +95,9 @@ def set_verbose(verbose: bool) -> None:
 
 
 def quiet_libraries() -> None:
-    """Print only warnings of the libraries, once and on rank 0, and errors; after `set_verbose(True)`, everything from
-    INFO on. The log files of all ranks get every warning in any case."""
+    """Print only warnings of the libraries, once and on rank 0, and errors; after
+    `set_verbose(True)`, everything from INFO on. The log files of all ranks get every warning in
+    any case."""
     import deepspeed  # noqa: F401  (creates the logger that is set here)
 
     log = logging.getLogger("DeepSpeed")
@@ -105,8 +110,14 @@ def quiet_libraries() -> None:
 
 def _print_once(log: logging.Logger) -> None:
     for handler in log.handlers:
-        prints = type(handler) is logging.StreamHandler  # others write files, or are those of another program
-        if prints and not _VERBOSE[0] and not any(isinstance(own, _WarningsOnce) for own in handler.filters):
+        prints = (
+            type(handler) is logging.StreamHandler
+        )  # others write files, or are those of another program
+        if (
+            prints
+            and not _VERBOSE[0]
+            and not any(isinstance(own, _WarningsOnce) for own in handler.filters)
+        ):
             handler.addFilter(_WarningsOnce())
 
 
@@ -127,8 +138,8 @@ def quiet_hugging_face() -> None:
 
 @contextmanager
 def quiet_prints() -> Iterator[None]:
-    """Discard what libraries print in the block (DeepSpeed prints on every rank), unless `set_verbose(True)`; lines of
-    this project are printed."""
+    """Discard what libraries print in the block (DeepSpeed prints on every rank), unless
+    `set_verbose(True)`; lines of this project are printed."""
     if _VERBOSE[0]:
         yield
         return

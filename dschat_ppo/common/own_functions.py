@@ -1,4 +1,5 @@
-"""Functions of one's own, which a flag names as `FILE.py:FUNCTION`. The loader needs only the standard library."""
+"""Functions of one's own, which a flag names as `FILE.py:FUNCTION`. The loader needs only the
+standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _LONGEST_TEXT = 500  # characters of an exception's text
 
 
 def named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
-    """The built-in function of this name, or the one of one's own that `FILE.py:FUNCTION` names; errors name `flag`."""
+    """The built-in function of this name, or the one of one's own that `FILE.py:FUNCTION` names;
+    errors name `flag`."""
     return built_in[name] if name in built_in else own_function(flag, name)
 
 
@@ -38,7 +40,8 @@ def own_function(flag: str, name: str) -> Any:
 
 @contextmanager
 def running_own(what: str, name: str) -> Iterator[None]:
-    """The block runs code of `FILE.py:FUNCTION`, which may raise anything: a `UserError` of `what` and the cause."""
+    """The block runs code of `FILE.py:FUNCTION`, which may raise anything: a `UserError` of `what`
+    and the cause."""
     with attempt() as tried:
         yield
     if tried.problem is not None:
@@ -56,12 +59,22 @@ def own_files(*flags: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 def load(where: str, name: str) -> Callable[..., Any]:
-    """The callable `name` of a file `*.py`, whose folder comes first in the search path, as if it were run, or of an
-    importable module. Importing it may raise anything."""
-    module = _module_of(os.path.abspath(where)) if where.endswith(".py") else importlib.import_module(where)
+    """The callable `name` of a file `*.py`, whose folder comes first in the search path, as if it
+    were run, or of an importable module. Importing it may raise anything."""
+    module = (
+        _module_of(os.path.abspath(where))
+        if where.endswith(".py")
+        else importlib.import_module(where)
+    )
     if not callable(function := getattr(module, name, None)):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        raise TypeError(f"{Path(where).name} has no function '{name}'; it has: {', '.join(own) or 'none'}")
+        own = [
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__
+        ]
+        raise TypeError(
+            f"{Path(where).name} has no function '{name}'; it has: {', '.join(own) or 'none'}"
+        )
     return function
 
 
@@ -78,8 +91,13 @@ def _module_of(file: str) -> ModuleType:
 
 
 def cause_of(problem: BaseException, file: str | None) -> str:
-    """Type and text of an exception and the innermost line of `file` in its traceback, as one line."""
+    """Type and text of an exception and the innermost line of `file` in its traceback, as one
+    line."""
     kind, text = type(problem).__name__, printable_line(str(problem)[:_LONGEST_TEXT])
-    lines = [number for frame, number in traceback.walk_tb(problem.__traceback__) if frame.f_code.co_filename == file]
+    lines = [
+        number
+        for frame, number in traceback.walk_tb(problem.__traceback__)
+        if frame.f_code.co_filename == file
+    ]
     place = f" ({printable_line(str(file))}:{lines[-1]})" if lines else ""
     return (f"{kind}: {text}" if text else kind) + place

@@ -7,7 +7,8 @@ from pathlib import Path
 
 CONFIG, RESULT, METRICS, STARTS = "config.yaml", "result.json", "metrics.jsonl", "starts.jsonl"
 MODELS, HEALTH, SAMPLES, REPORT = "models.json", "health.jsonl", "samples.jsonl", "report.html"
-VALIDATION = "validation"  # of `--validate_only`: inside --output_dir, where no run of training looks for outputs
+# of `--validate_only`: inside --output_dir, where no run of training looks for outputs
+VALIDATION = "validation"
 
 
 def shown_path(path: str | Path) -> str:

@@ -1,4 +1,5 @@
-"""The current phase and step of this process (for messages), and the cost of each phase (for metrics)."""
+"""The current phase and step of this process (for messages), and the cost of each phase (for
+metrics)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def reset_phases() -> None:
 
 
 def block(name: str) -> AbstractContextManager[Any]:
-    """Mark a phase, a part of one, or work between phases in the trace of a profiled step (`monitor/step_trace.py`)."""
+    """Mark a phase, a part of one, or work between phases in the trace of a profiled step
+    (`monitor/step_trace.py`)."""
     from torch.profiler import record_function  # not at the top: see `_gpu`
 
     return record_function(name)
@@ -58,7 +60,8 @@ def where(joint: str = ",") -> str:
 
 
 def largest_peak(name: str) -> float | None:
-    """Bytes of the largest peak of a phase since the start of the process; None: it has not ended yet."""
+    """Bytes of the largest peak of a phase since the start of the process; None: it has not ended
+    yet."""
     return _PEAKS.get(name)
 
 
@@ -72,7 +75,8 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block under `name`; repeated blocks add up. An exception leaves the name in `current_phase`."""
+        """Time the block under `name`; repeated blocks add up. An exception leaves the name in
+        `current_phase`."""
         _CURRENT.append(name)
         heartbeat()
         _reset_peak()
@@ -108,7 +112,8 @@ class PhaseClock:
 
 def _gpu() -> Any:
     """`torch.cuda`, or None if this run has no GPU."""
-    import torch  # not at the top: a rank notes its phase before it imports torch, and --help never does
+    # not at the top: a rank notes its phase before it imports torch, and --help never does
+    import torch
 
     from dschat_ppo.common.dist import on_gpu
 

@@ -1,4 +1,5 @@
-"""Other processes of this machine, read from /proc; a signal when the parent ends; output that nobody reads."""
+"""Other processes of this machine, read from /proc; a signal when the parent ends; output that
+nobody reads."""
 
 from __future__ import annotations
 
@@ -14,20 +15,22 @@ _LIBC = ctypes.CDLL(None)
 
 
 def signal_when_parent_ends(number: int) -> None:
-    """Let the kernel send this process a signal when the thread that forked it ends, however it ends. Forked processes
-    do not inherit this. No signal comes for a thread that has already ended."""
+    """Let the kernel send this process a signal when the thread that forked it ends, however it
+    ends. Forked processes do not inherit this. No signal comes for a thread that has already
+    ended."""
     _LIBC.prctl(_SET_DEATH_SIGNAL, ctypes.c_ulong(number))
 
 
 def deny_access_to_memory() -> None:
-    """From here on, other processes of this user can neither read nor write this one's memory through /proc."""
+    """From here on, other processes of this user can neither read nor write this one's memory
+    through /proc."""
     _LIBC.prctl(_SET_DUMPABLE, ctypes.c_ulong(0))
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process. `parent`: its number; `started`: clock ticks since the machine started, which distinguish processes of
-    one number; `ended`: it is a zombie."""
+    """A process. `parent`: its number; `started`: clock ticks since the machine started, which
+    distinguish processes of one number; `ended`: it is a zombie."""
 
     parent: int
     started: int
@@ -63,8 +66,8 @@ def ancestor(word: str) -> int | None:
 
 
 def leave_dead_terminal(numbers: Sequence[int] = (1, 2)) -> None:
-    """Let descriptors, by default stdout and stderr, lead nowhere if nobody reads them, as of a closed terminal or of a
-    pipe whose reader has ended: each write would raise an error."""
+    """Let descriptors, by default stdout and stderr, lead nowhere if nobody reads them, as of a
+    closed terminal or of a pipe whose reader has ended: each write would raise an error."""
     poll = select.poll()
     for number in numbers:
         poll.register(number, 0)

@@ -1,4 +1,5 @@
-"""The progress of a run on rank 0: one line that is redrawn in a terminal, and a plain line now and then elsewhere."""
+"""The progress of a run on rank 0: one line that is redrawn in a terminal, and a plain line now and
+then elsewhere."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _SHOWN: list[Progress] = []  # the innermost last
 
 
 class Progress:
-    """Shows how far a run of `total` steps is, with its rate and the time left. A context manager; other ranks show
-    nothing. `done`: the steps before this process."""
+    """Shows how far a run of `total` steps is, with its rate and the time left. A context manager;
+    other ranks show nothing. `done`: the steps before this process."""
 
     def __init__(self, title: str, total: int, done: int = 0, unit: str = "step"):
         self.title, self.total, self.done, self.unit = title, total, done, unit
@@ -38,7 +39,9 @@ class Progress:
         if is_main():
             _SHOWN.append(self)
             if sys.stderr.isatty():
-                rows = shutil.get_terminal_size().lines  # of a terminal without a size, too, such as that of a CI
+                rows = (
+                    shutil.get_terminal_size().lines
+                )  # of a terminal without a size, too, such as that of a CI
                 self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=0, nrows=rows)
                 self._draw()
         return self
@@ -66,28 +69,43 @@ class Progress:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """(seconds of a step, tokens of all ranks in a second) over the last steps; 0 before the first."""
-        seconds, tokens = self._ends[-1][0] - self._ends[0][0], sum(tokens for _, tokens in list(self._ends)[1:])
+        """(seconds of a step, tokens of all ranks in a second) over the last steps; 0 before the
+        first."""
+        seconds, tokens = (
+            self._ends[-1][0] - self._ends[0][0],
+            sum(tokens for _, tokens in list(self._ends)[1:]),
+        )
         return (seconds / (len(self._ends) - 1), tokens / seconds) if seconds else (0.0, 0.0)
 
     @property
     def left(self) -> str:
         """The time left, such as "1:24 left"; "" before the first step and at the end."""
         each = self.rates[0]
-        return f"{duration(each * (self.total - self.done))} left" if each and self.done < self.total else ""
+        return (
+            f"{duration(each * (self.total - self.done))} left"
+            if each and self.done < self.total
+            else ""
+        )
 
     def text(self) -> str:
-        parts = [f"{self.title} {self.unit} {self.done}/{self.total} ({100 * self.done // max(self.total, 1)} %)"]
+        parts = [
+            f"{self.title} {self.unit} {self.done}/{self.total}"
+            f" ({100 * self.done // max(self.total, 1)} %)"
+        ]
         each = self.rates[0]
         if self.phase:
             parts.append(self.phase)
         elif each:
-            parts.append(f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s")
+            parts.append(
+                f"{each:.2g} s/{self.unit}" if each >= 1 else f"{1 / each:.3g} {self.unit}s/s"
+            )
         return " | ".join(filter(None, [*parts, self.left, self.note]))
 
     def draw_if_due(self) -> None:
         """Show the line if the last one is old enough; in a terminal also at the end."""
-        is_old = time.monotonic() - self._printed >= (PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS)
+        is_old = time.monotonic() - self._printed >= (
+            PLAIN_SECONDS if self._bar is None else REDRAW_SECONDS
+        )
         is_end = self._bar is not None and self.done == self.total and not self.phase
         if (is_old or is_end) and _SHOWN and _SHOWN[-1] is self:
             self._draw()
@@ -97,12 +115,14 @@ class Progress:
         if self._bar is None:
             print_line(self.text())
         else:
-            self._bar.set_description_str(self.text()[: max(shutil.get_terminal_size().columns - 1, 1)])
+            self._bar.set_description_str(
+                self.text()[: max(shutil.get_terminal_size().columns - 1, 1)]
+            )
 
 
 def report_phase(done: int, total: int, unit: str, name: str | None = None) -> None:
-    """Show that `done` of `total` things of the phase in progress are done, if a `Progress` is shown. Cheap; called
-    between passes. `name`: of the phase, if not `current_phase()`."""
+    """Show that `done` of `total` things of the phase in progress are done, if a `Progress` is
+    shown. Cheap; called between passes. `name`: of the phase, if not `current_phase()`."""
     if _SHOWN:
         _SHOWN[-1].phase = f"{name or current_phase()} {done}/{total} {unit}"
         _SHOWN[-1].draw_if_due()

@@ -1,4 +1,5 @@
-"""The number of this process among the ranks, from the launcher's environment; without torch (see `common/dist.py`)."""
+"""The number of this process among the ranks, from the launcher's environment; without torch (see
+`common/dist.py`)."""
 
 from __future__ import annotations
 

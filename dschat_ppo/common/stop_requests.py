@@ -1,4 +1,5 @@
-"""Stop requests: signals, and the end of the launcher. They are noted here; trainers poll them where they can stop."""
+"""Stop requests: signals, and the end of the launcher. They are noted here; trainers poll them
+where they can stop."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from dschat_ppo.common.processes import command_line, find_process, leave_dead_terminal, signal_when_parent_ends
+from dschat_ppo.common.processes import (
+    command_line,
+    find_process,
+    leave_dead_terminal,
+    signal_when_parent_ends,
+)
 from dschat_ppo.errors import StopRequested
 
 _LAUNCHER, _RUNNERS = "deepspeed.launcher.launch", {"deepspeed", "ds"}
@@ -18,8 +24,9 @@ _LAUNCHER, _RUNNERS = "deepspeed.launcher.launch", {"deepspeed", "ds"}
 
 @dataclass
 class _Requests:
-    """`signal`: the first one received; `flag`: set by the watchdog; `interrupted`: a SIGINT was received; `launcher`,
-    and `runner` above it: process numbers where they are DeepSpeed's, else None."""
+    """`signal`: the first one received; `flag`: set by the watchdog; `interrupted`: a SIGINT was
+    received; `launcher`, and `runner` above it: process numbers where they are DeepSpeed's, else
+    None."""
 
     signal: int | None = None
     flag: bool = False
@@ -32,10 +39,12 @@ _REQUESTS = _Requests()
 
 
 def install() -> None:
-    """Note SIGTERM, SIGINT and SIGHUP from here on; a second SIGINT raises `KeyboardInterrupt`. For the main thread.
+    """Note SIGTERM, SIGINT and SIGHUP from here on; a second SIGINT raises `KeyboardInterrupt`. For
+    the main thread.
 
-    A signal that is ignored stays ignored. If DeepSpeed's launcher is the parent, its end causes SIGTERM, however it
-    ends (the kernel sends it, on Linux). SIGTERM ends forked processes, which ignore SIGINT and SIGHUP.
+    A signal that is ignored stays ignored. If DeepSpeed's launcher is the parent, its end causes
+    SIGTERM, however it ends (the kernel sends it, on Linux). SIGTERM ends forked processes, which
+    ignore SIGINT and SIGHUP.
     """
     reset()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -49,13 +58,15 @@ def reset() -> None:
 
 
 def requested() -> bool:
-    """Whether this rank is to stop: a signal came, or the launcher or the `deepspeed` command above it has ended. Ranks
-    may disagree for a while: synchronise the answer over all ranks before you act on it."""
+    """Whether this rank is to stop: a signal came, or the launcher or the `deepspeed` command above
+    it has ended. Ranks may disagree for a while: synchronise the answer over all ranks before you
+    act on it."""
     return reason() is not None
 
 
 def flag_is_set() -> bool:
-    """Whether a signal came or `set_flag` was called: the cheap part of `requested`, fast enough for every token."""
+    """Whether a signal came or `set_flag` was called: the cheap part of `requested`, fast enough
+    for every token."""
     return _REQUESTS.flag or _REQUESTS.signal is not None
 
 
@@ -65,12 +76,14 @@ def interrupted() -> bool:
 
 
 def set_flag() -> None:
-    """Request a stop, from any thread: for the watchdog, which observes the launcher and the other ranks."""
+    """Request a stop, from any thread: for the watchdog, which observes the launcher and the other
+    ranks."""
     _REQUESTS.flag = True
 
 
 def reason() -> str | None:
-    """Why this rank is to stop, such as "SIGTERM", "the launcher has ended" or "another rank is to stop", or None."""
+    """Why this rank is to stop, such as "SIGTERM", "the launcher has ended" or "another rank is to
+    stop", or None."""
     if _REQUESTS.signal is not None:
         return signal.Signals(_REQUESTS.signal).name
     if _launcher_has_ended():
@@ -80,9 +93,10 @@ def reason() -> str | None:
 
 @contextmanager
 def subprocesses_may_stop(doing: str) -> Iterator[None]:
-    """For a block that starts processes, which the launcher's SIGTERM ends too. During a stop it raises
-    `StopRequested`, before the block or in place of the errors that their end causes, such as an `ImportError` of a
-    module that another rank was compiling. `doing` is what the block does, in the past tense, for the message."""
+    """For a block that starts processes, which the launcher's SIGTERM ends too. During a stop it
+    raises `StopRequested`, before the block or in place of the errors that their end causes, such
+    as an `ImportError` of a module that another rank was compiling. `doing` is what the block does,
+    in the past tense, for the message."""
     raise_if_stop_requested(doing)
     try:
         yield
@@ -93,7 +107,8 @@ def subprocesses_may_stop(doing: str) -> Iterator[None]:
 
 
 def raise_if_stop_requested(doing: str) -> None:
-    """For work before training, which can be left at any place: `StopRequested` if `flag_is_set`."""
+    """For work before training, which can be left at any place: `StopRequested` if
+    `flag_is_set`."""
     if flag_is_set():
         raise _stopped(doing)
 
@@ -124,14 +139,17 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _find_launcher() -> None:
-    """Remember DeepSpeed's launcher and runner. Any other parent (a shell) may end without ending this run."""
+    """Remember DeepSpeed's launcher and runner. Any other parent (a shell) may end without ending
+    this run."""
     parent = os.getppid()
     process = find_process(parent)
     if process is None or _LAUNCHER not in command_line(parent):
         return
     _REQUESTS.launcher = parent
     words = command_line(process.parent)
-    if "deepspeed.launcher.runner" in words or not _RUNNERS.isdisjoint(Path(word).name for word in words[:2]):
+    if "deepspeed.launcher.runner" in words or not _RUNNERS.isdisjoint(
+        Path(word).name for word in words[:2]
+    ):
         _REQUESTS.runner = process.parent
     signal_when_parent_ends(signal.SIGTERM)
 

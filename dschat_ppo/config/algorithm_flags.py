@@ -6,27 +6,70 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, is_own_function, not_negative, positive, refuse, require_used, share, unit
+from dschat_ppo.config.schema import (
+    flag,
+    is_own_function,
+    not_negative,
+    positive,
+    refuse,
+    require_used,
+    share,
+    unit,
+)
 
 ESTIMATOR = Literal[
-    "gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg",
-    "grpo_pass_at_k", "maxrl", "gdpo", "none",
-]  # fmt: skip
+    "gae",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "grpo_pass_at_k",
+    "maxrl",
+    "gdpo",
+    "none",
+]
 POLICY_LOSS = Literal[
-    "ppo", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
-]  # fmt: skip
+    "ppo",
+    "gspo",
+    "cispo",
+    "reinforce",
+    "sapo",
+    "gmpo",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+]
 AGGREGATION = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant"]
 KL_FORM = Literal["k1", "k2", "k3", "abs", "full"]
 
 WITHIN_A_GROUP = (
-    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_pass_at_k", "maxrl", "gdpo",
-)  # fmt: skip
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "grpo_pass_at_k",
+    "maxrl",
+    "gdpo",
+)
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 DISCOUNTED = (*WHITENED, "remax")
 STANDARDISED = ("grpo", "grpo_pass_at_k")
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov")
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
-OF_REWARDS = ("kl_coef", "reward_clip", "normalize_rewards", "missing_eos_penalty", "overlong_buffer")
+OF_REWARDS = (
+    "kl_coef",
+    "reward_clip",
+    "normalize_rewards",
+    "missing_eos_penalty",
+    "overlong_buffer",
+)
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean_token_mean
 
 
@@ -34,155 +77,286 @@ SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")  # their papers aggregate by seq_mean
 class AlgorithmFlags:
     """Reward shaping, advantages, losses and KL of step 3."""
 
-    # fmt: off
-    advantage_estimator: ESTIMATOR | str = flag("gae",
-        "advantage estimator; only 'gae' trains a critic. The estimators that compare the answers to one prompt need "
-        "--n_samples_per_prompt 2 or more. 'none': no policy loss, for distillation alone. docs/extending.md says how "
-        "to write one")
+    advantage_estimator: ESTIMATOR | str = flag(
+        "gae",
+        "advantage estimator; only 'gae' trains a critic. The estimators that compare the answers"
+        " to one prompt need --n_samples_per_prompt 2 or more. 'none': no policy loss, for"
+        " distillation alone. docs/extending.md says how to write one",
+    )
     gamma: float = unit(1.0, "discount factor per token")
     gae_lambda: float = unit(0.95, "lambda of generalised advantage estimation (gae)")
-    whiten_advantages: bool = flag(True,
+    whiten_advantages: bool = flag(
+        True,
         "whiten advantages over the answer tokens of all ranks (gae, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline)")
-    normalize_group_std: bool = flag(True,
-        "divide advantages by the standard deviation of the group (grpo, grpo_pass_at_k)")
-    group_std: Literal["group", "batch"] = flag("group",
-        "the standard deviation of --normalize_group_std: that of the scores of the 'group', or of all answers of the "
-        "PPO step ('batch')")
+        "reinforce_plus_plus_baseline)",
+    )
+    normalize_group_std: bool = flag(
+        True, "divide advantages by the standard deviation of the group (grpo, grpo_pass_at_k)"
+    )
+    group_std: Literal["group", "batch"] = flag(
+        "group",
+        "the standard deviation of --normalize_group_std: that of the scores of the 'group', or of"
+        " all answers of the PPO step ('batch')",
+    )
 
-    policy_loss: POLICY_LOSS | str = flag("ppo",
-        "policy loss; docs/algorithms.md describes them, docs/extending.md says how to write one")
-    loss_aggregation: AGGREGATION | None = flag(None,
-        "how token losses are averaged over the optimizer step; not given: seq_mean_token_mean for the losses gspo, "
-        "gmpo and sapo, else constant for the estimator dr_grpo, else token_mean")
-    clip_eps: float = positive(0.2,
-        "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps; dppo_tv and dppo_kl: "
-        "the largest divergence)")
+    policy_loss: POLICY_LOSS | str = flag(
+        "ppo",
+        "policy loss; docs/algorithms.md describes them, docs/extending.md says how to write one",
+    )
+    loss_aggregation: AGGREGATION | None = flag(
+        None,
+        "how token losses are averaged over the optimizer step; not given: seq_mean_token_mean for"
+        " the losses gspo, gmpo and sapo, else constant for the estimator dr_grpo, else token_mean",
+    )
+    clip_eps: float = positive(
+        0.2,
+        "clip range of the policy ratio: 1 - eps to 1 + eps (gmpo: of the log-ratio, -eps to eps;"
+        " dppo_tv and dppo_kl: the largest divergence)",
+    )
     clip_eps_low: float | None = positive(None, "eps of the lower clip; not given: --clip_eps")
     clip_eps_high: float | None = positive(None, "eps of the upper clip; not given: --clip_eps")
-    dual_clip: float = flag(0.0, "bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off")
-    sapo_tau_positive: float = positive(1.0, "sapo: temperature of the gate for positive advantages")
-    sapo_tau_negative: float = positive(1.05, "sapo: temperature of the gate for advantages of 0 or less")
+    dual_clip: float = flag(
+        0.0, "bound on the ratio for negative advantages, above 1 (ppo, gspo, clip_cov); 0 = off"
+    )
+    sapo_tau_positive: float = positive(
+        1.0, "sapo: temperature of the gate for positive advantages"
+    )
+    sapo_tau_negative: float = positive(
+        1.05, "sapo: temperature of the gate for advantages of 0 or less"
+    )
     covariance_share: float = share(0.0002, "clip_cov and kl_cov: share of tokens to act on")
-    value_clip_eps: float = not_negative(0.2,
-        "value loss: clip range of new values around old values; 0 = plain squared error")
-    critic_warmup_rollouts: int = not_negative(0, "number of PPO steps at the start that train only the critic")
+    value_clip_eps: float = not_negative(
+        0.2, "value loss: clip range of new values around old values; 0 = plain squared error"
+    )
+    critic_warmup_rollouts: int = not_negative(
+        0, "number of PPO steps at the start that train only the critic"
+    )
 
-    entropy_coef: float = not_negative(0.0, "weight of the entropy bonus; with --entropy_target, its initial value")
-    entropy_target: float | None = not_negative(None,
-        "adapt the weight of the entropy bonus to keep this entropy (nats per token); not given: constant weight")
+    entropy_coef: float = not_negative(
+        0.0, "weight of the entropy bonus; with --entropy_target, its initial value"
+    )
+    entropy_target: float | None = not_negative(
+        None,
+        "adapt the weight of the entropy bonus to keep this entropy (nats per token); not given:"
+        " constant weight",
+    )
     entropy_delta: float = positive(0.005, "change of the adaptive entropy weight per PPO step")
     entropy_coef_max: float = positive(1.0, "upper bound of the adaptive entropy weight")
-    high_entropy_share: float = share(1.0,
-        "train the policy only on this share of tokens, those with the highest entropy; 1 = all tokens")
+    high_entropy_share: float = share(
+        1.0,
+        "train the policy only on this share of tokens, those with the highest entropy; 1 = all"
+        " tokens",
+    )
 
-    kl_coef: float | None = not_negative(None,
-        "weight of the per-token KL penalty in the reward; not given: 0 for the estimators that compare the answers to "
-        f"one prompt ({', '.join(WITHIN_A_GROUP)}), which then need no reference, else 0.1")
-    kl_estimator: KL_FORM = flag("k1",
-        "KL in the reward: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary")
-    kl_target: float | None = positive(None,
-        "adapt --kl_coef to keep this KL (nats per token); not given: constant coefficient")
-    kl_horizon: int = positive(10_000, "number of answers over which the adaptive --kl_coef changes by at most a fifth")
+    kl_coef: float | None = not_negative(
+        None,
+        "weight of the per-token KL penalty in the reward; not given: 0 for the estimators that"
+        f" compare the answers to one prompt ({', '.join(WITHIN_A_GROUP)}), which then need no"
+        " reference, else 0.1",
+    )
+    kl_estimator: KL_FORM = flag(
+        "k1",
+        "KL in the reward: an estimate from the sampled tokens, or 'full' for the exact sum over"
+        " the vocabulary",
+    )
+    kl_target: float | None = positive(
+        None, "adapt --kl_coef to keep this KL (nats per token); not given: constant coefficient"
+    )
+    kl_horizon: int = positive(
+        10_000, "number of answers over which the adaptive --kl_coef changes by at most a fifth"
+    )
     kl_loss_coef: float = not_negative(0.0, "weight of the KL to the reference as a loss")
-    kl_loss_estimator: KL_FORM = flag("k3",
-        "KL in the loss: an estimate from the sampled tokens, or 'full' for the exact sum over the vocabulary")
-    kl_straight_through: bool = flag(True,
-        "use the unbiased gradient of k2 for the KL losses k1, k3 and abs, whose own gradient is biased")
+    kl_loss_estimator: KL_FORM = flag(
+        "k3",
+        "KL in the loss: an estimate from the sampled tokens, or 'full' for the exact sum over the"
+        " vocabulary",
+    )
+    kl_straight_through: bool = flag(
+        True,
+        "use the unbiased gradient of k2 for the KL losses k1, k3 and abs, whose own gradient is"
+        " biased",
+    )
 
-    importance_correction: Literal["none", "token", "sequence"] = flag("none",
-        "weight the policy loss by the ratio of the training engine's probability to the one recorded while sampling, "
-        "per token or per answer ('sequence')")
-    importance_mode: Literal["truncate", "mask"] = flag("truncate",
-        "'truncate' lowers importance weights above --importance_cap to it, and raises those below --importance_floor; "
-        "'mask' sets both to 0")
+    importance_correction: Literal["none", "token", "sequence"] = flag(
+        "none",
+        "weight the policy loss by the ratio of the training engine's probability to the one"
+        " recorded while sampling, per token or per answer ('sequence')",
+    )
+    importance_mode: Literal["truncate", "mask"] = flag(
+        "truncate",
+        "'truncate' lowers importance weights above --importance_cap to it, and raises those below"
+        " --importance_floor; 'mask' sets both to 0",
+    )
     importance_cap: float = flag(2.0, "upper bound of the importance weights, above 1")
-    importance_floor: float | None = not_negative(None,
-        "lower bound of the importance weights, below --importance_cap; not given: none, and with --importance_mode "
-        "mask the inverse of --importance_cap")
-    off_policy_delta: float | None = not_negative(None,
-        "drop answers with a negative advantage whose log-prob (mean over tokens) has fallen by more than this many "
-        "nats since scoring; not given: off")
-    router_loss_coef: float = not_negative(0.0,
-        "weight of the load-balancing loss of a mixture-of-experts actor, over the tokens of an optimizer step; each "
-        "update then needs a second forward pass without gradients; 0 = off")
+    importance_floor: float | None = not_negative(
+        None,
+        "lower bound of the importance weights, below --importance_cap; not given: none, and with"
+        " --importance_mode mask the inverse of --importance_cap",
+    )
+    off_policy_delta: float | None = not_negative(
+        None,
+        "drop answers with a negative advantage whose log-prob (mean over tokens) has fallen by"
+        " more than this many nats since scoring; not given: off",
+    )
+    router_loss_coef: float = not_negative(
+        0.0,
+        "weight of the load-balancing loss of a mixture-of-experts actor, over the tokens of an"
+        " optimizer step; each update then needs a second forward pass without gradients; 0 = off",
+    )
 
-    reward_clip: float | None = not_negative(None,
-        "clip scores to +- this; 0 = off. Not given: 5 with --advantage_estimator gae if the learned reward is the "
-        "only source, as in DeepSpeed-Chat; else off, because scores beyond the clip would all be equal")
-    normalize_rewards: Literal["none", "model", "running"] = flag("none",
-        "'model': standardise the reward model's scores by the statistics saved with it; 'running': divide scores by "
-        "their running standard deviation")
-    missing_eos_penalty: float = not_negative(0.0,
-        "penalty on the score of an answer that was truncated by the length limit")
-    overlong_buffer: int = not_negative(0,
-        "number of tokens before the length limit over which --overlong_penalty grows; 0 = off")
-    overlong_penalty: float = not_negative(1.0,
-        "penalty on the score of an answer at the length limit; it grows linearly over --overlong_buffer")
-    mask_truncated_answers: bool = flag(False,
-        "exclude answers that were truncated by the length limit from the policy loss")
-    dynamic_sampling: bool = flag(False,
-        "drop prompts whose answers all have the same score, and sample other prompts until the PPO step is full")
-    dynamic_sampling_rounds: int = positive(8,
-        "maximum sampling rounds per PPO step; if prompts are still missing, dropped ones fill the step")
-    dynamic_sampling_range: list[float] = flag([],
-        "two numbers, LOW HIGH: --dynamic_sampling also drops prompts whose mean score is not above LOW and below "
-        "HIGH; not given: off", commas=True)
-    target_kl: float | None = positive(None,
-        "end the updates of a PPO step after an update whose KL (k3, nats per token) is above this; not given: off")
-    max_log_ratio: float | None = positive(None,
-        "skip an update in which the log-ratio of a token is beyond +- this, and end the updates of the PPO step; not "
-        "given: off")
-    # fmt: on
+    reward_clip: float | None = not_negative(
+        None,
+        "clip scores to +- this; 0 = off. Not given: 5 with --advantage_estimator gae if the"
+        " learned reward is the only source, as in DeepSpeed-Chat; else off, because scores beyond"
+        " the clip would all be equal",
+    )
+    normalize_rewards: Literal["none", "model", "running"] = flag(
+        "none",
+        "'model': standardise the reward model's scores by the statistics saved with it; 'running':"
+        " divide scores by their running standard deviation",
+    )
+    missing_eos_penalty: float = not_negative(
+        0.0, "penalty on the score of an answer that was truncated by the length limit"
+    )
+    overlong_buffer: int = not_negative(
+        0, "number of tokens before the length limit over which --overlong_penalty grows; 0 = off"
+    )
+    overlong_penalty: float = not_negative(
+        1.0,
+        "penalty on the score of an answer at the length limit; it grows linearly over"
+        " --overlong_buffer",
+    )
+    mask_truncated_answers: bool = flag(
+        False, "exclude answers that were truncated by the length limit from the policy loss"
+    )
+    dynamic_sampling: bool = flag(
+        False,
+        "drop prompts whose answers all have the same score, and sample other prompts until the PPO"
+        " step is full",
+    )
+    dynamic_sampling_rounds: int = positive(
+        8,
+        "maximum sampling rounds per PPO step; if prompts are still missing, dropped ones fill the"
+        " step",
+    )
+    dynamic_sampling_range: list[float] = flag(
+        [],
+        "two numbers, LOW HIGH: --dynamic_sampling also drops prompts whose mean score is not above"
+        " LOW and below HIGH; not given: off",
+        commas=True,
+    )
+    target_kl: float | None = positive(
+        None,
+        "end the updates of a PPO step after an update whose KL (k3, nats per token) is above this;"
+        " not given: off",
+    )
+    max_log_ratio: float | None = positive(
+        None,
+        "skip an update in which the log-ratio of a token is beyond +- this, and end the updates of"
+        " the PPO step; not given: off",
+    )
 
     def __post_init__(self) -> None:
         require_used(self, self._uses())
         between = self.dynamic_sampling_range
-        refuse({
-            f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}":
-                not (self.dual_clip == 0 or self.dual_clip > 1),
-            f"--importance_cap must be above 1, got {self.importance_cap}": not self.importance_cap > 1,
-            f"--importance_floor {self.importance_floor} must be below --importance_cap {self.importance_cap}":
-                self.importance_floor is not None and self.importance_floor >= self.importance_cap,
-            "--advantage_estimator gdpo standardises each reward source; --reward_clip and --normalize_rewards running "
-            "act on their sum, so omit them": self.advantage_estimator == "gdpo" and (
-                bool(self.reward_clip) or self.normalize_rewards == "running"),
-            "the lower clip, --clip_eps_low or --clip_eps, must be below 1": (self.clip_eps_low or self.clip_eps) >= 1,
-            f"--dynamic_sampling_range {' '.join(map(str, between))}: expected two numbers, the lower one first":
-                bool(between) and not (len(between) == 2 and between[0] < between[1]),
-            f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max {self.entropy_coef_max}":
-                self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max,
-        })  # fmt: skip
+        refuse(
+            {
+                f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}": not (
+                    self.dual_clip == 0 or self.dual_clip > 1
+                ),
+                f"--importance_cap must be above 1, got {self.importance_cap}": (
+                    not self.importance_cap > 1
+                ),
+                (
+                    f"--importance_floor {self.importance_floor} must be below --importance_cap "
+                    f"{self.importance_cap}"
+                ): (
+                    self.importance_floor is not None
+                    and self.importance_floor >= self.importance_cap
+                ),
+                (
+                    "--advantage_estimator gdpo standardises each reward source; --reward_clip "
+                    "and --normalize_rewards running act on their sum, so omit them"
+                ): (
+                    self.advantage_estimator == "gdpo"
+                    and (bool(self.reward_clip) or self.normalize_rewards == "running")
+                ),
+                "the lower clip, --clip_eps_low or --clip_eps, must be below 1": (
+                    (self.clip_eps_low or self.clip_eps) >= 1
+                ),
+                (
+                    f"--dynamic_sampling_range {' '.join(map(str, between))}: expected two "
+                    "numbers, the lower one first"
+                ): (bool(between) and not (len(between) == 2 and between[0] < between[1])),
+                (
+                    f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max "
+                    f"{self.entropy_coef_max}"
+                ): (self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max),
+            }
+        )
 
     def _uses(self) -> list[tuple[bool, str, str]]:
         """As `require_used` takes them."""
         loss, estimator = self.policy_loss, self.advantage_estimator
-        own, own_loss = is_own_function(estimator), is_own_function(loss)  # they may use any constant
+        own, own_loss = (
+            is_own_function(estimator),
+            is_own_function(loss),
+        )  # they may use any constant
         clips, standardises = own_loss or loss in CLIPPED_LOSSES, own or estimator in STANDARDISED
         kl_loss, correction = self.kl_loss_coef > 0, self.importance_correction != "none"
         biased_gradient = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")
         adaptive_entropy = self.entropy_target is not None
-        penalty = "--kl_coef above 0" + (f" (for {estimator} it is 0 unless given)" if self.kl_coef is None else "")
+        penalty = "--kl_coef above 0" + (
+            f" (for {estimator} it is 0 unless given)" if self.kl_coef is None else ""
+        )
         return [
             (clips, _one_of("policy_loss", CLIPPED_LOSSES), "clip_eps clip_eps_low clip_eps_high"),
-            (own_loss or loss in ("ppo", "clip_cov", "gspo"), "--policy_loss ppo, clip_cov or gspo", "dual_clip"),
-            (own_loss or loss == "sapo", "--policy_loss sapo", "sapo_tau_positive sapo_tau_negative"),
+            (
+                own_loss or loss in ("ppo", "clip_cov", "gspo"),
+                "--policy_loss ppo, clip_cov or gspo",
+                "dual_clip",
+            ),
+            (
+                own_loss or loss == "sapo",
+                "--policy_loss sapo",
+                "sapo_tau_positive sapo_tau_negative",
+            ),
             (self.selects_tokens, _one_of("policy_loss", COVARIANCE_LOSSES), "covariance_share"),
-            (self.has_critic, "--advantage_estimator gae", "critic_warmup_rollouts gae_lambda value_clip_eps"),
+            (
+                self.has_critic,
+                "--advantage_estimator gae",
+                "critic_warmup_rollouts gae_lambda value_clip_eps",
+            ),
             (own or estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
             (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),
-            (estimator != "none", "advantages from rewards, which 'none' has not", " ".join(OF_REWARDS)),
+            (
+                estimator != "none",
+                "advantages from rewards, which 'none' has not",
+                " ".join(OF_REWARDS),
+            ),
             (standardises, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
-            (standardises and self.normalize_group_std, "--normalize_group_std of grpo or grpo_pass_at_k", "group_std"),
+            (
+                standardises and self.normalize_group_std,
+                "--normalize_group_std of grpo or grpo_pass_at_k",
+                "group_std",
+            ),
             (adaptive_entropy, "--entropy_target", "entropy_delta entropy_coef_max"),
             (self.kl_reward_coef > 0, f"a {penalty}, which it adapts", "kl_target"),
             (self.kl_target is not None, "--kl_target", "kl_horizon"),
             (kl_loss, "--kl_loss_coef above 0", "kl_loss_estimator"),
             (biased_gradient, "a KL loss k1, k3 or abs", "kl_straight_through"),
             (self.kl_reward_coef > 0, penalty, "kl_estimator"),
-            (correction, "--importance_correction", "importance_mode importance_cap importance_floor"),
+            (
+                correction,
+                "--importance_correction",
+                "importance_mode importance_cap importance_floor",
+            ),
             (self.overlong_buffer > 0, "--overlong_buffer", "overlong_penalty"),
-            (self.dynamic_sampling, "--dynamic_sampling", "dynamic_sampling_rounds dynamic_sampling_range"),
+            (
+                self.dynamic_sampling,
+                "--dynamic_sampling",
+                "dynamic_sampling_rounds dynamic_sampling_range",
+            ),
         ]
 
     @property
@@ -197,7 +371,8 @@ class AlgorithmFlags:
 
     @property
     def kl_reward_coef(self) -> float:
-        """`--kl_coef`, or its default: 0 for group estimators, as GRPO (Shao et al. 2024) has no KL in the reward."""
+        """`--kl_coef`, or its default: 0 for group estimators, as GRPO (Shao et al. 2024) has no KL
+        in the reward."""
         if self.kl_coef is not None:
             return self.kl_coef
         without = self.compares_answers or self.advantage_estimator == "none"
@@ -244,8 +419,13 @@ class AlgorithmFlags:
 
     @property
     def needs_training_logprobs(self) -> bool:
-        """Whether old log-probs must come from a training forward pass, in addition to the recorded ones."""
-        return self.needs_entropies or self.importance_correction != "none" or self.kl_estimator == "full"
+        """Whether old log-probs must come from a training forward pass, in addition to the recorded
+        ones."""
+        return (
+            self.needs_entropies
+            or self.importance_correction != "none"
+            or self.kl_estimator == "full"
+        )
 
 
 def _one_of(flag: str, values: Sequence[str]) -> str:

@@ -1,5 +1,5 @@
-"""Batch plan of step 3: global batch sizes and numbers of steps, from the flags and the number of ranks. (That of steps
-1 and 2 is in `supervised/trainer.py`.)"""
+"""Batch plan of step 3: global batch sizes and numbers of steps, from the flags and the number of
+ranks. (That of steps 1 and 2 is in `supervised/trainer.py`.)"""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from dschat_ppo.config.ppo_flags import PPOFlags
 from dschat_ppo.config.schema import require
 from dschat_ppo.errors import counted
 
-# Of a micro-batch on one CPU. A larger one leaves the caches, and its activations are above 32 MiB, which glibc returns
-# to the system after each use. Several ranks exchange weights and gradients in each pass, so theirs are twice as large.
+# Of a micro-batch on one CPU. A larger one leaves the caches, and its activations are above 32 MiB,
+# which glibc returns to the system after each use. Several ranks exchange weights and gradients in
+# each pass, so theirs are twice as large.
 CPU_TOKENS = 1024
 
 
 def times(count: int, factor: float) -> int:
-    """`count` x `factor`, rounded up. `factor` is the decimal that was typed: 0.07 of 100 is 7, not above it."""
+    """`count` x `factor`, rounded up. `factor` is the decimal that was typed: 0.07 of 100 is 7, not
+    above it."""
     return ceil(count * Fraction(str(factor)))
 
 
 def batch_text(plan: Any, micro_batch: int, row: str) -> str:
-    """The global batch of a plan, such as "32 rows x 1 micro-batch x 2 ranks = 64"; `row`: what a row is called."""
+    """The global batch of a plan, such as "32 rows x 1 micro-batch x 2 ranks = 64"; `row`: what a
+    row is called."""
     apart = counted(plan.world_size // plan.shared, "rank" if plan.shared == 1 else "group")
     batches = counted(plan.flags.gradient_accumulation_steps, "micro-batch", "micro-batches")
     return f"{counted(micro_batch, row)} x {batches} x {apart} = {plan.global_batch}"
@@ -31,14 +34,17 @@ def batch_text(plan: Any, micro_batch: int, row: str) -> str:
 
 @dataclass(frozen=True)
 class PPOPlan:
-    """Batches of step 3. A PPO step is one collection of experience and all updates made from it."""
+    """Batches of step 3. A PPO step is one collection of experience and all updates made from
+    it."""
 
     flags: PPOFlags
     prompts: int  # prompts in the data
     world_size: int  # ranks
     warmup_rollouts: int = 0  # PPO steps at the start that train only the critic
     shared: int = 1  # ranks that share their rows in updates (--sequence_parallel_size)
-    max_steps: int = 0  # PPO steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+    max_steps: int = (
+        0  # PPO steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+    )
     on_gpu: bool = True
 
     @property
@@ -88,7 +94,9 @@ class PPOPlan:
     @property
     def ppo_steps(self) -> int:
         """PPO steps of the run, rounded up; at most `--test_stop_step` in test mode."""
-        steps = self.max_steps or -(-times(self.prompts, self.flags.num_train_epochs) // self.rollout_prompts)
+        steps = self.max_steps or -(
+            -times(self.prompts, self.flags.num_train_epochs) // self.rollout_prompts
+        )
         return min(steps, self.flags.test_stop_step or steps)
 
     @property
@@ -105,48 +113,73 @@ class PPOPlan:
         flags, ranks = self.flags, counted(self.world_size, "rank")
         rows, passes = self.rows_per_rank, counted(flags.ppo_epochs, "epoch")
         device = "device" if self.shared == 1 else "group"
-        of_prompts = f"{flags.per_device_generation_batch_size} x {flags.generation_batches} prompts"
+        of_prompts = (
+            f"{flags.per_device_generation_batch_size} x {flags.generation_batches} prompts"
+        )
         return [
             ("prompts", f"{self.prompts}"),
             ("rows per rank", f"{of_prompts} x {self.samples} answers = {rows}"),
             ("rows per PPO step", f"{rows} x {ranks} = {self.rollout_rows}"),
-            (f"micro-batch per {device}", f"up to {self.micro_batch_tokens} tokens, padding included"),
+            (
+                f"micro-batch per {device}",
+                f"up to {self.micro_batch_tokens} tokens, padding included",
+            ),
             ("global batch", batch_text(self, flags.per_device_training_batch_size, "row")),
             (
                 "updates per PPO step",
-                f"{self.rollout_rows} / {self.global_batch} x {passes} = {self.updates_per_rollout}",
+                (
+                    f"{self.rollout_rows} / {self.global_batch} x {passes} ="
+                    f" {self.updates_per_rollout}"
+                ),
             ),
-            ("PPO steps", f"{self.ppo_steps}" + (" (--max_steps)" if self.max_steps == self.ppo_steps else "")),
-            ("optimizer steps in all", f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}"),
+            (
+                "PPO steps",
+                f"{self.ppo_steps}"
+                + (" (--max_steps)" if self.max_steps == self.ppo_steps else ""),
+            ),
+            (
+                "optimizer steps in all",
+                f"{self.ppo_steps} x {self.updates_per_rollout} = {self.total_updates}",
+            ),
         ]
 
 
 def plan_ppo(
-    flags: PPOFlags, prompts: int, world_size: int, warmup_rollouts: int = 0, shared: int = 1, max_steps: int = 0,
+    flags: PPOFlags,
+    prompts: int,
+    world_size: int,
+    warmup_rollouts: int = 0,
+    shared: int = 1,
+    max_steps: int = 0,
     on_gpu: bool = True,
-) -> PPOPlan:  # fmt: skip
-    """The batch plan of step 3 for a number of prompts (see `PPOPlan`). A run whose flags limit its steps has fewer
-    `warmup_rollouts` if it must, so that its last step trains the actor."""
+) -> PPOPlan:
+    """The batch plan of step 3 for a number of prompts (see `PPOPlan`). A run whose flags limit its
+    steps has fewer `warmup_rollouts` if it must, so that its last step trains the actor."""
     plan = PPOPlan(flags, prompts, world_size, warmup_rollouts, shared, max_steps, on_gpu)
-    if max_steps or flags.test_stop_step:  # a trial of a longer run, so its last PPO step trains the actor too
+    if (
+        max_steps or flags.test_stop_step
+    ):  # a trial of a longer run, so its last PPO step trains the actor too
         plan = replace(plan, warmup_rollouts=min(warmup_rollouts, plan.ppo_steps - 1))
     require(
         plan.warmup_rollouts < plan.ppo_steps,
-        f"--critic_warmup_rollouts {warmup_rollouts} must be below the {plan.ppo_steps} PPO steps of this run, "
-        "or the actor is never trained",
+        f"--critic_warmup_rollouts {warmup_rollouts} must be below the {plan.ppo_steps} PPO steps"
+        " of this run, or the actor is never trained",
     )
     # per device, or per group of ranks that share rows
     rows, rows_per_update = plan.rows_per_rank * shared, plan.global_batch * shared // world_size
-    sharing, device = (f" x {shared} ranks that share rows", "group") if shared > 1 else ("", "device")
+    sharing, device = (
+        (f" x {shared} ranks that share rows", "group") if shared > 1 else ("", "device")
+    )
     # --generation_batches must be a multiple of this for a whole number of updates
     multiple = rows_per_update // gcd(rows // flags.generation_batches, rows_per_update)
     require(
         rows % rows_per_update == 0,
-        "the rows of a PPO step are not a whole number of optimizer steps: --per_device_generation_batch_size "
-        f"{flags.per_device_generation_batch_size} x --generation_batches {flags.generation_batches} x "
-        f"--n_samples_per_prompt {plan.samples}{sharing} = {rows} rows per {device}, but an optimizer step takes "
-        f"--per_device_training_batch_size {flags.per_device_training_batch_size} x --gradient_accumulation_steps "
-        f"{flags.gradient_accumulation_steps} = {rows_per_update}. Set --generation_batches "
-        f"{-(-flags.generation_batches // multiple) * multiple}",
+        "the rows of a PPO step are not a whole number of optimizer steps:"
+        f" --per_device_generation_batch_size {flags.per_device_generation_batch_size} x"
+        f" --generation_batches {flags.generation_batches} x --n_samples_per_prompt"
+        f" {plan.samples}{sharing} = {rows} rows per {device}, but an optimizer step takes"
+        f" --per_device_training_batch_size {flags.per_device_training_batch_size} x"
+        f" --gradient_accumulation_steps {flags.gradient_accumulation_steps} = {rows_per_update}."
+        f" Set --generation_batches {-(-flags.generation_batches // multiple) * multiple}",
     )
     return plan

@@ -1,5 +1,5 @@
-"""Parse the command line and the YAML file of one step into its frozen configuration; the text of `--help`, and of the
-message about an unknown flag."""
+"""Parse the command line and the YAML file of one step into its frozen configuration; the text of
+`--help`, and of the message about an unknown flag."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten, grou
 from dschat_ppo.config.supervised_config import DPOConfig, PreferenceConfig, SFTConfig
 from dschat_ppo.errors import UserError, reading
 
-STEPS: dict[str, type[StepConfig]] = {"sft": SFTConfig, "reward": PreferenceConfig, "dpo": DPOConfig, "ppo": PPOConfig}
+STEPS: dict[str, type[StepConfig]] = {
+    "sft": SFTConfig,
+    "reward": PreferenceConfig,
+    "dpo": DPOConfig,
+    "ppo": PPOConfig,
+}
 
 _FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"
 _ADVICE = {  # flags of other trainers
@@ -33,48 +38,69 @@ _ADVICE = {  # flags of other trainers
     **dict.fromkeys(("max_train_samples", "max_samples"), _FEWER),
     **{name: f"use --dtype {name}" for name in ("bf16", "fp16")},
     **{
-        name: f"it is a flag of the launcher, before the program: deepspeed --{name} N training/..., or of dschat-ppo"
+        name: (
+            f"it is a flag of the launcher, before the program: deepspeed --{name} N training/...,"
+            " or of dschat-ppo"
+        )
         for name in ("num_accelerators", "num_gpus")
     },
 }
 _SET_BY_THEM = {"--data_path": "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"}
 _OF_TRAINING = (
-    "report_to", "enable_tensorboard", "profile", "stop_on_health", "save_hf_steps", "eval_interval", "save_best",
-    "metric_for_best", "push_to_hub",
-)  # fmt: skip
+    "report_to",
+    "enable_tensorboard",
+    "profile",
+    "stop_on_health",
+    "save_hf_steps",
+    "eval_interval",
+    "save_best",
+    "metric_for_best",
+    "push_to_hub",
+)
 
 
 def _read_yaml(path: str, known: set[str]) -> tuple[dict[str, Any], str | None]:
-    """The settings of a YAML file, and a note about flags that left in a file that a run of an earlier version saved.
-    Such a file holds all flags of a step, whatever their values; in a file that a person wrote, flags that left stay,
-    to be refused."""
+    """The settings of a YAML file, and a note about flags that left in a file that a run of an
+    earlier version saved. Such a file holds all flags of a step, whatever their values; in a file
+    that a person wrote, flags that left stay, to be refused."""
     text = read_settings("--config", path)
     with reading(f"--config {path}: is not valid YAML"):
         settings = yaml.safe_load(text)
-    require(isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values")
+    require(
+        isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values"
+    )
     if len(known.intersection(settings)) < len(known) / 2:
         return settings, None
-    return {key: value for key, value in settings.items() if key not in RETIRED}, note_on_retired(settings)
+    return {key: value for key, value in settings.items() if key not in RETIRED}, note_on_retired(
+        settings
+    )
 
 
 def _words_of(path: str, known: set[str], parser: FlagParser) -> list[str]:
-    """The settings of a YAML file as words of a command line; unknown ones without values, which may be secret."""
+    """The settings of a YAML file as words of a command line; unknown ones without values, which
+    may be secret."""
     words: list[str] = []
     for key, value in _read_yaml(path, known)[0].items():
         if f"--{key}" not in parser.names:
             words.append(f"--{key}")
             continue
-        require(key != "config" or value is None, f"--config {path}: 'config' cannot name another file here")
-        require(not isinstance(value, dict), f"--config {path}: '{key}' must be a value or a list, not a mapping")
+        require(
+            key != "config" or value is None,
+            f"--config {path}: 'config' cannot name another file here",
+        )
+        require(
+            not isinstance(value, dict),
+            f"--config {path}: '{key}' must be a value or a list, not a mapping",
+        )
         if value is not None:
             words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return words
 
 
 def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = None) -> Any:
-    """The frozen configuration of a step, a key of `STEPS`. `argv`, the arguments after the program's name, override
-    the YAML file named by `--config`. `given`: flag -> value that takes the place of its default; such a flag is not
-    required."""
+    """The frozen configuration of a step, a key of `STEPS`. `argv`, the arguments after the
+    program's name, override the YAML file named by `--config`. `given`: flag -> value that takes
+    the place of its default; such a flag is not required."""
     step = STEPS[step_name]
     groups = list(groups_of(step).items())
     parser = flag_parser([kind for _, kind in groups], add_help=False)
@@ -84,15 +110,23 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         _print_help(help_text(step_name, parser, topic))
         raise SystemExit(0)
     fields = [field for _, kind in groups for field in dataclasses.fields(kind)]
-    rates = {field.name: parser.get_default(field.name) for field in fields if field.name.endswith("learning_rate")}
+    rates = {
+        field.name: parser.get_default(field.name)
+        for field in fields
+        if field.name.endswith("learning_rate")
+    }
     parser.set_defaults(**dict.fromkeys(rates))  # None: not given
     found = parser.parse_args(_named_file(argv))
     if found.config:
         try:
-            settings = parser.parse_args(_named_file(_words_of(found.config, set(defaults_of(step)), parser)))
+            settings = parser.parse_args(
+                _named_file(_words_of(found.config, set(defaults_of(step)), parser))
+            )
         except UserError as problem:
             raise UserError(
-                str(problem) if "--config" in str(problem) else f"--config {found.config}: {problem}"
+                str(problem)
+                if "--config" in str(problem)
+                else f"--config {found.config}: {problem}"
             ) from None
         found = parser.parse_args(_named_file(argv), settings)
     values = vars(found)
@@ -101,14 +135,16 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
         named = ", ".join(_SET_BY_THEM.get(flag, flag) for flag in missing)
         raise UserError(f"required: {named} (all flags: --help all)")
     parts = {
-        name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)}) for name, kind in groups
+        name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+        for name, kind in groups
     }
     return step(**parts)
 
 
 def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[str, float]:
-    """Flag -> rate: that in `given` (None: not given), else its default. With `--only_optimize_lora` the adapter trains
-    in place of the weights, so the rate that was given for the weights of a model is also that of its adapter."""
+    """Flag -> rate: that in `given` (None: not given), else its default. With
+    `--only_optimize_lora` the adapter trains in place of the weights, so the rate that was given
+    for the weights of a model is also that of its adapter."""
     rates = {}
     for name, default in defaults.items():
         whole, prefix = name.replace("lora_", ""), name.removesuffix("lora_learning_rate")
@@ -119,7 +155,8 @@ def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[st
 
 
 def _named_file(words: Sequence[str]) -> list[str]:
-    """`words` with `--deepspeed_config FILE` in place of `--deepspeed FILE`, as the Hugging Face trainer has it."""
+    """`words` with `--deepspeed_config FILE` in place of `--deepspeed FILE`, as the Hugging Face
+    trainer has it."""
     named = list(words)
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
@@ -130,15 +167,19 @@ def _named_file(words: Sequence[str]) -> list[str]:
 
 
 def _missing(fields: Sequence[dataclasses.Field[Any]], values: dict[str, Any]) -> list[str]:
-    """The required flags that have no value; in step 3 followed by those that would name the reward, if none does."""
+    """The required flags that have no value; in step 3 followed by those that would name the
+    reward, if none does."""
     missing = [
         f"--{field.name}"
         for field in fields
-        if field.name not in values or ("(required)" in field.metadata["help"] and values[field.name] in (None, []))
+        if field.name not in values
+        or ("(required)" in field.metadata["help"] and values[field.name] in (None, []))
     ]
     models = [values.get(f"{model}_model_name_or_path") for model in ("critic", "reward")]
     if missing and values.get("use_reward_model") and models == [None, None]:
-        missing.append("--critic_model_name_or_path (or --use_reward_model False with --reward_function)")
+        missing.append(
+            "--critic_model_name_or_path (or --use_reward_model False with --reward_function)"
+        )
     return missing
 
 
@@ -149,11 +190,14 @@ def _print_help(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for the flush at the end of the process
 
 
 def _advice(name: str, known: Collection[str]) -> str:
-    """What to use in place of a flag of other trainers or of another step; "" if that is not known."""
+    """What to use in place of a flag of other trainers or of another step; "" if that is not
+    known."""
     if advice := _ADVICE.get(name):
         return advice
     if same := flags_for(name, known):
@@ -163,15 +207,22 @@ def _advice(name: str, known: Collection[str]) -> str:
 
 
 def notes(step_name: str, config: StepConfig) -> list[str]:
-    """One line for each flag that was given but has no effect, with the reason; one for all flags that left."""
+    """One line for each flag that was given but has no effect, with the reason; one for all flags
+    that left."""
     step = STEPS[step_name]
     defaults = defaults_of(step)
     values = flatten(config)
     reasons = WITHOUT_EFFECT | step.own_notes | config.run.idle() | config.idle()
     if values["validate_only"]:
-        reasons |= dict.fromkeys([name for name in _OF_TRAINING if name in values], "--validate_only trains nothing")
+        reasons |= dict.fromkeys(
+            [name for name in _OF_TRAINING if name in values], "--validate_only trains nothing"
+        )
     left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None
-    lines = [f"--{name} has no effect: {reason}" for name, reason in reasons.items() if values[name] != defaults[name]]
+    lines = [
+        f"--{name} has no effect: {reason}"
+        for name, reason in reasons.items()
+        if values[name] != defaults[name]
+    ]
     return lines + ([f"--config {config.run.config}: {left}"] if left else [])
 
 
@@ -179,7 +230,10 @@ LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
 _WORDS = ("--help", "-h")
 
 TITLES = {  # step -> what it does, and the path of its program
-    "sft": ("Step 1: supervised fine-tuning of a language model on answers", "training/step1_sft/main.py"),
+    "sft": (
+        "Step 1: supervised fine-tuning of a language model on answers",
+        "training/step1_sft/main.py",
+    ),
     "reward": (
         "Step 2: train a reward model, or the policy itself, on preference pairs",
         "training/step2_reward/main.py",
@@ -188,7 +242,10 @@ TITLES = {  # step -> what it does, and the path of its program
         "Step 2 without a reward model: train the policy itself on preference pairs",
         "training/step2_dpo/main.py",
     ),
-    "ppo": ("Step 3: train a policy with rewards, by PPO, GRPO and related methods", "training/step3_ppo/main.py"),
+    "ppo": (
+        "Step 3: train a policy with rewards, by PPO, GRPO and related methods",
+        "training/step3_ppo/main.py",
+    ),
 }
 
 # What `--help` shows first: the flags that most runs set, by heading.
@@ -196,19 +253,28 @@ _NEEDED = "model_name_or_path data_path output_dir"
 _OF_ROWS = "data_split eval_data_path max_seq_len"
 _STEPS_1_AND_2 = {
     "length": "num_train_epochs max_steps",
-    "updates": "per_device_train_batch_size gradient_accumulation_steps learning_rate num_warmup_steps dtype",
+    "updates": (
+        "per_device_train_batch_size gradient_accumulation_steps learning_rate num_warmup_steps"
+        " dtype"
+    ),
     "memory": "zero_stage gradient_checkpointing lora_dim",
     "output": "logging_steps save_steps",
 }
 USUAL = {
     "sft": {"needed": _NEEDED, "data": f"{_OF_ROWS} truncation packing"} | _STEPS_1_AND_2,
-    "reward": {"needed": _NEEDED, "what is trained": "objective beta", "data": _OF_ROWS} | _STEPS_1_AND_2,
+    "reward": (
+        {"needed": _NEEDED, "what is trained": "objective beta", "data": _OF_ROWS} | _STEPS_1_AND_2
+    ),
     "ppo": {
         "needed": "actor_model_name_or_path critic_model_name_or_path data_path output_dir",
         "reward and algorithm": "reward_function advantage_estimator kl_coef",
-        "rollout": "max_prompt_seq_len max_answer_seq_len per_device_generation_batch_size n_samples_per_prompt",
+        "rollout": (
+            "max_prompt_seq_len max_answer_seq_len per_device_generation_batch_size"
+            " n_samples_per_prompt"
+        ),
         "updates": (
-            "per_device_training_batch_size ppo_epochs actor_learning_rate critic_learning_rate num_train_epochs"
+            "per_device_training_batch_size ppo_epochs actor_learning_rate critic_learning_rate"
+            " num_train_epochs"
         ),
         "memory and output": "actor_zero_stage dtype eval_data_path logging_steps",
     },
@@ -217,7 +283,8 @@ USUAL["dpo"] = USUAL["reward"]
 
 
 def asked_for_help(argv: Sequence[str]) -> str | None:
-    """The word after `--help`: "all" or (part of) the name of a flag; "" without one, None without `--help`."""
+    """The word after `--help`: "all" or (part of) the name of a flag; "" without one, None without
+    `--help`."""
     for position, word in enumerate(argv):
         if word.startswith("--help="):
             return word.partition("=")[2]
@@ -227,7 +294,8 @@ def asked_for_help(argv: Sequence[str]) -> str | None:
 
 
 def help_text(step: str, parser: FlagParser, topic: str) -> str:
-    """The help of a step; `topic`: "" for the usual flags, "all", or (part of) the name of a flag."""
+    """The help of a step; `topic`: "" for the usual flags, "all", or (part of) the name of a
+    flag."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, LEAST_WIDTH), MOST_WIDTH)
     word = topic.lstrip("-").replace("-", "_").lower()
     flags = parser.flags
@@ -241,7 +309,9 @@ def help_text(step: str, parser: FlagParser, topic: str) -> str:
     if not found:
         near = difflib.get_close_matches(word, [flag.dest for flag in flags])
         meant = f"; did you mean {' or '.join(f'--help {name}' for name in near)}?" if near else ""
-        raise UserError(f"--help {topic}: no flag has this in its name{meant} (all flags: --help all)")
+        raise UserError(
+            f"--help {topic}: no flag has this in its name{meant} (all flags: --help all)"
+        )
     return parser.help_of(found, width)
 
 
@@ -250,10 +320,14 @@ def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
     usual = {heading: names.split() for heading, names in USUAL[step].items()}
     column = max(len(name) for names in usual.values() for name in names) + 2
     lines = [
-        title, "", f"usage: deepspeed {program} --flag value ...", f"one rank:  python {program} ...",
+        title,
+        "",
+        f"usage: deepspeed {program} --flag value ...",
+        f"one rank:  python {program} ...",
         f"on a CPU:  deepspeed --num_accelerators 2 {program} ...",
-        f"installed: dschat-{step} [--num_accelerators N] --flag value ...", "",
-    ]  # fmt: skip
+        f"installed: dschat-{step} [--num_accelerators N] --flag value ...",
+        "",
+    ]
     for heading, names in usual.items():
         lines.append(f"{heading}:")
         for name in names:
@@ -271,21 +345,28 @@ def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
 
 ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
 
-# Names that other trainers (TRL 1.x, OpenRLHF 0.8 to 0.11, peft) and other steps give to the usual settings, for the
-# message about an unknown flag; docs/from-trl.md and docs/from-openrlhf.md have all of them. Our flags, of which a step
-# may have only some -> their names for them, with _ for - and .
+# Names that other trainers (TRL 1.x, OpenRLHF 0.8 to 0.11, peft) and other steps give to the usual
+# settings, for the message about an unknown flag; docs/from-trl.md and docs/from-openrlhf.md have
+# all of them. Our flags, of which a step may have only some -> their names for them, with _ for -
+# and .
 THEIR_NAMES = {
     "model_name_or_path": "pretrain",
     "critic_model_name_or_path reward_model_name_or_path": "reward_model_path",
     "lora_dim": "lora_r lora_rank use_peft",
     "lora_module_name": "lora_target lora_target_modules target_modules",
-    "data_path": "dataset dataset_name prompt_data prompt_dataset dataset_train_split dataset_split",
+    "data_path": (
+        "dataset dataset_name prompt_data prompt_dataset dataset_train_split dataset_split"
+    ),
     "eval_data_path": "eval_dataset",
     "max_seq_len max_prompt_seq_len max_answer_seq_len": "max_length max_len",
     "packing": "packing_samples padding_free",
-    "per_device_train_batch_size per_device_training_batch_size": "micro_train_batch_size micro_batch_size",
+    "per_device_train_batch_size per_device_training_batch_size": (
+        "micro_train_batch_size micro_batch_size"
+    ),
     "per_device_training_batch_size": "per_device_train_batch_size",
-    "per_device_generation_batch_size generation_batches": "rollout_batch_size generation_batch_size",
+    "per_device_generation_batch_size generation_batches": (
+        "rollout_batch_size generation_batch_size"
+    ),
     "gradient_accumulation_steps": "train_batch_size num_mini_batches",
     "ppo_epochs num_train_epochs": "max_epochs",
     "num_train_epochs": "num_episodes",
@@ -327,8 +408,9 @@ OUR_NAMES = {name: ours for ours, theirs in THEIR_NAMES.items() for name in thei
 
 
 def flags_for(given: str, known: Collection[str]) -> list[str]:
-    """The flags among `known`, those of a step, for a setting of another step or trainer; [] if none is known. `given`
-    has _ for -; OpenRLHF's names have dots, as in "rollout.n_samples_per_prompt"."""
+    """The flags among `known`, those of a step, for a setting of another step or trainer; [] if
+    none is known. `given` has _ for -; OpenRLHF's names have dots, as in
+    "rollout.n_samples_per_prompt"."""
     parts = given.split(".")
     for first in range(len(parts)):
         name = "_".join(parts[first:])
@@ -337,7 +419,12 @@ def flags_for(given: str, known: Collection[str]) -> list[str]:
         role = next((role for role in ROLES if name.startswith(role)), "")
         bare = name.removeprefix(role)
         meant = OUR_NAMES.get(name, OUR_NAMES.get(bare, bare)).split()
-        found = [whole for ours in meant for whole in (ours, *(role + ours for role in ROLES)) if whole in known]
+        found = [
+            whole
+            for ours in meant
+            for whole in (ours, *(role + ours for role in ROLES))
+            if whole in known
+        ]
         if found:
             return [flag for flag in found if role and flag.startswith(role)] or found
     return []

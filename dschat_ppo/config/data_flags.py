@@ -1,4 +1,5 @@
-"""Flags of the data: data sets, their form and columns, chat template, lengths, bad rows and the cache."""
+"""Flags of the data: data sets, their form and columns, chat template, lengths, bad rows and the
+cache."""
 
 from __future__ import annotations
 
@@ -13,21 +14,55 @@ from dschat_ppo.config.schema import flag, positive, refuse, require
 from dschat_ppo.errors import UserError
 
 DATA_FORMATS = Literal[
-    "auto", "prompt_response", "messages", "sharegpt", "alpaca", "preference", "implicit_preference", "hh", "ranked",
-    "kto", "question_answer", "verl", "text", "stepwise", "prm800k", "math_shepherd", "better_of_two", "user_assistant",
+    "auto",
+    "prompt_response",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "preference",
+    "implicit_preference",
+    "hh",
+    "ranked",
+    "kto",
+    "question_answer",
+    "verl",
+    "text",
+    "stepwise",
+    "prm800k",
+    "math_shepherd",
+    "better_of_two",
+    "user_assistant",
     # the data sets of DeepSpeed-Chat
-    "Dahoas/rm-static", "Dahoas/full-hh-rlhf", "Dahoas/synthetic-instruct-gptj-pairwise",
-    "yitingxie/rlhf-reward-datasets", "openai/webgpt_comparisons", "stanfordnlp/SHP",
-    "pvduy/sharegpt_alpaca_oa_vicuna_format", "wangrui6/Zhihu-KOL", "Cohere/miracl-zh-queries-22-12",
-    "Cohere/miracl-ja-queries-22-12", "Hello-SimpleAI/HC3-Chinese", "mkqa-Chinese", "mkqa-Japanese", "lmqg/qg_jaquad",
-    "lmqg/qag_jaquad", "local/jsonfile",
-]  # fmt: skip
-# What a step reads: an answer, [chosen, rejected], a labelled answer (KTO), an answer with labelled steps, no answer
+    "Dahoas/rm-static",
+    "Dahoas/full-hh-rlhf",
+    "Dahoas/synthetic-instruct-gptj-pairwise",
+    "yitingxie/rlhf-reward-datasets",
+    "openai/webgpt_comparisons",
+    "stanfordnlp/SHP",
+    "pvduy/sharegpt_alpaca_oa_vicuna_format",
+    "wangrui6/Zhihu-KOL",
+    "Cohere/miracl-zh-queries-22-12",
+    "Cohere/miracl-ja-queries-22-12",
+    "Hello-SimpleAI/HC3-Chinese",
+    "mkqa-Chinese",
+    "mkqa-Japanese",
+    "lmqg/qg_jaquad",
+    "lmqg/qag_jaquad",
+    "local/jsonfile",
+]
+# What a step reads: an answer, [chosen, rejected], a labelled answer (KTO), an answer with labelled
+# steps, no answer
 Use = Literal["sft", "preference", "unpaired", "steps", "prompt"]
 COLUMN_FLAGS = (
-    "prompt_column", "response_column", "chosen_column", "rejected_column", "messages_column", "system_column",
-    "answer_column", "better_column",
-)  # fmt: skip
+    "prompt_column",
+    "response_column",
+    "chosen_column",
+    "rejected_column",
+    "messages_column",
+    "system_column",
+    "answer_column",
+    "better_column",
+)
 
 
 def parse_data_split(text: str) -> tuple[float, float, float]:
@@ -46,88 +81,145 @@ def parse_data_split(text: str) -> tuple[float, float, float]:
 class DataFlags:
     """Data sets, how their rows are read, and tokenisation."""
 
-    # fmt: off
-    data_path: list[str] = flag([],
-        "one or more data sets: a file (JSON, JSONL, CSV, TSV, Parquet, Arrow or text; also .gz and .zst), a folder, "
-        "or a hub name such as openai/gsm8k:main[train]; add :WEIGHT or @ROWS to mix several (required)", commas=True)
-    data_split: str = flag("2,4,4",
-        "shares of each data set for SFT, reward model and PPO; the parts are disjoint", commas=True)
-    data_output_path: str | None = flag(None, "folder for prepared data; not given: the cache of `datasets`")
-    preprocessing_num_workers: int | None = positive(None,
-        "number of processes that tokenise; not given: one per idle core for large data sets, 1 for small ones")
-    data_format: DATA_FORMATS | str = flag("auto",
-        "form of the rows, see docs/data.md; auto: detected from columns and first rows, and printed. The name of a "
-        "data set of DeepSpeed-Chat reads the rows as DeepSpeed-Chat does; a function of your own makes rows of a "
-        "known form (docs/extending.md)")
-    prompt_column: str | None = flag(None,
-        "column of the prompt (text or messages); a dot leads into a column, as in question.text", "input_key")
+    data_path: list[str] = flag(
+        [],
+        "one or more data sets: a file (JSON, JSONL, CSV, TSV, Parquet, Arrow or text; also .gz and"
+        " .zst), a folder, or a hub name such as openai/gsm8k:main[train]; add :WEIGHT or @ROWS to"
+        " mix several (required)",
+        commas=True,
+    )
+    data_split: str = flag(
+        "2,4,4",
+        "shares of each data set for SFT, reward model and PPO; the parts are disjoint",
+        commas=True,
+    )
+    data_output_path: str | None = flag(
+        None, "folder for prepared data; not given: the cache of `datasets`"
+    )
+    preprocessing_num_workers: int | None = positive(
+        None,
+        "number of processes that tokenise; not given: one per idle core for large data sets, 1 for"
+        " small ones",
+    )
+    data_format: DATA_FORMATS | str = flag(
+        "auto",
+        "form of the rows, see docs/data.md; auto: detected from columns and first rows, and"
+        " printed. The name of a data set of DeepSpeed-Chat reads the rows as DeepSpeed-Chat does;"
+        " a function of your own makes rows of a known form (docs/extending.md)",
+    )
+    prompt_column: str | None = flag(
+        None,
+        "column of the prompt (text or messages); a dot leads into a column, as in question.text",
+        "input_key",
+    )
     response_column: str | None = flag(None, "column of the answer that SFT learns", "output_key")
     chosen_column: str | None = flag(None, "column of the preferred answer", "chosen_key")
     rejected_column: str | None = flag(None, "column of the other answer", "rejected_key")
     messages_column: str | None = flag(None, "column of the chat messages")
-    system_column: str | None = flag(None,
-        "column of the system message, which precedes chat messages; not given: the column `system`, `system_prompt` "
-        "or `system_message` if there is one; '': none")
-    system_message: str | None = flag(None, "system message before chat messages, for rows without one of their own")
-    better_column: str | None = flag(None,
-        "column that says which of two answers is better: by its place (0 or 1), the end of its column's name or that "
-        "name")
-    role_names: list[str] = flag([],
-        "further names of roles in messages, as in --role_names customer=user agent=assistant; theirs=system, user, "
-        "assistant or tool")
-    ignore_columns: list[str] = flag([],
-        "columns to leave out knowingly, whatever they hold")
-    answer_column: str | None = flag(None,
-        "column of the correct answer; reward functions receive it as `answer` and `ground_truth`", "label_key")
-    answer_pattern: str | None = flag(None,
-        "regular expression whose first group is the correct answer, such as '#### (.*)'; searched in --answer_column")
-    apply_chat_template: bool | None = flag(None,
-        "True: a prompt that is plain text becomes the user's message of the chat template; False: it is used as it "
-        "is; not given: text is used as it is, and the contents of Alpaca and question/answer rows become messages if "
-        "there is a chat template")
-    input_template: str | None = flag(None,
-        "text around a plain-text prompt; {} stands for the prompt. Without --apply_chat_template True, the prompt "
-        "stays text")
-    chat_template: str | None = flag(None,
-        "chat template: a Jinja file or chatml, llama-3, zephyr or human-assistant; it is saved with the model. Not "
-        "given: the tokenizer's")
-    chat_template_kwargs: str | None = flag(None,
-        "JSON of variables for the chat template, such as '{\"enable_thinking\": false}'")
-    truncation: Literal["left", "right", "middle", "drop", "error"] = flag("left",
-        "rows over the length limit: 'left' cuts the start of the prompt, 'right' its end, 'middle' its middle (BOS "
-        "and the opening of the assistant's turn stay; the end of an answer is cut only if it is too long by itself), "
-        "'drop' drops the row, 'error' stops; the number of rows affected is logged")
-    bad_rows: Literal["few", "skip", "error"] = flag("few",
-        "rows that cannot be used: 'few' drops and counts them, but stops if they are more than 1 percent; 'skip' "
-        "drops them however many they are; 'error' stops if there is one")
-    streaming: bool = flag(False,
-        "read and tokenise the training rows during training, in pieces, for data sets larger than the disk")
-    streaming_rows: int | None = positive(None, "number of training rows of an epoch; required with --streaming")
-    # fmt: on
+    system_column: str | None = flag(
+        None,
+        "column of the system message, which precedes chat messages; not given: the column"
+        " `system`, `system_prompt` or `system_message` if there is one; '': none",
+    )
+    system_message: str | None = flag(
+        None, "system message before chat messages, for rows without one of their own"
+    )
+    better_column: str | None = flag(
+        None,
+        "column that says which of two answers is better: by its place (0 or 1), the end of its"
+        " column's name or that name",
+    )
+    role_names: list[str] = flag(
+        [],
+        "further names of roles in messages, as in --role_names customer=user agent=assistant;"
+        " theirs=system, user, assistant or tool",
+    )
+    ignore_columns: list[str] = flag([], "columns to leave out knowingly, whatever they hold")
+    answer_column: str | None = flag(
+        None,
+        "column of the correct answer; reward functions receive it as `answer` and `ground_truth`",
+        "label_key",
+    )
+    answer_pattern: str | None = flag(
+        None,
+        "regular expression whose first group is the correct answer, such as '#### (.*)'; searched"
+        " in --answer_column",
+    )
+    apply_chat_template: bool | None = flag(
+        None,
+        "True: a prompt that is plain text becomes the user's message of the chat template; False:"
+        " it is used as it is; not given: text is used as it is, and the contents of Alpaca and"
+        " question/answer rows become messages if there is a chat template",
+    )
+    input_template: str | None = flag(
+        None,
+        "text around a plain-text prompt; {} stands for the prompt. Without --apply_chat_template"
+        " True, the prompt stays text",
+    )
+    chat_template: str | None = flag(
+        None,
+        "chat template: a Jinja file or chatml, llama-3, zephyr or human-assistant; it is saved"
+        " with the model. Not given: the tokenizer's",
+    )
+    chat_template_kwargs: str | None = flag(
+        None, "JSON of variables for the chat template, such as '{\"enable_thinking\": false}'"
+    )
+    truncation: Literal["left", "right", "middle", "drop", "error"] = flag(
+        "left",
+        "rows over the length limit: 'left' cuts the start of the prompt, 'right' its end, 'middle'"
+        " its middle (BOS and the opening of the assistant's turn stay; the end of an answer is cut"
+        " only if it is too long by itself), 'drop' drops the row, 'error' stops; the number of"
+        " rows affected is logged",
+    )
+    bad_rows: Literal["few", "skip", "error"] = flag(
+        "few",
+        "rows that cannot be used: 'few' drops and counts them, but stops if they are more than 1"
+        " percent; 'skip' drops them however many they are; 'error' stops if there is one",
+    )
+    streaming: bool = flag(
+        False,
+        "read and tokenise the training rows during training, in pieces, for data sets larger than"
+        " the disk",
+    )
+    streaming_rows: int | None = positive(
+        None, "number of training rows of an epoch; required with --streaming"
+    )
 
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
         template = self.input_template
-        refuse({
-            "--data_path is required: name at least one data set": not self.data_path,
-            "--answer_pattern needs --answer_column, in which it finds the correct answer":
-                self.answer_pattern is not None and self.answer_column is None,
-            "--streaming and --streaming_rows need each other: the number of rows sets the length of an epoch":
-                self.streaming != (self.streaming_rows is not None),
-            f"--input_template '{template}' must contain {{}}, which stands for the prompt":
-                template is not None and "{}" not in template,
-            f"--input_template '{template}' contains a backslash and the letter n; in bash, $'...' makes line breaks "
-            "of them": template is not None and "\\n" in template,
-        } | {
-            f"--{name} is empty; name a column or omit the flag": vars(self)[name] == ""
-            for name in COLUMN_FLAGS if name != "system_column"
-        })  # fmt: skip
+        refuse(
+            {
+                "--data_path is required: name at least one data set": not self.data_path,
+                "--answer_pattern needs --answer_column, in which it finds the correct answer": (
+                    self.answer_pattern is not None and self.answer_column is None
+                ),
+                (
+                    "--streaming and --streaming_rows need each other: the number of rows sets "
+                    "the length of an epoch"
+                ): (self.streaming != (self.streaming_rows is not None)),
+                f"--input_template '{template}' must contain {{}}, which stands for the prompt": (
+                    template is not None and "{}" not in template
+                ),
+                (
+                    f"--input_template '{template}' contains a backslash and the letter n; in "
+                    "bash, $'...' makes line breaks of them"
+                ): (template is not None and "\\n" in template),
+            }
+            | {
+                f"--{name} is empty; name a column or omit the flag": vars(self)[name] == ""
+                for name in COLUMN_FLAGS
+                if name != "system_column"
+            }
+        )
         if self.answer_pattern is not None:
             try:
                 groups = re.compile(self.answer_pattern).groups
             except re.error as problem:
                 raise UserError(f"--answer_pattern '{self.answer_pattern}': {problem}") from None
-            require(groups > 0, f"--answer_pattern '{self.answer_pattern}' needs a group such as (.*)")
+            require(
+                groups > 0, f"--answer_pattern '{self.answer_pattern}' needs a group such as (.*)"
+            )
         _ = self.template_variables, self.roles  # refuse invalid values now
 
     @property
@@ -138,12 +230,14 @@ class DataFlags:
 
     @property
     def roles(self) -> dict[str, str]:
-        """`--role_names`: further names of roles, in lower case -> system, user, assistant or tool."""
+        """`--role_names`: further names of roles, in lower case -> system, user, assistant or
+        tool."""
         pairs = [entry.partition("=")[::2] for entry in self.role_names]
         for theirs, ours in pairs:
             require(
                 bool(theirs.strip()) and ours in ("system", "user", "assistant", "tool"),
-                f"--role_names '{theirs}={ours}' must be THEIRS=OURS, with OURS one of system, user, assistant, tool",
+                f"--role_names '{theirs}={ours}' must be THEIRS=OURS, with OURS one of system,"
+                " user, assistant, tool",
             )
         return {theirs.strip().lower(): ours for theirs, ours in pairs}
 
@@ -155,7 +249,9 @@ class DataFlags:
         except (ValueError, RecursionError) as problem:
             raise UserError(f"--chat_template_kwargs is not JSON: {problem}") from None
         if not isinstance(found, dict):
-            raise UserError("--chat_template_kwargs must be a JSON object such as '{\"name\": true}'")
+            raise UserError(
+                "--chat_template_kwargs must be a JSON object such as '{\"name\": true}'"
+            )
         return found
 
 
@@ -166,15 +262,25 @@ class StepData:
     use: Use
     flags: DataFlags
     limit: int  # most tokens of a row
-    whole_paths: Sequence[str] = ()  # further data sets of which the step uses every row (`--sft_only_data_path`)
+    whole_paths: Sequence[
+        str
+    ] = ()  # further data sets of which the step uses every row (`--sft_only_data_path`)
     eval_paths: Sequence[str] = ()
-    # of the training rows, held out for evaluation if a data set has no evaluation split and there are no `eval_paths`;
-    # None leaves evaluation to `eval_paths` alone
+    # of the training rows, held out for evaluation if a data set has no evaluation split and there
+    # are no `eval_paths`; None leaves evaluation to `eval_paths` alone
     eval_fraction: float | None = None
-    tools: Sequence[dict[str, Any]] = ()  # JSON schemas that the chat template renders with those of a row
+    tools: Sequence[
+        dict[str, Any]
+    ] = ()  # JSON schemas that the chat template renders with those of a row
     all_turns: bool = False  # whether every answer of a conversation trains
     step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
-    teacher_column: str | None = None  # of what a teacher reads in place of the prompt, for the use "prompt"
+    teacher_column: str | None = (
+        None  # of what a teacher reads in place of the prompt, for the use "prompt"
+    )
     keeps_answers: bool = False  # keep the answer of the row with the prompt, for the use "prompt"
-    most_rows: int | None = None  # use only the first rows of each data set, as if there were no others
-    whole_flag: str = ""  # if given, all rows of `flags.data_path`, which this flag names, are for evaluation
+    most_rows: int | None = (
+        None  # use only the first rows of each data set, as if there were no others
+    )
+    whole_flag: str = (
+        ""  # if given, all rows of `flags.data_path`, which this flag names, are for evaluation
+    )

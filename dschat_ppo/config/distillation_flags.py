@@ -1,4 +1,5 @@
-"""Flags of a teacher whose distributions a model learns: of steps 1 and 3, and of the answers of step 3."""
+"""Flags of a teacher whose distributions a model learns: of steps 1 and 3, and of the answers of
+step 3."""
 
 from __future__ import annotations
 
@@ -15,40 +16,68 @@ TEACHER = "--teacher_model_name_or_path"
 class TeacherFlags:
     """Distillation: a teacher, and how the model is compared with it (docs/distillation.md)."""
 
-    # fmt: off
-    teacher_model_name_or_path: list[str] = flag([],
-        "teacher: a model with the tokenizer of the one that trains; SOURCE= in front: only for the rows of this data "
-        "source, so that several teachers share the data")
-    distill_loss: Literal["reverse_kl", "forward_kl", "jsd"] = flag("reverse_kl",
-        "divergence at each token: 'reverse_kl' KL(model || teacher), 'forward_kl' KL(teacher || model), 'jsd' the "
-        "generalised Jensen-Shannon divergence between the two (GKD)")
-    distill_beta: float = unit(0.5, "jsd: share of the teacher in the mixture; 0 is forward_kl and 1 is reverse_kl")
-    distill_coef: float | None = not_negative(None,
-        "weight of the divergence; not given: 1. Step 3: beside the policy loss. Step 1: its share of the loss, at "
-        "most 1; the rest is that of the cross entropy")
-    distill_topk: int = not_negative(0,
-        "compare the teacher's K most likely tokens, and all others as one, which takes less time; 0 = every token")
-    offload_teacher_model: bool = flag(False, "keep the parameters of the teacher in host memory (needs ZeRO-3)")
-    # fmt: on
+    teacher_model_name_or_path: list[str] = flag(
+        [],
+        "teacher: a model with the tokenizer of the one that trains; SOURCE= in front: only for the"
+        " rows of this data source, so that several teachers share the data",
+    )
+    distill_loss: Literal["reverse_kl", "forward_kl", "jsd"] = flag(
+        "reverse_kl",
+        "divergence at each token: 'reverse_kl' KL(model || teacher), 'forward_kl' KL(teacher ||"
+        " model), 'jsd' the generalised Jensen-Shannon divergence between the two (GKD)",
+    )
+    distill_beta: float = unit(
+        0.5, "jsd: share of the teacher in the mixture; 0 is forward_kl and 1 is reverse_kl"
+    )
+    distill_coef: float | None = not_negative(
+        None,
+        "weight of the divergence; not given: 1. Step 3: beside the policy loss. Step 1: its share"
+        " of the loss, at most 1; the rest is that of the cross entropy",
+    )
+    distill_topk: int = not_negative(
+        0,
+        "compare the teacher's K most likely tokens, and all others as one, which takes less time;"
+        " 0 = every token",
+    )
+    offload_teacher_model: bool = flag(
+        False, "keep the parameters of the teacher in host memory (needs ZeRO-3)"
+    )
 
     def __post_init__(self) -> None:
         sources = [source for routed, _ in self.teachers for source in routed]
-        refuse({
-            f"{TEACHER} must not be an empty string": not all(name for _, name in self.teachers),
-            f"{TEACHER}: of several teachers each needs SOURCE= in front, with sources of its own":
-                len(self.teachers) > 1 and not (
-                    all(routed for routed, _ in self.teachers) and len(sources) == len({*sources})),
-        })  # fmt: skip
-        require_used(self, [
-            (self.distill_loss == "jsd", "--distill_loss jsd", "distill_beta"),
-            (bool(self.teachers), TEACHER, "offload_teacher_model"),
-        ])  # fmt: skip
+        refuse(
+            {
+                f"{TEACHER} must not be an empty string": not all(
+                    name for _, name in self.teachers
+                ),
+                (
+                    f"{TEACHER}: of several teachers each needs SOURCE= in front, with sources of "
+                    "its own"
+                ): (
+                    len(self.teachers) > 1
+                    and not (
+                        all(routed for routed, _ in self.teachers)
+                        and len(sources) == len({*sources})
+                    )
+                ),
+            }
+        )
+        require_used(
+            self,
+            [
+                (self.distill_loss == "jsd", "--distill_loss jsd", "distill_beta"),
+                (bool(self.teachers), TEACHER, "offload_teacher_model"),
+            ],
+        )
 
     @property
     def teachers(self) -> list[tuple[tuple[str, ...], str]]:
         """(data sources, none for all rows, and folder or hub name) of each teacher."""
         parts = [text.partition("=") for text in self.teacher_model_name_or_path]
-        return [(tuple(first.split(",")), name) if equals else ((), first) for first, equals, name in parts]
+        return [
+            (tuple(first.split(",")), name) if equals else ((), first)
+            for first, equals, name in parts
+        ]
 
     @property
     def routes(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -59,30 +88,39 @@ class TeacherFlags:
     def models(self) -> dict[str, tuple[str, str]]:
         """Role -> the flag, and folder or hub name, as in `StepConfig.models`."""
         roles = ["teacher", *(f"teacher {number}" for number in range(2, len(self.teachers) + 1))]
-        return {role: (TEACHER, name) for role, (_, name) in zip(roles, self.teachers, strict=False)}
+        return {
+            role: (TEACHER, name) for role, (_, name) in zip(roles, self.teachers, strict=False)
+        }
 
     @property
     def kind(self) -> str:
         """`--distill_loss`, or what it is at the ends of `--distill_beta`."""
         ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
-        return ends.get(self.distill_beta, "jsd") if self.distill_loss == "jsd" else self.distill_loss
+        return (
+            ends.get(self.distill_beta, "jsd") if self.distill_loss == "jsd" else self.distill_loss
+        )
 
 
 @dataclass(frozen=True)
 class DistillationFlags:
     """Distillation on the answers of a PPO step."""
 
-    # fmt: off
-    distill_policy_gradient: bool = flag(False,
-        "in place of a loss, subtract the KL of each sampled token (k1, times --distill_coef) from its advantage")
-    distill_on: str = flag("policy",
-        "answers to learn on: 'policy' samples them, 'data' takes those of the data rows, 'mix:P' samples in a share P "
-        "of the PPO steps (GKD's lambda)")
-    teacher_prompt_column: str | None = flag(None,
-        "column of a text that the teacher reads in place of the prompt, or of its last message: it may hold more, "
-        "such as the solution. Without a teacher model, the reference is the teacher: the actor's start or, with "
-        "--ref_sync_interval, its moving average")
-    # fmt: on
+    distill_policy_gradient: bool = flag(
+        False,
+        "in place of a loss, subtract the KL of each sampled token (k1, times --distill_coef) from"
+        " its advantage",
+    )
+    distill_on: str = flag(
+        "policy",
+        "answers to learn on: 'policy' samples them, 'data' takes those of the data rows, 'mix:P'"
+        " samples in a share P of the PPO steps (GKD's lambda)",
+    )
+    teacher_prompt_column: str | None = flag(
+        None,
+        "column of a text that the teacher reads in place of the prompt, or of its last message: it"
+        " may hold more, such as the solution. Without a teacher model, the reference is the"
+        " teacher: the actor's start or, with --ref_sync_interval, its moving average",
+    )
 
     def __post_init__(self) -> None:
         _ = self.on_policy_share  # refuse an invalid value now
@@ -95,5 +133,8 @@ class DistillationFlags:
             share = float(text.removeprefix(MIX)) if text.startswith(MIX) else -1.0
         except ValueError:
             share = -1.0
-        require(0 <= share <= 1, f"--distill_on '{text}' must be policy, data or mix:P with P from 0 to 1")
+        require(
+            0 <= share <= 1,
+            f"--distill_on '{text}' must be policy, data or mix:P with P from 0 to 1",
+        )
         return share

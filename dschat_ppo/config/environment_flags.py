@@ -10,39 +10,84 @@ from dschat_ppo.config.schema import finite, flag, positive, refuse, require_use
 
 @dataclass(frozen=True)
 class EnvironmentFlags:
-    """Tools and environments: an answer becomes an episode of several turns (docs/environments.md)."""
+    """Tools and environments: an answer becomes an episode of several turns
+    (docs/environments.md)."""
 
-    # fmt: off
-    environment: str | None = flag(None,
-        "environment, FILE.py:CLASS or MODULE:CLASS: a class of TRL, Gymnasium, SkyRL-Gym or OpenRLHF")
-    tools: list[str] = flag([],
-        "tools, FILE.py:FUNCTION or MODULE:FUNCTION each: functions with type hints and a docstring that describes "
-        "their arguments; beside an environment of TRL, whose methods are tools, too")
-    tool_config: str | None = flag(None, "tools of verl: a YAML file with class_name, config and tool_schema of each")
-    agent_func_path: str | None = flag(None, "environment of OpenRLHF: a file with a class AgentInstance")
-    max_turns: int = positive(8, "most answers of the model in an episode; --max_answer_seq_len counts all its tokens")
-    max_observation_tokens: int = positive(512, "most tokens of the content of one message of an environment or tool")
-    observation_truncation: Literal["left", "middle", "right"] = flag("middle", "where a longer one is cut")
-    environment_workers: int = positive(32, "most calls of environments that run at a time on each rank")
-    environment_reward_weight: float = finite(1.0, "weight of the reward of the environment; 0 = only log it")
-    turn_reward: Literal["sum", "to_go"] = flag("sum",
-        "what the tokens of a turn are credited with: all rewards of the episode, or the rewards from the turn on")
-    environment_timeout: float = positive(60.0, "timeout of a call, in seconds; it ends the episode")
-    # fmt: on
+    environment: str | None = flag(
+        None,
+        "environment, FILE.py:CLASS or MODULE:CLASS: a class of TRL, Gymnasium, SkyRL-Gym or"
+        " OpenRLHF",
+    )
+    tools: list[str] = flag(
+        [],
+        "tools, FILE.py:FUNCTION or MODULE:FUNCTION each: functions with type hints and a docstring"
+        " that describes their arguments; beside an environment of TRL, whose methods are"
+        " tools, too",
+    )
+    tool_config: str | None = flag(
+        None, "tools of verl: a YAML file with class_name, config and tool_schema of each"
+    )
+    agent_func_path: str | None = flag(
+        None, "environment of OpenRLHF: a file with a class AgentInstance"
+    )
+    max_turns: int = positive(
+        8, "most answers of the model in an episode; --max_answer_seq_len counts all its tokens"
+    )
+    max_observation_tokens: int = positive(
+        512, "most tokens of the content of one message of an environment or tool"
+    )
+    observation_truncation: Literal["left", "middle", "right"] = flag(
+        "middle", "where a longer one is cut"
+    )
+    environment_workers: int = positive(
+        32, "most calls of environments that run at a time on each rank"
+    )
+    environment_reward_weight: float = finite(
+        1.0, "weight of the reward of the environment; 0 = only log it"
+    )
+    turn_reward: Literal["sum", "to_go"] = flag(
+        "sum",
+        "what the tokens of a turn are credited with: all rewards of the episode, or the rewards"
+        " from the turn on",
+    )
+    environment_timeout: float = positive(
+        60.0, "timeout of a call, in seconds; it ends the episode"
+    )
 
     def __post_init__(self) -> None:
-        alone = [name for name in ("environment", "tool_config", "agent_func_path") if vars(self)[name] is not None]
-        refuse({
-            f"{' and '.join(f'--{name}' for name in alone)}: name one of them": len(alone) > 1,
-            f"--tools beside --{alone[0] if alone else ''}: its environment has no other tools; omit one of the two":
-                bool(self.tools) and bool(alone) and alone != ["environment"],
-        })  # fmt: skip
-        settings = "max_turns max_observation_tokens observation_truncation environment_workers environment_timeout"
-        require_used(self, [
-            (self.is_used, "--environment, --tools, --tool_config or --agent_func_path", settings),
-            (self.gives_reward, "--environment, --tool_config or --agent_func_path",
-             "environment_reward_weight turn_reward"),
-        ])  # fmt: skip
+        alone = [
+            name
+            for name in ("environment", "tool_config", "agent_func_path")
+            if vars(self)[name] is not None
+        ]
+        refuse(
+            {
+                f"{' and '.join(f'--{name}' for name in alone)}: name one of them": len(alone) > 1,
+                (
+                    f"--tools beside --{alone[0] if alone else ''}: its environment has no other "
+                    "tools; omit one of the two"
+                ): (bool(self.tools) and bool(alone) and alone != ["environment"]),
+            }
+        )
+        settings = (
+            "max_turns max_observation_tokens observation_truncation environment_workers"
+            " environment_timeout"
+        )
+        require_used(
+            self,
+            [
+                (
+                    self.is_used,
+                    "--environment, --tools, --tool_config or --agent_func_path",
+                    settings,
+                ),
+                (
+                    self.gives_reward,
+                    "--environment, --tool_config or --agent_func_path",
+                    "environment_reward_weight turn_reward",
+                ),
+            ],
+        )
 
     @property
     def is_used(self) -> bool:
@@ -56,7 +101,8 @@ class EnvironmentFlags:
 
     @property
     def to_go_weight(self) -> float | None:
-        """The weight of rewards that are credited turn by turn; None if an episode has one score."""
+        """The weight of rewards that are credited turn by turn; None if an episode has one
+        score."""
         return self.environment_reward_weight if self.turn_reward == "to_go" else None
 
     @property
@@ -68,8 +114,11 @@ class EnvironmentFlags:
     @property
     def files(self) -> list[tuple[str, str]]:
         """(flag with its value, file) of each file among them."""
-        found = [(f"--{flag}", value) for flag, named in self.given.items()
-                 for value in ([named] if isinstance(named, str) else named)]  # fmt: skip
+        found = [
+            (f"--{flag}", value)
+            for flag, named in self.given.items()
+            for value in ([named] if isinstance(named, str) else named)
+        ]
         paths = [(f"{flag} {value}", value.rpartition(":")[0] or value) for flag, value in found]
         return [(flag, path) for flag, path in paths if path.endswith((".py", ".yaml", ".yml"))]
 
@@ -77,6 +126,8 @@ class EnvironmentFlags:
     def names(self) -> dict[str, Any]:
         """The arguments of `episodes.environments.form_of`."""
         return {
-            "environment": self.environment, "tools": self.tools, "tool_config": self.tool_config,
+            "environment": self.environment,
+            "tools": self.tools,
+            "tool_config": self.tool_config,
             "agent": self.agent_func_path,
-        }  # fmt: skip
+        }

@@ -1,7 +1,8 @@
 """A command-line parser with one flag for each field of the flag groups.
 
-`HfArgumentParser` of transformers does the same, but its import takes a second, for which `--help` and a misspelt flag
-would wait. The flags are written as that parser writes them, so DeepSpeed-Chat's scripts keep working.
+`HfArgumentParser` of transformers does the same, but its import takes a second, for which `--help`
+and a misspelt flag would wait. The flags are written as that parser writes them, so
+DeepSpeed-Chat's scripts keep working.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _KINDS = {"N": "a whole number", "X": "a number", "BOOL": "true or false"}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `UserError`, with a line for each unknown flag that says what to use. `advice`
-    names that for a flag without dashes, or ""; flags that left and misspelt ones have an answer in any case. With
-    `helps_by_name` the program has `--help NAME` and `--help all`, as the steps have."""
+    """An argument parser that raises `UserError`, with a line for each unknown flag that says what
+    to use. `advice` names that for a flag without dashes, or ""; flags that left and misspelt ones
+    have an answer in any case. With `helps_by_name` the program has `--help NAME` and `--help all`,
+    as the steps have."""
 
     helps_by_name = False
     advice: Callable[[str], str] = staticmethod(lambda name: "")
@@ -44,20 +46,35 @@ class FlagParser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             raise UserError(f"{printable_line(message)} {all_flags}")
-        flags = dict.fromkeys(word.split("=")[0] for word in unknown.split() if word.startswith("--"))
-        lines = [f"\n  {printable_line(flag)}: {hint}" for flag in flags if (hint := self._hint(flag))]
-        raise UserError(f"unknown flag or value: {printable_line(unknown)} {all_flags}{''.join(lines)}")
+        flags = dict.fromkeys(
+            word.split("=")[0] for word in unknown.split() if word.startswith("--")
+        )
+        lines = [
+            f"\n  {printable_line(flag)}: {hint}" for flag in flags if (hint := self._hint(flag))
+        ]
+        raise UserError(
+            f"unknown flag or value: {printable_line(unknown)} {all_flags}{''.join(lines)}"
+        )
 
     def _hint(self, flag: str) -> str:
-        """What to use in place of an unknown flag, or the flag that it misspells; "" if it resembles none."""
+        """What to use in place of an unknown flag, or the flag that it misspells; "" if it
+        resembles none."""
         name = flag[2:].replace("-", "_")
-        if hint := RETIRED.get(name.removeprefix("no_")) or self.advice(name) or self.advice(name.removeprefix("no_")):
+        if (
+            hint := RETIRED.get(name.removeprefix("no_"))
+            or self.advice(name)
+            or self.advice(name.removeprefix("no_"))
+        ):
             return hint
-        near = difflib.get_close_matches(name, [known[2:] for known in self._option_string_actions], n=1, cutoff=0.85)
+        near = difflib.get_close_matches(
+            name, [known[2:] for known in self._option_string_actions], n=1, cutoff=0.85
+        )
         return f"did you mean --{near[0]}?" if near else ""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if action.option_strings and arg_strings == ["--"]:  # argparse removes it, and a number becomes a list
+        if action.option_strings and arg_strings == [
+            "--"
+        ]:  # argparse removes it, and a number becomes a list
             raise argparse.ArgumentError(action, "expected a value, got '--'")
         if getattr(action, "commas", False):
             if action.nargs == "*" and not all(map(_between_commas, arg_strings)):
@@ -76,7 +93,11 @@ class FlagParser(argparse.ArgumentParser):
     @property
     def flags(self) -> list[argparse.Action]:
         """Those that the help shows."""
-        return [action for action in self._actions if action.option_strings and action.help != argparse.SUPPRESS]
+        return [
+            action
+            for action in self._actions
+            if action.option_strings and action.help != argparse.SUPPRESS
+        ]
 
     def help_of(self, flags: Collection[argparse.Action], width: int) -> str:
         """The whole help of some flags, under the titles of their groups."""
@@ -96,16 +117,16 @@ class OrOwnFunction(tuple[str, ...]):
 
 
 def _between_commas(word: str) -> list[str]:
-    """The values in one word of a command line. The name of a file, perhaps with a weight or a number of rows behind
-    it, may have commas of its own."""
+    """The values in one word of a command line. The name of a file, perhaps with a weight or a
+    number of rows behind it, may have commas of its own."""
     if os.path.lexists(os.path.expanduser(re.sub(r"[:@][\d.]+$", "", word))):
         return [word]
     return [part.strip() for part in word.split(",") if part.strip()]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows a flag by its name with _ alone; its default, its other names, and the flag that turns it off follow its
-    text."""
+    """Shows a flag by its name with _ alone; its default, its other names, and the flag that turns
+    it off follow its text."""
 
     def __init__(self, prog: str, **settings: Any):
         super().__init__(prog, max_help_position=34, **settings)
@@ -114,14 +135,21 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         if not action.option_strings:
             return super()._format_action_invocation(action)
         kind = action.metavar or (str(action.dest).upper() if action.nargs != 0 else "")
-        name = next((word for word in action.option_strings if word.startswith("--")), action.option_strings[0])
+        name = next(
+            (word for word in action.option_strings if word.startswith("--")),
+            action.option_strings[0],
+        )
         return f"{name} {kind}".strip() + (" ..." if action.nargs in ("*", "+") else "")
 
     def _expand_help(self, action: argparse.Action) -> str:
         default = shown_default(action)
-        aliases = [word for word in action.option_strings[1:] if word[2:].replace("-", "_") != action.dest]
+        aliases = [
+            word for word in action.option_strings[1:] if word[2:].replace("-", "_") != action.dest
+        ]
         notes = (
-            [f"default: {default}"] if default not in ("", "required") and "(default" not in str(action.help) else []
+            [f"default: {default}"]
+            if default not in ("", "required") and "(default" not in str(action.help)
+            else []
         )
         notes += [f"off: --no_{action.dest}"] if getattr(action, "has_off", False) else []
         notes += [f"also: {', '.join(aliases)}"] if aliases else []
@@ -140,7 +168,13 @@ def shown_default(action: argparse.Action) -> str:
         return ""
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else f"'{value}'" if value in ("", "\\n") else str(value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else f"'{value}'"
+        if value in ("", "\\n")
+        else str(value)
+    )
 
 
 def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
@@ -160,11 +194,16 @@ def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
 
 
 def _expected(action: argparse.Action) -> str:
-    """What values a flag takes: their kind and, from the first words of its help text, their unit or range."""
+    """What values a flag takes: their kind and, from the first words of its help text, their unit
+    or range."""
     if action.choices:
         return _listed(action.choices)
     kind = _KINDS.get({int: "N", float: "X"}.get(action.type, str(action.metavar)), "text")  # type: ignore[call-overload]
-    return f"{kind}: {first_words(action.help)}" if action.help and action.help != argparse.SUPPRESS else kind
+    return (
+        f"{kind}: {first_words(action.help)}"
+        if action.help and action.help != argparse.SUPPRESS
+        else kind
+    )
 
 
 def _listed(choices: Iterable[Any]) -> str:
@@ -180,21 +219,24 @@ def first_words(text: str) -> str:
 def flag_parser(groups: Iterable[Any], **settings: Any) -> FlagParser:
     """A parser for the fields of dataclasses such as `RunFlags`.
 
-    A field `some_name` becomes `--some_name` and `--some-name`, with the aliases in its metadata. A field of type bool
-    takes a value or none (true), and with the default True it also has `--no_some_name`. A list takes any number of
-    values; with `commas` in its metadata, a list or a text takes them between commas or spaces. A field without a
-    default has no attribute in the result if its flag is not given. Types may be `T`, `T | None` or `list[T]`, with T a
-    Literal, bool, int, float or str; or a Literal `| str`, which takes `FILE.py:FUNCTION` too. `settings` are those of
-    `argparse.ArgumentParser`.
+    A field `some_name` becomes `--some_name` and `--some-name`, with the aliases in its metadata. A
+    field of type bool takes a value or none (true), and with the default True it also has
+    `--no_some_name`. A list takes any number of values; with `commas` in its metadata, a list or a
+    text takes them between commas or spaces. A field without a default has no attribute in the
+    result if its flag is not given. Types may be `T`, `T | None` or `list[T]`, with T a Literal,
+    bool, int, float or str; or a Literal `| str`, which takes `FILE.py:FUNCTION` too. `settings`
+    are those of `argparse.ArgumentParser`.
     """
     parser = FlagParser(allow_abbrev=False, formatter_class=HelpFormatter, **settings)
     add_groups(parser, groups)
     return parser
 
 
-def add_groups(parser: argparse.ArgumentParser, groups: Iterable[Any], without: Collection[str] = ()) -> None:
-    """Add the fields of dataclasses, as `flag_parser` does, except those whose names are in `without`. The title of a
-    group is the first line of its docstring."""
+def add_groups(
+    parser: argparse.ArgumentParser, groups: Iterable[Any], without: Collection[str] = ()
+) -> None:
+    """Add the fields of dataclasses, as `flag_parser` does, except those whose names are in
+    `without`. The title of a group is the first line of its docstring."""
     for group in groups:
         section = parser.add_argument_group(group.__doc__.partition("\n")[0].removesuffix("."))
         types = types_of(group)
@@ -207,7 +249,11 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     default = default_of(field)
     default = argparse.SUPPRESS if default is dataclasses.MISSING else default
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-    read, text, commas = values_of(kind), str(field.metadata["help"]), field.metadata.get("commas", False)
+    read, text, commas = (
+        values_of(kind),
+        str(field.metadata["help"]),
+        field.metadata.get("commas", False),
+    )
     if range := field.metadata.get("range"):
         read["type"] = partial(_in_range, read["type"], range, text)
     if read["metavar"] == LONG_CHOICES:
@@ -215,15 +261,22 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     if default is argparse.SUPPRESS:
         text += " (required)"
     action = section.add_argument(
-        *names, *field.metadata.get("aliases", []), default=default, **({"nargs": "+"} if commas else {}) | read,
+        *names,
+        *field.metadata.get("aliases", []),
+        default=default,
+        **({"nargs": "+"} if commas else {}) | read,
         help=text,
-    )  # fmt: skip
+    )
     action.commas, action.has_off = commas, default is True
     if default is True:
         section.add_argument(
-            f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", action="store_false", dest=field.name,
-            default=argparse.SUPPRESS, help=argparse.SUPPRESS,
-        )  # fmt: skip
+            f"--no_{field.name}",
+            f"--no-{field.name.replace('_', '-')}",
+            action="store_false",
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
 def values_of(kind: Any) -> dict[str, Any]:
@@ -240,7 +293,11 @@ def values_of(kind: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         listed = "{" + ",".join(map(str, get_args(kind))) + "}"
         metavar = listed if len(listed) <= _SHORT_CHOICES else LONG_CHOICES
-        return {"choices": get_args(kind), "type": partial(_choice_of, get_args(kind)), "metavar": metavar}
+        return {
+            "choices": get_args(kind),
+            "type": partial(_choice_of, get_args(kind)),
+            "metavar": metavar,
+        }
     if kind is bool:
         return {"type": _bool_of, "nargs": "?", "const": True, "metavar": "BOOL"}
     return {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "TEXT")}
@@ -260,8 +317,8 @@ def _bool_of(text: str) -> bool:
 
 
 def _in_range(kind: Callable[[str], float], range: str, help: str, text: str) -> float:
-    """A number in a range of `RANGES`. Of flags that are 0 or above the message says what 0 means, for which others
-    have -1."""
+    """A number in a range of `RANGES`. Of flags that are 0 or above the message says what 0 means,
+    for which others have -1."""
     try:
         value = kind(text)
     except ValueError:
@@ -269,5 +326,7 @@ def _in_range(kind: Callable[[str], float], range: str, help: str, text: str) ->
     wanted, fits = RANGES[range]
     if not fits(value):
         zero = re.search(r"\b0 = [^;,)]+", help) if wanted.endswith("0 or above") else None
-        raise argparse.ArgumentTypeError(f"must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else ""))
+        raise argparse.ArgumentTypeError(
+            f"must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else "")
+        )
     return value

@@ -1,4 +1,5 @@
-"""The health rules as one table, and the flags that change their thresholds or end a run at an event."""
+"""The health rules as one table, and the flags that change their thresholds or end a run at an
+event."""
 
 from __future__ import annotations
 
@@ -22,99 +23,229 @@ class Rule:
     name: str
     level: Level  # "error" if training on is likely wasted
     metric: str
-    comparison: str  # of the metric with the threshold ("it"); "mean" is that over the window before the step
+    # of the metric with the threshold ("it"); "mean" is that over the window before the step
+    comparison: str
     threshold: float | None  # its default; None if there is none to choose
     cause: str
     change: str  # what to change; flags by name
     lasts: bool = False  # whether it must hold at this step and at each one of the window before it
 
 
-# fmt: off
-_SKIPPED = Rule("updates_skipped", "warning", "optim/nonfinite_skipped", "grows", None,
-    "a NaN or an infinity in a loss, gradient, reward or advantage; the update is skipped (--on_nonfinite skip)",
-    "replay the batch that the warning names (docs/numbers.md); lower the learning rate, or use --dtype fp32")
+_SKIPPED = Rule(
+    "updates_skipped",
+    "warning",
+    "optim/nonfinite_skipped",
+    "grows",
+    None,
+    "a NaN or an infinity in a loss, gradient, reward or advantage; the update is skipped"
+    " (--on_nonfinite skip)",
+    "replay the batch that the warning names (docs/numbers.md); lower the learning rate, or use"
+    " --dtype fp32",
+)
 PPO_RULES: tuple[Rule, ...] = (
-    Rule("kl_negative", "error", "kl/ref_k1", "below it", -0.02,
-        "sampling and scoring use different settings or models, so that answers are not samples of the scored policy",
-        "compare --temperature, --top_p and --top_k with what you expect; try --rollout_engine padded and --dtype "
-        "fp32"),
-    Rule("kl_spike", "warning", "kl/ref_k1", "above it and three times the mean", 0.5,
+    Rule(
+        "kl_negative",
+        "error",
+        "kl/ref_k1",
+        "below it",
+        -0.02,
+        "sampling and scoring use different settings or models, so that answers are not samples of"
+        " the scored policy",
+        "compare --temperature, --top_p and --top_k with what you expect; try --rollout_engine"
+        " padded and --dtype fp32",
+    ),
+    Rule(
+        "kl_spike",
+        "warning",
+        "kl/ref_k1",
+        "above it and three times the mean",
+        0.5,
         "the last updates were too large, or a single kind of answer suddenly pays off",
-        "lower --actor_learning_rate or --ppo_epochs, raise --kl_coef, or set --target_kl"),
-    Rule("entropy_collapse", "error", "policy/entropy", "below the mean divided by it", 3.0,
+        "lower --actor_learning_rate or --ppo_epochs, raise --kl_coef, or set --target_kl",
+    ),
+    Rule(
+        "entropy_collapse",
+        "error",
+        "policy/entropy",
+        "below the mean divided by it",
+        3.0,
         "the policy puts nearly all probability on few answers and stops exploring",
-        "lower --actor_learning_rate, raise --entropy_coef or --kl_coef, or sample with a higher --temperature"),
-    Rule("entropy_explosion", "error", "policy/entropy", "above the mean times it", 3.0,
+        "lower --actor_learning_rate, raise --entropy_coef or --kl_coef, or sample with a higher"
+        " --temperature",
+    ),
+    Rule(
+        "entropy_explosion",
+        "error",
+        "policy/entropy",
+        "above the mean times it",
+        3.0,
         "the policy falls apart: its updates are too large, or nothing holds it near the reference",
-        "resume from an earlier checkpoint with a lower --actor_learning_rate, a higher --kl_coef or a lower "
-        "--entropy_coef"),
-    Rule("scores_equal", "warning", "reward/score_std", "below, also of the clipped scores", 0.001,
-        "the reward does not tell the answers apart: it is constant, fails on all of them, is clipped, or the task is "
-        "solved",
-        "read the answers (--print_answers) and test the reward on them; raise --reward_clip if it clips them; use "
-        "harder prompts, a higher --temperature or more --n_samples_per_prompt"),
-    Rule("reward_faults", "warning", "reward/function_faults", "at least this share of the answers", 0.1,
-        "a reward function raises an exception or exceeds --reward_timeout; such answers get --reward_default",
-        "read the first traceback in logs/rank_R.log and correct the function or raise --reward_timeout"),
-    Rule("duplicate_answers", "warning", "rollout/distinct_share", "below, if not short", 0.5,
+        "resume from an earlier checkpoint with a lower --actor_learning_rate, a higher --kl_coef"
+        " or a lower --entropy_coef",
+    ),
+    Rule(
+        "scores_equal",
+        "warning",
+        "reward/score_std",
+        "below, also of the clipped scores",
+        0.001,
+        "the reward does not tell the answers apart: it is constant, fails on all of them, is"
+        " clipped, or the task is solved",
+        "read the answers (--print_answers) and test the reward on them; raise --reward_clip if it"
+        " clips them; use harder prompts, a higher --temperature or more --n_samples_per_prompt",
+    ),
+    Rule(
+        "reward_faults",
+        "warning",
+        "reward/function_faults",
+        "at least this share of the answers",
+        0.1,
+        "a reward function raises an exception or exceeds --reward_timeout; such answers get"
+        " --reward_default",
+        "read the first traceback in logs/rank_R.log and correct the function or raise"
+        " --reward_timeout",
+    ),
+    Rule(
+        "duplicate_answers",
+        "warning",
+        "rollout/distinct_share",
+        "below, if not short",
+        0.5,
         "the policy collapses to few answers, or the sampling is nearly greedy",
-        "raise --kl_coef or --entropy_coef, or sample with a higher --temperature, --top_p or --top_k"),
-    Rule("reward_exploited", "error", "reward/score_mean", "rises while the KL or the length does", None,
-        "the policy exploits a weakness of the reward: it scores higher by length or by moving far from the reference",
-        "read the answers; raise --kl_coef, lower --actor_learning_rate, stop at an earlier checkpoint, or correct the "
-        "reward (a length penalty: --overlong_buffer)"),
-    Rule("fewer_answers_end", "warning", "rollout/ended_share", "below the mean minus it", 0.3,
+        "raise --kl_coef or --entropy_coef, or sample with a higher --temperature, --top_p or"
+        " --top_k",
+    ),
+    Rule(
+        "reward_exploited",
+        "error",
+        "reward/score_mean",
+        "rises while the KL or the length does",
+        None,
+        "the policy exploits a weakness of the reward: it scores higher by length or by moving far"
+        " from the reference",
+        "read the answers; raise --kl_coef, lower --actor_learning_rate, stop at an earlier"
+        " checkpoint, or correct the reward (a length penalty: --overlong_buffer)",
+    ),
+    Rule(
+        "fewer_answers_end",
+        "warning",
+        "rollout/ended_share",
+        "below the mean minus it",
+        0.3,
         "answers run into the length limit, and the reward does not penalise that",
-        "raise --missing_eos_penalty or --max_answer_seq_len"),
-    Rule("answers_never_end", "error", "rollout/ended_share", "below it", 0.1,
-        "the SFT model has not learned its end token, or --max_answer_seq_len is shorter than any answer",
-        "check the end of the rows of step 1 (python -m dschat_ppo.tools.data), train step 1 longer, set "
-        "--stop_token_ids, or raise --max_answer_seq_len", lasts=True),
-    Rule("clip_fraction_high", "warning", "policy/clip_fraction", "above it", 0.3,
+        "raise --missing_eos_penalty or --max_answer_seq_len",
+    ),
+    Rule(
+        "answers_never_end",
+        "error",
+        "rollout/ended_share",
+        "below it",
+        0.1,
+        "the SFT model has not learned its end token, or --max_answer_seq_len is shorter than any"
+        " answer",
+        "check the end of the rows of step 1 (python -m dschat_ppo.tools.data), train step 1"
+        " longer, set --stop_token_ids, or raise --max_answer_seq_len",
+        lasts=True,
+    ),
+    Rule(
+        "clip_fraction_high",
+        "warning",
+        "policy/clip_fraction",
+        "above it",
+        0.3,
         "the policy moves far within one PPO step, so that the loss clips its updates",
-        "lower --actor_learning_rate or --ppo_epochs, or raise --per_device_training_batch_size"),
-    Rule("first_ratio_not_one", "warning", "policy/first_log_ratio_abs_mean", "above, in training", 0.05,
-        "before any update, training computes different log-probs from scoring or sampling: dropout, rounding, or "
-        "different kernels",
-        "train without --actor_dropout and --lora_dropout, or with --dtype fp32; if it persists, report it as a bug"),
-    Rule("critic_explains_nothing", "warning", "value/explained_variance", "below it", 0.02,
+        "lower --actor_learning_rate or --ppo_epochs, or raise --per_device_training_batch_size",
+    ),
+    Rule(
+        "first_ratio_not_one",
+        "warning",
+        "policy/first_log_ratio_abs_mean",
+        "above, in training",
+        0.05,
+        "before any update, training computes different log-probs from scoring or sampling:"
+        " dropout, rounding, or different kernels",
+        "train without --actor_dropout and --lora_dropout, or with --dtype fp32; if it persists,"
+        " report it as a bug",
+    ),
+    Rule(
+        "critic_explains_nothing",
+        "warning",
+        "value/explained_variance",
+        "below it",
+        0.02,
         "the critic does not learn, or the score is noise to it",
-        "raise --critic_learning_rate or --critic_warmup_rollouts, check the reward, or use an --advantage_estimator "
-        "without a critic", lasts=True),
-    Rule("logprob_diff_high", "warning", "rollout/logprob_diff_mean", "above it", 0.1,
+        "raise --critic_learning_rate or --critic_warmup_rollouts, check the reward, or use an"
+        " --advantage_estimator without a critic",
+        lasts=True,
+    ),
+    Rule(
+        "logprob_diff_high",
+        "warning",
+        "rollout/logprob_diff_mean",
+        "above it",
+        0.1,
         "the precision is too low, or generation and training run different weights or kernels",
-        "use --dtype fp32 or --rollout_engine padded to find out which; correct for it with --importance_correction"),
-    Rule("gradient_explodes", "warning", "optim/grad_norm/ROLE", "above the mean times it", 10.0,
-        "a batch with extreme rewards, ratios or values; the gradient is clipped to --max_grad_norm",
-        "if it repeats, lower the learning rate of this model, clip the scores (--reward_clip), or lower "
-        "--max_grad_norm"),
+        "use --dtype fp32 or --rollout_engine padded to find out which; correct for it with"
+        " --importance_correction",
+    ),
+    Rule(
+        "gradient_explodes",
+        "warning",
+        "optim/grad_norm/ROLE",
+        "above the mean times it",
+        10.0,
+        "a batch with extreme rewards, ratios or values; the gradient is clipped to"
+        " --max_grad_norm",
+        "if it repeats, lower the learning rate of this model, clip the scores (--reward_clip), or"
+        " lower --max_grad_norm",
+    ),
     _SKIPPED,
 )
 FIT_RULES: tuple[Rule, ...] = (
-    Rule("loss_grows", "error", "loss", "mean above the lowest mean so far times it", 1.5,
+    Rule(
+        "loss_grows",
+        "error",
+        "loss",
+        "mean above the lowest mean so far times it",
+        1.5,
         "training diverges: the learning rate is too high, or later rows differ from earlier ones",
-        "resume from an earlier checkpoint with a lower --learning_rate or more --num_warmup_steps"),
-    Rule("overfitting", "warning", "eval_loss", "this many evaluations are worse than the best", 2,
+        "resume from an earlier checkpoint with a lower --learning_rate or more --num_warmup_steps",
+    ),
+    Rule(
+        "overfitting",
+        "warning",
+        "eval_loss",
+        "this many evaluations are worse than the best",
+        2,
         "the model memorises the training rows",
-        "stop here and use the best model (--metric_for_best eval_loss); use fewer --num_train_epochs, more rows or a "
-        "lower --learning_rate"),
-    Rule("gradient_explodes", "warning", "grad_norm", "above the mean times it", 10.0,
+        "stop here and use the best model (--metric_for_best eval_loss); use fewer"
+        " --num_train_epochs, more rows or a lower --learning_rate",
+    ),
+    Rule(
+        "gradient_explodes",
+        "warning",
+        "grad_norm",
+        "above the mean times it",
+        10.0,
         "a batch with unusual rows, or a learning rate at which training is about to diverge",
-        "if it repeats, lower --learning_rate or --max_grad_norm, and look at the rows"),
+        "if it repeats, lower --learning_rate or --max_grad_norm, and look at the rows",
+    ),
     _SKIPPED,
 )
-# fmt: on
 _STOP = (
-    "at the first health event of this level, save a checkpoint and end the run with exit code 6; 'error': errors "
-    "only, 'warning': errors and warnings; the same command resumes the run"
+    "at the first health event of this level, save a checkpoint and end the run with exit code 6;"
+    " 'error': errors only, 'warning': errors and warnings; the same command resumes the run"
 )
 
 
 def _help(rules: Sequence[Rule], window: int) -> str:
-    rows = (rule.name + ("" if rule.threshold is None else f"={rule.threshold:g}") for rule in rules)
+    rows = (
+        rule.name + ("" if rule.threshold is None else f"={rule.threshold:g}") for rule in rules
+    )
     return (
-        "thresholds of the health warnings as NAME=VALUE, NAME=off for none (docs/troubleshooting.md); window: steps "
-        f"that a trend covers. Defaults: {WINDOW}={window}, {', '.join(rows)}"
+        "thresholds of the health warnings as NAME=VALUE, NAME=off for none"
+        " (docs/troubleshooting.md); window: steps that a trend covers. Defaults:"
+        f" {WINDOW}={window}, {', '.join(rows)}"
     )
 
 
@@ -152,12 +283,18 @@ class FitHealthFlags(HealthFlags):
 
 def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
     """(window, threshold of each rule that has one, rules that are off)."""
-    window, defaults, off = flags.default_window, {rule.name: rule.threshold for rule in flags.rules}, set[str]()
+    window, defaults, off = (
+        flags.default_window,
+        {rule.name: rule.threshold for rule in flags.rules},
+        set[str](),
+    )
     limits = dict(defaults)
     for text in flags.health:
         name, _, value = text.partition("=")
         if name not in (WINDOW, *limits):
-            raise UserError(f"--health {text}: there is no rule {name!r}, but {WINDOW}, {', '.join(limits)}")
+            raise UserError(
+                f"--health {text}: there is no rule {name!r}, but {WINDOW}, {', '.join(limits)}"
+            )
         limit = defaults.get(name)
         if name == WINDOW:
             if not value.isdecimal() or int(value) < 2:
@@ -170,10 +307,15 @@ def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
         else:
             with reading(f"--health {text}: {name} takes a number, or off"):
                 number = float(value)
-            least = 1 if limit > 1 else 0  # of a factor or a number; others are a size, some of them below 0
+            least = (
+                1 if limit > 1 else 0
+            )  # of a factor or a number; others are a size, some of them below 0
             counts = name == "overfitting" and not number.is_integer()  # evaluations
             if counts or not least <= number * math.copysign(1, limit) < math.inf:
-                sign, kind = "below" if limit < 0 else "above", "whole numbers of " if name == "overfitting" else ""
+                sign, kind = (
+                    "below" if limit < 0 else "above",
+                    "whole numbers of " if name == "overfitting" else "",
+                )
                 raise UserError(f"--health {text}: {name} takes {kind}{least} or {sign}, or off")
             limits[name] = number
             off.discard(name)

@@ -1,4 +1,5 @@
-"""Where old log-probs and values come from: scoring, or the forward passes of the only update of a PPO step."""
+"""Where old log-probs and values come from: scoring, or the forward passes of the only update of a
+PPO step."""
 
 from __future__ import annotations
 
@@ -8,15 +9,16 @@ from typing import Any, Literal
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_config import PPOConfig
 
-# A forward pass of scoring; recorded while sampling; the forward pass of the update, which also gives the values.
+# A forward pass of scoring; recorded while sampling; the forward pass of the update, which also
+# gives the values.
 OldLogprobs = Literal["recompute", "rollout", "update"]
 
 
 def old_logprobs_source(
     config: PPOConfig, plan: PPOPlan, model_configs: Iterable[dict[str, Any]]
 ) -> tuple[OldLogprobs, str | None]:
-    """The source of old log-probs, and with `--old_logprobs auto` the reason that it is not the update. `model_configs`
-    are the `config.json` of actor and critic."""
+    """The source of old log-probs, and with `--old_logprobs auto` the reason that it is not the
+    update. `model_configs` are the `config.json` of actor and critic."""
     of_scoring: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
     if config.ppo.old_logprobs != "auto":
         return of_scoring, None
@@ -37,28 +39,39 @@ def describe(source: OldLogprobs, reason: str | None) -> str:
 
 
 def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
-    """Why old log-probs and values must be known before the update; None if they need not: the KL in the reward is then
-    that of the log-probs recorded while sampling. In bf16 these differ from those of a training forward by 0.05 per
-    token (standard deviation, a model of 260 k parameters), around 0, which `abs` sums up to 3.8 in 128 tokens."""
+    """Why old log-probs and values must be known before the update; None if they need not: the KL
+    in the reward is then that of the log-probs recorded while sampling. In bf16 these differ from
+    those of a training forward by 0.05 per token (standard deviation, a model of 260 k parameters),
+    around 0, which `abs` sums up to 3.8 in 128 tokens."""
     ppo, algorithm = config.ppo, config.algorithm
     rounds = config.run.dtype != "fp32"
     reasons = {
-        f"a PPO step makes {plan.updates_per_rollout} optimizer steps": plan.updates_per_rollout > 1,
+        f"a PPO step makes {plan.updates_per_rollout} optimizer steps": (
+            plan.updates_per_rollout > 1
+        ),
         "--dynamic_sampling keeps answers for the next PPO step": algorithm.dynamic_sampling,
-        "--importance_correction compares them with those of sampling": algorithm.importance_correction != "none",
+        "--importance_correction compares them with those of sampling": (
+            algorithm.importance_correction != "none"
+        ),
         "--high_entropy_share selects tokens by their entropy": algorithm.high_entropy_share < 1,
         f"--policy_loss {algorithm.policy_loss} selects tokens by them": algorithm.selects_tokens,
         "--kl_estimator full compares whole distributions": algorithm.kl_estimator == "full",
-        f"--kl_estimator abs measures rounding in {config.run.dtype}": algorithm.kl_estimator == "abs" and rounds,
+        f"--kl_estimator abs measures rounding in {config.run.dtype}": (
+            algorithm.kl_estimator == "abs" and rounds
+        ),
         "--actor_dropout changes them in training": bool(ppo.actor_dropout),
-        "--critic_dropout changes values in training": algorithm.has_critic and bool(ppo.critic_dropout),
+        "--critic_dropout changes values in training": (
+            algorithm.has_critic and bool(ppo.critic_dropout)
+        ),
         "--lora_dropout changes them in training": config.adapters.lora_dropout > 0,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def router_adds_noise(model: dict[Any, Any]) -> bool:
-    """Whether a mixture of experts multiplies the inputs of its router by noise in training (Fedus et al. 2022);
-    `model` is a `config.json`."""
+    """Whether a mixture of experts multiplies the inputs of its router by noise in training (Fedus
+    et al. 2022); `model` is a `config.json`."""
     parts = [value for value in model.values() if isinstance(value, dict)]
-    return any("jitter" in str(name) and value for name, value in model.items()) or any(map(router_adds_noise, parts))
+    return any("jitter" in str(name) and value for name, value in model.items()) or any(
+        map(router_adds_noise, parts)
+    )

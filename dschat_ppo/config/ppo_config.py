@@ -1,4 +1,5 @@
-"""The configuration of step 3: its groups of flags, and combinations that are refused or have no effect."""
+"""The configuration of step 3: its groups of flags, and combinations that are refused or have no
+effect."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.distillation_flags import TEACHER, DistillationFlags, TeacherFlags
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.health_flags import PPOHealthFlags
-from dschat_ppo.config.ppo_flags import EvaluationFlags, PPOFlags, PPOLoraFlags, PPOMemoryFlags, RewardSourceFlags
+from dschat_ppo.config.ppo_flags import (
+    EvaluationFlags,
+    PPOFlags,
+    PPOLoraFlags,
+    PPOMemoryFlags,
+    RewardSourceFlags,
+)
 from dschat_ppo.config.schema import flag, not_negative, refuse, require_used, share
 from dschat_ppo.config.step_config import StepConfig
 
@@ -18,13 +25,19 @@ from dschat_ppo.config.step_config import StepConfig
 class ReferenceFlags:
     """Reference."""
 
-    # fmt: off
-    ref_model_name_or_path: str | None = flag(None,
-        "model of the reference, with the actor's tokenizer; not given: the model of --actor_model_name_or_path")
-    ref_sync_interval: int = not_negative(0, "move the reference towards the actor after every N PPO steps; 0 = never")
-    ref_sync_mixup: float = share(1.0,
-        "share of the actor in the new reference; the rest is the old reference (TRL: 0.6); 1 = the actor")
-    # fmt: on
+    ref_model_name_or_path: str | None = flag(
+        None,
+        "model of the reference, with the actor's tokenizer; not given: the model of"
+        " --actor_model_name_or_path",
+    )
+    ref_sync_interval: int = not_negative(
+        0, "move the reference towards the actor after every N PPO steps; 0 = never"
+    )
+    ref_sync_mixup: float = share(
+        1.0,
+        "share of the actor in the new reference; the rest is the old reference (TRL: 0.6); 1 = the"
+        " actor",
+    )
 
     def __post_init__(self) -> None:
         require_used(self, [(self.ref_sync_interval > 0, "--ref_sync_interval", "ref_sync_mixup")])
@@ -47,104 +60,202 @@ class PPOConfig(StepConfig):
     health: PPOHealthFlags
 
     kind = "ppo"
-    own_defaults = {"tensorboard_path": "step3_tensorboard", "truncation": "drop", "logging_steps": 1}
+    own_defaults = {
+        "tensorboard_path": "step3_tensorboard",
+        "truncation": "drop",
+        "logging_steps": 1,
+    }
     micro_batch = "per_device_training_batch_size"
 
     def __post_init__(self) -> None:
-        ppo, algorithm, memory, reference = self.ppo, self.algorithm, self.ppo_memory, self.reference
+        ppo, algorithm, memory, reference = (
+            self.ppo,
+            self.algorithm,
+            self.ppo_memory,
+            self.reference,
+        )
         compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
         of_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
         without_policy_loss = algorithm.advantage_estimator == "none"
         learned, by_model = self.rewards.use_reward_model, algorithm.normalize_rewards == "model"
-        refuse({
-            f"--advantage_estimator {algorithm.advantage_estimator} {compares}":
-                algorithm.compares_answers and ppo.n_samples_per_prompt == 1,
-            "--sampler chooses among all prompts, which --streaming does not know; use one of the two":
-                ppo.sampler is not None and self.data.streaming,
-            f"--dynamic_sampling {compares}": algorithm.dynamic_sampling and ppo.n_samples_per_prompt == 1,
-            "--old_logprobs rollout skips the forward pass that --importance_correction, --high_entropy_share and "
-            "--kl_estimator full need; use recompute or auto":
-                ppo.old_logprobs == "rollout" and algorithm.needs_training_logprobs,
-            f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len {ppo.max_answer_seq_len}":
-                algorithm.overlong_buffer > ppo.max_answer_seq_len,
-            # the reference
-            "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of the actor are in its "
-            "adapter; omit one of the two": reference.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0,
-            "--ref_model_name_or_path: with --share_base the reference is the shared base; omit one of the two":
-                reference.ref_model_name_or_path is not None and self.lora.share_base,
-            # the learned reward
-            "the learned reward needs --critic_model_name_or_path or --reward_model_name_or_path (or set "
-            "--use_reward_model False and give --reward_function or --remote_reward_url)":
-                learned and "reward" not in self.models,
-            "--normalize_rewards model needs a learned reward, but --use_reward_model is False":
-                by_model and not learned,
-            "--normalize_rewards model uses the mean of scores at last tokens, not of --process_reward scores; use "
-            "--normalize_rewards running": by_model and self.rewards.process_reward is not None,
-            "--use_reward_model False leaves no reward: give --reward_function, --remote_reward_url, --environment, "
-            "--tool_config or --agent_func_path; or a teacher (--teacher_model_name_or_path) and, to learn from it "
-            "alone, --advantage_estimator none":
-                not self.has_rewards and not without_policy_loss,
-            # the teacher
-            f"--advantage_estimator none has no policy loss; give a teacher to learn from ({TEACHER})":
-                without_policy_loss and not self.distils,
-            "--distill_coef 0 leaves the teacher without effect; omit it": self.distils and self.distill_coef == 0,
-            "--eval_data_path: a teacher gives no score to held-out answers; give --eval_reward_function as well":
-                bool(self.validation.eval_data_path) and not self.has_rewards
-                and self.validation.eval_reward_function is None,
-            f"--distill_on {self.distillation.distill_on}: answers of the data are no samples of the policy, so they "
-            "take --advantage_estimator none and one answer to a prompt (--n_samples_per_prompt 1), and neither "
-            "episodes nor --distill_policy_gradient": self.distillation.on_policy_share < 1 and not (
-                without_policy_loss and ppo.n_samples_per_prompt == 1 and not self.environment.is_used
-                and not self.distillation.distill_policy_gradient),
-            "--offload_teacher_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
-                self.teacher.offload_teacher_model and ppo.actor_zero_stage < 3,
-            # episodes
-            "--process_reward scores the steps of one answer, not of episodes; omit it":
-                self.environment.is_used and self.rewards.process_reward is not None,
-            "--min_answer_seq_len is not for episodes: an action may be short; omit it":
-                self.environment.is_used and ppo.min_answer_seq_len > 0,
-            f"--advantage_estimator {algorithm.advantage_estimator} compares scores of whole episodes; use "
-            "--turn_reward sum": self.environment.to_go_weight is not None
-                and algorithm.advantage_estimator in ("remax", "gdpo"),
-            f"--inference_tp_size {memory.inference_tp_size}: the ranks of a group would each run the episodes of all; "
-            "set it to 1": self.environment.is_used and memory.inference_tp_size > 1,
-            # memory
-            f"--inference_tp_size {memory.inference_tp_size} divides the layers, and --unpin_actor_parameters gathers "
-            "each layer whole; use one of the two": memory.inference_tp_size > 1 and ppo.unpin_actor_parameters,
-            "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16: "
-            "DeepSpeed quantises only frozen fp16 weights of ZeRO-3": memory.enable_mixed_precision_lora and not (
-                ppo.actor_zero_stage == 3 and self.lora.actor_lora_dim > 0 and self.run.dtype == "fp16"),
-            f"--offload needs {' and '.join(f'--{prefix}zero_stage' for prefix in self.stages)} 1, 2 or 3: stage 0 "
-            "keeps everything on the device": ppo.offload and min(self.stages.values()) == 0,
-        } | {
-            f"--sequence_parallel_size {self.memory.sequence_parallel_size}: {what} needs whole rows on a rank; use 1":
-                self.memory.sequence_parallel_size > 1 and holds
-            for what, holds in {
-                "--kl_estimator full": algorithm.kl_estimator == "full",
-                "--kl_loss_estimator full": algorithm.kl_loss_estimator == "full",
-                "a divergence from a teacher": self.distill_loss_coef > 0,
-            }.items()
-        })  # fmt: skip
+        refuse(
+            {
+                f"--advantage_estimator {algorithm.advantage_estimator} {compares}": (
+                    algorithm.compares_answers and ppo.n_samples_per_prompt == 1
+                ),
+                (
+                    "--sampler chooses among all prompts, which --streaming does not know; use "
+                    "one of the two"
+                ): (ppo.sampler is not None and self.data.streaming),
+                f"--dynamic_sampling {compares}": (
+                    algorithm.dynamic_sampling and ppo.n_samples_per_prompt == 1
+                ),
+                (
+                    "--old_logprobs rollout skips the forward pass that --importance_correction, "
+                    "--high_entropy_share and --kl_estimator full need; use recompute or auto"
+                ): (ppo.old_logprobs == "rollout" and algorithm.needs_training_logprobs),
+                (
+                    f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len "
+                    f"{ppo.max_answer_seq_len}"
+                ): (algorithm.overlong_buffer > ppo.max_answer_seq_len),
+                # the reference
+                (
+                    "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the "
+                    "changes of the actor are in its adapter; omit one of the two"
+                ): (reference.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0),
+                (
+                    "--ref_model_name_or_path: with --share_base the reference is the shared "
+                    "base; omit one of the two"
+                ): (reference.ref_model_name_or_path is not None and self.lora.share_base),
+                # the learned reward
+                (
+                    "the learned reward needs --critic_model_name_or_path or "
+                    "--reward_model_name_or_path (or set --use_reward_model False and give "
+                    "--reward_function or --remote_reward_url)"
+                ): (learned and "reward" not in self.models),
+                (
+                    "--normalize_rewards model needs a learned reward, but --use_reward_model is "
+                    "False"
+                ): (by_model and not learned),
+                (
+                    "--normalize_rewards model uses the mean of scores at last tokens, not of "
+                    "--process_reward scores; use --normalize_rewards running"
+                ): (by_model and self.rewards.process_reward is not None),
+                (
+                    "--use_reward_model False leaves no reward: give --reward_function, "
+                    "--remote_reward_url, --environment, --tool_config or --agent_func_path; or a "
+                    "teacher (--teacher_model_name_or_path) and, to learn from it alone, "
+                    "--advantage_estimator none"
+                ): (not self.has_rewards and not without_policy_loss),
+                # the teacher
+                (
+                    "--advantage_estimator none has no policy loss; give a teacher to learn from "
+                    f"({TEACHER})"
+                ): (without_policy_loss and not self.distils),
+                "--distill_coef 0 leaves the teacher without effect; omit it": (
+                    self.distils and self.distill_coef == 0
+                ),
+                (
+                    "--eval_data_path: a teacher gives no score to held-out answers; give "
+                    "--eval_reward_function as well"
+                ): (
+                    bool(self.validation.eval_data_path)
+                    and not self.has_rewards
+                    and self.validation.eval_reward_function is None
+                ),
+                (
+                    f"--distill_on {self.distillation.distill_on}: answers of the data are no "
+                    "samples of the policy, so they take --advantage_estimator none and one "
+                    "answer to a prompt (--n_samples_per_prompt 1), and neither episodes nor "
+                    "--distill_policy_gradient"
+                ): (
+                    self.distillation.on_policy_share < 1
+                    and not (
+                        without_policy_loss
+                        and ppo.n_samples_per_prompt == 1
+                        and not self.environment.is_used
+                        and not self.distillation.distill_policy_gradient
+                    )
+                ),
+                (
+                    "--offload_teacher_model needs --actor_zero_stage 3: only ZeRO-3 keeps "
+                    "parameters in host memory"
+                ): (self.teacher.offload_teacher_model and ppo.actor_zero_stage < 3),
+                # episodes
+                "--process_reward scores the steps of one answer, not of episodes; omit it": (
+                    self.environment.is_used and self.rewards.process_reward is not None
+                ),
+                "--min_answer_seq_len is not for episodes: an action may be short; omit it": (
+                    self.environment.is_used and ppo.min_answer_seq_len > 0
+                ),
+                (
+                    f"--advantage_estimator {algorithm.advantage_estimator} compares scores of "
+                    "whole episodes; use --turn_reward sum"
+                ): (
+                    self.environment.to_go_weight is not None
+                    and algorithm.advantage_estimator in ("remax", "gdpo")
+                ),
+                (
+                    f"--inference_tp_size {memory.inference_tp_size}: the ranks of a group would "
+                    "each run the episodes of all; set it to 1"
+                ): (self.environment.is_used and memory.inference_tp_size > 1),
+                # memory
+                (
+                    f"--inference_tp_size {memory.inference_tp_size} divides the layers, and "
+                    "--unpin_actor_parameters gathers each layer whole; use one of the two"
+                ): (memory.inference_tp_size > 1 and ppo.unpin_actor_parameters),
+                (
+                    "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim "
+                    "above 0 and --dtype fp16: DeepSpeed quantises only frozen fp16 weights of "
+                    "ZeRO-3"
+                ): (
+                    memory.enable_mixed_precision_lora
+                    and not (
+                        ppo.actor_zero_stage == 3
+                        and self.lora.actor_lora_dim > 0
+                        and self.run.dtype == "fp16"
+                    )
+                ),
+                (
+                    "--offload needs "
+                    f"{' and '.join(f'--{prefix}zero_stage' for prefix in self.stages)} 1, 2 or 3: "
+                    "stage 0 keeps everything on the device"
+                ): (ppo.offload and min(self.stages.values()) == 0),
+            }
+            | {
+                (
+                    f"--sequence_parallel_size {self.memory.sequence_parallel_size}: {what} needs "
+                    "whole rows on a rank; use 1"
+                ): (self.memory.sequence_parallel_size > 1 and holds)
+                for what, holds in {
+                    "--kl_estimator full": algorithm.kl_estimator == "full",
+                    "--kl_loss_estimator full": algorithm.kl_loss_estimator == "full",
+                    "a divergence from a teacher": self.distill_loss_coef > 0,
+                }.items()
+            }
+        )
         has_reference = self.has_reference
         has_policy_loss = not without_policy_loss or self.teacher_gives_rewards
-        require_used(algorithm, [
-            (has_policy_loss, "a policy loss, which --advantage_estimator none has only with --distill_policy_gradient",
-             "policy_loss clip_eps clip_eps_low clip_eps_high dual_clip high_entropy_share importance_correction "
-             "off_policy_delta"),
-        ])  # fmt: skip
+        require_used(
+            algorithm,
+            [
+                (
+                    has_policy_loss,
+                    (
+                        "a policy loss, which --advantage_estimator none has only with"
+                        " --distill_policy_gradient"
+                    ),
+                    (
+                        "policy_loss clip_eps clip_eps_low clip_eps_high dual_clip"
+                        " high_entropy_share importance_correction off_policy_delta"
+                    ),
+                ),
+            ],
+        )
         of_loss = f"{'a teacher' if not self.distils else 'the loss of a divergence'} ({TEACHER})"
-        require_used(self.teacher, [
-            (self.distils, f"a teacher ({TEACHER})", "distill_coef"),
-            (self.distill_loss_coef > 0, of_loss, "distill_loss distill_topk"),
-        ])  # fmt: skip
-        require_used(self.distillation, [
-            (self.distils, f"a teacher ({TEACHER})", "distill_on distill_policy_gradient"),
-        ])  # fmt: skip
-        require_used(reference, [(has_reference, of_reference, "ref_model_name_or_path ref_sync_interval")])
-        require_used(ppo, [
-            (has_reference, of_reference, "offload_reference_model"),
-            (learned, "--use_reward_model", "offload_reward_model"),
-        ])  # fmt: skip
+        require_used(
+            self.teacher,
+            [
+                (self.distils, f"a teacher ({TEACHER})", "distill_coef"),
+                (self.distill_loss_coef > 0, of_loss, "distill_loss distill_topk"),
+            ],
+        )
+        require_used(
+            self.distillation,
+            [
+                (self.distils, f"a teacher ({TEACHER})", "distill_on distill_policy_gradient"),
+            ],
+        )
+        require_used(
+            reference, [(has_reference, of_reference, "ref_model_name_or_path ref_sync_interval")]
+        )
+        require_used(
+            ppo,
+            [
+                (has_reference, of_reference, "offload_reference_model"),
+                (learned, "--use_reward_model", "offload_reward_model"),
+            ],
+        )
         super().__post_init__()
         if self.lora.share_base:
             self._require_shareable_base()
@@ -152,23 +263,40 @@ class PPOConfig(StepConfig):
     def _require_shareable_base(self) -> None:
         ppo, has_critic = self.ppo, self.algorithm.has_critic
         actor, critic = ppo.actor_zero_stage, ppo.critic_zero_stage
-        refuse({
-            "--share_base needs --only_optimize_lora: several models cannot share weights that train":
-                not self.adapters.only_optimize_lora,
-            "--share_base needs --actor_lora_dim above 0": self.lora.actor_lora_dim == 0,
-            "--share_base: there is neither a critic nor a reward model that could use the actor's base; omit it":
-                not has_critic and not self.rewards.use_reward_model,
-            "--share_base needs --critic_lora_dim above 0": has_critic and self.lora.critic_lora_dim == 0,
-            f"--share_base: ZeRO-3 partitions the base for both models or for none; set --actor_zero_stage {actor} and "
-            f"--critic_zero_stage {critic} both to 3 or both below": has_critic and (actor == 3) != (critic == 3),
-            "--share_base: the layers of the base have one dropout; set --actor_dropout and --critic_dropout to the "
-            "same value": has_critic and (ppo.actor_dropout or 0.0) != (ppo.critic_dropout or 0.0),
-        })  # fmt: skip
+        refuse(
+            {
+                (
+                    "--share_base needs --only_optimize_lora: several models cannot share weights "
+                    "that train"
+                ): (not self.adapters.only_optimize_lora),
+                "--share_base needs --actor_lora_dim above 0": self.lora.actor_lora_dim == 0,
+                (
+                    "--share_base: there is neither a critic nor a reward model that could use "
+                    "the actor's base; omit it"
+                ): (not has_critic and not self.rewards.use_reward_model),
+                "--share_base needs --critic_lora_dim above 0": (
+                    has_critic and self.lora.critic_lora_dim == 0
+                ),
+                (
+                    "--share_base: ZeRO-3 partitions the base for both models or for none; set "
+                    f"--actor_zero_stage {actor} and --critic_zero_stage {critic} both to 3 or "
+                    "both below"
+                ): (has_critic and (actor == 3) != (critic == 3)),
+                (
+                    "--share_base: the layers of the base have one dropout; set --actor_dropout "
+                    "and --critic_dropout to the same value"
+                ): (has_critic and (ppo.actor_dropout or 0.0) != (ppo.critic_dropout or 0.0)),
+            }
+        )
 
     @property
     def has_rewards(self) -> bool:
         """Whether a model, a function, a service or an environment scores answers."""
-        return self.rewards.use_reward_model or self.rewards.has_functions or self.environment.gives_reward
+        return (
+            self.rewards.use_reward_model
+            or self.rewards.has_functions
+            or self.environment.gives_reward
+        )
 
     @property
     def distils(self) -> bool:
@@ -177,13 +305,20 @@ class PPOConfig(StepConfig):
 
     @property
     def distill_coef(self) -> float:
-        """The weight of the divergence from the teacher, as a loss or in advantages; 0 without a teacher."""
-        return float(self.distils) if self.teacher.distill_coef is None else self.teacher.distill_coef
+        """The weight of the divergence from the teacher, as a loss or in advantages; 0 without a
+        teacher."""
+        return (
+            float(self.distils) if self.teacher.distill_coef is None else self.teacher.distill_coef
+        )
 
     @property
     def distill_loss_coef(self) -> float:
         """The weight of the divergence as a loss; 0 if there is no such loss."""
-        return 0.0 if self.distillation.distill_policy_gradient or not self.distils else self.distill_coef
+        return (
+            0.0
+            if self.distillation.distill_policy_gradient or not self.distils
+            else self.distill_coef
+        )
 
     @property
     def teacher_gives_rewards(self) -> bool:
@@ -201,24 +336,34 @@ class PPOConfig(StepConfig):
 
     @property
     def stages(self) -> dict[str, int]:
-        stages: dict[str, int] = {"actor_": self.ppo.actor_zero_stage, "critic_": self.ppo.critic_zero_stage}
+        stages: dict[str, int] = {
+            "actor_": self.ppo.actor_zero_stage,
+            "critic_": self.ppo.critic_zero_stage,
+        }
         return stages if self.algorithm.has_critic else {"actor_": self.ppo.actor_zero_stage}
 
     @property
     def step_data(self) -> StepData:
         return StepData(
-            "prompt", self.data, self.ppo.max_prompt_seq_len, eval_paths=self.validation.eval_data_path,
+            "prompt",
+            self.data,
+            self.ppo.max_prompt_seq_len,
+            eval_paths=self.validation.eval_data_path,
             teacher_column=self.distillation.teacher_prompt_column,
             keeps_answers=self.distillation.on_policy_share < 1,
-        )  # fmt: skip
+        )
 
     @property
     def models(self) -> dict[str, tuple[str, str]]:
         given = {
-            "actor": self.ppo.actor_model_name_or_path, "critic": self.ppo.critic_model_name_or_path,
-            "reward": self.rewards.reward_model_name_or_path, "ref": self.reference.ref_model_name_or_path,
-        }  # fmt: skip
-        named = {role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name}
+            "actor": self.ppo.actor_model_name_or_path,
+            "critic": self.ppo.critic_model_name_or_path,
+            "reward": self.rewards.reward_model_name_or_path,
+            "ref": self.reference.ref_model_name_or_path,
+        }
+        named = {
+            role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name
+        }
         found = {"actor": ("--actor_model_name_or_path", self.ppo.actor_model_name_or_path)}
         if self.has_reference:
             found["reference"] = named.get("ref", found["actor"])
@@ -233,15 +378,18 @@ class PPOConfig(StepConfig):
 
     @property
     def score_clip(self) -> float:
-        """`--reward_clip`, or its default; 0 is off. A function may return any numbers, and estimators that compare
-        answers would find no difference between two that are clipped."""
+        """`--reward_clip`, or its default; 0 is off. A function may return any numbers, and
+        estimators that compare answers would find no difference between two that are clipped."""
         if self.algorithm.reward_clip is not None:
             return self.algorithm.reward_clip
-        return 5.0 if self.algorithm.has_critic and self.rewards.learned_alone else 0.0  # 5 as in DeepSpeed-Chat
+        return (
+            5.0 if self.algorithm.has_critic and self.rewards.learned_alone else 0.0
+        )  # 5 as in DeepSpeed-Chat
 
     @property
     def critic_may_have_new_head(self) -> bool:
-        """Whether the critic may start with a new score head: without a learned reward there is no trained one."""
+        """Whether the critic may start with a new score head: without a learned reward there is no
+        trained one."""
         return not self.rewards.use_reward_model
 
     @property
@@ -258,11 +406,20 @@ class PPOConfig(StepConfig):
         ppo, algorithm, reasons = self.ppo, self.algorithm, super().idle()
         if not algorithm.has_critic:
             names = ("critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate")
-            reasons |= dict.fromkeys(names, f"--advantage_estimator {algorithm.advantage_estimator} has no critic")
-        if self.actor_base_is_frozen and ppo.actor_learning_rate != self.lora.actor_lora_learning_rate:
-            reasons["actor_learning_rate"] = "only the actor's LoRA parameters train, with --actor_lora_learning_rate"
+            reasons |= dict.fromkeys(
+                names, f"--advantage_estimator {algorithm.advantage_estimator} has no critic"
+            )
+        if (
+            self.actor_base_is_frozen
+            and ppo.actor_learning_rate != self.lora.actor_lora_learning_rate
+        ):
+            reasons["actor_learning_rate"] = (
+                "only the actor's LoRA parameters train, with --actor_lora_learning_rate"
+            )
         if not self.aligns_overflow:
-            reasons["align_overflow"] = "overflows are aligned only between two models trained in fp16"
+            reasons["align_overflow"] = (
+                "overflows are aligned only between two models trained in fp16"
+            )
         if self.actor_base_is_frozen and not self.reference.ref_model_name_or_path:
             reasons["offload_reference_model"] = "the reference uses the actor's frozen weights"
         if self.lora.share_base:

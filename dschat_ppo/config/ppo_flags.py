@@ -1,4 +1,5 @@
-"""Flags of step 3: models, rollout, optimisation and engines, its evaluation, and its reward sources."""
+"""Flags of step 3: models, rollout, optimisation and engines, its evaluation, and its reward
+sources."""
 
 from __future__ import annotations
 
@@ -31,114 +32,201 @@ EMA_DECAY = 0.992  # as in DeepSpeed-Chat
 class PPOFlags:
     """Models, rollout, optimisation and engines of step 3."""
 
-    # fmt: off
-    actor_model_name_or_path: str = flag(REQUIRED,
-        "SFT model: initialises the actor and serves, unchanged, as the reference")
-    critic_model_name_or_path: str | None = flag(None,
-        "reward model: initialises the critic, and gives the reward unless --reward_model_name_or_path is given. Not "
-        "needed without a critic and a learned reward. With --use_reward_model False it may lack a score head: the "
-        "critic gets a new one, whose first values are 0")
+    actor_model_name_or_path: str = flag(
+        REQUIRED, "SFT model: initialises the actor and serves, unchanged, as the reference"
+    )
+    critic_model_name_or_path: str | None = flag(
+        None,
+        "reward model: initialises the critic, and gives the reward unless"
+        " --reward_model_name_or_path is given. Not needed without a critic and a learned reward."
+        " With --use_reward_model False it may lack a score head: the critic gets a new one, whose"
+        " first values are 0",
+    )
 
-    per_device_generation_batch_size: int = positive(16,
-        "prompts per generation batch and device; a PPO step takes this times --generation_batches prompts per device")
-    per_device_training_batch_size: int = positive(16,
-        "PPO micro-batch size per device for answers of maximum length (see --micro_batch_tokens)")
-    micro_batch_tokens: int = not_negative(0,
-        "maximum tokens per forward pass of scoring and training, padding included; shorter rows make larger "
-        "micro-batches. 0 = --per_device_training_batch_size x (--max_prompt_seq_len + --max_answer_seq_len), on CPUs "
-        "at most 1024 (2048 with several ranks), which is faster")
-    generation_batches: int = positive(1,
-        "generation batches per PPO step (multiplies --per_device_generation_batch_size)")
+    per_device_generation_batch_size: int = positive(
+        16,
+        "prompts per generation batch and device; a PPO step takes this times --generation_batches"
+        " prompts per device",
+    )
+    per_device_training_batch_size: int = positive(
+        16,
+        "PPO micro-batch size per device for answers of maximum length (see --micro_batch_tokens)",
+    )
+    micro_batch_tokens: int = not_negative(
+        0,
+        "maximum tokens per forward pass of scoring and training, padding included; shorter rows"
+        " make larger micro-batches. 0 = --per_device_training_batch_size x (--max_prompt_seq_len +"
+        " --max_answer_seq_len), on CPUs at most 1024 (2048 with several ranks), which is faster",
+    )
+    generation_batches: int = positive(
+        1, "generation batches per PPO step (multiplies --per_device_generation_batch_size)"
+    )
     ppo_epochs: int = positive(1, "epochs over the experience of a PPO step")
-    gradient_accumulation_steps: int = positive(1, "micro-batches per optimizer step, for answers of maximum length")
+    gradient_accumulation_steps: int = positive(
+        1, "micro-batches per optimizer step, for answers of maximum length"
+    )
     num_train_epochs: float = positive(1, EPOCHS_HELP.format("prompts"))
     max_prompt_seq_len: int = positive(256, "maximum tokens of a prompt (see --truncation)")
     max_answer_seq_len: int = positive(256, "maximum new tokens of an answer")
 
-    temperature: float = flag(1.0, "sampling temperature, above 0; log-probs are computed at the same temperature")
-    top_p: float = share(1.0, "nucleus sampling: sample from the smallest set of tokens with this probability; 1 = off")
+    temperature: float = flag(
+        1.0, "sampling temperature, above 0; log-probs are computed at the same temperature"
+    )
+    top_p: float = share(
+        1.0,
+        "nucleus sampling: sample from the smallest set of tokens with this probability; 1 = off",
+    )
     top_k: int = not_negative(0, "sample from the k most likely tokens; 0 = off, 1 = greedy")
-    min_p: float = fraction(0.0, "drop tokens less likely than this fraction of the most likely token; 0 = off")
-    repetition_penalty: float = positive(1.0,
-        "repetition penalty: above 1, tokens of the prompt and the answer so far become less likely; 1 = off")
+    min_p: float = fraction(
+        0.0, "drop tokens less likely than this fraction of the most likely token; 0 = off"
+    )
+    repetition_penalty: float = positive(
+        1.0,
+        "repetition penalty: above 1, tokens of the prompt and the answer so far become less"
+        " likely; 1 = off",
+    )
     n_samples_per_prompt: int = positive(1, "number of answers sampled for each prompt")
-    min_answer_seq_len: int = not_negative(0,
-        "minimum new tokens of an answer; EOS and stop tokens are suppressed until then, in log-probs and KL too")
+    min_answer_seq_len: int = not_negative(
+        0,
+        "minimum new tokens of an answer; EOS and stop tokens are suppressed until then, in"
+        " log-probs and KL too",
+    )
     stop_strings: list[str] = flag([], "strings that end an answer; they are part of it")
-    stop_token_ids: list[int] = flag([], "token ids that end an answer, in addition to EOS", commas=True)
-    rollout_rows: int = not_negative(0,
-        "maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256 (GPU: 1024)")
-    rollout_engine: Literal["auto", "padded"] = flag("auto",
-        "'auto' uses continuous batching if a self-check at the start confirms it for the model, else padded batches, "
-        "else passes of whole rows; 'padded' begins with padded batches, which wait for their longest answer")
-    unpin_actor_parameters: bool = flag(False,
-        "gather ZeRO-3 parameters layer by layer while generating, instead of all at once: less memory, slower")
+    stop_token_ids: list[int] = flag(
+        [], "token ids that end an answer, in addition to EOS", commas=True
+    )
+    rollout_rows: int = not_negative(
+        0,
+        "maximum answers decoded at a time per device; 0 = as many as memory allows, up to 256"
+        " (GPU: 1024)",
+    )
+    rollout_engine: Literal["auto", "padded"] = flag(
+        "auto",
+        "'auto' uses continuous batching if a self-check at the start confirms it for the model,"
+        " else padded batches, else passes of whole rows; 'padded' begins with padded batches,"
+        " which wait for their longest answer",
+    )
+    unpin_actor_parameters: bool = flag(
+        False,
+        "gather ZeRO-3 parameters layer by layer while generating, instead of all at once: less"
+        " memory, slower",
+    )
 
-    old_logprobs: Literal["auto", "recompute", "rollout"] = flag("auto",
-        "log-probs of the old policy: 'recompute' by a forward pass of the actor; 'rollout' uses those recorded while "
-        "sampling and saves the pass; 'auto' takes them, and the values, from the forward passes of the update where a "
-        "PPO step makes one optimizer step and nothing needs them before it; else it is 'rollout' in fp32 and "
-        "'recompute' in bf16 and fp16")
+    old_logprobs: Literal["auto", "recompute", "rollout"] = flag(
+        "auto",
+        "log-probs of the old policy: 'recompute' by a forward pass of the actor; 'rollout' uses"
+        " those recorded while sampling and saves the pass; 'auto' takes them, and the values, from"
+        " the forward passes of the update where a PPO step makes one optimizer step and nothing"
+        " needs them before it; else it is 'rollout' in fp32 and 'recompute' in bf16 and fp16",
+    )
     actor_learning_rate: float = share(9.65e-6, "peak learning rate of the actor, at most 1")
     critic_learning_rate: float = share(5e-6, "peak learning rate of the critic, at most 1")
-    actor_weight_decay: float = not_negative(0.0, "weight decay of the actor; biases and norm weights are exempt")
-    critic_weight_decay: float = not_negative(0.0, "weight decay of the critic; biases and norm weights are exempt")
-    lr_scheduler_type: SCHEDULERS = flag("cosine", "learning rate schedule, as in transformers, per optimizer step")
-    num_warmup_steps: int = not_negative(100, "warm-up steps of the learning rate, in optimizer steps")
+    actor_weight_decay: float = not_negative(
+        0.0, "weight decay of the actor; biases and norm weights are exempt"
+    )
+    critic_weight_decay: float = not_negative(
+        0.0, "weight decay of the critic; biases and norm weights are exempt"
+    )
+    lr_scheduler_type: SCHEDULERS = flag(
+        "cosine", "learning rate schedule, as in transformers, per optimizer step"
+    )
+    num_warmup_steps: int = not_negative(
+        100, "warm-up steps of the learning rate, in optimizer steps"
+    )
     max_grad_norm: float = not_negative(1.0, "clip gradients to this global norm; 0 = off")
 
-    actor_zero_stage: ZERO_STAGES = flag(0,
-        "ZeRO stage of the actor; 3 also shards the reference; in bf16 and fp16, 0 runs as 1")
-    critic_zero_stage: ZERO_STAGES = flag(0,
-        "ZeRO stage of the critic; 3 also shards the reward model; in bf16 and fp16, 0 runs as 1")
+    actor_zero_stage: ZERO_STAGES = flag(
+        0, "ZeRO stage of the actor; 3 also shards the reference; in bf16 and fp16, 0 runs as 1"
+    )
+    critic_zero_stage: ZERO_STAGES = flag(
+        0, "ZeRO stage of the critic; 3 also shards the reward model; in bf16 and fp16, 0 runs as 1"
+    )
     offload: bool = flag(False, "keep optimizer states (and parameters at stage 3) in host memory")
-    offload_reference_model: bool = flag(False,
-        "keep the parameters of the reference in host memory (needs --actor_zero_stage 3)")
-    offload_reward_model: bool = flag(False,
-        "keep the parameters of the reward model in host memory (needs --critic_zero_stage 3)")
-    actor_gradient_checkpointing: bool = flag(False, "recompute the actor's activations in the backward pass")
-    critic_gradient_checkpointing: bool = flag(False, "recompute the critic's activations in the backward pass")
+    offload_reference_model: bool = flag(
+        False, "keep the parameters of the reference in host memory (needs --actor_zero_stage 3)"
+    )
+    offload_reward_model: bool = flag(
+        False,
+        "keep the parameters of the reward model in host memory (needs --critic_zero_stage 3)",
+    )
+    actor_gradient_checkpointing: bool = flag(
+        False, "recompute the actor's activations in the backward pass"
+    )
+    critic_gradient_checkpointing: bool = flag(
+        False, "recompute the critic's activations in the backward pass"
+    )
     actor_dropout: float | None = fraction(None, "dropout of the actor in training; not given: 0")
     critic_dropout: float | None = fraction(None, "dropout of the critic in training; not given: 0")
 
-    sampler: str | None = flag(None,
-        "class of your own, FILE.py:CLASS, that chooses the prompts of each PPO step, such as a curriculum "
-        "(docs/extending.md); not given: each prompt once an epoch, in random order")
-    metrics: list[str] = flag([],
-        "functions of your own, FILE.py:FUNCTION, of the experience of a PPO step; their numbers are logged as "
-        "own/NAME (docs/extending.md)")
+    sampler: str | None = flag(
+        None,
+        "class of your own, FILE.py:CLASS, that chooses the prompts of each PPO step, such as a"
+        " curriculum (docs/extending.md); not given: each prompt once an epoch, in random order",
+    )
+    metrics: list[str] = flag(
+        [],
+        "functions of your own, FILE.py:FUNCTION, of the experience of a PPO step; their numbers"
+        " are logged as own/NAME (docs/extending.md)",
+    )
     print_answers: bool = flag(False, "print the prompts, answers and scores of all ranks")
     print_answers_interval: int = positive(1, "print answers every N PPO steps")
-    sample_interval: int = not_negative(10,
-        "write 8 answers with their scores to samples.jsonl after the first and every Nth PPO step; 0 = off")
+    sample_interval: int = not_negative(
+        10,
+        "write 8 answers with their scores to samples.jsonl after the first and every Nth PPO step;"
+        " 0 = off",
+    )
     enable_test_mode: bool = flag(False, "stop after --test_stop_step PPO steps")
     test_stop_step: int = not_negative(0, "number of PPO steps with --enable_test_mode")
 
-    unsupervised_dataset_name: str | None = flag(None,
-        "data set with a column `text` for the PTX loss: language modelling in the same updates as PPO; not given: off")
-    unsupervised_dataset_config_name: str | None = flag(None, "configuration of --unsupervised_dataset_name on the hub")
+    unsupervised_dataset_name: str | None = flag(
+        None,
+        "data set with a column `text` for the PTX loss: language modelling in the same updates as"
+        " PPO; not given: off",
+    )
+    unsupervised_dataset_config_name: str | None = flag(
+        None, "configuration of --unsupervised_dataset_name on the hub"
+    )
     unsup_coef: float = not_negative(27.8, "weight of the PTX loss")
-    enable_ema: bool = flag(False, "keep an exponential moving average of the actor's weights, saved in `actor_ema/`")
-    ema_decay: float = fraction(EMA_DECAY, "decay of the moving average, applied at each update of the actor")
-    align_overflow: bool = flag(False,
-        "skip the updates of both actor and critic when the fp16 gradients of either overflow")
-    # fmt: on
+    enable_ema: bool = flag(
+        False, "keep an exponential moving average of the actor's weights, saved in `actor_ema/`"
+    )
+    ema_decay: float = fraction(
+        EMA_DECAY, "decay of the moving average, applied at each update of the actor"
+    )
+    align_overflow: bool = flag(
+        False,
+        "skip the updates of both actor and critic when the fp16 gradients of either overflow",
+    )
 
     def __post_init__(self) -> None:
-        refuse({
-            f"--temperature {self.temperature}: must be above 0; --top_k 1 takes the most likely token (greedy)":
-                not 0 < self.temperature < math.inf,
-            f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len {self.max_answer_seq_len}":
-                self.min_answer_seq_len > self.max_answer_seq_len,
-            "--stop_token_ids must be 0 or above": any(number < 0 for number in self.stop_token_ids),
-            "--stop_strings must not contain an empty string": not all(self.stop_strings),
-            "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
-                self.offload_reference_model and self.actor_zero_stage < 3,
-            "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps parameters in host memory":
-                self.offload_reward_model and self.critic_zero_stage < 3,
-            "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step needs --enable_test_mode":
-                self.enable_test_mode != (self.test_stop_step > 0),
-        })  # fmt: skip
+        refuse(
+            {
+                (
+                    f"--temperature {self.temperature}: must be above 0; --top_k 1 takes the most "
+                    "likely token (greedy)"
+                ): (not 0 < self.temperature < math.inf),
+                (
+                    f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len "
+                    f"{self.max_answer_seq_len}"
+                ): (self.min_answer_seq_len > self.max_answer_seq_len),
+                "--stop_token_ids must be 0 or above": any(
+                    number < 0 for number in self.stop_token_ids
+                ),
+                "--stop_strings must not contain an empty string": not all(self.stop_strings),
+                (
+                    "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps "
+                    "parameters in host memory"
+                ): (self.offload_reference_model and self.actor_zero_stage < 3),
+                (
+                    "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps "
+                    "parameters in host memory"
+                ): (self.offload_reward_model and self.critic_zero_stage < 3),
+                (
+                    "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step "
+                    "needs --enable_test_mode"
+                ): (self.enable_test_mode != (self.test_stop_step > 0)),
+            }
+        )
         require_used(self, [(self.enable_ema, "--enable_ema", "ema_decay")])
 
 
@@ -146,68 +234,98 @@ class PPOFlags:
 class PPOLoraFlags:
     """LoRA of actor and critic."""
 
-    # fmt: off
     actor_lora_dim: int = not_negative(0, "LoRA rank of the actor; 0 = off")
-    actor_lora_module_name: str | None = flag(None, f"layers of the actor {LORA_TARGETS}", commas=True)
-    actor_lora_learning_rate: float = share(5e-4,
-        f"peak learning rate of the actor's LoRA parameters, at most 1; {LORA_RATE.format('--actor_learning_rate')}")
+    actor_lora_module_name: str | None = flag(
+        None, f"layers of the actor {LORA_TARGETS}", commas=True
+    )
+    actor_lora_learning_rate: float = share(
+        5e-4,
+        "peak learning rate of the actor's LoRA parameters, at most 1;"
+        f" {LORA_RATE.format('--actor_learning_rate')}",
+    )
     critic_lora_dim: int = not_negative(0, "LoRA rank of the critic; 0 = off")
-    critic_lora_module_name: str | None = flag(None, f"layers of the critic {LORA_TARGETS}", commas=True)
-    critic_lora_learning_rate: float = share(5e-4,
-        f"peak learning rate of the critic's LoRA parameters, at most 1; {LORA_RATE.format('--critic_learning_rate')}")
-    share_base: bool = flag(False,
-        "hold one frozen base for actor, reference, critic and reward model, with an adapter and a head for each "
-        "(needs --only_optimize_lora)")
-    # fmt: on
+    critic_lora_module_name: str | None = flag(
+        None, f"layers of the critic {LORA_TARGETS}", commas=True
+    )
+    critic_lora_learning_rate: float = share(
+        5e-4,
+        "peak learning rate of the critic's LoRA parameters, at most 1;"
+        f" {LORA_RATE.format('--critic_learning_rate')}",
+    )
+    share_base: bool = flag(
+        False,
+        "hold one frozen base for actor, reference, critic and reward model, with an adapter and a"
+        " head for each (needs --only_optimize_lora)",
+    )
 
 
 @dataclass(frozen=True)
 class PPOMemoryFlags:
     """Memory of step 3."""
 
-    # fmt: off
-    sleep_in_rollout: bool = flag(False,
-        "while generating, move to host memory what generation does not need: optimizer states, fp32 weights and "
-        "gradient buffers of actor and critic, and the weights of critic, reference and reward model")
-    inference_tp_size: int = positive(1,
-        "number of ranks that generate together, each with a part of every decoder layer (tensor parallelism), for an "
-        "actor that does not fit on one device; 1 = off")
-    tp_gather_partition_size: int = positive(8,
-        "decoder layers that --inference_tp_size gathers at a time to divide them")
-    enable_mixed_precision_lora: bool = flag(False,
-        "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3, --actor_lora_dim, "
-        "--dtype fp16 and a GPU)")
-    # fmt: on
+    sleep_in_rollout: bool = flag(
+        False,
+        "while generating, move to host memory what generation does not need: optimizer states,"
+        " fp32 weights and gradient buffers of actor and critic, and the weights of critic,"
+        " reference and reward model",
+    )
+    inference_tp_size: int = positive(
+        1,
+        "number of ranks that generate together, each with a part of every decoder layer (tensor"
+        " parallelism), for an actor that does not fit on one device; 1 = off",
+    )
+    tp_gather_partition_size: int = positive(
+        8, "decoder layers that --inference_tp_size gathers at a time to divide them"
+    )
+    enable_mixed_precision_lora: bool = flag(
+        False,
+        "hold the actor's frozen weights under LoRA in 8 bits (ZeRO++; needs --actor_zero_stage 3,"
+        " --actor_lora_dim, --dtype fp16 and a GPU)",
+    )
 
 
 @dataclass(frozen=True)
 class EvaluationFlags:
     """Evaluation on held-out prompts before, during and after training."""
 
-    # fmt: off
-    eval_data_path: list[str] = flag([],
-        "data sets of held-out prompts, used whole; not given: no evaluation", commas=True)
-    eval_interval: int = not_negative(0,
-        "evaluate every N PPO steps, and always before the first and after the last; 0 = only these two")
-    eval_samples: int = positive(1, "number of answers to each held-out prompt, for pass@k and majority@n")
+    eval_data_path: list[str] = flag(
+        [], "data sets of held-out prompts, used whole; not given: no evaluation", commas=True
+    )
+    eval_interval: int = not_negative(
+        0,
+        "evaluate every N PPO steps, and always before the first and after the last; 0 = only"
+        " these two",
+    )
+    eval_samples: int = positive(
+        1, "number of answers to each held-out prompt, for pass@k and majority@n"
+    )
     eval_greedy: bool = flag(False, "decode greedily instead of sampling as in training")
     eval_batch_size: int = positive(64, "held-out prompts per generation batch and device")
-    eval_max_prompts: int = not_negative(0,
-        "maximum number of held-out prompts, taken from the start of the data; 0 = all")
+    eval_max_prompts: int = not_negative(
+        0, "maximum number of held-out prompts, taken from the start of the data; 0 = all"
+    )
     eval_pass_score: float = flag(1.0, "minimum score of an answer that passes")
-    eval_reward_function: str | None = flag(None,
-        "reward function for evaluation, written as for --reward_function; not given: the training reward")
+    eval_reward_function: str | None = flag(
+        None,
+        "reward function for evaluation, written as for --reward_function; not given: the training"
+        " reward",
+    )
     validate_only: bool = flag(False, VALIDATE_ONLY)
-    save_best: bool = flag(True, "keep the models of the best evaluation in `best/` inside --output_dir")
-    # fmt: on
+    save_best: bool = flag(
+        True, "keep the models of the best evaluation in `best/` inside --output_dir"
+    )
 
     def __post_init__(self) -> None:
-        refuse({
-            "--validate_only needs held-out prompts: give --eval_data_path":
-                self.validate_only and not self.eval_data_path,
-            "--eval_greedy gives the same answer every time: omit --eval_samples":
-                self.eval_greedy and self.eval_samples > 1,
-        })  # fmt: skip
+        refuse(
+            {
+                "--validate_only needs held-out prompts: give --eval_data_path": (
+                    self.validate_only and not self.eval_data_path
+                ),
+                "--eval_greedy gives the same answer every time: omit --eval_samples": (
+                    self.eval_greedy and self.eval_samples > 1
+                ),
+            }
+        )
         others = " ".join(own.name for own in fields(self) if own.name != "eval_data_path")
         require_used(self, [(bool(self.eval_data_path), "--eval_data_path", others)])
 
@@ -216,47 +334,80 @@ class EvaluationFlags:
 class RewardSourceFlags:
     """Reward sources; the score of an answer is their weighted sum."""
 
-    # fmt: off
-    use_reward_model: bool = flag(True,
-        "score with a learned reward; False: only with reward functions or a remote reward service")
-    reward_model_name_or_path: str | None = flag(None,
-        "reward model, if it is not the model that initialises the critic; its tokenizer may differ from the actor's")
+    use_reward_model: bool = flag(
+        True,
+        "score with a learned reward; False: only with reward functions or a remote reward service",
+    )
+    reward_model_name_or_path: str | None = flag(
+        None,
+        "reward model, if it is not the model that initialises the critic; its tokenizer may differ"
+        " from the actor's",
+    )
     reward_model_weight: float = finite(1.0, "weight of the learned reward; 0 = only log it")
-    reward_model_sources: list[str] = flag([],
-        "data sources whose rows the learned reward scores; not given: all rows", commas=True)
-    process_reward: Literal["min", "mean", "last", "product"] | None = flag(None,
-        "with a process reward model (step 2, --objective process): score an answer by the smallest, the mean, the "
-        "last or the product of the probabilities that its steps are right. Not given: the raw score at the last token")
-    reward_function: list[str] = flag([],
-        "reward functions: path.py:name, module.path:name or the name of a built-in rule, each with optional "
-        "?key=value settings and :weight; SOURCE= in front: only for the rows of this data source (docs/rewards.md)")
-    reward_workers: int = positive(2, "number of worker processes on each rank, for each reward function")
+    reward_model_sources: list[str] = flag(
+        [], "data sources whose rows the learned reward scores; not given: all rows", commas=True
+    )
+    process_reward: Literal["min", "mean", "last", "product"] | None = flag(
+        None,
+        "with a process reward model (step 2, --objective process): score an answer by the"
+        " smallest, the mean, the last or the product of the probabilities that its steps are"
+        " right. Not given: the raw score at the last token",
+    )
+    reward_function: list[str] = flag(
+        [],
+        "reward functions: path.py:name, module.path:name or the name of a built-in rule, each with"
+        " optional ?key=value settings and :weight; SOURCE= in front: only for the rows of this"
+        " data source (docs/rewards.md)",
+    )
+    reward_workers: int = positive(
+        2, "number of worker processes on each rank, for each reward function"
+    )
     reward_timeout: float = positive(10.0, "timeout of a reward function call, in seconds")
-    reward_default: float = finite(0.0, "score of a row whose reward function call failed, or that no source scores")
-    allow_weak_sandbox: bool = flag(False,
-        "run code_tests also where bubblewrap does not work: programs of the model can then write and delete the files "
-        "of this user")
-    remote_reward_url: str | None = flag(None,
-        "URL of a reward service, http://host:port/get_reward, or of several; with *** for credentials, it is taken "
-        "from DSCHAT_PPO_REMOTE_REWARD_URL", commas=True)
+    reward_default: float = finite(
+        0.0, "score of a row whose reward function call failed, or that no source scores"
+    )
+    allow_weak_sandbox: bool = flag(
+        False,
+        "run code_tests also where bubblewrap does not work: programs of the model can then write"
+        " and delete the files of this user",
+    )
+    remote_reward_url: str | None = flag(
+        None,
+        "URL of a reward service, http://host:port/get_reward, or of several; with *** for"
+        " credentials, it is taken from DSCHAT_PPO_REMOTE_REWARD_URL",
+        commas=True,
+    )
     remote_reward_weight: float = finite(1.0, "weight of the remote reward; 0 = only log it")
-    remote_reward_sources: list[str] = flag([],
-        "data sources whose rows are sent to the reward service; not given: all rows", commas=True)
+    remote_reward_sources: list[str] = flag(
+        [],
+        "data sources whose rows are sent to the reward service; not given: all rows",
+        commas=True,
+    )
     remote_reward_timeout: float = positive(60.0, "timeout of a request, in seconds")
-    # fmt: on
 
     def __post_init__(self) -> None:
         without, remote = not self.use_reward_model, self.remote_reward_url is not None
-        refuse({
-            "--reward_timeout and --remote_reward_timeout must be at most 10^6 seconds, eleven days":
-                max(self.reward_timeout, self.remote_reward_timeout) > 10**6,
-            "--reward_function must not be an empty string": not all(self.reward_function),
-            "--remote_reward_url contains an empty URL": not all(self.remote_urls),
-        })  # fmt: skip
-        require_used(self, [
-            (not without, "--use_reward_model", "reward_model_name_or_path process_reward reward_model_sources"),
-            (remote, "--remote_reward_url", "remote_reward_sources"),
-        ])  # fmt: skip
+        refuse(
+            {
+                (
+                    "--reward_timeout and --remote_reward_timeout must be at most 10^6 seconds, "
+                    "eleven days"
+                ): (max(self.reward_timeout, self.remote_reward_timeout) > 10**6),
+                "--reward_function must not be an empty string": not all(self.reward_function),
+                "--remote_reward_url contains an empty URL": not all(self.remote_urls),
+            }
+        )
+        require_used(
+            self,
+            [
+                (
+                    not without,
+                    "--use_reward_model",
+                    "reward_model_name_or_path process_reward reward_model_sources",
+                ),
+                (remote, "--remote_reward_url", "remote_reward_sources"),
+            ],
+        )
 
     @property
     def has_functions(self) -> bool:
@@ -266,18 +417,24 @@ class RewardSourceFlags:
     @property
     def remote_urls(self) -> list[str]:
         """The URLs in `--remote_reward_url`; empty if it is not given."""
-        return [] if self.remote_reward_url is None else [url.strip() for url in self.remote_reward_url.split(",")]
+        return (
+            []
+            if self.remote_reward_url is None
+            else [url.strip() for url in self.remote_reward_url.split(",")]
+        )
 
     @property
     def learned_alone(self) -> bool:
-        """Whether scores are those of the learned reward: the other sources, if there are any, are only logged."""
+        """Whether scores are those of the learned reward: the other sources, if there are any, are
+        only logged."""
         others = [split_weight(text)[1] for text in self.reward_function]
         others += [self.remote_reward_weight] if self.remote_urls else []
         return self.use_reward_model and not any(others)
 
 
 def split_weight(text: str) -> tuple[str, float]:
-    """`"name:0.5"` of a `--reward_function` -> ("name", 0.5); without a number at its end the weight is 1."""
+    """`"name:0.5"` of a `--reward_function` -> ("name", 0.5); without a number at its end the
+    weight is 1."""
     before, colon, number = text.rpartition(":")
     try:
         return (before, float(number)) if colon else (text, 1.0)

@@ -1,5 +1,5 @@
-"""The flags of every run: outputs, seed, number format, optimizer; checkpoints and failures; what it prints and keeps;
-memory, sequences and attention."""
+"""The flags of every run: outputs, seed, number format, optimizer; checkpoints and failures; what
+it prints and keeps; memory, sequences and attention."""
 
 from __future__ import annotations
 
@@ -18,71 +18,119 @@ _ONE_END = "answers end with the chat template's end-of-turn token, or with EOS 
 class RunFlags:
     """Output folder, seed, number format, optimizer and logging."""
 
-    # fmt: off
-    output_dir: str | None = flag(None, "output folder for models, metrics and the resolved configuration (required)")
-    overwrite_output_dir: bool = flag(False,
-        "start from the beginning if --output_dir holds another run; an interrupted run with the same settings still "
-        "resumes (see --resume)")
+    output_dir: str | None = flag(
+        None, "output folder for models, metrics and the resolved configuration (required)"
+    )
+    overwrite_output_dir: bool = flag(
+        False,
+        "start from the beginning if --output_dir holds another run; an interrupted run with the"
+        " same settings still resumes (see --resume)",
+    )
     seed: int = not_negative(1234, "global seed; it makes a run reproducible")
-    deterministic: bool = flag(False,
-        "use PyTorch's deterministic algorithms, so that a run on a GPU repeats bit for bit; slower, and an operation "
-        "without such an algorithm stops the run (not needed on a CPU)")
+    deterministic: bool = flag(
+        False,
+        "use PyTorch's deterministic algorithms, so that a run on a GPU repeats bit for bit;"
+        " slower, and an operation without such an algorithm stops the run (not needed on a CPU)",
+    )
     local_rank: int = flag(-1, "set by the deepspeed launcher")
-    dtype: Literal["bf16", "fp16", "fp32"] = flag("bf16", "number format of weights and activations")
-    resize_vocabulary: bool = flag(False,
-        "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding and the head, each "
-        "initialised with the mean of the existing rows")
-    optimizer: Literal["adamw", "muon"] = flag("adamw",
-        "muon: Muon for the matrices of the decoder layers, and AdamW for embeddings, heads, norms and biases; without "
-        "LoRA, offload and fp16, at ZeRO stage 0, in bf16 also at stage 1")
-    muon_learning_rate: float | None = share(None,
-        "peak learning rate of the matrices under --optimizer muon, at most 1. Muon's update of an n x n matrix is as "
-        "large as AdamW's at a rate of about 0.2 sqrt(n) times AdamW's")
+    dtype: Literal["bf16", "fp16", "fp32"] = flag(
+        "bf16", "number format of weights and activations"
+    )
+    resize_vocabulary: bool = flag(
+        False,
+        "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding"
+        " and the head, each initialised with the mean of the existing rows",
+    )
+    optimizer: Literal["adamw", "muon"] = flag(
+        "adamw",
+        "muon: Muon for the matrices of the decoder layers, and AdamW for embeddings, heads, norms"
+        " and biases; without LoRA, offload and fp16, at ZeRO stage 0, in bf16 also at stage 1",
+    )
+    muon_learning_rate: float | None = share(
+        None,
+        "peak learning rate of the matrices under --optimizer muon, at most 1. Muon's update of an"
+        " n x n matrix is as large as AdamW's at a rate of about 0.2 sqrt(n) times AdamW's",
+    )
     adam_beta1: float = fraction(0.9, "first beta of AdamW")
     adam_beta2: float = fraction(0.95, "second beta of AdamW")
     adam_epsilon: float = share(1e-8, "epsilon of AdamW")
-    report_to: list[Literal["none", "tensorboard", "wandb", "trackio"]] = flag([],
-        "one or several trackers that also receive the metrics; all but tensorboard need an extra, such as pip install "
-        '"dschat_ppo[wandb]". none: no tracker, even with --enable_tensorboard', commas=True)
-    run_name: str | None = flag(None,
-        "name of the run in wandb and trackio; not given: WANDB_NAME, or the name of the output folder")
-    project: str | None = flag(None,
-        "project in wandb and trackio; not given: WANDB_PROJECT or TRACKIO_PROJECT, or the name of the parent of the "
-        "output folder")
-    enable_tensorboard: bool = flag(False, "the same as --report_to tensorboard, in addition to that flag's trackers")
-    tensorboard_path: str = flag("tensorboard",
-        "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there")
-    push_to_hub: str | None = flag(None,
-        "OWNER/NAME of a Hugging Face repository to which the run uploads the model at its end (step 3: the actor); a "
-        "new one is private")
-    profile: int | None = positive(None,
+    report_to: list[Literal["none", "tensorboard", "wandb", "trackio"]] = flag(
+        [],
+        "one or several trackers that also receive the metrics; all but tensorboard need an extra,"
+        ' such as pip install "dschat_ppo[wandb]". none: no tracker, even with'
+        " --enable_tensorboard",
+        commas=True,
+    )
+    run_name: str | None = flag(
+        None,
+        "name of the run in wandb and trackio; not given: WANDB_NAME, or the name of the output"
+        " folder",
+    )
+    project: str | None = flag(
+        None,
+        "project in wandb and trackio; not given: WANDB_PROJECT or TRACKIO_PROJECT, or the name of"
+        " the parent of the output folder",
+    )
+    enable_tensorboard: bool = flag(
+        False, "the same as --report_to tensorboard, in addition to that flag's trackers"
+    )
+    tensorboard_path: str = flag(
+        "tensorboard",
+        "TensorBoard folder; a relative path is inside --output_dir, unless it already leads there",
+    )
+    push_to_hub: str | None = flag(
+        None,
+        "OWNER/NAME of a Hugging Face repository to which the run uploads the model at its end"
+        " (step 3: the actor); a new one is private",
+    )
+    profile: int | None = positive(
+        None,
         "write a trace of this step (optimizer step; in step 3 PPO step) by torch's profiler to "
-        "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing")
-    deepspeed_config: str | None = flag(None,
-        "JSON file of DeepSpeed settings that override those derived from the flags")
-    config: str | None = flag(None, "YAML file of flag values; flags on the command line override it")
-    dry_run: bool = flag(False,
-        "check flags, models and data, print the batches and the expected peak of memory, and end; reads no weights, "
-        "starts no ranks and writes nothing to --output_dir")
-    dry_run_ranks: int | None = positive(None,
-        "with --dry_run: the number of ranks to compute batches for; not given: that of the launch")
-    # fmt: on
+        "OUTPUT/profile/step_N_rank_R.json.gz, for Perfetto or chrome://tracing",
+    )
+    deepspeed_config: str | None = flag(
+        None, "JSON file of DeepSpeed settings that override those derived from the flags"
+    )
+    config: str | None = flag(
+        None, "YAML file of flag values; flags on the command line override it"
+    )
+    dry_run: bool = flag(
+        False,
+        "check flags, models and data, print the batches and the expected peak of memory, and end;"
+        " reads no weights, starts no ranks and writes nothing to --output_dir",
+    )
+    dry_run_ranks: int | None = positive(
+        None,
+        "with --dry_run: the number of ranks to compute batches for; not given: that of the launch",
+    )
 
     def __post_init__(self) -> None:
-        refuse({
-            "--output_dir is required: name the folder for the model and its metrics": self.output_dir is None,
-            f"--report_to {' '.join(self.report_to)}: none cannot be combined with other trackers; omit it or them":
-                "none" in self.report_to and len(set(self.report_to)) > 1,
-            f"--push_to_hub {self.push_to_hub}: name the repository as OWNER/NAME":
-                self.push_to_hub is not None and self.push_to_hub.count("/") != 1,
-            "--optimizer muon and --muon_learning_rate need each other (--help muon says which rate is usual)":
-                (self.optimizer == "muon") != (self.muon_learning_rate is not None),
-            "--dry_run_ranks needs --dry_run": self.dry_run_ranks is not None and not self.dry_run,
-        })  # fmt: skip
+        refuse(
+            {
+                "--output_dir is required: name the folder for the model and its metrics": (
+                    self.output_dir is None
+                ),
+                (
+                    f"--report_to {' '.join(self.report_to)}: none cannot be combined with other "
+                    "trackers; omit it or them"
+                ): ("none" in self.report_to and len(set(self.report_to)) > 1),
+                f"--push_to_hub {self.push_to_hub}: name the repository as OWNER/NAME": (
+                    self.push_to_hub is not None and self.push_to_hub.count("/") != 1
+                ),
+                (
+                    "--optimizer muon and --muon_learning_rate need each other (--help muon says "
+                    "which rate is usual)"
+                ): ((self.optimizer == "muon") != (self.muon_learning_rate is not None)),
+                "--dry_run_ranks needs --dry_run": (
+                    self.dry_run_ranks is not None and not self.dry_run
+                ),
+            }
+        )
 
     @property
     def folder(self) -> str:
-        """`--output_dir` with `~` expanded, because a shell does not expand it in `--output_dir=~/out`."""
+        """`--output_dir` with `~` expanded, because a shell does not expand it in
+        `--output_dir=~/out`."""
         assert self.output_dir is not None
         return os.path.expanduser(self.output_dir)
 
@@ -91,18 +139,27 @@ class RunFlags:
         """The trackers of `--report_to` and `--enable_tensorboard`, each once."""
         if "none" in self.report_to:
             return ()
-        return tuple(dict.fromkeys([*self.report_to, *(["tensorboard"] if self.enable_tensorboard else [])]))
+        return tuple(
+            dict.fromkeys([*self.report_to, *(["tensorboard"] if self.enable_tensorboard else [])])
+        )
 
     def idle(self) -> dict[str, str]:
         """Flags of trackers that have no effect with the other flags -> the reason."""
-        found = {"enable_tensorboard": "--report_to none turns all trackers off"} if "none" in self.report_to else {}
+        found = (
+            {"enable_tensorboard": "--report_to none turns all trackers off"}
+            if "none" in self.report_to
+            else {}
+        )
         if not set(self.trackers) - {"tensorboard"}:
-            found |= dict.fromkeys(("run_name", "project"), "no tracker of --report_to uses run or project names")
+            found |= dict.fromkeys(
+                ("run_name", "project"), "no tracker of --report_to uses run or project names"
+            )
         return found
 
     @property
     def tensorboard_folder(self) -> Path:
-        """`--tensorboard_path`; a relative path is inside `--output_dir`, unless it already leads there."""
+        """`--tensorboard_path`; a relative path is inside `--output_dir`, unless it already leads
+        there."""
         folder, board = Path(self.folder), Path(self.tensorboard_path).expanduser()
         return board if board.resolve().is_relative_to(folder.resolve()) else folder / board
 
@@ -111,44 +168,70 @@ class RunFlags:
 class SafetyFlags:
     """Checkpoints, saved models, resuming and failures."""
 
-    # fmt: off
-    save_steps: int = not_negative(0,
-        "save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off")
-    save_minutes: float = not_negative(30.0, "save a checkpoint when the last one is this many minutes old; 0 = off")
-    save_total_limit: int = positive(2,
-        "number of checkpoints to keep: the newest, and in addition the best of those saved right after an evaluation")
-    keep_final_checkpoint: bool = flag(False,
-        "keep the checkpoints of a finished run, so that it can be continued with a higher --max_steps or "
-        "--num_train_epochs; without the flag they are removed once the models are saved")
-    save_hf_steps: int = not_negative(0,
-        "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in --output_dir (step 3: "
-        "every N PPO steps, with actor, critic and actor_ema in it); all folders are kept; 0 = off")
-    resume: str = flag(AUTO,
-        "'auto' resumes from the newest intact checkpoint in --output_dir; 'never' starts from the beginning; a folder "
-        "names the checkpoint to resume from")
-    resume_force: bool = flag(False, "resume even if flags or data that affect the result have changed")
-    collective_timeout: float = positive(1800.0,
-        "seconds after which the run ends if no rank makes progress (the logs then have the stacks)")
-    on_nonfinite: Literal["stop", "skip"] = flag("stop",
-        "on a NaN or infinite loss, gradient, reward or advantage, stop before the update or skip the update; either "
-        "way the batch is written to a file")
-    max_nonfinite_skips: int = positive(3, "with --on_nonfinite skip: stop after this many skipped updates in a row")
-    # fmt: on
+    save_steps: int = not_negative(
+        0, "save a checkpoint every N optimizer steps (in step 3: every N PPO steps); 0 = off"
+    )
+    save_minutes: float = not_negative(
+        30.0, "save a checkpoint when the last one is this many minutes old; 0 = off"
+    )
+    save_total_limit: int = positive(
+        2,
+        "number of checkpoints to keep: the newest, and in addition the best of those saved right"
+        " after an evaluation",
+    )
+    keep_final_checkpoint: bool = flag(
+        False,
+        "keep the checkpoints of a finished run, so that it can be continued with a higher"
+        " --max_steps or --num_train_epochs; without the flag they are removed once the models are"
+        " saved",
+    )
+    save_hf_steps: int = not_negative(
+        0,
+        "also save the model as a Hugging Face folder every N optimizer steps, to hf/step_N in"
+        " --output_dir (step 3: every N PPO steps, with actor, critic and actor_ema in it); all"
+        " folders are kept; 0 = off",
+    )
+    resume: str = flag(
+        AUTO,
+        "'auto' resumes from the newest intact checkpoint in --output_dir; 'never' starts from the"
+        " beginning; a folder names the checkpoint to resume from",
+    )
+    resume_force: bool = flag(
+        False, "resume even if flags or data that affect the result have changed"
+    )
+    collective_timeout: float = positive(
+        1800.0,
+        "seconds after which the run ends if no rank makes progress (the logs then have the"
+        " stacks)",
+    )
+    on_nonfinite: Literal["stop", "skip"] = flag(
+        "stop",
+        "on a NaN or infinite loss, gradient, reward or advantage, stop before the update or skip"
+        " the update; either way the batch is written to a file",
+    )
+    max_nonfinite_skips: int = positive(
+        3, "with --on_nonfinite skip: stop after this many skipped updates in a row"
+    )
 
     def __post_init__(self) -> None:
-        refuse({
-            f"--collective_timeout {self.collective_timeout}: must be at least 1 second, because progress is checked "
-            "every half second, and at most 10^8, three years": not 1 <= self.collective_timeout <= 10**8,
-        })  # fmt: skip
+        refuse(
+            {
+                (
+                    f"--collective_timeout {self.collective_timeout}: must be at least 1 second, "
+                    "because progress is checked every half second, and at most 10^8, three years"
+                ): (not 1 <= self.collective_timeout <= 10**8),
+            }
+        )
 
 
 @dataclass(frozen=True)
 class OldFlags:
     """Flags of DeepSpeed-Chat's scripts that have no effect."""
 
-    # fmt: off
-    deepspeed: bool = flag(False,
-        "training always runs on DeepSpeed; --deepspeed FILE.json is --deepspeed_config FILE.json")
+    deepspeed: bool = flag(
+        False,
+        "training always runs on DeepSpeed; --deepspeed FILE.json is --deepspeed_config FILE.json",
+    )
     compute_fp32_loss: bool = flag(False, "losses are always computed in fp32")
     add_eot_token: bool = flag(False, _ONE_END)
     eot_token: str | None = flag(None, _ONE_END)
@@ -156,7 +239,6 @@ class OldFlags:
     num_padding_at_beginning: int | None = flag(None, "the attention mask gives the score position")
     enable_hybrid_engine: bool = flag(False, "the hybrid engine is always used")
     release_inference_cache: bool = flag(False, "the KV cache is always released after a rollout")
-    # fmt: on
 
 
 WITHOUT_EFFECT = {old.name: old.metadata["help"] for old in fields(OldFlags)}  # -> why, for a note
@@ -166,12 +248,14 @@ WITHOUT_EFFECT = {old.name: old.metadata["help"] for old in fields(OldFlags)}  #
 class ConsoleFlags:
     """Console."""
 
-    # fmt: off
-    logging_steps: int = positive(10,
-        "print a line of metrics every N optimizer steps (step 3: every N PPO steps), and at the first and the last "
-        "step; metrics.jsonl always has every step")
-    verbose: bool = flag(False, "also print the informational messages of DeepSpeed and transformers, on every rank")
-    # fmt: on
+    logging_steps: int = positive(
+        10,
+        "print a line of metrics every N optimizer steps (step 3: every N PPO steps), and at the"
+        " first and the last step; metrics.jsonl always has every step",
+    )
+    verbose: bool = flag(
+        False, "also print the informational messages of DeepSpeed and transformers, on every rank"
+    )
 
     def prints(self, step: int, total: int) -> bool:
         """Whether the run prints a line after `step`, counted from 1, of `total`."""
@@ -182,56 +266,86 @@ class ConsoleFlags:
 class AdapterFlags:
     """Adapters of all models."""
 
-    # fmt: off
-    lora_alpha: float = positive(32.0,
-        "LoRA scale: the product of the matrices is multiplied by alpha / rank (--use_rslora: / sqrt(rank))")
+    lora_alpha: float = positive(
+        32.0,
+        "LoRA scale: the product of the matrices is multiplied by alpha / rank (--use_rslora: /"
+        " sqrt(rank))",
+    )
     lora_dropout: float = fraction(0.0, "dropout of the adapter's input")
     use_rslora: bool = flag(False, "rank-stabilised LoRA: scale alpha / sqrt(rank)")
-    use_dora: bool = flag(False, "DoRA: also train the magnitude of each row of the adapted weights")
-    only_optimize_lora: bool = flag(False,
-        "train only the adapter and a score head. Without it, embeddings, norms, biases and layers without LoRA train "
-        "too, at the learning rate of whole models, and the saved model has the adapter merged. The weights under LoRA "
-        "are always frozen")
-    lora_merge: bool = flag(False,
-        "save a whole model with the adapter merged, for transformers; without it, an adapter folder, for peft")
-    load_in_4bit: bool = flag(False,
+    use_dora: bool = flag(
+        False, "DoRA: also train the magnitude of each row of the adapted weights"
+    )
+    only_optimize_lora: bool = flag(
+        False,
+        "train only the adapter and a score head. Without it, embeddings, norms, biases and layers"
+        " without LoRA train too, at the learning rate of whole models, and the saved model has the"
+        " adapter merged. The weights under LoRA are always frozen",
+    )
+    lora_merge: bool = flag(
+        False,
+        "save a whole model with the adapter merged, for transformers; without it, an adapter"
+        " folder, for peft",
+    )
+    load_in_4bit: bool = flag(
+        False,
         "QLoRA: quantise the frozen weights to 4 bits (NF4); needs a GPU, the extra `qlora`, LoRA, "
-        "--only_optimize_lora and ZeRO stage 0, 1 or 2")
-    load_in_8bit: bool = flag(False, "quantise the frozen weights to 8 bits; needs what --load_in_4bit needs")
-    # fmt: on
+        "--only_optimize_lora and ZeRO stage 0, 1 or 2",
+    )
+    load_in_8bit: bool = flag(
+        False, "quantise the frozen weights to 8 bits; needs what --load_in_4bit needs"
+    )
 
     def __post_init__(self) -> None:
-        require(not (self.load_in_4bit and self.load_in_8bit), "--load_in_4bit and --load_in_8bit: use one of the two")
+        require(
+            not (self.load_in_4bit and self.load_in_8bit),
+            "--load_in_4bit and --load_in_8bit: use one of the two",
+        )
 
 
 @dataclass(frozen=True)
 class MemoryFlags:
     """Memory, division of sequences, and attention."""
 
-    # fmt: off
-    offload_optimizer: bool = flag(False,
-        "keep optimizer states and fp32 weights in host memory and update them on the CPU; parameters stay on the "
-        "device (needs ZeRO stage 1, 2 or 3; --offload moves the parameters of stage 3 too)")
-    offload_activations: bool = flag(False,
-        "keep in host memory the activations that the backward pass needs; with gradient checkpointing, these are the "
-        "inputs of the layers (no effect on a CPU)")
-    attn_implementation: Literal["auto", "sdpa", "eager"] = flag("auto",
-        "attention of scoring and training, in all models; generation has its own. auto: PyTorch's scaled dot product "
-        "attention, for packed rows on a GPU its variable-length FlashAttention, and on a CPU a compiled kernel (fp32: "
-        "up to 256 tokens); eager: products and a softmax")
-    sequence_parallel_size: int = positive(1,
-        "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses). They share their "
-        "rows, so a batch size per device counts for all of them together. The number of ranks and that of the model's "
-        "attention heads must be multiples of it; 1 = off")
-    zero_hpz_partition_size: int = positive(1,
-        "ZeRO++: number of ranks, usually those of one machine, that together hold a second copy of the weights for "
-        "the backward pass; 1 = off (needs ZeRO stage 3)")
-    # fmt: on
+    offload_optimizer: bool = flag(
+        False,
+        "keep optimizer states and fp32 weights in host memory and update them on the CPU;"
+        " parameters stay on the device (needs ZeRO stage 1, 2 or 3; --offload moves the parameters"
+        " of stage 3 too)",
+    )
+    offload_activations: bool = flag(
+        False,
+        "keep in host memory the activations that the backward pass needs; with gradient"
+        " checkpointing, these are the inputs of the layers (no effect on a CPU)",
+    )
+    attn_implementation: Literal["auto", "sdpa", "eager"] = flag(
+        "auto",
+        "attention of scoring and training, in all models; generation has its own. auto: PyTorch's"
+        " scaled dot product attention, for packed rows on a GPU its variable-length"
+        " FlashAttention, and on a CPU a compiled kernel (fp32: up to 256 tokens); eager: products"
+        " and a softmax",
+    )
+    sequence_parallel_size: int = positive(
+        1,
+        "number of neighbouring ranks that divide each sequence in scoring and training (Ulysses)."
+        " They share their rows, so a batch size per device counts for all of them together. The"
+        " number of ranks and that of the model's attention heads must be multiples of it; 1 = off",
+    )
+    zero_hpz_partition_size: int = positive(
+        1,
+        "ZeRO++: number of ranks, usually those of one machine, that together hold a second copy of"
+        " the weights for the backward pass; 1 = off (needs ZeRO stage 3)",
+    )
 
 
 def possible_sizes(ranks: int, heads: int | None = None) -> str:
-    """The values of `--sequence_parallel_size` that divide both numbers, as text; `heads` None: not known yet."""
-    sizes = [str(size) for size in range(1, ranks + 1) if ranks % size == 0 and (heads is None or heads % size == 0)]
+    """The values of `--sequence_parallel_size` that divide both numbers, as text; `heads` None: not
+    known yet."""
+    sizes = [
+        str(size)
+        for size in range(1, ranks + 1)
+        if ranks % size == 0 and (heads is None or heads % size == 0)
+    ]
     return " or ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
 
 
@@ -240,5 +354,6 @@ def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:
     size = flags.sequence_parallel_size
     require(
         ranks % size == 0,
-        f"--sequence_parallel_size {size} does not divide the {ranks} ranks of this run; use {possible_sizes(ranks)}",
+        f"--sequence_parallel_size {size} does not divide the {ranks} ranks of this run; use"
+        f" {possible_sizes(ranks)}",
     )

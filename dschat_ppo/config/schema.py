@@ -1,7 +1,8 @@
-"""The flag groups that the steps share. Every field is a command-line flag, documented by its help text.
+"""The flag groups that the steps share. Every field is a command-line flag, documented by its help
+text.
 
-Names, types and meanings follow DeepSpeed-Chat, so that its scripts keep working. A group validates itself when it is
-created, and is frozen.
+Names, types and meanings follow DeepSpeed-Chat, so that its scripts keep working. A group validates
+itself when it is created, and is frozen.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from typing import Any, Literal, get_type_hints
 
 from dschat_ppo.errors import UserError, nearest_path
 
-SCHEDULERS = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+SCHEDULERS = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
+]
 ZERO_STAGES = Literal[0, 1, 2, 3]
-EPOCHS_HELP = "epochs over the {}; a fraction such as 0.5 or 1.5 ends inside an epoch (see --max_steps)"
+EPOCHS_HELP = (
+    "epochs over the {}; a fraction such as 0.5 or 1.5 ends inside an epoch (see --max_steps)"
+)
 LORA_TARGETS = (
     "that get LoRA: parts of their names, such as 'layers.' or 'q_proj,v_proj'; not given: all "
     "linear layers of the decoder blocks, without routers"
@@ -42,9 +47,10 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: str = "") -> Any:
-    """A dataclass field that becomes the command-line flag of the same name. `aliases` are names of other libraries. A
-    list takes any number of values; with `commas` it takes them between commas too, and a text has such parts, which
-    may also be words of their own. `range`: of `RANGES`, which the parser checks."""
+    """A dataclass field that becomes the command-line flag of the same name. `aliases` are names of
+    other libraries. A list takes any number of values; with `commas` it takes them between commas
+    too, and a text has such parts, which may also be words of their own. `range`: of `RANGES`,
+    which the parser checks."""
     metadata: dict[str, Any] = {"help": help, "aliases": [f"--{name}" for name in aliases]}
     metadata |= ({"commas": True} if commas else {}) | ({"range": range} if range else {})
     if isinstance(default, list):
@@ -52,7 +58,9 @@ def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: st
     return field(default=default, metadata=metadata)
 
 
-positive, not_negative, fraction, finite, unit, share = (partial(flag, range=name) for name in RANGES)
+positive, not_negative, fraction, finite, unit, share = (
+    partial(flag, range=name) for name in RANGES
+)
 
 
 def require(condition: bool, message: str) -> None:
@@ -73,8 +81,8 @@ def default_of(own: Field[Any]) -> Any:
 
 
 def require_used(flags: Any, uses: Iterable[tuple[bool, str, str]]) -> None:
-    """Refuse a flag of a group that is given but has no effect. `uses`: (whether other flags let these flags have an
-    effect, what these flags are for, their names)."""
+    """Refuse a flag of a group that is given but has no effect. `uses`: (whether other flags let
+    these flags have an effect, what these flags are for, their names)."""
     defaults = {own.name: default_of(own) for own in fields(flags)}
     for applies, purpose, names in uses:
         for name in names.split():
@@ -91,7 +99,9 @@ def is_own_function(name: str) -> bool:
 def read_settings(flag: str, path: str) -> str:
     """The text of the settings file that `flag` names."""
     special = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-    require(not special, f"{flag} {path}: is not a regular file")  # a pipe would be waited for, on each rank
+    require(
+        not special, f"{flag} {path}: is not a regular file"
+    )  # a pipe would be waited for, on each rank
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as problem:

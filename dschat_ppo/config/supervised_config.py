@@ -1,4 +1,5 @@
-"""The configurations of steps 1 and 2: their groups of flags, and combinations that are refused or have no effect."""
+"""The configurations of steps 1 and 2: their groups of flags, and combinations that are refused or
+have no effect."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from dschat_ppo.config.distillation_flags import TEACHER, TeacherFlags
 from dschat_ppo.config.health_flags import FitHealthFlags
 from dschat_ppo.config.schema import refuse, require_used
 from dschat_ppo.config.step_config import StepConfig
-from dschat_ppo.config.supervised_flags import BestFlags, LoraFlags, PreferenceFlags, SFTFlags, SupervisedFlags
+from dschat_ppo.config.supervised_flags import (
+    BestFlags,
+    LoraFlags,
+    PreferenceFlags,
+    SFTFlags,
+    SupervisedFlags,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +29,14 @@ class FitConfig(StepConfig):
     health: FitHealthFlags
 
     def __post_init__(self) -> None:
-        refuse({
-            "--packing needs the length of every training row before the first step, which --streaming does not know; "
-            "use one of the two": self.fit.packing and self.data.streaming,
-        })  # fmt: skip
+        refuse(
+            {
+                (
+                    "--packing needs the length of every training row before the first step, "
+                    "which --streaming does not know; use one of the two"
+                ): (self.fit.packing and self.data.streaming),
+            }
+        )
         super().__post_init__()
 
     @property
@@ -60,7 +71,11 @@ class FitConfig(StepConfig):
     def step_data(self) -> StepData:
         fit = self.fit
         return StepData(
-            "sft", self.data, fit.max_seq_len, eval_paths=fit.eval_data_path, eval_fraction=fit.eval_fraction
+            "sft",
+            self.data,
+            fit.max_seq_len,
+            eval_paths=fit.eval_data_path,
+            eval_fraction=fit.eval_fraction,
         )
 
 
@@ -76,15 +91,25 @@ class SFTConfig(FitConfig):
 
     def __post_init__(self) -> None:
         teacher, sequences = self.teacher, self.memory.sequence_parallel_size
-        refuse({
-            f"{TEACHER}: step 1 takes one teacher, for all rows": any(sources for sources, _ in teacher.teachers),
-            f"--distill_coef {teacher.distill_coef} is the share of the divergence in the loss; it must be above 0 and "
-            "at most 1": teacher.distill_coef is not None and not 0 < teacher.distill_coef <= 1,
-            f"--sequence_parallel_size {sequences}: a divergence from a teacher needs whole rows on a rank; use 1":
-                bool(teacher.teachers) and sequences > 1,
-            "--offload_teacher_model needs --zero_stage 3: only ZeRO-3 keeps parameters in host memory":
-                teacher.offload_teacher_model and self.fit.zero_stage < 3,
-        })  # fmt: skip
+        refuse(
+            {
+                f"{TEACHER}: step 1 takes one teacher, for all rows": any(
+                    sources for sources, _ in teacher.teachers
+                ),
+                (
+                    f"--distill_coef {teacher.distill_coef} is the share of the divergence in the "
+                    "loss; it must be above 0 and at most 1"
+                ): (teacher.distill_coef is not None and not 0 < teacher.distill_coef <= 1),
+                (
+                    f"--sequence_parallel_size {sequences}: a divergence from a teacher needs "
+                    "whole rows on a rank; use 1"
+                ): (bool(teacher.teachers) and sequences > 1),
+                (
+                    "--offload_teacher_model needs --zero_stage 3: only ZeRO-3 keeps parameters "
+                    "in host memory"
+                ): (teacher.offload_teacher_model and self.fit.zero_stage < 3),
+            }
+        )
         flags = "distill_coef distill_loss distill_topk"
         require_used(teacher, [(bool(teacher.teachers), f"a teacher ({TEACHER})", flags)])
         self.best.require_metric(("loss", "perplexity", *["divergence"] * bool(teacher.teachers)))
@@ -109,14 +134,20 @@ class PreferenceConfig(FitConfig):
     kind = "reward"
     own_defaults = {"tensorboard_path": "step2_tensorboard", "learning_rate": 5e-5}
     own_notes = {
-        "offload_reference_model": "no reference model is kept: its log-probs are computed once, before training"
+        "offload_reference_model": (
+            "no reference model is kept: its log-probs are computed once, before training"
+        )
     }
 
     def __post_init__(self) -> None:
-        refuse({
-            f"--objective {self.reward.objective} computes log-probs of the reference for all rows before training, so "
-            "it does not go with --streaming": self.reward.has_reference and self.data.streaming,
-        })  # fmt: skip
+        refuse(
+            {
+                (
+                    f"--objective {self.reward.objective} computes log-probs of the reference for "
+                    "all rows before training, so it does not go with --streaming"
+                ): (self.reward.has_reference and self.data.streaming),
+            }
+        )
         self.best.require_metric(self.reward.eval_metrics)
         super().__post_init__()
 
@@ -126,7 +157,9 @@ class PreferenceConfig(FitConfig):
 
     @property
     def step_data(self) -> StepData:
-        return replace(super().step_data, use=self.reward.data_use, step_separator=self.reward.separator)
+        return replace(
+            super().step_data, use=self.reward.data_use, step_separator=self.reward.separator
+        )
 
 
 class DPOConfig(PreferenceConfig):

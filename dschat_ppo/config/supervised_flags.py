@@ -1,4 +1,5 @@
-"""The flags of steps 1 and 2: training of one model on rows, supervised fine-tuning, and preferences."""
+"""The flags of steps 1 and 2: training of one model on rows, supervised fine-tuning, and
+preferences."""
 
 from __future__ import annotations
 
@@ -26,9 +27,23 @@ from dschat_ppo.config.schema import (
 )
 
 OBJECTIVES = Literal[
-    "reward", "dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll", "kto", "orpo", "simpo", "cpo", "process"
+    "reward",
+    "dpo",
+    "cdpo",
+    "ipo",
+    "robust_dpo",
+    "hinge",
+    "dpo_nll",
+    "kto",
+    "orpo",
+    "simpo",
+    "cpo",
+    "process",
 ]
-CLASSIFIERS = ("reward", "process")  # train a scalar head; the other objectives train the policy itself
+CLASSIFIERS = (
+    "reward",
+    "process",
+)  # train a scalar head; the other objectives train the policy itself
 REFERENCE_FREE = ("orpo", "simpo", "cpo")  # losses of the policy without a reference
 PAIRS_WITH_REFERENCE = ("dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll")
 DIRECT = (*PAIRS_WITH_REFERENCE, "kto", *REFERENCE_FREE)
@@ -55,49 +70,77 @@ _LOWER, _HIGHER = ("loss", "perplexity", "nll", "divergence"), ("accuracy", "mar
 class SupervisedFlags:
     """Training of one model on rows of data (steps 1 and 2)."""
 
-    # fmt: off
     model_name_or_path: str = flag(REQUIRED, "Hugging Face model: a folder or a hub name")
-    max_seq_len: int = flag(512,
-        "maximum tokens of a row, prompt and answer together; batches are padded to their longest row")
+    max_seq_len: int = flag(
+        512,
+        "maximum tokens of a row, prompt and answer together; batches are padded to their"
+        " longest row",
+    )
     per_device_train_batch_size: int = positive(16, "micro-batch size per device")
-    packing: bool = flag(False,
-        "fill each row of a micro-batch with several samples, up to --max_seq_len tokens (pairs: two such rows for "
-        "each packed row); attention stays inside a sample. An optimizer step then has more samples, and an epoch has "
-        "fewer steps")
+    packing: bool = flag(
+        False,
+        "fill each row of a micro-batch with several samples, up to --max_seq_len tokens (pairs:"
+        " two such rows for each packed row); attention stays inside a sample. An optimizer step"
+        " then has more samples, and an epoch has fewer steps",
+    )
     per_device_eval_batch_size: int = positive(16, "evaluation batch size per device")
     gradient_accumulation_steps: int = positive(1, "micro-batches per optimizer step")
-    learning_rate: float = share(2e-5, "peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model")
+    learning_rate: float = share(
+        2e-5, "peak learning rate, at most 1; 1e-5 to 2e-5 is usual for a pretrained model"
+    )
     weight_decay: float = not_negative(0.0, "weight decay; biases and norm weights are exempt")
     num_train_epochs: float = positive(1, EPOCHS_HELP.format("training rows"))
-    lr_scheduler_type: SCHEDULERS = flag("cosine", "learning rate schedule, as in transformers, per optimizer step")
-    num_warmup_steps: int = not_negative(0, "warm-up steps of the learning rate, in optimizer steps")
+    lr_scheduler_type: SCHEDULERS = flag(
+        "cosine", "learning rate schedule, as in transformers, per optimizer step"
+    )
+    num_warmup_steps: int = not_negative(
+        0, "warm-up steps of the learning rate, in optimizer steps"
+    )
     max_grad_norm: float = not_negative(1.0, "clip gradients to this global norm; 0 = off")
-    zero_stage: ZERO_STAGES = flag(0,
-        "ZeRO stage; in bf16 and fp16, 0 runs as 1, with the same numbers and less memory")
+    zero_stage: ZERO_STAGES = flag(
+        0, "ZeRO stage; in bf16 and fp16, 0 runs as 1, with the same numbers and less memory"
+    )
     offload: bool = flag(False, "keep optimizer states (and parameters at stage 3) in host memory")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")
-    dropout: float | None = fraction(None,
-        "dropout in training, for every dropout of the model config; not given: that of the config (step 2: 0 if the "
-        "policy itself is trained)")
-    router_loss_coef: float = not_negative(0.0,
-        "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer step (0.001 to "
-        "0.01 is usual). Each step then needs a second forward pass without gradients; 0 = off")
-    eval_interval: int = not_negative(0,
-        "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 = only then")
+    dropout: float | None = fraction(
+        None,
+        "dropout in training, for every dropout of the model config; not given: that of the config"
+        " (step 2: 0 if the policy itself is trained)",
+    )
+    router_loss_coef: float = not_negative(
+        0.0,
+        "weight of the load-balancing loss of a mixture of experts, over the tokens of an optimizer"
+        " step (0.001 to 0.01 is usual). Each step then needs a second forward pass without"
+        " gradients; 0 = off",
+    )
+    eval_interval: int = not_negative(
+        0,
+        "evaluate every N optimizer steps, in addition to the start and the end of each epoch; 0 ="
+        " only then",
+    )
     eval_iters: int = not_negative(100, "maximum evaluation batches per device; 0 = all")
-    eval_data_path: list[str] = flag([], "evaluation data sets; not given: see --eval_fraction", commas=True)
-    eval_fraction: float = fraction(0.05,
-        "share of the training rows held out for evaluation if a data set has no eval, test or validation split")
+    eval_data_path: list[str] = flag(
+        [], "evaluation data sets; not given: see --eval_fraction", commas=True
+    )
+    eval_fraction: float = fraction(
+        0.05,
+        "share of the training rows held out for evaluation if a data set has no eval, test or"
+        " validation split",
+    )
     validate_only: bool = flag(False, VALIDATE_ONLY)
-    # fmt: on
 
     def __post_init__(self) -> None:
-        refuse({
-            f"--max_seq_len must be at least 2 (a prompt and an answer token), got {self.max_seq_len}":
-                self.max_seq_len < 2,
-            "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device":
-                self.offload and self.zero_stage == 0,
-        })  # fmt: skip
+        refuse(
+            {
+                (
+                    "--max_seq_len must be at least 2 (a prompt and an answer token), got "
+                    f"{self.max_seq_len}"
+                ): (self.max_seq_len < 2),
+                "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device": (
+                    self.offload and self.zero_stage == 0
+                ),
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -118,12 +161,13 @@ LOWEST_LOSS = BestMetric("eval_loss", higher=False)
 class BestFlags:
     """Best model."""
 
-    # fmt: off
-    metric_for_best: str | None = flag(None,
-        "keep the model with the best value of this metric, such as eval_loss or eval_accuracy, in best/ in "
-        "--output_dir. Loss and perplexity are better lower, accuracy and margin higher; for others write NAME:min or "
-        "NAME:max. Not given: no model is kept, and the best checkpoint is that of the lowest eval_loss")
-    # fmt: on
+    metric_for_best: str | None = flag(
+        None,
+        "keep the model with the best value of this metric, such as eval_loss or eval_accuracy, in"
+        " best/ in --output_dir. Loss and perplexity are better lower, accuracy and margin higher;"
+        " for others write NAME:min or NAME:max. Not given: no model is kept, and the best"
+        " checkpoint is that of the lowest eval_loss",
+    )
 
     def __post_init__(self) -> None:
         _ = self.best_metric  # checked before anything is loaded
@@ -137,20 +181,24 @@ class BestFlags:
         if direction not in ("min", "max"):
             text, direction = self.metric_for_best, ""
         name = f"{EVAL}{text.removeprefix(EVAL)}"
-        kind = name.split("/")[0].rpartition("_")[2]  # what is measured, without the name of a data set
+        kind = name.split("/")[0].rpartition("_")[
+            2
+        ]  # what is measured, without the name of a data set
         require(
             bool(direction) or kind in (*_LOWER, *_HIGHER),
-            f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write {name}:max or "
-            f"{name}:min",
+            f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write"
+            f" {name}:max or {name}:min",
         )
         return BestMetric(name, direction == "max" if direction else kind in _HIGHER)
 
     def require_metric(self, metrics: Sequence[str]) -> None:
-        """Check that the metric is one of `metrics` (without "eval_"), or one of them for a data set: "loss/NAME"."""
+        """Check that the metric is one of `metrics` (without "eval_"), or one of them for a data
+        set: "loss/NAME"."""
         require(
-            self.metric_for_best is None or self.best_metric.name.removeprefix(EVAL).split("/")[0] in metrics,
-            f"--metric_for_best {self.metric_for_best}: the evaluation has no {self.best_metric.name}; it has "
-            f"{', '.join(f'{EVAL}{name}' for name in metrics)}",
+            self.metric_for_best is None
+            or self.best_metric.name.removeprefix(EVAL).split("/")[0] in metrics,
+            f"--metric_for_best {self.metric_for_best}: the evaluation has no"
+            f" {self.best_metric.name}; it has {', '.join(f'{EVAL}{name}' for name in metrics)}",
         )
 
 
@@ -158,74 +206,112 @@ class BestFlags:
 class LoraFlags:
     """LoRA of the one model of steps 1 and 2."""
 
-    # fmt: off
-    lora_dim: int = not_negative(0,
-        "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA is off")
+    lora_dim: int = not_negative(
+        0,
+        "LoRA rank; 0 = off. An adapter in the model folder is trained further, or merged if LoRA"
+        " is off",
+    )
     lora_module_name: str | None = flag(None, f"layers {LORA_TARGETS}", commas=True)
-    lora_learning_rate: float = share(5e-4,
-        f"peak learning rate of the LoRA parameters, at most 1; {LORA_RATE.format('--learning_rate')}")
-    # fmt: on
+    lora_learning_rate: float = share(
+        5e-4,
+        "peak learning rate of the LoRA parameters, at most 1;"
+        f" {LORA_RATE.format('--learning_rate')}",
+    )
 
 
 @dataclass(frozen=True)
 class SFTFlags:
     """Supervised fine-tuning."""
 
-    # fmt: off
-    sft_only_data_path: list[str] = flag([],
-        "data sets used whole in this step (--data_split does not apply)", commas=True)
-    train_on_prompt: bool = flag(False, "include prompt tokens in the loss; without it, answer tokens only")
-    train_on: Literal["all", "last"] = flag("all",
-        "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last' only the last one")
-    # fmt: on
+    sft_only_data_path: list[str] = flag(
+        [], "data sets used whole in this step (--data_split does not apply)", commas=True
+    )
+    train_on_prompt: bool = flag(
+        False, "include prompt tokens in the loss; without it, answer tokens only"
+    )
+    train_on: Literal["all", "last"] = flag(
+        "all",
+        "answers of a conversation in the loss: 'all' trains every turn of the assistant, 'last'"
+        " only the last one",
+    )
 
 
 @dataclass(frozen=True)
 class PreferenceFlags:
     """Preferences and rewards of steps."""
 
-    # fmt: off
-    objective: OBJECTIVES = flag("reward",
-        "'reward' trains a reward model on pairs (Bradley-Terry), 'process' one on labelled steps. The others train "
-        "the policy itself. On pairs, with the initial model as reference: 'dpo'; 'cdpo' and 'robust_dpo' for noisy "
-        "labels (--label_smoothing); 'ipo' (squared loss, log-probs averaged over tokens); 'hinge'; 'dpo_nll' with an "
-        "NLL term (--nll_coef). On single answers with a label: 'kto'. On pairs without a reference: 'orpo', 'simpo', "
-        "'cpo'. Policies train without dropout unless --dropout is given")
-    use_margin: bool = flag(True,
-        "reward: require a lead of the chosen score, given by the column `margin` if the data have one")
-    center_rewards_coef: float = not_negative(0.0,
-        "reward: weight of (chosen + rejected score)^2, which centres scores at 0; 0 = off")
-    beta: float | None = positive(None,
-        "strength of the constraint to the initial model (objectives with a reference); simpo, cpo: scale of the "
-        "difference of log-probs; orpo: weight of the odds-ratio term (lambda). Not given: 0.1, for simpo 2")
+    objective: OBJECTIVES = flag(
+        "reward",
+        "'reward' trains a reward model on pairs (Bradley-Terry), 'process' one on labelled steps."
+        " The others train the policy itself. On pairs, with the initial model as reference: 'dpo';"
+        " 'cdpo' and 'robust_dpo' for noisy labels (--label_smoothing); 'ipo' (squared loss,"
+        " log-probs averaged over tokens); 'hinge'; 'dpo_nll' with an NLL term (--nll_coef). On"
+        " single answers with a label: 'kto'. On pairs without a reference: 'orpo', 'simpo', 'cpo'."
+        " Policies train without dropout unless --dropout is given",
+    )
+    use_margin: bool = flag(
+        True,
+        "reward: require a lead of the chosen score, given by the column `margin` if the data"
+        " have one",
+    )
+    center_rewards_coef: float = not_negative(
+        0.0, "reward: weight of (chosen + rejected score)^2, which centres scores at 0; 0 = off"
+    )
+    beta: float | None = positive(
+        None,
+        "strength of the constraint to the initial model (objectives with a reference); simpo, cpo:"
+        " scale of the difference of log-probs; orpo: weight of the odds-ratio term (lambda). Not"
+        " given: 0.1, for simpo 2",
+    )
     label_smoothing: float = not_negative(0.0, "cdpo and robust_dpo: assumed share of wrong labels")
-    nll_coef: float | None = not_negative(None,
-        "dpo_nll, cpo and simpo: weight of the mean negative log-prob of the chosen answer's tokens. Not given: 0.2 "
-        "for dpo_nll, 1 for cpo, 0 for simpo")
-    simpo_gamma: float = not_negative(1.0,
-        "simpo: required lead of beta x mean log-prob of the chosen over the rejected one")
+    nll_coef: float | None = not_negative(
+        None,
+        "dpo_nll, cpo and simpo: weight of the mean negative log-prob of the chosen answer's"
+        " tokens. Not given: 0.2 for dpo_nll, 1 for cpo, 0 for simpo",
+    )
+    simpo_gamma: float = not_negative(
+        1.0, "simpo: required lead of beta x mean log-prob of the chosen over the rejected one"
+    )
     kto_desirable_weight: float = positive(1.0, "kto: weight of the losses of desirable answers")
-    kto_undesirable_weight: float = positive(1.0, "kto: weight of the losses of undesirable answers")
-    step_separator: str = flag("\\n",
-        "process: text between two steps of an answer (\\n stands for a line break, \\t for a tab); the score of a "
-        "step is read at the token that completes it, that of the last step at the answer's final token")
-    offload_reference_model: bool = flag(False,
-        "no effect (kept for old scripts): the log-probs of the reference are computed once, before training")
-    # fmt: on
+    kto_undesirable_weight: float = positive(
+        1.0, "kto: weight of the losses of undesirable answers"
+    )
+    step_separator: str = flag(
+        "\\n",
+        "process: text between two steps of an answer (\\n stands for a line break, \\t for a tab);"
+        " the score of a step is read at the token that completes it, that of the last step at the"
+        " answer's final token",
+    )
+    offload_reference_model: bool = flag(
+        False,
+        "no effect (kept for old scripts): the log-probs of the reference are computed once, before"
+        " training",
+    )
 
     def __post_init__(self) -> None:
-        require_used(self, (
-            (self.objective in objectives, f"--objective {' or '.join(objectives)}", name)
-            for name, objectives in ONLY_FOR.items()
-        ))  # fmt: skip
-        refuse({
-            "--step_separator must not be an empty string": not self.step_separator,
-            f"--label_smoothing must be above 0 and below 0.5 for --objective {self.objective}, got "
-            f"{self.label_smoothing}":
-                self.objective in ONLY_FOR["label_smoothing"] and not 0 < self.label_smoothing < 0.5,
-            "--nll_coef must be above 0 for --objective dpo_nll; --objective dpo has no NLL term":
-                self.objective == "dpo_nll" and self.nll_weight == 0,
-        })  # fmt: skip
+        require_used(
+            self,
+            (
+                (self.objective in objectives, f"--objective {' or '.join(objectives)}", name)
+                for name, objectives in ONLY_FOR.items()
+            ),
+        )
+        refuse(
+            {
+                "--step_separator must not be an empty string": not self.step_separator,
+                (
+                    "--label_smoothing must be above 0 and below 0.5 for --objective "
+                    f"{self.objective}, got {self.label_smoothing}"
+                ): (
+                    self.objective in ONLY_FOR["label_smoothing"]
+                    and not 0 < self.label_smoothing < 0.5
+                ),
+                (
+                    "--nll_coef must be above 0 for --objective dpo_nll; --objective dpo has no "
+                    "NLL term"
+                ): (self.objective == "dpo_nll" and self.nll_weight == 0),
+            }
+        )
 
     @property
     def strength(self) -> float:
@@ -255,7 +341,11 @@ class PreferenceFlags:
             return ("loss", "accuracy", "margin", "chosen_score", "rejected_score", *centred)
         if self.objective == "process":
             return ("loss", "accuracy", "accuracy_good", "accuracy_bad", "good_share")
-        own = {"kto": ("kl",), "dpo_nll": ("nll",), **dict.fromkeys(("orpo", "simpo", "cpo"), ("contrast", "nll"))}
+        own = {
+            "kto": ("kl",),
+            "dpo_nll": ("nll",),
+            **dict.fromkeys(("orpo", "simpo", "cpo"), ("contrast", "nll")),
+        }
         sides = ("chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
         return ("loss", "accuracy", "margin", *sides, *own.get(self.objective, ()))
 
@@ -266,5 +356,6 @@ class PreferenceFlags:
 
     @property
     def data_use(self) -> Use:
-        """What the step reads from the data: pairs, single labelled answers, or answers with labelled steps."""
+        """What the step reads from the data: pairs, single labelled answers, or answers with
+        labelled steps."""
         return _USES.get(self.objective, "preference")

@@ -1,12 +1,13 @@
-"""The kernels as functions of tensors: bf16 or fp32 on a CPU, without gradients, contiguous unless a docstring says
-more.
+"""The kernels as functions of tensors: bf16 or fp32 on a CPU, without gradients, contiguous unless
+a docstring says more.
 
-The C++ files here are compiled once for each dtype, version of them, compiler and processor. They have a plain C
-interface and need no header files of torch, so that this takes some seconds. The library is in the folder of torch's
-own extensions, and appears there whole, by a rename, so ranks may compile at once.
+The C++ files here are compiled once for each dtype, version of them, compiler and processor. They
+have a plain C interface and need no header files of torch, so that this takes some seconds. The
+library is in the folder of torch's own extensions, and appears there whole, by a rename, so ranks
+may compile at once.
 
-Results are rounded where separate operations of PyTorch are: after each product and sum that a layer of transformers
-writes as a separate operation. Sums inside an operation are fp32.
+Results are rounded where separate operations of PyTorch are: after each product and sum that a
+layer of transformers writes as a separate operation. Sums inside an operation are fp32.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ FLAGS = tuple(
     """.split()
 )
 LIMIT_SECONDS = 300.0  # a compilation takes some seconds
-DTYPES: dict[torch.dtype, list[str]] = {torch.bfloat16: [], torch.float32: ["-DFP32"]}  # flags of the compiler
+DTYPES: dict[torch.dtype, list[str]] = {
+    torch.bfloat16: [],
+    torch.float32: ["-DFP32"],
+}  # flags of the compiler
 _PLAIN = (Tensor, nn.Parameter)  # classes of tensors that have their numbers in memory
 _NO_WINDOW = 2**62
 _CHUNK = 64  # rows whose weight gradients one thread adds up
@@ -66,8 +70,8 @@ class BuildError(RuntimeError):
 
 @cache
 def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The library for a dtype, compiled if needed. None if this machine cannot: a warning says why, and PyTorch takes
-    its place."""
+    """The library for a dtype, compiled if needed. None if this machine cannot: a warning says why,
+    and PyTorch takes its place."""
     try:
         with subprocesses_may_stop("compiled kernels"), watchdog_paused():
             try:
@@ -76,12 +80,16 @@ def kernels(dtype: torch.dtype) -> ctypes.CDLL | None:
                 with tempfile.TemporaryDirectory() as place:
                     return load(build(Path(place), dtype))
     except (BuildError, OSError, subprocess.TimeoutExpired) as problem:
-        _log.warning(f"kernels for this processor are not available ({problem}): training and rollouts are slower")
+        _log.warning(
+            f"kernels for this processor are not available ({problem}): training and rollouts are"
+            " slower"
+        )
         return None
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a compiled library. The libgomp that torch has loaded serves it too, with torch's number of threads."""
+    """Load a compiled library. The libgomp that torch has loaded serves it too, with torch's number
+    of threads."""
     library = ctypes.CDLL(str(path))
     for name, types in SIGNATURES.items():
         function = getattr(library, name)
@@ -90,7 +98,8 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def build(folder: Path, dtype: torch.dtype) -> Path:
-    """The compiled file in `folder`. `BuildError`: no working compiler; `OSError`: `folder` cannot be written."""
+    """The compiled file in `folder`. `BuildError`: no working compiler; `OSError`: `folder` cannot
+    be written."""
     command = [*_compiler(), *FLAGS, *DTYPES[dtype]]
     if "clang" in os.path.basename(os.path.realpath(command[0])):
         command.remove("-fopenmp")  # its library is not torch's, and has its own threads
@@ -108,7 +117,8 @@ def build(folder: Path, dtype: torch.dtype) -> Path:
 
 
 def _compiler() -> list[str]:
-    """The compiler and its first arguments: those of `CXX`, which may be "ccache g++", or c++, or g++."""
+    """The compiler and its first arguments: those of `CXX`, which may be "ccache g++", or c++, or
+    g++."""
     named = shlex.split(os.environ.get("CXX", ""))
     for program, *arguments in [named] if named else [["c++"], ["g++"]]:
         if (found := shutil.which(program)) is not None:
@@ -118,17 +128,22 @@ def _compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """The folder in that of torch's extensions, which `TORCH_EXTENSIONS_DIR` moves. `OSError`: the home is unknown."""
+    """The folder in that of torch's extensions, which `TORCH_EXTENSIONS_DIR` moves. `OSError`: the
+    home is unknown."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not root:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
+        root = os.path.join(
+            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions"
+        )
     if root.startswith("~"):
         raise OSError("the home folder is unknown")
     return Path(root, "dschat_ppo_kernels")
 
 
 def _compile(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=LIMIT_SECONDS
+    )
     if done.returncode:
         lines = (done.stderr + done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         errors = [line for line in lines if "error" in line]
@@ -136,9 +151,17 @@ def _compile(command: list[str]) -> None:
 
 
 def _fingerprint(command: list[str]) -> str:
-    """Of all that the compiled file depends on; a folder may be shared by machines with other processors."""
+    """Of all that the compiled file depends on; a folder may be shared by machines with other
+    processors."""
     real = os.path.realpath(command[0])
-    parts = [*command, real, str(os.stat(real).st_mtime_ns), torch.__version__, platform.machine(), *_processor()]
+    parts = [
+        *command,
+        real,
+        str(os.stat(real).st_mtime_ns),
+        torch.__version__,
+        platform.machine(),
+        *_processor(),
+    ]
     parts += [path.read_text(encoding="utf-8") for path in (*SOURCES, *HEADERS)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -158,8 +181,8 @@ def can_run(*tensors: Tensor) -> bool:
 
 
 def _run(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
-    """Call a kernel, whose pointers are those of the tensors; the first has the dtype. On the meta device tensors have
-    shapes alone."""
+    """Call a kernel, whose pointers are those of the tensors; the first has the dtype. On the meta
+    device tensors have shapes alone."""
     first = arguments[0]
     assert isinstance(first, Tensor)
     if first.is_meta:
@@ -170,33 +193,50 @@ def _run(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich 2019, equation 4)"""
+    """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich
+    2019, equation 4)"""
     normal, width = torch.empty_like(states), states.shape[-1]
     assert weight.shape == (width,)
     _run("rms_norm", states, weight, eps, normal, states.numel() // width, width)
     return normal
 
 
-def rms_norm_backward(states: Tensor, weight: Tensor, gradient: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    states: Tensor, weight: Tensor, gradient: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
     of_states, width = torch.empty_like(states), states.shape[-1]
     rows = states.numel() // width
     assert weight.shape == (width,) and gradient.shape == states.shape
-    of_weight = states.new_empty(-(-rows // _CHUNK), width, dtype=torch.float32)  # sums of rows: threads share none
-    _run("rms_norm_backward", states, weight, gradient, eps, of_states, of_weight, rows, width, _CHUNK)
+    of_weight = states.new_empty(
+        -(-rows // _CHUNK), width, dtype=torch.float32
+    )  # sums of rows: threads share none
+    _run(
+        "rms_norm_backward",
+        states,
+        weight,
+        gradient,
+        eps,
+        of_states,
+        of_weight,
+        rows,
+        width,
+        _CHUNK,
+    )
     return of_states, of_weight.sum(dim=0).to(weight.dtype)
 
 
 def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
-    """Rotate the first `heads` of `values` (n, all heads, d) in place: x * cos + rotate_half(x) * sin. `cos`, `sin`:
-    (n, d), or (1, d) for all rows alike. (Su et al. 2021, equation 34)"""
+    """Rotate the first `heads` of `values` (n, all heads, d) in place: x * cos + rotate_half(x) *
+    sin. `cos`, `sin`: (n, d), or (1, d) for all rows alike. (Su et al. 2021, equation 34)"""
     rows, every, width = values.shape
     assert cos.shape == sin.shape and cos.shape in ((rows, width), (1, width))
     _run("rotate", values, cos, sin, width if len(cos) > 1 else 0, rows, heads, every, width)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves of one tensor."""
+    """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves
+    of one tensor."""
     product, width = gate.new_empty(gate.shape), gate.shape[-1]
     gate, up = gate.reshape(-1, width), up.reshape(-1, width)
     assert gate.shape == up.shape and gate.stride() == up.stride()
@@ -213,16 +253,24 @@ def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor,
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    scale: float,
     window: int | None,
-) -> Tensor:  # fmt: skip
-    """Write one token of each row into the KV cache; attend from it to its row's tokens up to it -> (n, heads, d).
+) -> Tensor:
+    """Write one token of each row into the KV cache; attend from it to its row's tokens up to it ->
+    (n, heads, d).
 
-    `query` (n, heads, 1, d), `key` and `value` (n, kv_heads, 1, d): views whose heads are side by side. `keys` and
-    `values` (rows, kv_heads, capacity, d) change in place. `places` (4, n) int64 contiguous: for each row the number of
-    own tokens before the new one, and the line of `keys[:, 0]`, counted as if all rows were one, from which they are;
-    then, for tokens before these, the line from which they are, and their number. `window`: how many tokens a token
-    sees, itself among them; None: all.
+    `query` (n, heads, 1, d), `key` and `value` (n, kv_heads, 1, d): views whose heads are side by
+    side. `keys` and `values` (rows, kv_heads, capacity, d) change in place. `places` (4, n) int64
+    contiguous: for each row the number of own tokens before the new one, and the line of `keys[:,
+    0]`, counted as if all rows were one, from which they are; then, for tokens before these, the
+    line from which they are, and their number. `window`: how many tokens a token sees, itself among
+    them; None: all.
     """
     rows, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -230,9 +278,25 @@ def decode_attention(
     assert places.shape == (4, rows) and places.is_contiguous()
     mixed = query.new_empty(rows, heads, width)
     _run(
-        "decode_attention", query, key, value, query.stride(0), key.stride(0), value.stride(0), keys, values, places,
-        mixed, rows, heads, kv_heads, capacity, width, _NO_WINDOW if window is None else window, scale,
-    )  # fmt: skip
+        "decode_attention",
+        query,
+        key,
+        value,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        keys,
+        values,
+        places,
+        mixed,
+        rows,
+        heads,
+        kv_heads,
+        capacity,
+        width,
+        _NO_WINDOW if window is None else window,
+        scale,
+    )
     return mixed
 
 
@@ -241,12 +305,14 @@ def causal_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention inside each part of the rows, to the keys up to a query's own.
 
-    `query` (b, heads, T, d); `key` (b, key heads, T, d), and `value` likewise, of another d or of the same; key heads
-    divide the heads. `parts` (parts, 4) int64: the columns of each part, start and end, and those that it sees before
-    its own. `window`: how many keys a query sees, its own among them; None: all.
+    `query` (b, heads, T, d); `key` (b, key heads, T, d), and `value` likewise, of another d or of
+    the same; key heads divide the heads. `parts` (parts, 4) int64: the columns of each part, start
+    and end, and those that it sees before its own. `window`: how many keys a query sees, its own
+    among them; None: all.
 
-    Returns (b, heads, T, d of the values), laid out in memory as (b, T, heads, d), and for the backward pass the
-    logarithm of the sum of the exponentials of each query's logits, (b, heads, T) fp32.
+    Returns (b, heads, T, d of the values), laid out in memory as (b, T, heads, d), and for the
+    backward pass the logarithm of the sum of the exponentials of each query's logits, (b, heads, T)
+    fp32.
     """
     query, key, value = (_rows(x) for x in (query, key, value))
     rows, heads, length, _ = query.shape
@@ -254,24 +320,42 @@ def causal_attention(
     log_sums = query.new_empty(rows, heads, length, dtype=torch.float32)
     tensors = query, key, value, output
     shape = _shape(query, key, value, window)
-    _run("causal_attention", *tensors, _strides(*tensors), log_sums, parts, len(parts), shape, scale)
+    _run(
+        "causal_attention", *tensors, _strides(*tensors), log_sums, parts, len(parts), shape, scale
+    )
     return output, log_sums
 
 
-def causal_attention_backward(
-    query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, gradient: Tensor, parts: Tensor,
-    groups: Tensor, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value, given `gradient` of `output`; the rest as in `causal_attention`. `groups`
-    (groups + 1,) int64: the first part of each group, and the number of parts; no part sees another group."""
+def causal_attention_backward(  # noqa: PLR0913
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    gradient: Tensor,
+    parts: Tensor,
+    groups: Tensor,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, given `gradient` of `output`; the rest as in
+    `causal_attention`. `groups` (groups + 1,) int64: the first part of each group, and the number
+    of parts; no part sees another group."""
     query, key, value, gradient = (_rows(x) for x in (query, key, value, gradient))
     found = tuple(torch.empty_like(x) for x in (query, key, value))
     tensors = query, key, value, output, gradient, *found
     shape = _shape(query, key, value, window)
     _run(
-        "causal_attention_backward", *tensors, _strides(*tensors), log_sums, parts, groups, len(groups) - 1, shape,
+        "causal_attention_backward",
+        *tensors,
+        _strides(*tensors),
+        log_sums,
+        parts,
+        groups,
+        len(groups) - 1,
+        shape,
         scale,
-    )  # fmt: skip
+    )
     of_query, of_key, of_value = found
     return of_query, of_key, of_value
 
@@ -287,5 +371,13 @@ def _strides(*tensors: Tensor) -> ctypes.Array[Any]:
 
 def _shape(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> ctypes.Array[Any]:
     rows, heads, length, width = query.shape
-    numbers = rows, heads, key.shape[1], length, width, value.shape[-1], _NO_WINDOW if window is None else window
+    numbers = (
+        rows,
+        heads,
+        key.shape[1],
+        length,
+        width,
+        value.shape[-1],
+        _NO_WINDOW if window is None else window,
+    )
     return (ctypes.c_int64 * len(numbers))(*numbers)

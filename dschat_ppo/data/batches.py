@@ -1,7 +1,8 @@
-"""From token rows to batches: the order of an epoch, and padded batches; `supervised_batches.py` has more of them.
+"""From token rows to batches: the order of an epoch, and padded batches; `supervised_batches.py`
+has more of them.
 
-The order of rows does not depend on the number of ranks. A batch is as wide as its longest row; masks and lengths
-exclude the padding.
+The order of rows does not depend on the number of ranks. A batch is as wide as its longest row;
+masks and lengths exclude the padding.
 """
 
 from __future__ import annotations
@@ -32,20 +33,25 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
 
 
 def chunked_order(rows: Dataset | StreamedRows, seed: int, epoch: int) -> Iterator[int]:
-    """All row indices of an epoch: chunk after chunk of a stream, each a permutation that is drawn when it is needed. A
-    single chunk has the `epoch_order`: a last 0 does not change the generator."""
+    """All row indices of an epoch: chunk after chunk of a stream, each a permutation that is drawn
+    when it is needed. A single chunk has the `epoch_order`: a last 0 does not change the
+    generator."""
     size = len(rows_at_hand(rows))
     for chunk, first in enumerate(range(0, len(rows), size)):
-        order = torch.randperm(min(size, len(rows) - first), generator=shared_generator(seed, epoch, chunk))
+        order = torch.randperm(
+            min(size, len(rows) - first), generator=shared_generator(seed, epoch, chunk)
+        )
         yield from (order + first).tolist()
 
 
 def optimizer_steps(
     order: Iterable[int], micro_batch: int, accumulation: int, world_size: int, rank: int
 ) -> Iterator[list[list[int]]]:
-    """Yield this rank's micro-batches of each optimizer step, once through `order`. A step takes the next `micro_batch
-    * accumulation * world_size` rows, however they are split over ranks and micro-batches. The last one may be short:
-    its micro-batches are smaller, padded with `PADDING_ROW`, so that all ranks run equally many of equal size."""
+    """Yield this rank's micro-batches of each optimizer step, once through `order`. A step takes
+    the next `micro_batch
+    * accumulation * world_size` rows, however they are split over ranks and micro-batches. The last
+      one may be short: its micro-batches are smaller, padded with `PADDING_ROW`, so that all ranks
+      run equally many of equal size."""
     micro_batches = accumulation * world_size  # of all ranks
     indices = iter(order)
     while step := list(islice(indices, micro_batch * micro_batches)):
@@ -64,7 +70,8 @@ class IndexStream:
         self.taken = 0
 
     def take(self, count: int) -> list[int]:
-        """The next `count` row indices; a request may run over the end of an epoch into the next one."""
+        """The next `count` row indices; a request may run over the end of an epoch into the next
+        one."""
         rows: list[int] = []
         while len(rows) < count:
             found = list(islice(self._left, count - len(rows)))
@@ -95,51 +102,81 @@ class SFTBatch:
     """B right-padded rows of prompt and answer."""
 
     input_ids: Tensor  # (B, T) int64
-    loss_mask: Tensor  # (B, T) bool, True on the tokens whose loss counts; never on the first one or a padding row
+    # (B, T) bool, True on the tokens whose loss counts; never on the first one or a padding row
+    loss_mask: Tensor
     lengths: Tensor | None = None  # (B,) int64
-    data_sources: Tensor | None = None  # (B,) int64, the number of each row's data set, in all batches
+    data_sources: Tensor | None = (
+        None  # (B,) int64, the number of each row's data set, in all batches
+    )
 
 
 def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], Tensor]:
     """(token rows, (B,) bool, whether each is real). A padding row is a copy of row 0."""
-    return [rows[max(index, 0)] for index in indices], torch.tensor([index != PADDING_ROW for index in indices])
+    return [rows[max(index, 0)] for index in indices], torch.tensor(
+        [index != PADDING_ROW for index in indices]
+    )
 
 
 def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad sequences of token ids, none empty, on the right: `(input_ids (B, T) int64, lengths (B,) int64)`."""
-    ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True, padding_value=pad_id)
+    """Pad sequences of token ids, none empty, on the right: `(input_ids (B, T) int64, lengths (B,)
+    int64)`."""
+    ids = pad_sequence(
+        [torch.tensor(sequence) for sequence in sequences], batch_first=True, padding_value=pad_id
+    )
     return ids, torch.tensor([len(sequence) for sequence in sequences])
 
 
-def column(records: Sequence[dict[str, Any]], name: str, dtype: torch.dtype | None = None) -> Tensor | None:
+def column(
+    records: Sequence[dict[str, Any]], name: str, dtype: torch.dtype | None = None
+) -> Tensor | None:
     """A column of the rows; None if they do not have it."""
-    return torch.tensor([record[name] for record in records], dtype=dtype) if name in records[0] else None
+    return (
+        torch.tensor([record[name] for record in records], dtype=dtype)
+        if name in records[0]
+        else None
+    )
 
 
 def answered(
-    records: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]], real: Tensor, pad_id: int, whole: bool = False
+    records: Sequence[dict[str, Any]],
+    answers: Sequence[Sequence[int]],
+    real: Tensor,
+    pad_id: int,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The prompt of each record, then an answer: `(input_ids (B, T) int64, lengths (B,) int64, mask (B, T) bool)`. The
-    mask is True on the tokens of the answers, or on all but the first with `whole`, and nowhere on rows not `real`."""
+    """The prompt of each record, then an answer: `(input_ids (B, T) int64, lengths (B,) int64, mask
+    (B, T) bool)`. The mask is True on the tokens of the answers, or on all but the first with
+    `whole`, and nowhere on rows not `real`."""
     prompts = [record["prompt_ids"] for record in records]
-    ids, lengths = right_padded([[*prompt, *ids] for prompt, ids in zip(prompts, answers, strict=True)], pad_id)
-    starts, columns = torch.tensor([1 if whole else len(ids) for ids in prompts]), torch.arange(ids.shape[1])
+    ids, lengths = right_padded(
+        [[*prompt, *ids] for prompt, ids in zip(prompts, answers, strict=True)], pad_id
+    )
+    starts, columns = (
+        torch.tensor([1 if whole else len(ids) for ids in prompts]),
+        torch.arange(ids.shape[1]),
+    )
     return ids, lengths, (columns >= starts[:, None]) & (columns < lengths[:, None]) & real[:, None]
 
 
-def collate_sft(rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool) -> SFTBatch:
-    """Each prompt and its answer as one row. The loss covers the answer including its final token, and the tokens of
-    the prompt that the column `prompt_spans` names ([start, end) pairs), if there is one; with `train_on_prompt` it
-    covers everything but the first token of the row."""
+def collate_sft(
+    rows: Dataset, indices: Sequence[int], pad_id: int, train_on_prompt: bool
+) -> SFTBatch:
+    """Each prompt and its answer as one row. The loss covers the answer including its final token,
+    and the tokens of the prompt that the column `prompt_spans` names ([start, end) pairs), if there
+    is one; with `train_on_prompt` it covers everything but the first token of the row."""
     records, real = rows_at(rows, indices)
-    ids, lengths, mask = answered(records, [r["answers"][0] for r in records], real, pad_id, train_on_prompt)
+    ids, lengths, mask = answered(
+        records, [r["answers"][0] for r in records], real, pad_id, train_on_prompt
+    )
     for row, record, is_real in zip(mask, records, real, strict=True):
         for start, end in record.get("prompt_spans") or ():
             row[max(start, 1) : end] = is_real  # nothing predicts the first token
     return SFTBatch(ids, mask, lengths, column(records, "source"))
 
 
-def collate_prompts(rows: Dataset | Sequence[dict[str, Any]], indices: Sequence[int], pad_id: int) -> PromptBatch:
+def collate_prompts(
+    rows: Dataset | Sequence[dict[str, Any]], indices: Sequence[int], pad_id: int
+) -> PromptBatch:
     """Left-padded prompts."""
     reversed_ids, lengths = right_padded([rows[i]["prompt_ids"][::-1] for i in indices], pad_id)
     reversed_mask = torch.arange(reversed_ids.shape[1]) < lengths.unsqueeze(1)

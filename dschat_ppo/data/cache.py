@@ -1,8 +1,9 @@
 """Cache of prepared data that survives a power loss.
 
-`datasets` renames a file before its content is on the disk. After a power loss such a file can be empty, truncated
-(then it reads as a shorter table) or full of zeros. An entry of this cache is therefore written and synced in a
-temporary folder, and then renamed: a folder with its final name is complete.
+`datasets` renames a file before its content is on the disk. After a power loss such a file can be
+empty, truncated (then it reads as a shorter table) or full of zeros. An entry of this cache is
+therefore written and synced in a temporary folder, and then renamed: a folder with its final name
+is complete.
 """
 
 from __future__ import annotations
@@ -18,16 +19,24 @@ import transformers
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, locked, make_folder, remove_folder, replace_folder
+from dschat_ppo.common.atomic_files import (
+    PARTIAL,
+    empty_folder,
+    locked,
+    make_folder,
+    remove_folder,
+    replace_folder,
+)
 from dschat_ppo.errors import UserError, reading
 
 _ENDS = 2**16  # bytes at either end of a data file in its key
 
 
 def cached(root: str | None, key: str, write: Callable[[Path], object]) -> Dataset:
-    """The rows of the entry `key` of the cache below `root` (None: that of `datasets`), memory-mapped; `key` is their
-    fingerprint. If there is no such entry, `write` writes `rows_00000.arrow` and so on to an empty folder.
-    `StopRequested` on a stop request while another process makes the entry."""
+    """The rows of the entry `key` of the cache below `root` (None: that of `datasets`),
+    memory-mapped; `key` is their fingerprint. If there is no such entry, `write` writes
+    `rows_00000.arrow` and so on to an empty folder. `StopRequested` on a stop request while another
+    process makes the entry."""
     folder = Path(root or datasets.config.HF_DATASETS_CACHE).expanduser() / "dschat_ppo" / key
     unfinished = folder.with_name(f"{key}{PARTIAL}")
     try:
@@ -35,7 +44,9 @@ def cached(root: str | None, key: str, write: Callable[[Path], object]) -> Datas
             make_folder(folder.parent)
             waits = f"data: another process prepares {folder}; waiting for it"
             with locked(folder.with_name(f"{key}.lock"), waits, "waited for prepared data"):
-                if not folder.is_dir():  # otherwise another process has made the entry in the meantime
+                if (
+                    not folder.is_dir()
+                ):  # otherwise another process has made the entry in the meantime
                     try:
                         write(empty_folder(unfinished))
                         replace_folder(folder, unfinished)
@@ -44,8 +55,8 @@ def cached(root: str | None, key: str, write: Callable[[Path], object]) -> Datas
     except OSError as problem:
         place = f"--data_output_path {root}" if root else folder.parent
         raise UserError(
-            f"{place}: prepared data cannot be written there ({problem.strerror or problem}); free disk space, or "
-            "name another folder with --data_output_path"
+            f"{place}: prepared data cannot be written there ({problem.strerror or problem}); free"
+            " disk space, or name another folder with --data_output_path"
         ) from None
     with reading(f"{folder}: prepared data cannot be read; remove this folder"):
         # by name: `Dataset.map` writes the files of rows made from these into this folder too
@@ -61,13 +72,14 @@ def rows_key(*parts: object) -> str:
 
 
 def file_key(path: Path) -> str:
-    """Key of a data file in its place: path, the time of its last change (also where a tool that copies files keeps
-    the modification time), and its content as `content_key` sees it."""
+    """Key of a data file in its place: path, the time of its last change (also where a tool that
+    copies files keeps the modification time), and its content as `content_key` sees it."""
     return _digest(str(path.resolve()), path.stat().st_ctime_ns, content_key([path]))
 
 
 def content_key(paths: Sequence[Path]) -> str:
-    """What identifies data files wherever they lie, without reading them whole at each start: names, sizes and ends."""
+    """What identifies data files wherever they lie, without reading them whole at each start:
+    names, sizes and ends."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -80,9 +92,13 @@ def content_key(paths: Sequence[Path]) -> str:
 
 
 def token_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: object) -> str:
-    """Key of token rows: what identifies the data rows, tokenizer, chat template, settings, and the code that makes
-    them."""
-    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    """Key of token rows: what identifies the data rows, tokenizer, chat template, settings, and the
+    code that makes them."""
+    vocabulary = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else sorted(tokenizer.get_vocab().items())
+    )
     made_by = (_code(), transformers.__version__, tokenizers.__version__)
     special = tokenizer.special_tokens_map
     return _digest(content, vocabulary, tokenizer.chat_template, special, *made_by, *settings)
@@ -91,7 +107,9 @@ def token_key(content: str, tokenizer: PreTrainedTokenizerBase, *settings: objec
 @cache
 def _code() -> str:
     """Digest of the sources of this package: other code may read the same rows differently."""
-    return _digest(*(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))))
+    return _digest(
+        *(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py")))
+    )
 
 
 def _digest(*parts: object) -> str:

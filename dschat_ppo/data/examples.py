@@ -1,8 +1,10 @@
-"""What one row of a data set asks and answers, the values of its fields, and chat messages as data sets store them.
+"""What one row of a data set asks and answers, the values of its fields, and chat messages as data
+sets store them.
 
-Messages become plain lists for a chat template. Accepted are role/content and from/value (ShareGPT), content as text or
-as text parts, tool calls and tool messages, and lists of texts, which alternate between user and assistant. Keys whose
-value is null are dropped, because Arrow adds every key of a column to every message.
+Messages become plain lists for a chat template. Accepted are role/content and from/value
+(ShareGPT), content as text or as text parts, tool calls and tool messages, and lists of texts,
+which alternate between user and assistant. Keys whose value is null are dropped, because Arrow adds
+every key of a column to every message.
 """
 
 from __future__ import annotations
@@ -19,49 +21,92 @@ from dschat_ppo.errors import UserError
 Message = dict[str, Any]
 Messages = list[Message]
 Row = dict[str, Any]
-PARTS = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}  # the share of --data_split
-SPLIT_SEED = 1234  # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
-# What data preparation adds to the JSON of a row besides its columns: the chat messages of the prompt, their tools, and
-# the correct answer, which built-in rules read as `answer`.
+PARTS = {
+    "sft": 0,
+    "preference": 1,
+    "unpaired": 1,
+    "steps": 1,
+    "prompt": 2,
+}  # the share of --data_split
+SPLIT_SEED = (
+    1234  # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
+)
+# What data preparation adds to the JSON of a row besides its columns: the chat messages of the
+# prompt, their tools, and the correct answer, which built-in rules read as `answer`.
 MESSAGES, TOOLS, TRUTH = ADDED = "_messages", "_tools", "_truth"
 ROLES = {  # in lower case
-    "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool",
-    "function": "function", "ipython": "ipython", "human": "user", "prompter": "user", "gpt": "assistant",
-    "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "chatbot": "assistant", "ai": "assistant",
-    "observation": "tool", "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
-    "function_call": "assistant", "tool_call": "assistant", "tool_calls": "assistant",
-}  # fmt: skip
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "function",
+    "ipython": "ipython",
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "ai": "assistant",
+    "observation": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool_calls": "assistant",
+}
 _CALLS = ("function_call", "tool_call", "tool_calls")  # roles whose content is the JSON of calls
-_EXPECTED = "system, user, assistant or tool (also human, gpt, ...); --role_names 'theirs=ours' names others"
-# Keys of turns, and columns, by which data sets leave something out of the training (0) or train it (1).
+_EXPECTED = (
+    "system, user, assistant or tool (also human, gpt, ...); --role_names 'theirs=ours' names"
+    " others"
+)
+# Keys of turns, and columns, by which data sets leave something out of the training (0) or train it
+# (1).
 WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "training", "loss")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of turns, and columns, of what precedes an answer
+THOUGHTS = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # keys of turns, and columns, of what precedes an answer
 _NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-CONTEXT = "_context"  # a key of messages that their data set excludes from training; it never reaches a template
+# a key of messages that their data set excludes from training; it never reaches a template
+CONTEXT = "_context"
 
 
 @dataclass(frozen=True)
 class Example:
-    """What one row asks and answers. The prompt is text that is used as it is, or chat messages up to the answer, for
-    the chat template; that of plain text is "", and all of it is the answer. An answer to chat messages may be one."""
+    """What one row asks and answers. The prompt is text that is used as it is, or chat messages up
+    to the answer, for the chat template; that of plain text is "", and all of it is the answer. An
+    answer to chat messages may be one."""
 
     prompt: str | Messages
-    # [response] (SFT, unpaired), [chosen, rejected] (preference), the steps of one response (steps), [] (PPO prompt)
+    # [response] (SFT, unpaired), [chosen, rejected] (preference), the steps of one response
+    # (steps), [] (PPO prompt)
     answers: Sequence[str | Message] = field(default_factory=list)
     margin: float = 0.0  # by which the chosen answer is better
     truth: Any = None  # the correct answer, for reward functions
     tools: list[Any] | None = None  # descriptions for the chat template
-    suffix: str = ""  # of the row's name if a row gives several examples, such as ", answers 1 and 3"
-    labels: tuple[float, ...] = ()  # of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN without a label
-    context: tuple[int, ...] = ()  # numbers of the prompt's messages of the assistant that are no targets of SFT
+    suffix: str = (
+        ""  # of the row's name if a row gives several examples, such as ", answers 1 and 3"
+    )
+    labels: tuple[
+        float, ...
+    ] = ()  # of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN without a label
+    context: tuple[
+        int, ...
+    ] = ()  # numbers of the prompt's messages of the assistant that are no targets of SFT
 
 
 # Values of fields
 
 
 def value_at(row: Row, path: str) -> Any:
-    """The value of a column, or of a field inside it: `reward_model.ground_truth`, `passages.0.text`. `UserError` if
-    there is none. A column of whole numbers that lacks one is often stored as floats: NaN is None, and 3.0 is 3."""
+    """The value of a column, or of a field inside it: `reward_model.ground_truth`,
+    `passages.0.text`. `UserError` if there is none. A column of whole numbers that lacks one is
+    often stored as floats: NaN is None, and 3.0 is 3."""
     value: Any = row.get(path, row)
     done: list[str] = []
     for part in () if path in row else path.split("."):
@@ -70,7 +115,9 @@ def value_at(row: Row, path: str) -> Any:
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
         else:
-            raise UserError(f"has no '{path}'" + (f": '{'.'.join(done)}' is {kind_of(value)}" if done else ""))
+            raise UserError(
+                f"has no '{path}'" + (f": '{'.'.join(done)}' is {kind_of(value)}" if done else "")
+            )
         done.append(part)
     if isinstance(value, float):
         return None if math.isnan(value) else int(value) if value.is_integer() else value
@@ -116,7 +163,8 @@ def margin_of(row: Row) -> float:
 
 
 def truth_of(row: Row, column: str, pattern: str | None) -> Any:
-    """The correct answer of a row: the value of `column`, or what the first group of `pattern` finds in its text."""
+    """The correct answer of a row: the value of `column`, or what the first group of `pattern`
+    finds in its text."""
     value = value_at(row, column)
     if value is None:
         raise UserError(f"'{column}' is null; expected the correct answer")
@@ -124,7 +172,9 @@ def truth_of(row: Row, column: str, pattern: str | None) -> Any:
         return value
     found = re.search(pattern, str(value))
     if found is None or found.group(1) is None:
-        raise UserError(f"'{column}' does not match '{pattern}' (--answer_pattern): {str(value)[:60]!r}")
+        raise UserError(
+            f"'{column}' does not match '{pattern}' (--answer_pattern): {str(value)[:60]!r}"
+        )
     return found.group(1)
 
 
@@ -156,8 +206,8 @@ def json_value(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The messages that a JSON text holds, alone or in an object with the key `messages`; any other value as it is,
-    such as an answer that is JSON with its own `role`."""
+    """The messages that a JSON text holds, alone or in an object with the key `messages`; any other
+    value as it is, such as an answer that is JSON with its own `role`."""
     found = json_value(value) if isinstance(value, str) else value
     if found is value:
         return value
@@ -167,7 +217,9 @@ def from_json(value: Any) -> Any:
     if not all(isinstance(part, dict) and {"role", "from"} & set(part) for part in parts):
         return value
     has_texts = all({"content", "value", "tool_calls"} & set(part) for part in parts)
-    has_roles = all(str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in parts)
+    has_roles = all(
+        str(part.get("role", part.get("from"))).strip().lower() in ROLES for part in parts
+    )
     # of three signs one may fail: turns without content, or with other roles, are refused later
     return found if parts and isinstance(found, list) + has_texts + has_roles >= 2 else value
 
@@ -192,17 +244,19 @@ def looks_like_messages(value: Any) -> bool:
 
 
 def leaves_out(weight: Any) -> bool:
-    """Whether the value of a column of `WEIGHTS`, perhaps a list, says something else than that all is trained."""
+    """Whether the value of a column of `WEIGHTS`, perhaps a list, says something else than that all
+    is trained."""
     if isinstance(weight, list):
         return any(map(leaves_out, weight))
     return weight not in (None, "") and not _NUMBERS.get(str(weight).strip().lower(), False)
 
 
 def read_messages(value: Any, column: str, role_names: dict[str, str] | None = None) -> Messages:
-    """Normalise the messages of one field: a list of messages or texts, one message, or JSON of these (CSV files hold
-    lists as text). New messages have `role` and `content` (text), then the other keys that are not null. A turn of the
-    assistant that its data set excludes from training has the key `CONTEXT`. Errors do not name the row. `role_names`:
-    further names of roles, in lower case."""
+    """Normalise the messages of one field: a list of messages or texts, one message, or JSON of
+    these (CSV files hold lists as text). New messages have `role` and `content` (text), then the
+    other keys that are not null. A turn of the assistant that its data set excludes from training
+    has the key `CONTEXT`. Errors do not name the row. `role_names`: further names of roles, in
+    lower case."""
     value = json_value(value)
     if isinstance(value, dict):
         value = value["messages"] if isinstance(value.get("messages"), list) else [value]
@@ -211,35 +265,51 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
         what = "an empty list" if value == [] else kind_of(value)
         raise UserError(f"'{column}' is {what}; expected a list of role/content messages")
     if all(isinstance(text, str) for text in value):
-        value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
+        value = [
+            {"role": ("user", "assistant")[number % 2], "content": text}
+            for number, text in enumerate(value)
+        ]
     roles, read = ROLES | (role_names or {}), Messages()
     for number, message in enumerate(value, start=1):
         name = f"message {number} of '{column}'"
         checked(message, dict, name, "an object with role and content")
         rest = {key: inner for key, inner in message.items() if inner is not None}
         is_sharegpt = "role" not in rest and "from" in rest
-        given, content = (rest.pop(key, None) for key in (("from", "value") if is_sharegpt else ("role", "content")))
+        given, content = (
+            rest.pop(key, None)
+            for key in (("from", "value") if is_sharegpt else ("role", "content"))
+        )
         role = roles.get(given.strip().lower()) if isinstance(given, str) else None
         if not isinstance(given, str) or role is None:
-            raise UserError(f"{name} has {'no role' if given is None else f'role {given!r}'}; expected {_EXPECTED}")
+            raise UserError(
+                f"{name} has {'no role' if given is None else f'role {given!r}'}; expected"
+                f" {_EXPECTED}"
+            )
         calls = without_nulls(rest.pop("tool_calls", None))
         if given.strip().lower() in _CALLS:
             calls, content = json_value(content), ""
-            calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+            calls = [
+                {"type": "function", "function": call}
+                for call in (calls if isinstance(calls, list) else [calls])
+            ]
         if calls:
             rest["tool_calls"] = [_with_parsed_arguments(call, name) for call in calls]
         elif content is None:
             raise UserError(f"{name} has no {'value' if is_sharegpt else 'content'}")
         if _excluded({key: rest.pop(key) for key in WEIGHTS if key in rest}, role, name):
             rest[CONTEXT] = True
-        read.append({"role": role, "content": _text_of("" if content is None else content, name), **rest})
+        read.append(
+            {"role": role, "content": _text_of("" if content is None else content, name), **rest}
+        )
     return read
 
 
 def _excluded(weights: dict[str, Any], role: str, name: str) -> bool:
     """Whether the weights of a turn of the assistant leave it out of the training."""
     for key, weight in weights.items():
-        if str(weight).lower() not in _NUMBERS or (key == "mask" and role == "assistant" and leaves_out(weight)):
+        if str(weight).lower() not in _NUMBERS or (
+            key == "mask" and role == "assistant" and leaves_out(weight)
+        ):
             expected = "1, because 0 has two meanings; use 'loss_mask', with 1 for what is trained"
             expected = expected if key == "mask" else "0 or 1, which leave it out or train it"
             raise UserError(f"'{key}' of {name} is {kind_of(weight)}; expected {expected}")
@@ -261,7 +331,9 @@ def _text_of(content: Any, name: str) -> str:
 
 def without_context(messages: Messages) -> Messages:
     """Messages without the marks of those that are excluded from training."""
-    return [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
+    return [
+        {key: value for key, value in message.items() if key != CONTEXT} for message in messages
+    ]
 
 
 # Tools and their calls
@@ -271,32 +343,49 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
     """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
     # JSON means its nulls, Arrow does not
     value = json_value(value.strip() or None) if isinstance(value, str) else without_nulls(value)
-    way = "; --ignore_columns tools leaves it out" if column == "tools" else ""  # and not what holds messages too
+    way = (
+        "; --ignore_columns tools leaves it out" if column == "tools" else ""
+    )  # and not what holds messages too
     expected = f"a list of tool descriptions or its JSON{way}"
     found = checked([] if value is None else value, list, f"'{column}'", expected)
-    return [checked(json_value(tool), dict, f"a tool of '{column}'", f"an object{way}") for tool in found] or None
+    return [
+        checked(json_value(tool), dict, f"a tool of '{column}'", f"an object{way}")
+        for tool in found
+    ] or None
 
 
 def tools_beside(value: Any) -> Any:
-    """The tools in an object that holds them and `messages`, given as it is or as JSON text; None without them."""
+    """The tools in an object that holds them and `messages`, given as it is or as JSON text; None
+    without them."""
     value = json_value(value)
-    return value.get("tools") if isinstance(value, dict) and isinstance(value.get("messages"), list) else None
+    return (
+        value.get("tools")
+        if isinstance(value, dict) and isinstance(value.get("messages"), list)
+        else None
+    )
 
 
 def _with_parsed_arguments(call: Any, name: str) -> Any:
-    """A tool call whose arguments are an object: templates write them as JSON, and would quote a text."""
+    """A tool call whose arguments are an object: templates write them as JSON, and would quote a
+    text."""
     inner = call.get("function", call) if isinstance(call, dict) else call
     if "name" not in checked(inner, dict, f"a tool call of {name}", "an object with 'name'"):
         raise UserError(f"a tool call of {name} has no 'name'")
     if not isinstance(inner.get("arguments"), str):
         return call
     arguments = json_value(inner["arguments"] or "{}")
-    inner = {**inner, "arguments": checked(arguments, dict, f"'arguments' of a tool call of {name}", "a JSON object")}
+    inner = {
+        **inner,
+        "arguments": checked(
+            arguments, dict, f"'arguments' of a tool call of {name}", "a JSON object"
+        ),
+    }
     return {**call, "function": inner} if "function" in call else inner
 
 
 def functions_of(messages: Messages) -> Iterator[dict[str, Any]]:
-    """The dictionaries that hold `name` and `arguments`: of OpenAI's form, inside `function`, or the calls alone."""
+    """The dictionaries that hold `name` and `arguments`: of OpenAI's form, inside `function`, or
+    the calls alone."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, dict) else None

@@ -1,5 +1,5 @@
-"""The form of a data set, detected once from its columns and first rows: which form fits, and whether its prompts are
-text or chat."""
+"""The form of a data set, detected once from its columns and first rows: which form fits, and
+whether its prompts are text or chat."""
 
 from __future__ import annotations
 
@@ -15,19 +15,49 @@ from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.examples import THOUGHTS, Example, Row, has_value, value_at
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
-from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, NAME_THEM, SYSTEM_COLUMNS, Form, rows_made
+from dschat_ppo.data.forms import (
+    ALWAYS_CONTENT,
+    CONTENT,
+    NAME_THEM,
+    SYSTEM_COLUMNS,
+    Form,
+    rows_made,
+)
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
-_ROLES = ("prompt", "response", "chosen", "rejected", "messages", "better")  # that flags name and forms have
-_OF_REWARDS = {"response", "responses", "completion", "completions", "output", "label", "labels", "steps", *THOUGHTS}
+_ROLES = (
+    "prompt",
+    "response",
+    "chosen",
+    "rejected",
+    "messages",
+    "better",
+)  # that flags name and forms have
+_OF_REWARDS = {
+    "response",
+    "responses",
+    "completion",
+    "completions",
+    "output",
+    "label",
+    "labels",
+    "steps",
+    *THOUGHTS,
+}
 _SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
-_QUESTIONS = ("question", "query", "input", "instruction")  # columns of what a user says, not of text to continue
+_QUESTIONS = (
+    "question",
+    "query",
+    "input",
+    "instruction",
+)  # columns of what a user says, not of text to continue
 
 
 class Candidate(NamedTuple):
-    """A form with its columns, and what it reads in the first rows: for each use the examples of each row that it can
-    read. `is_chat`: whether it finds chat messages. `fits`: whether it reads at least half of the rows."""
+    """A form with its columns, and what it reads in the first rows: for each use the examples of
+    each row that it can read. `is_chat`: whether it finds chat messages. `fits`: whether it reads
+    at least half of the rows."""
 
     form: Form
     read: dict[Use, list[list[Example]]]
@@ -36,11 +66,16 @@ class Candidate(NamedTuple):
 
 
 def detect_form(
-    name: str, columns: list[str], rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool = True
+    name: str,
+    columns: list[str],
+    rows: list[Row],
+    has_template: bool,
+    flags: DataFlags,
+    is_only: bool = True,
 ) -> Form:
-    """The form of a data set with these columns and first rows. It does not depend on the step. `UserError` if no form
-    fits, the first rows have content that the form does not use, or a flag names no column and `is_only`: there is no
-    other data set, to which the flag may apply."""
+    """The form of a data set with these columns and first rows. It does not depend on the step.
+    `UserError` if no form fits, the first rows have content that the form does not use, or a flag
+    names no column and `is_only`: there is no other data set, to which the flag may apply."""
     rows = rows[:FIRST_ROWS]
     if is_own_function(flags.data_format):
         return _own_form(name, rows, has_template, flags, is_only)
@@ -49,20 +84,35 @@ def detect_form(
     names = tuple(columns)
     columns = [column for column in columns if column not in flags.ignore_columns]
     rows = [{column: value for column, value in row.items() if column in columns} for row in rows]
-    by_flag = {role: column for role, column in flags.columns.items() if column and _exists(column, columns, rows)}
-    missing = [f"--{role}_column {column}" for role, column in flags.columns.items() if column and role not in by_flag]
+    by_flag = {
+        role: column
+        for role, column in flags.columns.items()
+        if column and _exists(column, columns, rows)
+    }
+    missing = [
+        f"--{role}_column {column}"
+        for role, column in flags.columns.items()
+        if column and role not in by_flag
+    ]
     if missing and is_only:
-        raise UserError(f"{', '.join(missing)}: {name} has no such column; it has {_listed(columns)}")
+        raise UserError(
+            f"{', '.join(missing)}: {name} has no such column; it has {_listed(columns)}"
+        )
     of_content = {role: column for role, column in by_flag.items() if role in _ROLES}
     chosen = _chosen(name, columns, rows, flags, of_content)
     kind, by_role = chosen.form.kind, chosen.form.columns
     rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags)
     if not chosen.fits:
-        warning = f"most of the first rows do not fit the form {kind.name}; --prompt_column, ... name other columns"
+        warning = (
+            f"most of the first rows do not fit the form {kind.name}; --prompt_column, ... name"
+            " other columns"
+        )
 
     # Columns besides prompt and answers
     by_name = () if flags.system_column is not None or kind.is_known_set else SYSTEM_COLUMNS
-    system = by_flag.get("system") or next((column for column in by_name if column in columns), None)
+    system = by_flag.get("system") or next(
+        (column for column in by_name if column in columns), None
+    )
     tools = "tools" if "tools" in columns and not kind.is_known_set else None
     truth, pattern = _truth(chosen.form, rows, flags, by_flag)
     applying: dict[str, Any] = {
@@ -70,20 +120,31 @@ def detect_form(
         "system_message": flags.system_message if rendering == "chat" else None,
     }
 
-    # Columns whose content would be lost: all that some form reads, or fewer of them if flags choose how to read the
-    # rows, beside prompts alone, and beside texts, which may have classes
+    # Columns whose content would be lost: all that some form reads, or fewer of them if flags
+    # choose how to read the rows, beside prompts alone, and beside texts, which may have classes
     used = {path.split(".")[0] for path in (*by_role.values(), system, tools, truth) if path}
     used |= {"margin"} if "rejected" in by_role else set()
     only_prompts = chosen.form.uses == ("prompt",)
-    is_flags_choice = flags.data_format != "auto" or (of_content and kind.by_flag and not only_prompts)
+    is_flags_choice = flags.data_format != "auto" or (
+        of_content and kind.by_flag and not only_prompts
+    )
     watched = set() if kind.is_known_set else ALWAYS_CONTENT if is_flags_choice else CONTENT
     watched = watched - used - {other for role in of_content for other in kind.roles[role].split()}
-    watched -= set(flags.ignore_columns) | set(SYSTEM_COLUMNS if flags.system_column is not None else ())
-    watched -= _OF_REWARDS if only_prompts else {"label", "labels"} if kind.name == "text" else set()
-    watched |= {column for column in (system, tools) if column and rendering == "text"}  # which has no place for them
+    watched -= set(flags.ignore_columns) | set(
+        SYSTEM_COLUMNS if flags.system_column is not None else ()
+    )
+    watched -= (
+        _OF_REWARDS if only_prompts else {"label", "labels"} if kind.name == "text" else set()
+    )
+    watched |= {
+        column for column in (system, tools) if column and rendering == "text"
+    }  # which has no place for them
 
     # What was understood of the data set, for the log
-    parts = [f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in by_role.items())})", about_prompts]
+    parts = [
+        f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in by_role.items())})",
+        about_prompts,
+    ]
     parts += [f"system messages from '{system}'"] if system else []
     parts += [f"tools from '{tools}'"] if tools else []
     unused = [column for column in columns if column not in used and not column.startswith("_")]
@@ -91,16 +152,29 @@ def detect_form(
         parts.append(f"other columns: {_listed(unused)}")
     if truth:
         parts.append(f"the correct answer from '{truth}'" + (f" by '{pattern}'" if pattern else ""))
-    parts += [f"--{flag} does not apply" for flag, value in applying.items() if getattr(flags, flag) and value is None]
+    parts += [
+        f"--{flag} does not apply"
+        for flag, value in applying.items()
+        if getattr(flags, flag) and value is None
+    ]
     if {"response", "chosen"} <= set(by_role):
         parts.append(f"SFT learns '{by_role['response']}', not '{by_role['chosen']}'")
     parts += [f"{', '.join(missing)}: it has no such column"] if missing else []
 
     form = replace(
-        chosen.form, **applying, rendering=rendering, system=system, tools=tools, truth=truth, truth_pattern=pattern,
-        watched=tuple(sorted(watched)), names=names, warning=warning,
-        about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}", description="; ".join(parts),
-    )  # fmt: skip
+        chosen.form,
+        **applying,
+        rendering=rendering,
+        system=system,
+        tools=tools,
+        truth=truth,
+        truth_pattern=pattern,
+        watched=tuple(sorted(watched)),
+        names=names,
+        warning=warning,
+        about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
+        description="; ".join(parts),
+    )
     try:
         for row in rows:
             form.check_unused(row)
@@ -109,7 +183,9 @@ def detect_form(
     return form
 
 
-def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool) -> Form:
+def _own_form(
+    name: str, rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool
+) -> Form:
     """The form of the rows that `FILE.py:FUNCTION` makes of the first rows."""
     function = flags.data_format
     own_function("--data_format", function)  # a missing file is no bad row
@@ -120,69 +196,116 @@ def _own_form(name: str, rows: list[Row], has_template: bool, flags: DataFlags, 
         except UserError as problem:
             raise UserError(f"{name}, row {number}: {problem}") from None
     if not made:
-        raise UserError(f"--data_format {function}: makes no row of the first {len(rows)}, by which the form is found")
+        raise UserError(
+            f"--data_format {function}: makes no row of the first {len(rows)}, by which the form is"
+            " found"
+        )
     columns = list(dict.fromkeys(column for row in made for column in row))
     flags = replace(flags, data_format="auto")
     form = detect_form(f"{name} through {function}", columns, made, has_template, flags, is_only)
     sha = hashlib.sha256(Path(file_named(function)).read_bytes()).hexdigest()
-    return replace(form, function=function, file_sha=sha, description=f"{function} makes {form.description}")
+    return replace(
+        form, function=function, file_sha=sha, description=f"{function} makes {form.description}"
+    )
 
 
 def _exists(path: str, columns: list[str], rows: list[Row]) -> bool:
     """Whether rows have a column, or a field inside one."""
-    return path in columns or (path.split(".")[0] in columns and any(has_value(row, path) for row in rows))
+    return path in columns or (
+        path.split(".")[0] in columns and any(has_value(row, path) for row in rows)
+    )
 
 
 def _listed(columns: list[str]) -> str:
     return ", ".join(map(repr, columns))
 
 
-def _located(kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]) -> dict[str, str]:
-    """Role -> column of a form: the one that a flag names, or else the first of its names that exists."""
+def _located(
+    kind: Kind, columns: list[str], rows: list[Row], by_flag: dict[str, str]
+) -> dict[str, str]:
+    """Role -> column of a form: the one that a flag names, or else the first of its names that
+    exists."""
     found = {}
     for role, names in kind.roles.items():
-        free = [path for path in names.split() if _exists(path, columns, rows) and path not in by_flag.values()]
+        free = [
+            path
+            for path in names.split()
+            if _exists(path, columns, rows) and path not in by_flag.values()
+        ]
         if role in by_flag or free:
             found[role] = by_flag.get(role) or free[0]
-    # of several choices of columns the one that flags name counts, or the first one; a column that only the others
-    # have, or whose partner is missing, as chosen without rejected, has no role
+    # of several choices of columns the one that flags name counts, or the first one; a column that
+    # only the others have, or whose partner is missing, as chosen without rejected, has no role
     choices = sorted(kind.choices(), key=lambda choice: -len(choice[1] & set(by_flag)))
     taken = {use: roles for use, roles in reversed(choices) if roles <= set(found)}
-    served, all_needed = (set().union(*sets) for sets in (taken.values(), [roles for _, roles in choices]))
-    return {role: column for role, column in found.items() if role in served or role not in all_needed}
+    served, all_needed = (
+        set().union(*sets) for sets in (taken.values(), [roles for _, roles in choices])
+    )
+    return {
+        role: column for role, column in found.items() if role in served or role not in all_needed
+    }
 
 
-def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]) -> Candidate:
-    """The form of a data set: by a flag or its name, or else the first one of the table that reads the rows. `by_flag`
-    are the columns of content that flags name: a form of text or messages may have them in any place, another one if
-    its prompt has the name that the form gives it. `UserError` if no form has the columns."""
+def _chosen(
+    name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
+) -> Candidate:
+    """The form of a data set: by a flag or its name, or else the first one of the table that reads
+    the rows. `by_flag` are the columns of content that flags name: a form of text or messages may
+    have them in any place, another one if its prompt has the name that the form gives it.
+    `UserError` if no form has the columns."""
     known = set_named(name) if flags.data_format == "auto" and not by_flag else None
     wanted = known or (flags.data_format if flags.data_format != "auto" else "")
     found = list[Candidate]()
     for kind in [FORMS[wanted]] if wanted else KINDS.values():
         located = _located(kind, columns, rows, by_flag)
-        is_open = wanted or not by_flag or kind.by_flag or located.get("prompt") in kind.roles.get("prompt", "").split()
+        is_open = (
+            wanted
+            or not by_flag
+            or kind.by_flag
+            or located.get("prompt") in kind.roles.get("prompt", "").split()
+        )
         if not (is_open and kind.uses(located) and set(by_flag) <= set(located)):
             continue
-        form = Form(kind, located, "chat" if kind.rendering in ("chat", "content") else "text", role_names=flags.roles)
+        form = Form(
+            kind,
+            located,
+            "chat" if kind.rendering in ("chat", "content") else "text",
+            role_names=flags.roles,
+        )
         read: dict[Use, list[list[Example]]] = {use: [] for use in form.uses}
         for use, row in product(read, rows):
             with suppress(UserError):
                 read[use].append(form.examples_of(row, use))
-        prompts = [one.prompt for of_rows in read.values() for examples in of_rows for one in examples]
-        has_messages = kind.rendering == "as given" and any(isinstance(prompt, list) for prompt in prompts)
-        fits = any(2 * len(each) >= len(rows) for use, each in read.items() if use != "prompt" or kind.alone)
+        prompts = [
+            one.prompt for of_rows in read.values() for examples in of_rows for one in examples
+        ]
+        has_messages = kind.rendering == "as given" and any(
+            isinstance(prompt, list) for prompt in prompts
+        )
+        fits = any(
+            2 * len(each) >= len(rows)
+            for use, each in read.items()
+            if use != "prompt" or kind.alone
+        )
         one = Candidate(form, read, kind.rendering == "chat" or has_messages, fits)
         if fits and (kind.by_flag or not by_flag):
             return one
         found.append(one)
     if not found:
-        names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values()) if wanted else ""
+        names = (
+            ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values())
+            if wanted
+            else ""
+        )
         what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
-        raise UserError(f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_THEM}{hint}")
+        raise UserError(
+            f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_THEM}{hint}"
+        )
     # whose reader says what is wrong with each row
-    closest = max(reversed(found), key=lambda one: (len(one.form.columns), one.form.kind.rendering == "chat"))
+    closest = max(
+        reversed(found), key=lambda one: (len(one.form.columns), one.form.kind.rendering == "chat")
+    )
     return next((one for one in found if one.fits), closest)
 
 
@@ -192,33 +315,50 @@ def _chosen(name: str, columns: list[str], rows: list[Row], flags: DataFlags, by
 def _rendering(
     name: str, chosen: Candidate, has_template: bool, flags: DataFlags
 ) -> tuple[Literal["chat", "text"], str, str]:
-    """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a warning or "".
-    `UserError` if a flag does not fit the form, chat messages lack a template, or text prompts and answers are glued
-    together while there is a chat template."""
+    """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a
+    warning or "". `UserError` if a flag does not fit the form, chat messages lack a template, or
+    text prompts and answers are glued together while there is a chat template."""
     kind, wanted = chosen.form.kind, flags.apply_chat_template
     if wanted and kind.rendering == "text":
-        raise UserError(f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply")
+        raise UserError(
+            f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
+        )
     asks = kind.rendering == "content" or (
         kind.name in ("preference", "better_of_two", "prompt_response")
-        and chosen.form.columns["prompt"] in _QUESTIONS and flags.prompt_column is None
-    )  # fmt: skip
-    if chosen.is_chat or wanted or (asks and wanted is None and flags.input_template is None and has_template):
+        and chosen.form.columns["prompt"] in _QUESTIONS
+        and flags.prompt_column is None
+    )
+    if (
+        chosen.is_chat
+        or wanted
+        or (asks and wanted is None and flags.input_template is None and has_template)
+    ):
         if not has_template:
             raise UserError(
-                f"{name}: its prompts become chat messages, but the model's tokenizer has no chat template; "
-                "--chat_template chatml (or llama-3, zephyr, human-assistant, a file) gives it one"
+                f"{name}: its prompts become chat messages, but the model's tokenizer has no chat"
+                " template; --chat_template chatml (or llama-3, zephyr, human-assistant, a file)"
+                " gives it one"
             )
-        what = "chat messages, rendered by" if chosen.is_chat else "text and become user messages of"
+        what = (
+            "chat messages, rendered by" if chosen.is_chat else "text and become user messages of"
+        )
         return "chat", f"prompts are {what} the chat template", ""
-    if flags.system_message and kind.name != "text":  # plain text has no prompts; other data sets may have some
+    if (
+        flags.system_message and kind.name != "text"
+    ):  # plain text has no prompts; other data sets may have some
         way = "omit it, or make chat messages of both with --apply_chat_template True"
-        raise UserError(f"{name}: --system_message precedes chat messages, but the prompts are text; {way}")
+        raise UserError(
+            f"{name}: --system_message precedes chat messages, but the prompts are text; {way}"
+        )
     about = "prompts are text, without the chat template"
     glued = _glued(chosen)
     if kind.inside or flags.input_template is not None or wanted is False or not glued:
         return "text", about, ""
     problem = f"nothing separates prompt and answer: {glued}; "
-    problem += "--apply_chat_template True makes user messages of the prompts, False keeps the text; " * has_template
+    problem += (
+        "--apply_chat_template True makes user messages of the prompts, False keeps the text; "
+        * has_template
+    )
     problem += "--input_template puts text around a prompt"
     if has_template and not asks and "steps" not in chosen.form.uses:
         raise UserError(f"{name}: {problem}")
@@ -226,24 +366,35 @@ def _rendering(
 
 
 def _glued(chosen: Candidate) -> str:
-    """The end of a text prompt and the start of its answer, if in more than half of the first rows a word or sentence
-    ends the prompt and a word starts the answer, without a space between them."""
+    """The end of a text prompt and the start of its answer, if in more than half of the first rows
+    a word or sentence ends the prompt and a word starts the answer, without a space between
+    them."""
     read = chosen.read.get("sft") or chosen.read.get("steps") or []
     texts = [(one[0].prompt, one[0].answers[0]) for one in read if one and one[0].answers]
     glued = [
-        f"...{prompt[-40:]}{answer[:40]}..." for prompt, answer in texts
-        if isinstance(prompt, str) and isinstance(answer, str) and answer[:1].isalnum()
+        f"...{prompt[-40:]}{answer[:40]}..."
+        for prompt, answer in texts
+        if isinstance(prompt, str)
+        and isinstance(answer, str)
+        and answer[:1].isalnum()
         and (prompt[-1:].isalnum() or prompt[-1:] in _SENTENCE_ENDS)
-    ]  # fmt: skip
+    ]
     return repr(glued[0]) if 2 * len(glued) > len(texts) else ""
 
 
-def _truth(form: Form, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]) -> tuple[str | None, str | None]:
+def _truth(
+    form: Form, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
+) -> tuple[str | None, str | None]:
     """(column of the correct answer, pattern that finds it there)."""
     if "answer" in by_flag:
         return by_flag["answer"], flags.answer_pattern
     if form.name != "question_answer":
         return form.columns.get("truth"), None
     answer = form.columns["response"]
-    has_mark = any("####" in str(value_at(row, answer)) for row in rows if has_value(row, answer))  # as in GSM8K
-    return answer if has_mark or answer == "answer" else None, r"(?s).*####\s*(.*?)\s*$" if has_mark else None
+    has_mark = any(
+        "####" in str(value_at(row, answer)) for row in rows if has_value(row, answer)
+    )  # as in GSM8K
+    return (
+        answer if has_mark or answer == "answer" else None,
+        r"(?s).*####\s*(.*?)\s*$" if has_mark else None,
+    )

@@ -1,5 +1,5 @@
-"""The forms of data sets: the columns by which each is found, what it serves, and its reader; and the data sets that
-DeepSpeed-Chat knows by name."""
+"""The forms of data sets: the columns by which each is found, what it serves, and its reader; and
+the data sets that DeepSpeed-Chat knows by name."""
 
 from __future__ import annotations
 
@@ -20,19 +20,29 @@ class Kind:
 
     name: str
     roles: dict[str, str]  # role -> names of columns that have it; the first one that exists counts
-    needs: tuple[tuple[str, str], ...]  # (uses, roles that must be there); "preference" serves "unpaired" too
+    needs: tuple[
+        tuple[str, str], ...
+    ]  # (uses, roles that must be there); "preference" serves "unpaired" too
     read: Callable[[readers.Cells, Use], readers.Found]
-    by_flag: bool = False  # column flags may name columns of all its roles; `--data_format` allows it of any form
-    # "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if there is a template)
+    # column flags may name columns of all its roles; `--data_format` allows it of any form
+    by_flag: bool = False
+    # "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if
+    # there is a template)
     rendering: str = "as given"
-    inside: bool = False  # the prompt is part of a longer text, so that `--input_template` does not apply
+    inside: bool = (
+        False  # the prompt is part of a longer text, so that `--input_template` does not apply
+    )
     labelled: bool = False  # each answer is good or bad by itself, so that SFT takes all good ones
     alone: bool = False  # it also holds prompts alone
     is_known_set: bool = False  # a data set of DeepSpeed-Chat
 
     def choices(self) -> list[tuple[Use, set[str]]]:
         """Each use with a set of roles by which it is served."""
-        return [(cast(Use, use), set(roles.split())) for uses, roles in self.needs for use in uses.split()]
+        return [
+            (cast(Use, use), set(roles.split()))
+            for uses, roles in self.needs
+            for use in uses.split()
+        ]
 
     def uses(self, columns: dict[str, str]) -> tuple[Use, ...]:
         """The uses that these roles serve."""
@@ -40,80 +50,190 @@ class Kind:
         return tuple(found | dict.fromkeys(("unpaired",) if "preference" in found else ()))
 
 
-# The first one that reads the rows counts, so one that says more of the same columns stands before those that say less
+# The first one that reads the rows counts, so one that says more of the same columns stands before
+# those that say less
 _DETECTED = (
-    Kind("kto",
-         {"prompt": "prompt", "response": "completion response", "messages": "messages conversations",
-          "label": "label"},
-         (("sft prompt unpaired", "messages label"), ("sft prompt unpaired", "prompt response label")),
-         readers.read_kto, by_flag=True, labelled=True),
-    Kind("ranked",
-         {"prompt": "prompt instruction question query", "response": "responses answers completions",
-          "scores": " ".join(readers.SCORES), "ranks": " ".join(readers.RANKS)},
-         (("sft preference prompt", "prompt response"),), readers.read_ranked, by_flag=True),
-    Kind("better_of_two",
-         {"prompt": "prompt question query instruction",
-          "first": "response_0 response_a answer_0 answer_a output_0 output_a",
-          "second": "response_1 response_b answer_1 answer_b output_1 output_b",
-          "better": "better_response_id better_answer_id better preferred preference winner"},
-         (("sft preference prompt", "prompt first second better"),), readers.read_better, by_flag=True),
-    Kind("alpaca",
-         {"prompt": "instruction", "input": "input context", "response": "output response", "history": "history",
-          "chosen": "chosen", "rejected": "rejected"},
-         (("sft prompt", "prompt response"), ("sft preference prompt", "prompt chosen rejected")),
-         readers.read_alpaca, rendering="content"),
-    Kind("preference",
-         {"prompt": "prompt question query input", "chosen": "chosen", "rejected": "rejected", "response": "response"},
-         (("sft preference prompt", "prompt chosen rejected"),), readers.read_columns, by_flag=True),
-    Kind("verl",
-         {"prompt": "prompt", "source": "data_source", "truth": "reward_model.ground_truth",
-          "response": "extra_info.answer"},
-         (("prompt", "prompt source truth"), ("sft", "prompt source truth response")),
-         readers.read_columns, by_flag=True, alone=True),
-    Kind("stepwise",
-         {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
-         (("steps prompt", "prompt response label"),), readers.read_stepwise, by_flag=True),
-    Kind("prm800k", {"prompt": "question.problem", "response": "label.steps"}, (("steps prompt", "prompt response"),),
-         readers.read_prm800k),
-    Kind("math_shepherd", {"prompt": "input", "label": "label", "task": "task"},
-         (("steps prompt", "prompt label task"),), readers.read_math_shepherd, rendering="content"),
-    Kind("sharegpt",
-         {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
-         (("sft prompt", "messages"), ("preference", "messages chosen rejected")),
-         readers.read_columns, rendering="chat", alone=True),
-    Kind("hh",
-         {"chosen": "chosen", "rejected": "rejected", "messages": "text transcript dialogue conversation"},
-         (("sft preference prompt", "chosen rejected"), ("sft prompt", "messages")),
-         readers.read_transcript, by_flag=True, inside=True),
-    Kind("implicit_preference",
-         {"chosen": "chosen", "rejected": "rejected"},
-         (("sft preference prompt", "chosen rejected"),), readers.read_implicit_preference, by_flag=True, inside=True),
-    Kind("messages",
-         {"messages": "messages", "rejected": "rejected_messages rejected_response"},
-         (("sft prompt", "messages"), ("preference", "messages rejected")),
-         readers.read_columns, by_flag=True, rendering="chat", alone=True),
-    Kind("question_answer", {"prompt": "question", "response": "answer response"}, (("sft prompt", "prompt response"),),
-         readers.read_columns, rendering="content"),
-    Kind("user_assistant",
-         {"prompt": "user human", "response": "assistant gpt bot model"}, (("sft prompt", "prompt response"),),
-         readers.read_columns, rendering="content"),
-    Kind("prompt_response",
-         {"prompt": "prompt query", "response": "response completion", "history": "history"},
-         (("sft", "prompt response"), ("prompt", "prompt")),
-         readers.read_columns, by_flag=True, alone=True),
-    Kind("text", {"response": "text"}, (("sft", "response"),), readers.read_columns, rendering="text", inside=True),
-)  # fmt: skip
+    Kind(
+        "kto",
+        {
+            "prompt": "prompt",
+            "response": "completion response",
+            "messages": "messages conversations",
+            "label": "label",
+        },
+        (
+            ("sft prompt unpaired", "messages label"),
+            ("sft prompt unpaired", "prompt response label"),
+        ),
+        readers.read_kto,
+        by_flag=True,
+        labelled=True,
+    ),
+    Kind(
+        "ranked",
+        {
+            "prompt": "prompt instruction question query",
+            "response": "responses answers completions",
+            "scores": " ".join(readers.SCORES),
+            "ranks": " ".join(readers.RANKS),
+        },
+        (("sft preference prompt", "prompt response"),),
+        readers.read_ranked,
+        by_flag=True,
+    ),
+    Kind(
+        "better_of_two",
+        {
+            "prompt": "prompt question query instruction",
+            "first": "response_0 response_a answer_0 answer_a output_0 output_a",
+            "second": "response_1 response_b answer_1 answer_b output_1 output_b",
+            "better": "better_response_id better_answer_id better preferred preference winner",
+        },
+        (("sft preference prompt", "prompt first second better"),),
+        readers.read_better,
+        by_flag=True,
+    ),
+    Kind(
+        "alpaca",
+        {
+            "prompt": "instruction",
+            "input": "input context",
+            "response": "output response",
+            "history": "history",
+            "chosen": "chosen",
+            "rejected": "rejected",
+        },
+        (("sft prompt", "prompt response"), ("sft preference prompt", "prompt chosen rejected")),
+        readers.read_alpaca,
+        rendering="content",
+    ),
+    Kind(
+        "preference",
+        {
+            "prompt": "prompt question query input",
+            "chosen": "chosen",
+            "rejected": "rejected",
+            "response": "response",
+        },
+        (("sft preference prompt", "prompt chosen rejected"),),
+        readers.read_columns,
+        by_flag=True,
+    ),
+    Kind(
+        "verl",
+        {
+            "prompt": "prompt",
+            "source": "data_source",
+            "truth": "reward_model.ground_truth",
+            "response": "extra_info.answer",
+        },
+        (("prompt", "prompt source truth"), ("sft", "prompt source truth response")),
+        readers.read_columns,
+        by_flag=True,
+        alone=True,
+    ),
+    Kind(
+        "stepwise",
+        {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
+        (("steps prompt", "prompt response label"),),
+        readers.read_stepwise,
+        by_flag=True,
+    ),
+    Kind(
+        "prm800k",
+        {"prompt": "question.problem", "response": "label.steps"},
+        (("steps prompt", "prompt response"),),
+        readers.read_prm800k,
+    ),
+    Kind(
+        "math_shepherd",
+        {"prompt": "input", "label": "label", "task": "task"},
+        (("steps prompt", "prompt label task"),),
+        readers.read_math_shepherd,
+        rendering="content",
+    ),
+    Kind(
+        "sharegpt",
+        {"messages": "conversations conversation", "chosen": "chosen", "rejected": "rejected"},
+        (("sft prompt", "messages"), ("preference", "messages chosen rejected")),
+        readers.read_columns,
+        rendering="chat",
+        alone=True,
+    ),
+    Kind(
+        "hh",
+        {
+            "chosen": "chosen",
+            "rejected": "rejected",
+            "messages": "text transcript dialogue conversation",
+        },
+        (("sft preference prompt", "chosen rejected"), ("sft prompt", "messages")),
+        readers.read_transcript,
+        by_flag=True,
+        inside=True,
+    ),
+    Kind(
+        "implicit_preference",
+        {"chosen": "chosen", "rejected": "rejected"},
+        (("sft preference prompt", "chosen rejected"),),
+        readers.read_implicit_preference,
+        by_flag=True,
+        inside=True,
+    ),
+    Kind(
+        "messages",
+        {"messages": "messages", "rejected": "rejected_messages rejected_response"},
+        (("sft prompt", "messages"), ("preference", "messages rejected")),
+        readers.read_columns,
+        by_flag=True,
+        rendering="chat",
+        alone=True,
+    ),
+    Kind(
+        "question_answer",
+        {"prompt": "question", "response": "answer response"},
+        (("sft prompt", "prompt response"),),
+        readers.read_columns,
+        rendering="content",
+    ),
+    Kind(
+        "user_assistant",
+        {"prompt": "user human", "response": "assistant gpt bot model"},
+        (("sft prompt", "prompt response"),),
+        readers.read_columns,
+        rendering="content",
+    ),
+    Kind(
+        "prompt_response",
+        {"prompt": "prompt query", "response": "response completion", "history": "history"},
+        (("sft", "prompt response"), ("prompt", "prompt")),
+        readers.read_columns,
+        by_flag=True,
+        alone=True,
+    ),
+    Kind(
+        "text",
+        {"response": "text"},
+        (("sft", "response"),),
+        readers.read_columns,
+        rendering="text",
+        inside=True,
+    ),
+)
 KINDS = {kind.name: kind for kind in _DETECTED}
 
 
-# The data sets of DeepSpeed-Chat: prompts and answers, character for character. The name decides: a hub name, or a path
-# that contains or ends with it, such as `data/Dahoas/rm-static`
+# The data sets of DeepSpeed-Chat: prompts and answers, character for character. The name decides: a
+# hub name, or a path that contains or ends with it, such as `data/Dahoas/rm-static`
 
-Text = str | Callable[[Row], str]  # a text with the paths of columns in braces, or a function of the row
+Text = (
+    str | Callable[[Row], str]
+)  # a text with the paths of columns in braces, or a function of the row
 
 
 class KnownSet(NamedTuple):
-    """How one data set is read. `rejected` is None for data sets without a worse answer, which step 2 cannot use."""
+    """How one data set is read. `rejected` is None for data sets without a worse answer, which step
+    2 cannot use."""
 
     columns: str
     prompt: Text
@@ -124,7 +244,9 @@ class KnownSet(NamedTuple):
 def _read_known(name: str, cells: readers.Cells, use: Use) -> readers.Found:
     known = SETS[name]
     texts = {"prompt": (), "sft": (known.chosen,)}.get(use, (known.chosen, known.rejected or ""))
-    return _filled(known.prompt, cells.row), readers.pair_of([_filled(text, cells.row) for text in texts])
+    return _filled(known.prompt, cells.row), readers.pair_of(
+        [_filled(text, cells.row) for text in texts]
+    )
 
 
 def _filled(text: Text, row: Row) -> str:
@@ -138,10 +260,13 @@ def _last_turn(path: str) -> Text:
 
 
 def _webgpt(place: int) -> Text:
-    """The better (0) or worse (1) answer by its score, without citations; the first one is better at equal scores."""
+    """The better (0) or worse (1) answer by its score, without citations; the first one is better
+    at equal scores."""
 
     def read(row: Row) -> str:
-        first, second = (number_of(value_at(row, name), f"'{name}'") for name in ("score_0", "score_1"))
+        first, second = (
+            number_of(value_at(row, name), f"'{name}'") for name in ("score_0", "score_1")
+        )
         text = text_at(row, f"answer_{place if first >= second else 1 - place}")
         return " " + re.sub(r"[\(\[].*?[\)\]]", "", re.sub(r" [\(\[].*?[\)\]]", "", text))
 
@@ -152,7 +277,9 @@ def _shp(names: str) -> Text:
     """The answer of the first of two names if the label is 1, or else of the second one."""
 
     def read(row: Row) -> str:
-        return " " + text_at(row, f"human_ref_{names[number_of(value_at(row, 'labels'), 'labels') != 1]}")
+        return " " + text_at(
+            row, f"human_ref_{names[number_of(value_at(row, 'labels'), 'labels') != 1]}"
+        )
 
     return read
 
@@ -167,25 +294,36 @@ def _human(path: str) -> str:
 
 _PAIR = KnownSet("prompt chosen rejected", "{prompt}", "{chosen}", "{rejected}")
 _MIRACL = KnownSet(
-    "query positive_passages negative_passages", _human("query"), " {positive_passages.0.text}",
+    "query positive_passages negative_passages",
+    _human("query"),
+    " {positive_passages.0.text}",
     " {negative_passages.0.text}",
-)  # fmt: skip
+)
 SETS = {
     "Dahoas/rm-static": _PAIR,
     "Dahoas/full-hh-rlhf": _PAIR,
-    "Dahoas/synthetic-instruct-gptj-pairwise": KnownSet(_PAIR.columns, _human("prompt"), " {chosen}", " {rejected}"),
+    "Dahoas/synthetic-instruct-gptj-pairwise": KnownSet(
+        _PAIR.columns, _human("prompt"), " {chosen}", " {rejected}"
+    ),
     "yitingxie/rlhf-reward-datasets": KnownSet(
         _PAIR.columns, "{prompt}Assistant:", _last_turn("chosen"), _last_turn("rejected")
     ),
     "openai/webgpt_comparisons": KnownSet(
-        "question answer_0 answer_1 score_0 score_1", _human("question.full_text"), _webgpt(0), _webgpt(1)
+        "question answer_0 answer_1 score_0 score_1",
+        _human("question.full_text"),
+        _webgpt(0),
+        _webgpt(1),
     ),
-    "stanfordnlp/SHP": KnownSet("history human_ref_A human_ref_B labels", _human("history"), _shp("AB"), _shp("BA")),
+    "stanfordnlp/SHP": KnownSet(
+        "history human_ref_A human_ref_B labels", _human("history"), _shp("AB"), _shp("BA")
+    ),
     "pvduy/sharegpt_alpaca_oa_vicuna_format": KnownSet("prompt label", _vicuna, " {label}"),
     "wangrui6/Zhihu-KOL": KnownSet("INSTRUCTION RESPONSE", _human("INSTRUCTION"), " {RESPONSE}"),
     "Cohere/miracl-zh-queries-22-12": _MIRACL,
     "Cohere/miracl-ja-queries-22-12": _MIRACL,
-    "Hello-SimpleAI/HC3-Chinese": KnownSet("question human_answers", _human("question"), " {human_answers.0}"),
+    "Hello-SimpleAI/HC3-Chinese": KnownSet(
+        "question human_answers", _human("question"), " {human_answers.0}"
+    ),
     "mkqa-Chinese": KnownSet("queries answers", _human("queries.zh_cn"), " {answers.zh_cn.0.text}"),
     "mkqa-Japanese": KnownSet("queries answers", _human("queries.ja"), " {answers.ja.0.text}"),
     "lmqg/qg_jaquad": KnownSet("question sentence", _human("question"), " {sentence}"),
@@ -194,15 +332,20 @@ SETS = {
 }
 FORMS = KINDS | {  # what `--data_format` names
     name: Kind(
-        name, {column: column for column in known.columns.split()},
+        name,
+        {column: column for column in known.columns.split()},
         (("sft prompt" if known.rejected is None else "sft prompt preference", known.columns),),
-        partial(_read_known, name), rendering="text", inside=True, is_known_set=True,
+        partial(_read_known, name),
+        rendering="text",
+        inside=True,
+        is_known_set=True,
     )
     for name, known in SETS.items()
-}  # fmt: skip
+}
 
 
 def set_named(location: str) -> str | None:
-    """The name of the DeepSpeed-Chat data set that a hub name or path names; None if it names none."""
+    """The name of the DeepSpeed-Chat data set that a hub name or path names; None if it names
+    none."""
     path = f"/{location.strip('/')}/"
     return next((name for name in SETS if f"/{name}/" in path), None)

@@ -1,8 +1,9 @@
 """Readers of the forms: from the columns of a row to its prompt and its answers.
 
-A reader takes `(cells, use)` and returns the prompt, which does not depend on `use`, and the answers that the use may
-take; for "prompt" it reads nothing that only answers need. What holds for every form (nothing empty, nothing equal,
-which answers a use takes) is checked in `forms.py`. Errors do not name the row.
+A reader takes `(cells, use)` and returns the prompt, which does not depend on `use`, and the
+answers that the use may take; for "prompt" it reads nothing that only answers need. What holds for
+every form (nothing empty, nothing equal, which answers a use takes) is checked in `forms.py`.
+Errors do not name the row.
 """
 
 from __future__ import annotations
@@ -37,15 +38,26 @@ from dschat_ppo.errors import UserError
 SCORES = ("scores", "ratings", "rewards")  # columns with a number for each answer: more is better
 RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
 LABELS = {  # of single answers, in lower case
-    **dict.fromkeys(("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), 1.0),
-    **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), 0.0),
+    **dict.fromkeys(
+        ("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), 1.0
+    ),
+    **dict.fromkeys(
+        ("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), 0.0
+    ),
 }
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _ALPACA = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes"
+    " the request.\n\n"
 )
 _ALPACA_INPUT = ", paired with an input that provides further context"
-_TEXTS = ("text", "answer", "response", "completion", "content")  # keys of a ranked answer that is an object
+_TEXTS = (
+    "text",
+    "answer",
+    "response",
+    "completion",
+    "content",
+)  # keys of a ranked answer that is an object
 _SCORE = ("score", "overall_score", "rating", "reward")
 _STEP_LABELS = {"+": 1.0, "-": 0.0, "true": 1.0, "false": 0.0}
 _RATINGS = {1: 1.0, 0: 1.0, -1: 0.0, None: math.nan}  # of PRM800K: good, neutral, bad, not rated
@@ -53,8 +65,9 @@ _SHEPHERD_TAG = "ки"  # ends a step in Math-Shepherd
 
 
 class Answer(NamedTuple):
-    """One answer of a row: text, a message, or the texts of its steps. `worth`: of two answers to a prompt the one of
-    more is better; a label 1 (good) or 0 (bad), or the label of each step. `name`: in messages and names of rows."""
+    """One answer of a row: text, a message, or the texts of its steps. `worth`: of two answers to a
+    prompt the one of more is better; a label 1 (good) or 0 (bad), or the label of each step.
+    `name`: in messages and names of rows."""
 
     value: Any
     worth: Any = 1.0
@@ -73,8 +86,8 @@ Found = tuple[Prompt, Sequence[Answer]]
 
 @dataclass(frozen=True)
 class Cells:
-    """The values of one row by the roles that its form gives to columns. Errors name the column and not the row.
-    `as_chat`: whether messages are asked for where a form can give both."""
+    """The values of one row by the roles that its form gives to columns. Errors name the column and
+    not the row. `as_chat`: whether messages are asked for where a form can give both."""
 
     row: Row
     columns: dict[str, str]
@@ -103,7 +116,14 @@ class Cells:
 
     def listed(self, role: str, expected: str) -> list[Any]:
         """A list, perhaps stored as JSON text, as in CSV files."""
-        return list(checked(json_value(value_at(self.row, self.columns[role])), list, self.called(role), expected))
+        return list(
+            checked(
+                json_value(value_at(self.row, self.columns[role])),
+                list,
+                self.called(role),
+                expected,
+            )
+        )
 
     def messages(self, role: str, value: Any) -> Messages:
         """The normalised messages that a value in the column of a role holds."""
@@ -113,7 +133,11 @@ class Cells:
         """The prompt as text or messages, after its earlier turns if there are any."""
         value = self.value("prompt")
         if isinstance(value, str):
-            return [*self.history(), {"role": "user", "content": value}] if self.has("history") else value
+            return (
+                [*self.history(), {"role": "user", "content": value}]
+                if self.has("history")
+                else value
+            )
         if value != [] and not looks_like_messages(value):
             expected = "text or a list of role/content messages"
             raise UserError(f"{self.called('prompt')} is {kind_of(value)}; expected {expected}")
@@ -128,7 +152,11 @@ class Cells:
         if looks_like_messages(pairs):
             return self.messages("history", pairs)
         for pair in pairs:
-            if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            if not (
+                isinstance(pair, list)
+                and len(pair) == 2
+                and all(isinstance(text, str) for text in pair)
+            ):
                 raise UserError(f"'history' holds {kind_of(pair)}; expected {expected}")
         return self.messages("history", [text for pair in pairs for text in pair]) if pairs else []
 
@@ -137,15 +165,30 @@ class Cells:
 
 
 def read_columns(cells: Cells, use: Use) -> Found:
-    """A prompt, or a conversation that holds it, with an answer, or a better and a worse one; each is text or messages.
-    SFT learns the response if there is one. Answers may repeat the prompt, and as messages also continue it."""
+    """A prompt, or a conversation that holds it, with an answer, or a better and a worse one; each
+    is text or messages. SFT learns the response if there is one. Answers may repeat the prompt, and
+    as messages also continue it."""
     better = next((role for role in ("chosen", "response", "messages") if cells.has(role)), "")
-    asked = "prompt" if cells.has("prompt") else "messages" if cells.has("messages") and better == "chosen" else ""
-    prompt = cells.prompt() if asked == "prompt" else cells.messages("messages", cells.value(asked)) if asked else None
+    asked = (
+        "prompt"
+        if cells.has("prompt")
+        else "messages"
+        if cells.has("messages") and better == "chosen"
+        else ""
+    )
+    prompt = (
+        cells.prompt()
+        if asked == "prompt"
+        else cells.messages("messages", cells.value(asked))
+        if asked
+        else None
+    )
     trained = "response" if cells.has("response") else better
     roles = {"sft": [trained], "preference": [better, "rejected"]}.get(use, [])
     if better == "messages" or (better and looks_like_messages(cells.known(better))):
-        roles = list(dict.fromkeys([better, *roles]))  # in all uses, its messages are the whole prompt
+        roles = list(
+            dict.fromkeys([better, *roles])
+        )  # in all uses, its messages are the whole prompt
     whole, answers = prompt, list[Any]()
     for role in roles:
         value = cells.value(role)
@@ -156,9 +199,14 @@ def read_columns(cells: Cells, use: Use) -> Found:
         if answer["role"] != "assistant":
             if use == "prompt" and role == "messages":
                 return [*before, answer], []
-            raise UserError(f"{cells.called(role)} ends with a message of role '{answer['role']}', not the assistant's")
+            raise UserError(
+                f"{cells.called(role)} ends with a message of role '{answer['role']}', not the"
+                " assistant's"
+            )
         if CONTEXT in answer and use != "prompt":
-            raise UserError(f"the answer of {cells.called(role)} is excluded from training (weight 0)")
+            raise UserError(
+                f"the answer of {cells.called(role)} is excluded from training (weight 0)"
+            )
         joined = _with_prompt(prompt, before, cells.called(role))
         if answers and not _same(joined, whole):
             raise UserError("chosen and rejected answer different prompts")
@@ -170,56 +218,79 @@ def read_columns(cells: Cells, use: Use) -> Found:
         and cells.has("rejected")
         and all(str(cells.known(role)).startswith(prompt) for role in (better, "rejected"))
     ):
-        answers = [answer.removeprefix(prompt) if isinstance(answer, str) else answer for answer in answers]
+        answers = [
+            answer.removeprefix(prompt) if isinstance(answer, str) else answer for answer in answers
+        ]
     return whole or "", pair_of(answers[-1:] if use == "sft" else answers)
 
 
 def _with_prompt(prompt: Prompt | None, before: Messages, column: str) -> Messages:
-    """The whole prompt of an answer: a prompt and the messages before the answer, which may repeat it."""
+    """The whole prompt of an answer: a prompt and the messages before the answer, which may repeat
+    it."""
     if prompt is None and not before:
         raise UserError(f"{column} has nothing before the assistant's answer")
     if isinstance(prompt, str):
-        if before and prompt.strip() not in [turn["content"].strip() for turn in before if turn["role"] == "user"]:
+        if before and prompt.strip() not in [
+            turn["content"].strip() for turn in before if turn["role"] == "user"
+        ]:
             raise UserError(f"the prompt is not among the messages of {column}")
         return before or [{"role": "user", "content": prompt}]
     if prompt and (not before or before[0]["role"] == "assistant"):
         return prompt + before
-    if prompt and not _same(before[: len(prompt)], prompt) and not _same(before[-len(prompt) :], prompt):
+    if (
+        prompt
+        and not _same(before[: len(prompt)], prompt)
+        and not _same(before[-len(prompt) :], prompt)
+    ):
         raise UserError(f"the messages of {column} do not start with those of the prompt")
     return before
 
 
 def _same(one: Prompt | None, other: Prompt | None) -> bool:
     """Whether prompts are equal, whatever turns of messages are excluded from training."""
-    bare = [without_context(prompt) if isinstance(prompt, list) else prompt for prompt in (one, other)]
+    bare = [
+        without_context(prompt) if isinstance(prompt, list) else prompt for prompt in (one, other)
+    ]
     return bare[0] == bare[1]
 
 
 def read_implicit_preference(cells: Cells, use: Use) -> Found:
-    """Two conversations or texts that start with the same prompt; that of texts ends where they begin to differ."""
+    """Two conversations or texts that start with the same prompt; that of texts ends where they
+    begin to differ."""
     if all(looks_like_messages(cells.value(role)) for role in ("chosen", "rejected")):
         return read_columns(cells, use)
     one, two = (cells.text(role) for role in ("chosen", "rejected"))
     cut = len(commonprefix([one, two]))
     if one[cut - 1 : cut] == " " or cut == min(len(one), len(two)):
-        cut -= 1  # of a text with which the other starts, the last character is the answer, as in TRL
+        cut -= (
+            1  # of a text with which the other starts, the last character is the answer, as in TRL
+        )
     if cut <= 0:
         raise UserError("chosen and rejected do not start with the same prompt")
     return one[:cut], pair_of([one[cut:], two[cut:]])
 
 
 def read_transcript(cells: Cells, use: Use) -> Found:
-    """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn is the answer."""
-    roles = ["chosen", "rejected"] if use == "preference" else ["messages" if cells.has("messages") else "chosen"]
+    """Text with turns that start with two line breaks and `Human:` or `Assistant:`; the last turn
+    is the answer."""
+    roles = (
+        ["chosen", "rejected"]
+        if use == "preference"
+        else ["messages" if cells.has("messages") else "chosen"]
+    )
     prompts, answers = [], []
     for role in roles:
         before, marker, answer = cells.text(role).rpartition(_ASSISTANT)
         if not marker or _HUMAN in answer:
-            raise UserError(f"{cells.called(role)} does not end with a turn that starts with {_ASSISTANT!r}")
+            raise UserError(
+                f"{cells.called(role)} does not end with a turn that starts with {_ASSISTANT!r}"
+            )
         prompts.append(before)
         answers.append(answer.strip() if cells.as_chat else answer)
     if prompts[-1] != prompts[0]:
-        raise UserError("chosen and rejected answer different prompts: they differ before the last turn")
+        raise UserError(
+            "chosen and rejected answer different prompts: they differ before the last turn"
+        )
     if not cells.as_chat:
         return prompts[0] + _ASSISTANT, pair_of(answers)
     first, *parts = re.split(r"\n\n(Human|Assistant):", prompts[0])
@@ -230,7 +301,8 @@ def read_transcript(cells: Cells, use: Use) -> Found:
 
 
 def read_alpaca(cells: Cells, use: Use) -> Found:
-    """An instruction with an optional input and earlier turns, and its answer (or the better and the worse one)."""
+    """An instruction with an optional input and earlier turns, and its answer (or the better and
+    the worse one)."""
     question, template, history = cells.text("prompt"), cells.input_template, cells.history()
     extra = (cells.value("input") if cells.has("input") else None) or ""
     checked(extra, str, f"'{cells.columns.get('input')}'", "text")
@@ -239,11 +311,19 @@ def read_alpaca(cells: Cells, use: Use) -> Found:
         raise UserError("the instruction is empty")
     prompt: Prompt = f"{question}\n\n{extra}" if extra else question
     if cells.as_chat:
-        prompt = [*history, {"role": "user", "content": (template or "{}").replace("{}", str(prompt))}]
+        prompt = [
+            *history,
+            {"role": "user", "content": (template or "{}").replace("{}", str(prompt))},
+        ]
     elif history:
-        raise UserError("'history' holds earlier turns, which need the chat template; --apply_chat_template True")
+        raise UserError(
+            "'history' holds earlier turns, which need the chat template; --apply_chat_template"
+            " True"
+        )
     elif template is None:
-        prompt = _ALPACA.format(_ALPACA_INPUT if extra else "") + f"### Instruction:\n{question}\n\n"
+        prompt = (
+            _ALPACA.format(_ALPACA_INPUT if extra else "") + f"### Instruction:\n{question}\n\n"
+        )
         prompt += (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
     trained = "response" if cells.has("response") else "chosen"
     roles = {"sft": [trained], "preference": ["chosen", "rejected"]}.get(use, [])
@@ -251,14 +331,19 @@ def read_alpaca(cells: Cells, use: Use) -> Found:
 
 
 def read_better(cells: Cells, use: Use) -> Found:
-    """A prompt, two answers, and which one is better: by the end of its column's name, that name, or its place."""
-    texts, names = ([get(role) for role in ("first", "second")] for get in (cells.text, cells.called))
+    """A prompt, two answers, and which one is better: by the end of its column's name, that name,
+    or its place."""
+    texts, names = (
+        [get(role) for role in ("first", "second")] for get in (cells.text, cells.called)
+    )
     given = cells.text("better").strip().lower()
     for place, name in enumerate(names):
         name = name.strip("'").lower()
         if given in (str(place), name, name.rpartition("_")[2]):
             return cells.prompt(), pair_of([texts[place], texts[1 - place]])
-    raise UserError(f"{cells.called('better')} is {given!r}; expected 0 or 1 (the place), {' or '.join(names)}")
+    raise UserError(
+        f"{cells.called('better')} is {given!r}; expected 0 or 1 (the place), {' or '.join(names)}"
+    )
 
 
 # Answers with ranks or labels
@@ -272,9 +357,14 @@ def read_ranked(cells: Cells, use: Use) -> Found:
     name, values = cells.called("response"), cells.listed("response", "a list of answers")
     role = next((role for role in ("ranks", "scores") if cells.has(role)), "")
     known = [value if isinstance(value, dict) else {} for value in values]
-    key = next((key for key in (*RANKS, *_SCORE) if known and all(key in value for value in known)), "")
+    key = next(
+        (key for key in (*RANKS, *_SCORE) if known and all(key in value for value in known)), ""
+    )
     if not role and not key:
-        raise UserError(f"the answers of {name} have no score or rank, and no column {', '.join(SCORES)} is there")
+        raise UserError(
+            f"the answers of {name} have no score or rank, and no column {', '.join(SCORES)} is"
+            " there"
+        )
     numbers = cells.listed(role, "a list of numbers") if role else [value[key] for value in known]
     given = cells.called(role) if role else f"'{key}' in {name}"
     if len(numbers) != len(values) or not values:
@@ -283,8 +373,15 @@ def read_ranked(cells: Cells, use: Use) -> Found:
     for number, (value, worth) in enumerate(zip(values, numbers, strict=True), start=1):
         if isinstance(value, dict):
             value = next((value[key] for key in _TEXTS if value.get(key) is not None), value)
-        checked(value, str, f"answer {number} of {name}", f"text, or an object with {', '.join(_TEXTS[:3])}")
-        answers.append(Answer(value, sign * number_of(worth, f"an entry of {given}"), f"answer {number}"))
+        checked(
+            value,
+            str,
+            f"answer {number} of {name}",
+            f"text, or an object with {', '.join(_TEXTS[:3])}",
+        )
+        answers.append(
+            Answer(value, sign * number_of(worth, f"an entry of {given}"), f"answer {number}")
+        )
     return prompt, answers
 
 
@@ -295,12 +392,14 @@ def read_kto(cells: Cells, use: Use) -> Found:
         return prompt, []
     word = str(label := value_at(cells.row, cells.columns["label"])).strip().lower()
     if word not in LABELS:
-        raise UserError(f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)")
+        raise UserError(
+            f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)"
+        )
     return prompt, [Answer(answers[0].value, LABELS[word])]
 
 
-# A label for each step of an answer, for process reward models: 1 for a right step, 0 for a wrong one, or a number
-# between them (an estimated probability); NaN stands for a step without a label
+# A label for each step of an answer, for process reward models: 1 for a right step, 0 for a wrong
+# one, or a number between them (an estimated probability); NaN stands for a step without a label
 
 
 def read_stepwise(cells: Cells, use: Use) -> Found:
@@ -309,52 +408,73 @@ def read_stepwise(cells: Cells, use: Use) -> Found:
     if use == "prompt":
         return prompt, []
     name, column = cells.called("response"), cells.called("label")
-    steps, values = (cells.listed(role, "a list with an entry for each step") for role in ("response", "label"))
+    steps, values = (
+        cells.listed(role, "a list with an entry for each step") for role in ("response", "label")
+    )
     if len(steps) != len(values):
         raise UserError(f"{name} has {len(steps)} steps, but {column} {len(values)}")
     for number, step in enumerate(steps, start=1):
         checked(step, str, f"step {number} of {name}", "text")
     words = [_STEP_LABELS.get(str(value).lower(), value) for value in values]
-    labels = [math.nan if word is None else number_of(word, f"an entry of {column}") for word in words]
+    labels = [
+        math.nan if word is None else number_of(word, f"an entry of {column}") for word in words
+    ]
     if not all(math.isnan(label) or 0 <= label <= 1 for label in labels):
-        raise UserError(f"{column} is {str(values)[:60]}; expected true, false, or numbers from 0 to 1")
+        raise UserError(
+            f"{column} is {str(values)[:60]}; expected true, false, or numbers from 0 to 1"
+        )
     return prompt, [Answer(steps, tuple(labels))]
 
 
 def read_prm800k(cells: Cells, use: Use) -> Found:
-    """A problem, and for each step several continuations with ratings (Lightman et al. 2023). The chosen continuations
-    make one answer. Each other rated continuation makes an answer that ends with it, in which only that last step has a
-    label. A neutral step counts as right, as in the paper's scores."""
+    """A problem, and for each step several continuations with ratings (Lightman et al. 2023). The
+    chosen continuations make one answer. Each other rated continuation makes an answer that ends
+    with it, in which only that last step has a label. A neutral step counts as right, as in the
+    paper's scores."""
     prompt = cells.prompt()
     if use == "prompt":
         return prompt, []
     path, labels, others = list[str](), list[float](), list[Answer]()
     for number, step in enumerate(cells.listed("response", "a list of steps"), start=1):
         try:
-            options = [(one["text"], _RATINGS[one.get("rating")]) for one in step.get("completions") or []]
+            options = [
+                (one["text"], _RATINGS[one.get("rating")]) for one in step.get("completions") or []
+            ]
             chosen, human = step.get("chosen_completion"), step.get("human_completion")
-            taken = options[chosen] if chosen is not None else (human["text"], 1.0) if human else None
+            taken = (
+                options[chosen] if chosen is not None else (human["text"], 1.0) if human else None
+            )
             if not all(isinstance(text, str) for text, _ in [*options, taken or ("", 1.0)]):
                 raise TypeError("'text' is no text")
         except (AttributeError, IndexError, KeyError, TypeError) as problem:
-            expected = "completions with 'text' and 'rating' (-1, 0, 1 or null), and the number of the chosen one"
+            expected = (
+                "completions with 'text' and 'rating' (-1, 0, 1 or null), and the number of the"
+                " chosen one"
+            )
             where = f"step {number} of {cells.called('response')}"
-            raise UserError(f"{where} is no step of PRM800K ({problem}); expected {expected}") from None
+            raise UserError(
+                f"{where} is no step of PRM800K ({problem}); expected {expected}"
+            ) from None
         for place, (text, label) in enumerate(options):
             if place != chosen and not math.isnan(label):
                 only_last = (*[math.nan] * len(path), label)
-                others.append(Answer([*path, text], only_last, f"step {number}, completion {place + 1}"))
+                others.append(
+                    Answer([*path, text], only_last, f"step {number}, completion {place + 1}")
+                )
         if taken is None:
             break
         path.append(taken[0])
         labels.append(taken[1])
     is_rated = any(not math.isnan(label) for label in labels)
-    return prompt, [*([Answer(path, tuple(labels), "the chosen steps")] if is_rated else []), *others]
+    return prompt, [
+        *([Answer(path, tuple(labels), "the chosen steps")] if is_rated else []),
+        *others,
+    ]
 
 
 def read_math_shepherd(cells: Cells, use: Use) -> Found:
-    """A problem and its steps in one text, each step with a tag at its end; a second text has the labels in place of
-    the tags, `+` or `-` (Wang et al. 2024)."""
+    """A problem and its steps in one text, each step with a tag at its end; a second text has the
+    labels in place of the tags, `+` or `-` (Wang et al. 2024)."""
     asked = cells.called("prompt")
     prompt, found, rest = cells.text("prompt").partition("Step 1:")
     if not found:
@@ -367,5 +487,7 @@ def read_math_shepherd(cells: Cells, use: Use) -> Found:
         raise UserError(f"{asked} does not end each step with {_SHEPHERD_TAG!r}")
     signs = re.findall(r"([+-])\s*(?:\n|$)", cells.text("label"))  # at the end of each step's line
     if len(signs) != len(steps):
-        raise UserError(f"{cells.called('label')} has {len(signs)} + or -, but {asked} {len(steps)} steps")
+        raise UserError(
+            f"{cells.called('label')} has {len(signs)} + or -, but {asked} {len(steps)} steps"
+        )
     return prompt, [Answer(steps, tuple(_STEP_LABELS[sign] for sign in signs))]

@@ -1,7 +1,9 @@
-"""A form: how the rows of one data set become examples, in all three steps. `form_choice.py` finds it.
+"""A form: how the rows of one data set become examples, in all three steps. `form_choice.py` finds
+it.
 
-The reader of the form finds the prompt and the answers of a row. All else is here, and alike for every form: which
-answers a use takes, the last checks, the system message, tools, margin and correct answer.
+The reader of the form finds the prompt and the answers of a row. All else is here, and alike for
+every form: which answers a use takes, the last checks, the system message, tools, margin and
+correct answer.
 """
 
 from __future__ import annotations
@@ -37,22 +39,44 @@ from dschat_ppo.data.form_readers import LABELS, Answer, Cells, Prompt
 from dschat_ppo.errors import UserError, printable_line
 
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")  # used unless --system_column says otherwise
+SYSTEM_COLUMNS = (
+    "system",
+    "system_prompt",
+    "system_message",
+)  # used unless --system_column says otherwise
 # Columns that no flag can name, and that say what the model sees or what is trained
 ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
-# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is not among them, nor
-# are names that mostly stand for who asked, and which model answered.
-CONTENT = ALWAYS_CONTENT | {"context", "tools", *SYSTEM_COLUMNS} | {
-    name for kind in KINDS.values() for role, names in kind.roles.items() for name in names.split()
-    if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
-} - {"answer", "answers", "user", "model", "bot"}  # fmt: skip
-_NO_COPIES = (*PICTURES, *WEIGHTS, "functions")  # whose values are in texts by chance: a weight of "0" in "10"
-NAME_THEM = "name them with --prompt_column, --response_column, --chosen_column, --rejected_column, --messages_column"
+# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is
+# not among them, nor are names that mostly stand for who asked, and which model answered.
+CONTENT = (
+    ALWAYS_CONTENT
+    | {"context", "tools", *SYSTEM_COLUMNS}
+    | {
+        name
+        for kind in KINDS.values()
+        for role, names in kind.roles.items()
+        for name in names.split()
+        if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
+    }
+    - {"answer", "answers", "user", "model", "bot"}
+)
+_NO_COPIES = (
+    *PICTURES,
+    *WEIGHTS,
+    "functions",
+)  # whose values are in texts by chance: a weight of "0" in "10"
+NAME_THEM = (
+    "name them with --prompt_column, --response_column, --chosen_column, --rejected_column,"
+    " --messages_column"
+)
 _NEEDED = {
     "sft": "a prompt and an answer",
     "preference": "a prompt and two answers",
     "unpaired": "answers with labels (prompt/completion/label), or pairs of answers",
-    "steps": "the steps of answers with a label for each (prompt/completions/labels, PRM800K, Math-Shepherd)",
+    "steps": (
+        "the steps of answers with a label for each (prompt/completions/labels, PRM800K,"
+        " Math-Shepherd)"
+    ),
     "prompt": "a prompt",
 }
 
@@ -64,17 +88,25 @@ class Form:
     kind: Kind = field(repr=False)
     columns: dict[str, str]  # role -> column, such as "prompt": "question"
     rendering: Literal["chat", "text"] = "text"
-    input_template: str | None = None  # text around a prompt that is text; `{}` stands for the prompt
+    input_template: str | None = (
+        None  # text around a prompt that is text; `{}` stands for the prompt
+    )
     system: str | None = None  # a column, as the next two
     tools: str | None = None
     truth: str | None = None
-    truth_pattern: str | None = None  # finds the correct answer in that column; None takes the whole value
+    truth_pattern: str | None = (
+        None  # finds the correct answer in that column; None takes the whole value
+    )
     system_message: str | None = None
-    role_names: dict[str, str] = field(default_factory=dict)  # further names of roles in messages -> roles
+    role_names: dict[str, str] = field(
+        default_factory=dict
+    )  # further names of roles in messages -> roles
     watched: tuple[str, ...] = ()  # columns whose content would be lost
     function: str | None = None  # the `FILE.py:FUNCTION` that makes rows of this form
     file_sha: str = ""  # a hash of its file
-    about: str = field(default="", repr=False)  # the data set, its columns and the form, for messages
+    about: str = field(
+        default="", repr=False
+    )  # the data set, its columns and the form, for messages
     description: str = field(default="", repr=False)  # what was understood, one line for the log
     warning: str = field(default="", repr=False)  # what may be wrong with it
     names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
@@ -99,15 +131,16 @@ class Form:
         return f"{self.name} {self!r}"
 
     def require(self, use: Use) -> None:
-        """Refuse a use that the form does not serve. The message lists the columns and what the step needs."""
+        """Refuse a use that the form does not serve. The message lists the columns and what the
+        step needs."""
         if use not in self.uses:
             labelled = self.kind.labelled and use == "preference"
             way = "answers with labels are for --objective kto" if labelled else NAME_THEM
             raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {way}")
 
     def read(self, row: Row, use: Use) -> list[Example]:
-        """The examples of one row, none or more, all with the same prompt. `UserError`, without the name of the row, if
-        it is bad, and for a use that the form does not serve."""
+        """The examples of one row, none or more, all with the same prompt. `UserError`, without the
+        name of the row, if it is bad, and for a use that the form does not serve."""
         self.require(use)
         found = list[Example]()
         for made in [row] if self.function is None else rows_made(self.function, row):
@@ -115,14 +148,25 @@ class Form:
             if examples:
                 prompt, context = self._rendered(examples[0].prompt, made), tuple[int, ...]()
                 if isinstance(prompt, list):
-                    context = tuple(number for number, message in enumerate(prompt) if CONTEXT in message)
+                    context = tuple(
+                        number for number, message in enumerate(prompt) if CONTEXT in message
+                    )
                     prompt = without_context(prompt)
                 margin = margin_of(made) if "rejected" in self.columns else 0.0
                 truth = truth_of(made, self.truth, self.truth_pattern) if self.truth else None
                 tools = self._tools_of(made)
                 several = len(examples) > 1
                 found += [
-                    Example(prompt, one.answers, margin, truth, tools, one.suffix * several, one.labels, context)
+                    Example(
+                        prompt,
+                        one.answers,
+                        margin,
+                        truth,
+                        tools,
+                        one.suffix * several,
+                        one.labels,
+                        context,
+                    )
                     for one in examples
                 ]
             self.check_unused(made)
@@ -130,54 +174,99 @@ class Form:
 
     def examples_of(self, row: Row, use: Use) -> list[Example]:
         """What the reader finds in a row for a use, before the prompt is rendered."""
-        cells = Cells(row, self.columns, self.role_names, self.rendering == "chat", self.input_template)
+        cells = Cells(
+            row, self.columns, self.role_names, self.rendering == "chat", self.input_template
+        )
         is_pair = use == "unpaired" and not self.kind.labelled  # which is split below
         prompt, answers = self.kind.read(cells, "preference" if is_pair else use)
         if not prompt and self.name != "text":
             raise UserError("the prompt is empty")
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            asked = next(self.columns[r] for r in ("prompt", "messages", "chosen", "response") if cells.has(r))
-            raise UserError(f"the prompt in '{asked}' ends with the assistant's message: nothing is left to answer")
+            asked = next(
+                self.columns[r]
+                for r in ("prompt", "messages", "chosen", "response")
+                if cells.has(r)
+            )
+            raise UserError(
+                f"the prompt in '{asked}' ends with the assistant's message: nothing is left to"
+                " answer"
+            )
         if use == "prompt":
             return [Example(prompt)]
         if use == "steps":
-            found = [Example(prompt, one.value, suffix=f", {one.name}", labels=one.worth) for one in answers]
+            found = [
+                Example(prompt, one.value, suffix=f", {one.name}", labels=one.worth)
+                for one in answers
+            ]
         elif self.kind.labelled:
             good = [one for one in answers if use == "unpaired" or one.worth]
-            found = [_example(prompt, [one], (one.worth,) if use == "unpaired" else ()) for one in good]
+            found = [
+                _example(prompt, [one], (one.worth,) if use == "unpaired" else ()) for one in good
+            ]
         else:
-            order = sorted(answers, key=lambda one: -one.worth)  # stable: of equal ones the first comes first
+            order = sorted(
+                answers, key=lambda one: -one.worth
+            )  # stable: of equal ones the first comes first
             best, worst = order[0], min(order, key=lambda one: one.worth)
             if use == "sft":
                 found = [_example(prompt, [best])]
             else:
-                pairs = [[a, b] for at, a in enumerate(order) for b in order[at + 1 :] if a.worth > b.worth]
+                pairs = [
+                    [a, b]
+                    for at, a in enumerate(order)
+                    for b in order[at + 1 :]
+                    if a.worth > b.worth
+                ]
                 found = [_example(prompt, pair) for pair in pairs]
                 if use == "unpaired" and found:
                     found = [_example(prompt, [best], (1.0,)), _example(prompt, [worst], (0.0,))]
         return found
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
-        """The prompt as text or messages, as the rendering says, with the system message before it."""
+        """The prompt as text or messages, as the rendering says, with the system message before
+        it."""
         if self.rendering == "text":
             if isinstance(prompt, list):
-                raise UserError("the prompt is a list of chat messages, but those of the first rows are text")
-            return prompt if self.input_template is None else self.input_template.replace("{}", prompt)
+                raise UserError(
+                    "the prompt is a list of chat messages, but those of the first rows are text"
+                )
+            return (
+                prompt if self.input_template is None else self.input_template.replace("{}", prompt)
+            )
         if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": (self.input_template or "{}").replace("{}", prompt)}]
+            prompt = [
+                {"role": "user", "content": (self.input_template or "{}").replace("{}", prompt)}
+            ]
         given = value_at(row, self.system) if self.system else None
-        system = self.system_message if given in (None, "") else checked(given, str, f"'{self.system}'", "text")
+        system = (
+            self.system_message
+            if given in (None, "")
+            else checked(given, str, f"'{self.system}'", "text")
+        )
         if prompt[0]["role"] not in ("system", "developer"):
             return [{"role": "system", "content": system}, *prompt] if system else prompt
         if given not in (None, "") and prompt[0]["content"] != given:
-            raise UserError(f"'{self.system}' and the first message are two different system messages")
+            raise UserError(
+                f"'{self.system}' and the first message are two different system messages"
+            )
         return prompt
 
     def _tools_of(self, row: Row) -> list[Any] | None:
-        """The tools of a row: of their column, or those in one object with the messages. All must be equal."""
-        given = [(self.tools, value_at(row, self.tools))] if self.tools and self.rendering == "chat" else []
-        given += [(path, tools_beside(value_at(row, path))) for path in self.columns.values() if has_value(row, path)]
-        given = [(column, value) for column, value in given if value is not None]  # most rows have none
+        """The tools of a row: of their column, or those in one object with the messages. All must
+        be equal."""
+        given = (
+            [(self.tools, value_at(row, self.tools))]
+            if self.tools and self.rendering == "chat"
+            else []
+        )
+        given += [
+            (path, tools_beside(value_at(row, path)))
+            for path in self.columns.values()
+            if has_value(row, path)
+        ]
+        given = [
+            (column, value) for column, value in given if value is not None
+        ]  # most rows have none
         found = [(column, tools) for column, value in given if (tools := read_tools(value, column))]
         for column, tools in found:
             if tools != found[0][1]:
@@ -185,15 +274,19 @@ class Form:
         return found[0][1] if found else None
 
     def check_unused(self, row: Row) -> None:
-        """Refuse a row with content in a column that the form does not use. It is no loss if its lines are in the
-        columns that are used (a conversation next to its prompt and answer), or if it holds all of these but the
-        rejected answer (the same as one text)."""
+        """Refuse a row with content in a column that the form does not use. It is no loss if its
+        lines are in the columns that are used (a conversation next to its prompt and answer), or if
+        it holds all of these but the rejected answer (the same as one text)."""
         if self._watched_columns.isdisjoint(row):
             return
-        there = [name for name in self.watched if (name in row or "." in name) and has_value(row, name)]
+        there = [
+            name for name in self.watched if (name in row or "." in name) and has_value(row, name)
+        ]
         held = {name: from_json(value_at(row, name)) for name in there}
         held = {name: value for name, value in held.items() if _is_content(name, value)}
-        filled = {role: path for role, path in self.columns.items() if held and has_value(row, path)}
+        filled = {
+            role: path for role, path in self.columns.items() if held and has_value(row, path)
+        }
         used = {role: _lines_of(from_json(value_at(row, path))) for role, path in filled.items()}
         needed = [line for role, lines in used.items() if role != "rejected" for line in lines]
         for column, value in held.items() if needed else ():
@@ -204,26 +297,36 @@ class Form:
                 if column in (self.system, self.tools) and self.kind.rendering != "text":
                     way += ", --apply_chat_template True uses it"
                 raise UserError(
-                    f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not use; {way}; "
-                    "--prompt_column, --response_column, ... and --data_format choose another reading"
+                    f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does"
+                    f" not use; {way}; --prompt_column, --response_column, ... and --data_format"
+                    " choose another reading"
                 )
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
     """Refuse flags that name a column of no data set."""
     named = [(f"--{role}_column", column) for role, column in flags.columns.items() if column]
-    for flag, column in [*named, *(("--ignore_columns", column) for column in flags.ignore_columns)]:
+    for flag, column in [
+        *named,
+        *(("--ignore_columns", column) for column in flags.ignore_columns),
+    ]:
         if forms and not any({column, column.split(".")[0]} & set(form.names) for form in forms):
-            raise UserError(f"{flag} {printable_line(column)}: no data set has such a column; {forms[0].about}")
+            raise UserError(
+                f"{flag} {printable_line(column)}: no data set has such a column; {forms[0].about}"
+            )
 
 
 def rows_made(function: str, row: Row) -> list[Row]:
     """The rows that a function of one's own makes of a row."""
     with running_own(f"{function} raised", function):
-        made = own_function("--data_format", function)(deepcopy(row))  # rewards get the row as it is
+        made = own_function("--data_format", function)(
+            deepcopy(row)
+        )  # rewards get the row as it is
     rows = [] if made is None else made if isinstance(made, list) else [made]
     if not all(isinstance(one, dict) for one in rows):
-        raise UserError(f"{function} must return a dict, a list of dicts or None, not {type(made).__name__}")
+        raise UserError(
+            f"{function} must return a dict, a list of dicts or None, not {type(made).__name__}"
+        )
     return rows
 
 
@@ -231,7 +334,8 @@ def rows_made(function: str, row: Row) -> list[Row]:
 
 
 def _example(prompt: Prompt, taken: list[Answer], labels: tuple[float, ...] = ()) -> Example:
-    """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or both are equal."""
+    """The example of an answer, or of a better and a worse one. `UserError` if one is empty, or
+    both are equal."""
     for one in taken:
         message = {"content": one.value} if isinstance(one.value, str) else one.value
         if not message["content"].strip() and "tool_calls" not in message:
@@ -239,25 +343,36 @@ def _example(prompt: Prompt, taken: list[Answer], labels: tuple[float, ...] = ()
     if len(taken) == 2 and taken[0].value == taken[1].value:
         raise UserError(f"{taken[0].name} and {taken[1].name} are equal")
     suffix = " and ".join(one.name for one in taken if one.name)
-    return Example(prompt, [one.value for one in taken], suffix=suffix and f", {suffix}", labels=labels)
+    return Example(
+        prompt, [one.value for one in taken], suffix=suffix and f", {suffix}", labels=labels
+    )
 
 
 def _is_content(column: str, value: Any) -> bool:
-    """Whether a column that a form does not use holds content: weights of 1 change nothing, nor do measured losses,
-    names of splits (`training: "train"`), switches of thoughts (`reasoning: "on"`) and labels of classes."""
+    """Whether a column that a form does not use holds content: weights of 1 change nothing, nor do
+    measured losses, names of splits (`training: "train"`), switches of thoughts (`reasoning: "on"`)
+    and labels of classes."""
     if column in ("label", "labels"):
         return isinstance(value, list) or str(value).strip().lower() in LABELS
     if column in ("train", "training", "loss") and not isinstance(value, list):
         return str(value).strip().lower() in ("0", "0.0", "false")
     if column in WEIGHTS:
         return leaves_out(value)
-    if column in THOUGHTS and str(value).strip().lower() in ("on", "off", "yes", "no", "true", "false"):
+    if column in THOUGHTS and str(value).strip().lower() in (
+        "on",
+        "off",
+        "yes",
+        "no",
+        "true",
+        "false",
+    ):
         return False
     return value not in (None, "", [], {})
 
 
 def _lines_of(value: Any) -> list[str]:
-    """The lines of all texts inside a value, without the white space around them; of a message its content alone."""
+    """The lines of all texts inside a value, without the white space around them; of a message its
+    content alone."""
     if isinstance(value, dict) and looks_like_messages(value):
         value = value.get("content", value.get("value"))
     if isinstance(value, str):

@@ -1,6 +1,7 @@
-"""Parts of data sets: a file, or a split that `datasets` gives. All are read in batches of rows, from any place on. No
-type is inferred: text of JSON or CSV that looks like a date stays text, and 5 stays 5. In place of a row that cannot
-be read stands a text that says what is wrong with it, so that bad rows are counted in one place (`tokenise.py`)."""
+"""Parts of data sets: a file, or a split that `datasets` gives. All are read in batches of rows,
+from any place on. No type is inferred: text of JSON or CSV that looks like a date stays text, and 5
+stays 5. In place of a row that cannot be read stands a text that says what is wrong with it, so
+that bad rows are counted in one place (`tokenise.py`)."""
 
 from __future__ import annotations
 
@@ -23,9 +24,15 @@ from dschat_ppo.data.cache import content_key, file_key
 from dschat_ppo.errors import UserError, in_one_line, reading
 
 KINDS = {
-    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
-    ".arrow": "arrow", ".txt": "text",
-}  # fmt: skip
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 SUPPORTED = f"{', '.join(KINDS)} (also with {' or '.join(COMPRESSED)})"
 BATCH_ROWS = 1000
@@ -50,7 +57,8 @@ def kind_of(path: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a data set, "NAME, row N" of each, and the place after them, in numbers, texts, lists and dicts."""
+    """Rows of a data set, "NAME, row N" of each, and the place after them, in numbers, texts, lists
+    and dicts."""
 
     origins: list[str]
     rows: list[Raw]
@@ -71,8 +79,9 @@ def read_part(part: Part, place: Any = None) -> Iterator[Batch]:
 
 
 class SetPart:
-    """A split that `datasets` gives: a table, or one of a `revision` on the hub that is read row by row. `key`
-    identifies its rows on this machine, `content` wherever they are stored; `start` is the state before the first."""
+    """A split that `datasets` gives: a table, or one of a `revision` on the hub that is read row by
+    row. `key` identifies its rows on this machine, `content` wherever they are stored; `start` is
+    the state before the first."""
 
     def __init__(self, name: str, flag: str, rows: Dataset | IterableDataset, revision: str):
         self.name, self.flag = name, flag
@@ -80,14 +89,23 @@ class SetPart:
         if isinstance(rows, Dataset):
             files = [Path(file["filename"]) for file in rows.cache_files]
             # a fingerprint does not hold what the function of a `map` read
-            self.key, self.content = " ".join([rows._fingerprint, *map(file_key, files)]), content_key(files)
+            self.key, self.content = (
+                " ".join([rows._fingerprint, *map(file_key, files)]),
+                content_key(files),
+            )
             rows = rows.with_format("arrow").to_iterable_dataset()
         self.rows: IterableDataset = rows.with_format("arrow")
         self.start = self.rows.state_dict()
 
     def found(self, place: Any) -> Found:
-        state, number, after = place or (self.start, 0, 0)  # a place is in a table, whose rows are counted from `state`
-        self.rows.load_state_dict(state)  # files before it are not read; a state loaded before would stay
+        state, number, after = place or (
+            self.start,
+            0,
+            0,
+        )  # a place is in a table, whose rows are counted from `state`
+        self.rows.load_state_dict(
+            state
+        )  # files before it are not read; a state loaded before would stay
         for table in self.rows.iter(batch_size=BATCH_ROWS):
             first = number
             for number, row in enumerate(_rows_of_table(table), first + 1):  # noqa: B020, PLR1704
@@ -125,16 +143,21 @@ class FilePart:
         """Refuse what is no data file. Reads its first bytes alone."""
         what = f"{self.flag} {self.path}"
         if self.kind is None:
-            raise UserError(f"{what}: '{self.path.suffix}' files are not supported; use one of {SUPPORTED}")
+            raise UserError(
+                f"{what}: '{self.path.suffix}' files are not supported; use one of {SUPPORTED}"
+            )
         if not self.path.is_file():
             raise UserError(f"{what}: is not a regular file")
         with reading(f"{what}: cannot be read"), self.path.open("rb") as file:
             if file.read(100).startswith(b"version https://git-lfs.github.com/"):
-                raise UserError(f"{what}: is a Git LFS pointer, not the data; run `git lfs pull` in its repository")
+                raise UserError(
+                    f"{what}: is a Git LFS pointer, not the data; run `git lfs pull` in its"
+                    " repository"
+                )
 
     def found(self, place: Any) -> Found:
-        """Lines of text or JSON from `place` on, which is [bytes, lines] of the file that are read already; other files
-        are read from their start."""
+        """Lines of text or JSON from `place` on, which is [bytes, lines] of the file that are read
+        already; other files are read from their start."""
         kind = self.kind
         if kind == "text" or (kind == "json" and _is_json_lines(self.path)):
             offset, number = place or (0, 0)
@@ -176,7 +199,11 @@ Part = FilePart | SetPart
 def _opened(path: Path) -> BinaryIO:
     """The bytes of a file, decompressed."""
     codec = COMPRESSED.get(path.suffix.lower())
-    return io.BufferedReader(pa.input_stream(str(path), compression=codec), 2**20) if codec else path.open("rb")
+    return (
+        io.BufferedReader(pa.input_stream(str(path), compression=codec), 2**20)
+        if codec
+        else path.open("rb")
+    )
 
 
 def _constant(name: str) -> None:
@@ -189,15 +216,21 @@ _DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
 def _refusal(problem: Exception, text: str = "") -> str:
-    """What is wrong with a line or file, and the text around the place. A byte that is not UTF-8 is shown as a
-    backslash, x and its number; all other errors are those of JSON in `text`."""
+    """What is wrong with a line or file, and the text around the place. A byte that is not UTF-8 is
+    shown as a backslash, x and its number; all other errors are those of JSON in `text`."""
     if isinstance(problem, UserError):
         return str(problem)
     if isinstance(problem, UnicodeDecodeError):
         around = problem.object[max(0, problem.start - _AROUND) : problem.end + _AROUND]
-        return f"is not UTF-8 text (save the file as UTF-8): {around.decode(errors='backslashreplace')!r}"
+        return (
+            "is not UTF-8 text (save the file as UTF-8):"
+            f" {around.decode(errors='backslashreplace')!r}"
+        )
     # also Infinity, nesting that is too deep, or a number of more than 4,300 digits
-    reason, place = in_one_line(problem).replace("line 1 column", "column"), getattr(problem, "pos", 0)
+    reason, place = (
+        in_one_line(problem).replace("line 1 column", "column"),
+        getattr(problem, "pos", 0),
+    )
     return f"is not JSON ({reason}): {text[max(0, place - _AROUND) : place + _AROUND]!r}"
 
 
@@ -226,7 +259,9 @@ def _checked(row: Any) -> Row:
 def _table_rows(path: Path, kind: str, after: int) -> Numbered:
     """The rows from the batch on that holds the one behind row `after`."""
     is_compressed = path.suffix.lower() in COMPRESSED
-    source: Any = pa.BufferReader(_opened(path).read()) if is_compressed else pa.memory_map(str(path))
+    source: Any = (
+        pa.BufferReader(_opened(path).read()) if is_compressed else pa.memory_map(str(path))
+    )
     if kind == "parquet":
         batches = pa.parquet.ParquetFile(source).iter_batches(BATCH_ROWS, use_threads=False)
     else:
@@ -240,7 +275,9 @@ def _table_rows(path: Path, kind: str, after: int) -> Numbered:
     for batch in batches:
         number += len(batch)
         if number > after:
-            yield from enumerate(_rows_of_table(pa.Table.from_batches([batch])), number - len(batch) + 1)
+            yield from enumerate(
+                _rows_of_table(pa.Table.from_batches([batch])), number - len(batch) + 1
+            )
 
 
 def _rows_of_table(table: pa.Table) -> list[Row]:
@@ -249,14 +286,17 @@ def _rows_of_table(table: pa.Table) -> list[Row]:
     if len(set(table.column_names)) < table.num_columns:
         raise UserError(f"several columns have the same name: {', '.join(table.column_names)}")
     values = table.to_pylist()
-    return json.loads(json.dumps(values, default=lambda v: {"bytes": len(v)} if isinstance(v, bytes) else str(v)))
+    return json.loads(
+        json.dumps(values, default=lambda v: {"bytes": len(v)} if isinstance(v, bytes) else str(v))
+    )
 
 
 # JSON
 
 
 def _is_json_lines(path: Path) -> bool:
-    """Whether each line of a JSON file is a row, as in all not named .json; otherwise it is one array or object."""
+    """Whether each line of a JSON file is a row, as in all not named .json; otherwise it is one
+    array or object."""
     with _opened(path) as file:
         filled = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in file if line.strip())
         first, second = next(filled, b""), next(filled, b"")
@@ -266,8 +306,8 @@ def _is_json_lines(path: Path) -> bool:
 
 
 def _json_rows(path: Path) -> Numbered:
-    """The rows of an array or object, all in memory. An object is one row, or columns as pandas writes them, such as
-    {"a": {"0": 5, "1": 6}}."""
+    """The rows of an array or object, all in memory. An object is one row, or columns as pandas
+    writes them, such as {"a": {"0": 5, "1": 6}}."""
     with _opened(path) as file:
         content, text = file.read(), ""
     try:
@@ -277,11 +317,17 @@ def _json_rows(path: Path) -> Numbered:
         text = ""
     except (RecursionError, ValueError) as problem:
         wrong = _refusal(problem, text)
-        raise UserError(f"{wrong}; a .json file is one array, one object, or one object on each line") from None
+        raise UserError(
+            f"{wrong}; a .json file is one array, one object, or one object on each line"
+        ) from None
     columns = list(value.values()) if isinstance(value, dict) else []
     numbers = list(columns[0]) if columns and isinstance(columns[0], dict) else []
-    if all(map(str.isdigit, numbers)) and all(isinstance(each, dict) and list(each) == numbers for each in columns):
-        value = [{name: column[number] for name, column in value.items()} for number in numbers] or value
+    if all(map(str.isdigit, numbers)) and all(
+        isinstance(each, dict) and list(each) == numbers for each in columns
+    ):
+        value = [
+            {name: column[number] for name, column in value.items()} for number in numbers
+        ] or value
     rows = value if isinstance(value, list) else [value]
     yield from ((number, _attempt(_checked, row)) for number, row in enumerate(rows, 1))
 
@@ -290,29 +336,44 @@ def _json_rows(path: Path) -> Numbered:
 
 
 def _separated_rows(path: Path, delimiter: str) -> Numbered:
-    """Rows of a CSV or TSV file. Every value is text: an answer may be "4", "N/A" or empty. A quote in the wrong place
-    ends the file, because any number of lines may be in that field."""
+    """Rows of a CSV or TSV file. Every value is text: an answer may be "4", "N/A" or empty. A quote
+    in the wrong place ends the file, because any number of lines may be in that field."""
     csv.field_size_limit(sys.maxsize)
-    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
+    with (
+        _opened(path) as file,
+        io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text,
+    ):
         lines = csv.reader(text, delimiter=delimiter, strict=True)
         filled = (fields for fields in lines if "".join(fields).strip())
 
         def row_of(fields: list[str]) -> Row:
             content = delimiter.join(fields).encode(errors="surrogateescape").decode()
             if len(fields) != len(names):
-                wrong = f"has {len(fields)} fields, the header has {len(names)}; put text that contains the separator"
+                wrong = (
+                    f"has {len(fields)} fields, the header has {len(names)}; put text that contains"
+                    " the separator"
+                )
                 raise UserError(f"{wrong} in double quotes: {content[:200]!r}")
             return dict(zip(names, fields, strict=True))
 
         try:
-            names = [name or f"Unnamed: {place}" for place, name in enumerate(next(filled, []))]  # an index of pandas
+            names = [
+                name or f"Unnamed: {place}" for place, name in enumerate(next(filled, []))
+            ]  # an index of pandas
             if len(row_of(names)) < len(names):
                 raise UserError(f"several columns have the same name: {', '.join(names)}")
             if len(names) == 1 and any(mark in names[0] for mark in ";\t,"):
-                raise UserError(f"the header is one column, {names[0]!r}; a .csv file needs commas, a .tsv file tabs")
-            yield from ((number, _attempt(row_of, fields)) for number, fields in enumerate(filled, 1))
+                raise UserError(
+                    f"the header is one column, {names[0]!r}; a .csv file needs commas, a .tsv file"
+                    " tabs"
+                )
+            yield from (
+                (number, _attempt(row_of, fields)) for number, fields in enumerate(filled, 1)
+            )
         except UnicodeDecodeError as problem:  # in the header
             raise UserError(_refusal(problem)) from None
         except csv.Error as problem:
             wrong = f"line {lines.line_num} is not CSV ({problem})"
-            raise UserError(f"{wrong}; text with a quote needs it twice, inside double quotes") from None
+            raise UserError(
+                f"{wrong}; text with a quote needs it twice, inside double quotes"
+            ) from None

@@ -1,10 +1,13 @@
-"""Data sets to token rows for one training step: read, find the form, choose the step's part, hold out, tokenise, mix.
+"""Data sets to token rows for one training step: read, find the form, choose the step's part, hold
+out, tokenise, mix.
 
-A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its final token unless
-truncated), `margin` (float), `source` (int, the number of its data set in `TokenRows.sources`) and `digest` (a hash of
-its content); in step 1 `prompt_spans` (half-open ranges of `prompt_ids` that are earlier answers of the assistant); for
-KTO `label` (float); for process reward models `step_ends` (places in the answer) and `step_labels` (floats); in step 3
-`row` (JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward functions).
+A token row holds `prompt_ids` (list of int), `answers` (list of lists of int, each ending with its
+final token unless truncated), `margin` (float), `source` (int, the number of its data set in
+`TokenRows.sources`) and `digest` (a hash of its content); in step 1 `prompt_spans` (half-open
+ranges of `prompt_ids` that are earlier answers of the assistant); for KTO `label` (float); for
+process reward models `step_ends` (places in the answer) and `step_labels` (floats); in step 3 `row`
+(JSON of all columns of the data row and of `data_source`, `answer` and `ground_truth`, for reward
+functions).
 """
 
 from __future__ import annotations
@@ -39,8 +42,24 @@ from dschat_ppo.data.form_choice import FIRST_ROWS, detect_form
 from dschat_ppo.data.forms import Form, check_flags_used
 from dschat_ppo.data.rows import ORIGIN, ROW, Rows, read_splits
 from dschat_ppo.data.sources import DataSource, is_hub_name, open_set, parse_sources
-from dschat_ppo.data.streaming import SPLIT_ROWS, StreamedRows, StreamSource, first_rows, rows_at_hand, start, tokens_of
-from dschat_ppo.data.tokenise import DOING, NOTES, Fitted, TokeniseSettings, features_of, refuse_bad, tokenise_batch
+from dschat_ppo.data.streaming import (
+    SPLIT_ROWS,
+    StreamedRows,
+    StreamSource,
+    first_rows,
+    rows_at_hand,
+    start,
+    tokens_of,
+)
+from dschat_ppo.data.tokenise import (
+    DOING,
+    NOTES,
+    Fitted,
+    TokeniseSettings,
+    features_of,
+    refuse_bad,
+    tokenise_batch,
+)
 from dschat_ppo.errors import UserError, counted
 
 BATCH_ROWS = 512  # enough for the tokenizer; rows of 10k tokens then take some 100 MB in a worker
@@ -51,8 +70,8 @@ _HOLD_OUT, _MIX = 1, 2  # separate the uses of `SPLIT_SEED`
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token rows for training, and for evaluation or None. `sources` and `eval_sources` name the data sets that their
-    columns `source` number."""
+    """Token rows for training, and for evaluation or None. `sources` and `eval_sources` name the
+    data sets that their columns `source` number."""
 
     train: Dataset | StreamedRows
     eval: Dataset | None
@@ -67,26 +86,36 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class Part:
-    """Token rows of one data set that a step uses: `order` are indices of `rows`, which are in the order of the
-    file."""
+    """Token rows of one data set that a step uses: `order` are indices of `rows`, which are in the
+    order of the file."""
 
     source: DataSource
     rows: Dataset
     order: np.ndarray
 
 
-def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
-    """Token rows of one step from all its data sets. `UserError` if one cannot be used or has no row for this step, or
-    `--bad_rows` refuses its bad rows; `StopRequested` on a stop request."""
+def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  # noqa: PLR0915
+    """Token rows of one step from all its data sets. `UserError` if one cannot be used or has no
+    row for this step, or `--bad_rows` refuses its bad rows; `StopRequested` on a stop request."""
     flags, cache = step.flags, step.flags.data_output_path
     sources = parse_sources(flags.data_path, step.whole_flag or "--data_path")
-    sources += parse_sources(step.whole_paths, "--sft_only_data_path", [source.name for source in sources])
+    sources += parse_sources(
+        step.whole_paths, "--sft_only_data_path", [source.name for source in sources]
+    )
     sources += parse_sources(step.eval_paths, EVAL_FLAG)
-    train, evaluation, streams, forms = list[Part](), list[Part](), list[StreamSource](), dict[str, Form]()
-    fraction = None if step.eval_paths else step.eval_fraction  # None: data for training give no rows for evaluation
+    train, evaluation, streams, forms = (
+        list[Part](),
+        list[Part](),
+        list[StreamSource](),
+        dict[str, Form](),
+    )
+    fraction = (
+        None if step.eval_paths else step.eval_fraction
+    )  # None: data for training give no rows for evaluation
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         for source in sources:
-            # Read: all rows, or the first ones of a stream. The first rows decide the form, so that all steps agree.
+            # Read: all rows, or the first ones of a stream. The first rows decide the form, so that
+            # all steps agree.
             name, is_eval = source.spec, source.flag in (EVAL_FLAG, step.whole_flag)
             is_stream = flags.streaming and not is_eval
             opened = open_set(source, cache, is_stream)
@@ -96,12 +125,24 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
                 columns = list(dict.fromkeys(chain.from_iterable(first)))
             else:
                 raw = read_splits(opened, groups, cache)
-                raw = raw if step.most_rows is None else raw.select(range(min(step.most_rows, len(raw))))
-                good = (row for row in map(raw.__getitem__, range(len(raw))) if isinstance(row, dict))
+                raw = (
+                    raw
+                    if step.most_rows is None
+                    else raw.select(range(min(step.most_rows, len(raw))))
+                )
+                good = (
+                    row for row in map(raw.__getitem__, range(len(raw))) if isinstance(row, dict)
+                )
                 columns, first = list(raw.columns), list(islice(good, FIRST_ROWS))
-            own = read_splits(opened, [(for_eval, "")], cache) if for_eval and fraction is not None else None
+            own = (
+                read_splits(opened, [(for_eval, "")], cache)
+                if for_eval and fraction is not None
+                else None
+            )
             has_template = tokenizer.chat_template is not None
-            form = detect_form(source.location, columns, first, has_template, flags, len(sources) == 1)
+            form = detect_form(
+                source.location, columns, first, has_template, flags, len(sources) == 1
+            )
             logger().info(f"data: {name}: {form.description}")
             if form.warning:
                 logger().warning(f"data: {name}: {form.warning}")
@@ -113,19 +154,33 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
 
             # The rows of the step, and those held out of them for evaluation
             count = SPLIT_ROWS if is_stream else len(raw)
-            share, is_divided = (0, 0 if is_eval else count), source.flag == "--data_path" and not is_eval
+            share, is_divided = (
+                (0, 0 if is_eval else count),
+                source.flag == "--data_path" and not is_eval,
+            )
             if is_divided:
                 share = share_of_step(count, parse_data_split(flags.data_split), PARTS[step.use])
                 if share[0] == share[1]:
-                    raise UserError(f"{name}: --data_split {flags.data_split} leaves no row for this step")
+                    raise UserError(
+                        f"{name}: --data_split {flags.data_split} leaves no row for this step"
+                    )
                 if not is_stream and share != (0, count):
-                    used = f"{share[1] - share[0]} of {count} rows (--data_split {flags.data_split})"
+                    used = (
+                        f"{share[1] - share[0]} of {count} rows (--data_split {flags.data_split})"
+                    )
                     logger().info(f"data: {name}: this step uses {used}")
             if is_stream:
                 made = partial(tokens_of, settings=settings)
-                streams.append(StreamSource(source.name, source.weight or 1.0, files, share, made, flags.bad_rows))
+                streams.append(
+                    StreamSource(
+                        source.name, source.weight or 1.0, files, share, made, flags.bad_rows
+                    )
+                )
                 if fraction and not for_eval:
-                    note = f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names rows for evaluation"
+                    note = (
+                        f"--eval_fraction holds no rows out of a stream; {EVAL_FLAG} FILE names"
+                        " rows for evaluation"
+                    )
                     logger().info(f"data: {name}: {note}")
             else:
                 order = torch.randperm(count, generator=shared_generator(SPLIT_SEED)).numpy()
@@ -139,7 +194,9 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
             # Its own rows for evaluation
             if own is not None:
                 own_settings = replace(settings, columns=own.columns)
-                evaluation += tokenised(source, own, own_settings, np.arange(0), np.arange(len(own)))[1]
+                evaluation += tokenised(
+                    source, own, own_settings, np.arange(0), np.arange(len(own))
+                )[1]
             elif for_eval:
                 how = "replaced by those of" if step.eval_paths else "not used; name them with"
                 logger().info(f"data: {name}: its rows for evaluation are {how} {EVAL_FLAG}")
@@ -155,24 +212,36 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:
 
 
 def tokenised(
-    source: DataSource, raw: Rows, settings: TokeniseSettings, train: np.ndarray, held_out: np.ndarray
+    source: DataSource,
+    raw: Rows,
+    settings: TokeniseSettings,
+    train: np.ndarray,
+    held_out: np.ndarray,
 ) -> tuple[list[Part], list[Part]]:
-    """For training and for evaluation, the token rows of the raw rows with these numbers that can be used and are
-    within the length limit; what is dropped, and why, is logged. They are made in parallel or taken from the cache.
-    `UserError` if `--bad_rows` does not accept the bad rows, or if training is left no row or no whole answer."""
+    """For training and for evaluation, the token rows of the raw rows with these numbers that can
+    be used and are within the length limit; what is dropped, and why, is logged. They are made in
+    parallel or taken from the cache. `UserError` if `--bad_rows` does not accept the bad rows, or
+    if training is left no row or no whole answer."""
     name, step, cache = source.spec, settings.step, settings.step.flags.data_output_path
     # in the order of the file, because every read in the order of the step would be a random access
     numbers = np.sort(np.concatenate([train, held_out]))
-    taken, workers = raw.table.select(numbers), worker_count(step.flags.preprocessing_num_workers, len(numbers))
+    taken, workers = (
+        raw.table.select(numbers),
+        worker_count(step.flags.preprocessing_num_workers, len(numbers)),
+    )
 
     def made(start: int, stop: int) -> list[dict[str, Any]]:
         batch = taken[start:stop]
-        rows = tokenise_batch(list(map(json.loads, batch[ROW])), list(map(shown_path, batch[ORIGIN])), settings)
+        rows = tokenise_batch(
+            list(map(json.loads, batch[ROW])), list(map(shown_path, batch[ORIGIN])), settings
+        )
         return [row | {"number": int(numbers[start + row["number"]])} for row in rows]
 
     used = hashlib.sha256(numbers.tobytes()).hexdigest()
     key = token_key(raw.table._fingerprint, settings.tokenizer, used, *settings.identity())
-    rows = made_rows(cache, key, made, len(taken), workers, Features({**features_of(step), **NOTES}))
+    rows = made_rows(
+        cache, key, made, len(taken), workers, Features({**features_of(step), **NOTES})
+    )
     if not len(rows):
         is_bad = settings.form.name == "kto" and step.use == "sft"
         why = "; all answers are labelled bad: --ignore_columns label trains them" if is_bad else ""
@@ -186,7 +255,9 @@ def tokenised(
     bad, problems = np.flatnonzero(fitted == Fitted.UNUSABLE), rows.data.column("problem")
     first = [str(problems[int(index)]) for index in bad[:_SHOWN]]
     refuse_bad(name, len(bad), len(numbers), step.flags.bad_rows, first)
-    for line in [f"{name}: {len(bad)} of {len(numbers)} rows cannot be used", *first] if first else ():
+    for line in (
+        [f"{name}: {len(bad)} of {len(numbers)} rows cannot be used", *first] if first else ()
+    ):
         logger().warning(f"data: skipped: {line}")
 
     # The token rows of raw row `n` begin at `begins[n]`; a search would be slower
@@ -201,9 +272,14 @@ def tokenised(
         order = np.repeat(begins[asked] - np.cumsum(count) + count, count) + np.arange(count.sum())
         order = order[fitted[order] != Fitted.UNUSABLE]
         outcomes = [(int((fitted[order] == code).sum()), code.words) for code in Fitted]
-        shown = [f"{counted(len(order), 'row')} of {len(asked)}", *(f"{n} {what}" for n, what in outcomes if n)]
+        shown = [
+            f"{counted(len(order), 'row')} of {len(asked)}",
+            *(f"{n} {what}" for n, what in outcomes if n),
+        ]
         if len(order):
-            quantiles = np.percentile(tokens[order], [50, 99, 100], method="inverted_cdf").astype(int)
+            quantiles = np.percentile(tokens[order], [50, 99, 100], method="inverted_cdf").astype(
+                int
+            )
             shown.append("tokens before the cut: median {}, 99% {}, most {}".format(*quantiles))
         logger().info(f"data: {name}{' (eval)' * is_eval}: {', '.join(shown)}")
         usable, order = order, order[fitted[order] != Fitted.DROPPED]
@@ -218,18 +294,25 @@ def tokenised(
 
 
 def made_rows(
-    cache: str | None, key: str, made: Callable[[int, int], list[dict[str, Any]]], count: int, workers: int,
+    cache: str | None,
+    key: str,
+    made: Callable[[int, int], list[dict[str, Any]]],
+    count: int,
+    workers: int,
     features: Features,
-) -> Dataset:  # fmt: skip
-    """The token rows `made(start, stop)` of `count` raw rows, which `workers` processes make in batches of
-    `BATCH_ROWS`, or from the cache."""
+) -> Dataset:
+    """The token rows `made(start, stop)` of `count` raw rows, which `workers` processes make in
+    batches of `BATCH_ROWS`, or from the cache."""
 
     def write(folder: Path, worker: int) -> None:
         path, begin, end = (
             str(folder / f"rows_{worker:05d}.arrow"),
             *(count * n // workers for n in (worker, worker + 1)),
         )
-        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, features.arrow_schema) as writer:
+        with (
+            pa.OSFile(path, "wb") as sink,
+            pa.ipc.new_stream(sink, features.arrow_schema) as writer,
+        ):
             for start in range(begin, end, BATCH_ROWS):
                 raise_if_stop_requested(DOING)  # tokenising may take hours
                 rows = made(start, min(end, start + BATCH_ROWS))
@@ -238,20 +321,20 @@ def made_rows(
     return cached(cache, key, lambda folder: in_processes(workers, partial(write, folder), DOING))
 
 
-# Which rows of each data set a step uses, and in which order: they depend on counts and one seed alone, so they are
-# equal on every rank and after a resume.
+# Which rows of each data set a step uses, and in which order: they depend on counts and one seed
+# alone, so they are equal on every rank and after a resume.
 
 
 def share_of_step(count: int, shares: tuple[float, float, float], part: int) -> tuple[int, int]:
-    """The places in an order of `count` rows that one step uses: `part` 0 is SFT, 1 reward model, 2 PPO. They are
-    disjoint and complete."""
+    """The places in an order of `count` rows that one step uses: `part` 0 is SFT, 1 reward model, 2
+    PPO. They are disjoint and complete."""
     first, last = (round(count * sum(shares[:number]) / sum(shares)) for number in (part, part + 1))
     return first, last
 
 
 def hold_out(numbers: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Split row numbers at random into (for training, held out). At least one row is held out and one is kept. Nothing
-    is held out if `fraction` is 0 or there is only one row."""
+    """Split row numbers at random into (for training, held out). At least one row is held out and
+    one is kept. Nothing is held out if `fraction` is 0 or there is only one row."""
     if fraction == 0 or len(numbers) < 2:
         return numbers, numbers[:0]
     count = min(len(numbers) - 1, max(1, round(len(numbers) * fraction)))
@@ -260,9 +343,12 @@ def hold_out(numbers: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarr
 
 
 def epoch_rows(parts: list[Part]) -> list[int]:
-    """How many rows an epoch has of each part. Data sets with a weight share the sum of their sizes in proportion to
-    their weights, rounded so that the total is exact; `@ROWS` sets a number; of all others each row is used once."""
-    used = [len(part.order) if part.source.samples is None else part.source.samples for part in parts]
+    """How many rows an epoch has of each part. Data sets with a weight share the sum of their sizes
+    in proportion to their weights, rounded so that the total is exact; `@ROWS` sets a number; of
+    all others each row is used once."""
+    used = [
+        len(part.order) if part.source.samples is None else part.source.samples for part in parts
+    ]
     weighted = [place for place, part in enumerate(parts) if part.source.weight is not None]
     weights = [float(parts[place].source.weight or 0) for place in weighted]
     total, before = sum(len(parts[place].order) for place in weighted), 0
@@ -278,17 +364,21 @@ def epoch_rows(parts: list[Part]) -> list[int]:
 
 
 def joined(parts: list[Part], counts: list[int]) -> tuple[Dataset, tuple[str, ...]]:
-    """So many rows of each part, one part after another: all of them as often as they fit, then a random remainder in
-    the order of the file. They have the column `source`, and are memory-mapped apart from that and the order. And the
-    names of the data sets that this column numbers."""
+    """So many rows of each part, one part after another: all of them as often as they fit, then a
+    random remainder in the order of the file. They have the column `source`, and are memory-mapped
+    apart from that and the order. And the names of the data sets that this column numbers."""
     names = tuple(dict.fromkeys(part.source.name for part in parts))
     if not parts:
         return Dataset.from_dict({}), names
     tables, orders, before = list[Dataset](), list[np.ndarray](), 0
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
         times, rest = divmod(count, max(1, len(part.order)))
-        shuffled = torch.randperm(len(part.order), generator=shared_generator(SPLIT_SEED, _MIX, number))
-        orders += [before + part.order] * times + [before + part.order[shuffled[:rest].sort().values.numpy()]]
+        shuffled = torch.randperm(
+            len(part.order), generator=shared_generator(SPLIT_SEED, _MIX, number)
+        )
+        orders += [before + part.order] * times + [
+            before + part.order[shuffled[:rest].sort().values.numpy()]
+        ]
         source = np.full(len(part.rows), names.index(part.source.name), dtype=np.int32)
         tables.append(part.rows.add_column("source", source, feature=Value("int32")))
         before += len(part.rows)
@@ -300,18 +390,26 @@ def joined(parts: list[Part], counts: list[int]) -> tuple[Dataset, tuple[str, ..
 
 
 def text_blocks(
-    spec: str, config_name: str | None, tokenizer: PreTrainedTokenizerBase, length: int, flags: DataFlags
+    spec: str,
+    config_name: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    flags: DataFlags,
 ) -> Dataset:
-    """Plain text for the PTX loss, concatenated and cut into blocks (Ouyang et al. 2022, section 3.5).
+    """Plain text for the PTX loss, concatenated and cut into blocks (Ouyang et al. 2022, section
+    3.5).
 
-    Join the texts of a data set with a column `text` by EOS, and cut them into token rows of `length` tokens (a few
-    are shorter): the first token as `prompt_ids`, the others as the only answer."""
+    Join the texts of a data set with a column `text` by EOS, and cut them into token rows of
+    `length` tokens (a few are shorter): the first token as `prompt_ids`, the others as the only
+    answer."""
     ids, cache = List(Value("int32")), flags.data_output_path
     columns = {"prompt_ids": ids, "answers": List(ids), "margin": Value("float32")}
 
     def blocks_of(start: int, stop: int) -> list[dict[str, Any]]:
         batch, ids, problems = rows.table[start:stop], list[int](), list[str]()
-        for raw, origin in zip(map(json.loads, batch[ROW]), map(shown_path, batch[ORIGIN]), strict=True):
+        for raw, origin in zip(
+            map(json.loads, batch[ROW]), map(shown_path, batch[ORIGIN]), strict=True
+        ):
             if isinstance(raw, str):
                 problems.append(f"{origin} {raw}")
                 continue
@@ -325,8 +423,15 @@ def text_blocks(
                 continue
             ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
         blocks = [ids[start : start + length] for start in range(0, len(ids), length)]
-        made = [{"prompt_ids": block[:1], "answers": [block[1:]], "margin": 0.0} for block in blocks if len(block) > 1]
-        return made + [{"prompt_ids": [], "answers": [], "margin": 0.0, "problem": problem} for problem in problems]
+        made = [
+            {"prompt_ids": block[:1], "answers": [block[1:]], "margin": 0.0}
+            for block in blocks
+            if len(block) > 1
+        ]
+        return made + [
+            {"prompt_ids": [], "answers": [], "margin": 0.0, "problem": problem}
+            for problem in problems
+        ]
 
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         (source,) = parse_sources([spec], PTX_FLAG)
@@ -336,7 +441,9 @@ def text_blocks(
         rows = read_splits(opened, opened.chosen()[0], cache)
         if "text" not in rows.columns:
             has = ", ".join(rows.columns)
-            raise UserError(f"{PTX_FLAG} {spec}: has the columns {has}; it needs a text column 'text'")
+            raise UserError(
+                f"{PTX_FLAG} {spec}: has the columns {has}; it needs a text column 'text'"
+            )
         key = token_key(rows.table._fingerprint, tokenizer, "text blocks", length)
         workers = worker_count(flags.preprocessing_num_workers, len(rows))
         features = Features(columns | {"problem": Value("string")})
@@ -345,10 +452,14 @@ def text_blocks(
     bad = [problem for problem in found if problem is not None]
     refuse_bad(f"{PTX_FLAG} {spec}", len(bad), len(rows), flags.bad_rows, bad[:1])
     if bad:
-        logger().warning(f"data: skipped: {len(bad)} of {len(rows)} rows cannot be used; the first: {bad[0]}")
+        logger().warning(
+            f"data: skipped: {len(bad)} of {len(rows)} rows cannot be used; the first: {bad[0]}"
+        )
         blocks = blocks.select([number for number, problem in enumerate(found) if problem is None])
     blocks = blocks.select_columns(list(columns))
     if not len(blocks):
         raise UserError(f"{PTX_FLAG} {spec}: no text has two tokens or more")
-    logger().info(f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens")
+    logger().info(
+        f"data: {source.spec}: {len(rows)} texts, {len(blocks)} blocks of up to {length} tokens"
+    )
     return blocks

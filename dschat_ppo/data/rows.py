@@ -1,5 +1,6 @@
-"""Raw rows of data sets, read once and then memory-mapped from the cache: JSON text in one column of a table, parsed
-when it is used, so that its values are those of the file. A text in place of an object says what is wrong with a row.
+"""Raw rows of data sets, read once and then memory-mapped from the cache: JSON text in one column
+of a table, parsed when it is used, so that its values are those of the file. A text in place of an
+object says what is wrong with a row.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SCHEMA = pa.schema({ROW: pa.string(), ORIGIN: pa.string()})
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set. `rows[i]` has all `columns`; those that the file does not give it are None."""
+    """Rows of a data set. `rows[i]` has all `columns`; those that the file does not give it are
+    None."""
 
     table: Dataset  # the JSON text `ROW` and the `ORIGIN`, "FILE, row N", of each row
     columns: tuple[str, ...]  # all keys of the rows, in the order in which they appear
@@ -44,8 +46,8 @@ class Rows:
 
 
 def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) -> Rows:
-    """The rows of groups of splits, one group after another; those of a group in the order of its parts. `cache_dir` is
-    the folder of the cache, None that of `datasets`."""
+    """The rows of groups of splits, one group after another; those of a group in the order of its
+    parts. `cache_dir` is the folder of the cache, None that of `datasets`."""
     tables, columns = list[Dataset](), dict[str, None]()
     for names, cut in groups:
         stored = [_stored(part, cache_dir) for part in found.parts(names)]
@@ -53,7 +55,9 @@ def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) 
         table = datasets.concatenate_datasets([rows.table for rows in stored])
         if cut:
             with reading(f"{found.what}: the split '{cut}'"):
-                (place,) = datasets.ReadInstruction.from_spec(cut).to_absolute({names[0]: len(table)})
+                (place,) = datasets.ReadInstruction.from_spec(cut).to_absolute(
+                    {names[0]: len(table)}
+                )
             if place.from_ >= place.to:
                 raise UserError(f"{found.what}: the split '{cut}' has no rows")
             table = table.select(range(place.from_, place.to))
@@ -62,7 +66,8 @@ def read_splits(found: OpenSet, groups: Sequence[Group], cache_dir: str | None) 
 
 
 def _stored(part: Part, cache_dir: str | None) -> Rows:
-    """The rows of a part from the cache below `cache_dir`; they are read and written if they are not there yet."""
+    """The rows of a part from the cache below `cache_dir`; they are read and written if they are
+    not there yet."""
 
     def write(folder: Path) -> None:
         columns, first = dict[str, None](), ""
@@ -81,4 +86,7 @@ def _stored(part: Part, cache_dir: str | None) -> Rows:
         (folder / _COLUMNS).write_text(json.dumps(list(columns)), encoding="utf-8")
 
     table = cached(cache_dir, rows_key(part.key, part.name), write)
-    return Rows(table, tuple(json.loads(Path(table.cache_files[0]["filename"]).with_name(_COLUMNS).read_bytes())))
+    return Rows(
+        table,
+        tuple(json.loads(Path(table.cache_files[0]["filename"]).with_name(_COLUMNS).read_bytes())),
+    )

@@ -1,12 +1,13 @@
-"""Data sets as flags name them, `LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]`, and where they are: files, folders, names
-on the hub. Tells their splits and the parts of these; reads no row of a file.
+"""Data sets as flags name them, `LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]`, and where they are:
+files, folders, names on the hub. Tells their splits and the parts of these; reads no row of a file.
 
     openai/gsm8k:main[train]     a configuration and a split of a hub data set
     data.jsonl:0.3               a file with its weight in a mixture
     folder@5000                  5,000 rows of a folder
     org/name:cfg[train[:10%]]:0.5
 
-What exists on disk exactly as it is written is that file or folder, whatever characters its name holds.
+What exists on disk exactly as it is written is that file or folder, whatever characters its name
+holds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from dschat_ppo.common.paths import shown_path
 from dschat_ppo.data.parts import COMPRESSED, KINDS, SUPPORTED, FilePart, Part, SetPart, kind_of
 from dschat_ppo.errors import UserError, nearest_path, reading
 
-# data set of DeepSpeed-Chat -> (hub name, configuration), where the hub has another name or needs a configuration
+# data set of DeepSpeed-Chat -> (hub name, configuration), where the hub has another name or needs a
+# configuration
 HUB_NAMES: dict[str, tuple[str, str | None]] = {
     "mkqa-Chinese": ("mkqa", None),
     "mkqa-Japanese": ("mkqa", None),
@@ -41,12 +43,15 @@ HUB_NAMES: dict[str, tuple[str, str | None]] = {
 }
 TRAIN = "train"
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
-_ENDING = re.compile(  # of a name; the configuration is lazy, because a number by itself is a weight
-    r"""(?: :   (?P<config> [^/:@\[\]] [^:@\[\]]* ))??
+_ENDING = (
+    re.compile(  # of a name; the configuration is lazy, because a number by itself is a weight
+        r"""(?: :   (?P<config> [^/:@\[\]] [^:@\[\]]* ))??
         (?: \[  (?P<split> (?: [^\[\]] | \[ [^\[\]]* \] )+ ) \] )?  # it may hold slices in brackets
-        (?: :   (?P<weight> [-+]? (?: (?: [0-9]+ \.? [0-9]* | \. [0-9]+ ) (?: e [-+]? [0-9]+ )? | inf | nan ) )
+        (?: :   (?P<weight> [-+]?
+                (?: (?: [0-9]+ \.? [0-9]* | \. [0-9]+ ) (?: e [-+]? [0-9]+ )? | inf | nan ) )
           | @   (?P<rows> [^:@\[\]]+ ) )?""",
-    re.IGNORECASE | re.VERBOSE,
+        re.IGNORECASE | re.VERBOSE,
+    )
 )
 _STRAY = re.compile(  # files that are no data, hidden ones, and all in hidden folders
     r"(^|/)(\.|__MACOSX/|(dataset_infos?|dataset_dict|state|package|croissant)\.json$"
@@ -62,7 +67,8 @@ _STRAY = re.compile(  # files that are no data, hidden ones, and all in hidden f
 class DataSource:
     """One data set that a flag names."""
 
-    spec: str  # as written on the command line, for messages; a path in the working directory is relative
+    # as written on the command line, for messages; a path in the working directory is relative
+    spec: str
     flag: str
     location: str  # a file, a folder or a hub name; `~` is expanded
     config: str | None
@@ -73,8 +79,9 @@ class DataSource:
 
 
 def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) -> list[DataSource]:
-    """The data sets that `flag` names. Their names differ from those of other flags, `taken`. The longest part of each
-    that exists on disk is its location, otherwise what stands before the first mark."""
+    """The data sets that `flag` names. Their names differ from those of other flags, `taken`. The
+    longest part of each that exists on disk is its location, otherwise what stands before the first
+    mark."""
     sources, names = list[DataSource](), set(taken)
     for spec in specs:
         text = os.path.expanduser(spec)
@@ -83,43 +90,56 @@ def parse_sources(specs: Sequence[str], flag: str, taken: Collection[str] = ()) 
         location, ending = text[:end], _ENDING.fullmatch(text, end)
         if location == "local/jsonfile":
             raise UserError(
-                f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this name; give the "
-                "files themselves: data/train.json with --data_format local/jsonfile, and --eval_data_path "
-                "data/eval.json"
+                f"{flag} {spec}: DeepSpeed-Chat reads data/train.json and data/eval.json under this"
+                " name; give the files themselves: data/train.json with --data_format"
+                " local/jsonfile, and --eval_data_path data/eval.json"
             )
         if not location or ending is None:
             raise UserError(
-                f"{flag} '{spec}': no such file or folder, and no name of a data set of the hub; expected "
-                "LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
+                f"{flag} '{spec}': no such file or folder, and no name of a data set of the hub;"
+                " expected LOCATION[:CONFIG][[SPLIT]][:WEIGHT|@ROWS]"
             )
         config, split, weight, rows = ending.groups()
         if weight and not 0 < float(weight) < math.inf:
             raise UserError(f"{flag} {spec}: the weight '{weight}' must be a finite number above 0")
         if rows and not (rows.isdecimal() and int(rows)):
-            raise UserError(f"{flag} {spec}: the number of rows '{rows}' must be a whole number above 0")
+            raise UserError(
+                f"{flag} {spec}: the number of rows '{rows}' must be a whole number above 0"
+            )
         name = _short_name(location)
-        names.add(name := next(word for word in chain([name], (f"{name}_{n}" for n in count(2))) if word not in names))
+        names.add(
+            name := next(
+                word
+                for word in chain([name], (f"{name}_{n}" for n in count(2)))
+                if word not in names
+            )
+        )
         share, samples = float(weight) if weight else None, int(rows) if rows else None
-        sources.append(DataSource(shown_path(spec), flag, location, config, split, name, share, samples))
+        sources.append(
+            DataSource(shown_path(spec), flag, location, config, split, name, share, samples)
+        )
     whole = [source for source in sources if source.samples is None]  # `@ROWS` needs no weight
     weighted = [source.spec for source in whole if source.weight is not None]
     bare = [source.spec for source in whole if source.weight is None]
     if weighted and bare:
         raise UserError(
-            f"{flag}: '{weighted[0]}' has a weight and '{bare[0]}' has none; give each data set a weight (:WEIGHT) or "
-            "a number of rows (@ROWS), or none of them a weight"
+            f"{flag}: '{weighted[0]}' has a weight and '{bare[0]}' has none; give each data set a"
+            " weight (:WEIGHT) or a number of rows (@ROWS), or none of them a weight"
         )
     return sources
 
 
 def is_hub_name(location: str) -> bool:
     """Whether `location` is a hub name rather than a path; a path need not exist."""
-    is_path = os.path.lexists(location) or location.startswith((".", "/", "~")) or location.count("/") > 1
+    is_path = (
+        os.path.lexists(location) or location.startswith((".", "/", "~")) or location.count("/") > 1
+    )
     return not is_path and kind_of(location) is None
 
 
 def _short_name(location: str) -> str:
-    """The last part of a location without the endings of data files, fit for the name of a metric."""
+    """The last part of a location without the endings of data files, fit for the name of a
+    metric."""
     name = os.path.basename(os.path.abspath(location))
     for ending in (*COMPRESSED, *KINDS):
         if name.lower().endswith(ending):
@@ -130,12 +150,15 @@ def _short_name(location: str) -> str:
 # What is there
 
 
-Group = tuple[list[str], str]  # splits that are read together, and of one perhaps a slice such as "train[:10%]", or ""
+Group = tuple[
+    list[str], str
+]  # splits that are read together, and of one perhaps a slice such as "train[:10%]", or ""
 
 
 @dataclass(frozen=True)
 class OpenSet:
-    """A data set whose splits are known and not read yet, with the parts of each. A file may be in several splits."""
+    """A data set whose splits are known and not read yet, with the parts of each. A file may be in
+    several splits."""
 
     source: DataSource
     splits: Mapping[str, Sequence[Part]]
@@ -146,7 +169,8 @@ class OpenSet:
         return f"{self.source.flag} {self.source.location}"
 
     def parts(self, names: Sequence[str]) -> list[Part]:
-        """The parts of these splits once each, files in the order of their paths. Refuses files that hold no data."""
+        """The parts of these splits once each, files in the order of their paths. Refuses files
+        that hold no data."""
         found = dict.fromkeys(part for name in names for part in self.splits[name])
         for part in found:
             if isinstance(part, FilePart):
@@ -154,9 +178,9 @@ class OpenSet:
         return sorted(found, key=lambda part: part.name if isinstance(part, FilePart) else "")
 
     def chosen(self, whole: bool = False) -> tuple[list[Group], list[str]]:
-        """(the splits for training, those for evaluation). The hub gives at most one for evaluation. With `whole`, for
-        evaluation, the split that the source names or else all are read as those for training; a hub data set with
-        several must name one."""
+        """(the splits for training, those for evaluation). The hub gives at most one for
+        evaluation. With `whole`, for evaluation, the split that the source names or else all are
+        read as those for training; a hub data set with several must name one."""
         names, named = list(self.splits), self.source.split
         for_eval = [name for name in names if is_eval(name)]
         if named is not None:
@@ -169,15 +193,27 @@ class OpenSet:
             found = names if whole else found
             if len(found) != 1 and not (whole and not is_hub_name(self.source.location)):
                 config = f":{self.source.config}" if self.source.config else ""
-                example = f"{self.source.location}{config}[{names[-1] if whole else (found or names)[0]}]"
-                raise UserError(f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}")
+                example = (
+                    f"{self.source.location}{config}[{names[-1] if whole else (found or names)[0]}]"
+                )
+                raise UserError(
+                    f"{self.what}: has the splits {', '.join(names)}; choose one, as in {example}"
+                )
             cuts = [(found, "")]
             if len(found) > 1:
-                logger().info(f"data: {self.source.spec}: all its splits are used for evaluation: {', '.join(names)}")
+                logger().info(
+                    f"data: {self.source.spec}: all its splits are used for evaluation:"
+                    f" {', '.join(names)}"
+                )
         if whole:
             return cuts, []
         for_eval = for_eval[:1] if is_hub_name(self.source.location) else for_eval
-        files = {part.path for name in for_eval for part in self.splits[name] if isinstance(part, FilePart)}
+        files = {
+            part.path
+            for name in for_eval
+            for part in self.splits[name]
+            if isinstance(part, FilePart)
+        }
         if files:  # their names make them so
             shown = ", ".join(path.name for path in sorted(files))
             logger().info(f"data: {self.source.spec}: files for evaluation: {shorten(shown, 300)}")
@@ -189,7 +225,9 @@ class OpenSet:
         for part in map(str.strip, wanted.split("+")):
             name, bracket, _ = part.partition("[")
             if name.strip() not in self.splits:
-                raise UserError(f"{self.what}: has no split '{name.strip()}'; it has {', '.join(self.splits)}")
+                raise UserError(
+                    f"{self.what}: has no split '{name.strip()}'; it has {', '.join(self.splits)}"
+                )
             found.append(([name.strip()], part if bracket else ""))
         return found
 
@@ -202,7 +240,11 @@ def is_eval(split: str) -> bool:
 def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False) -> OpenSet:
     """Find the parts of a data set. With `streaming` a hub data set is not downloaded."""
     what = f"{source.flag} {source.location}"
-    path, config, cache_dir = Path(source.location), source.config, cache_dir and os.path.expanduser(cache_dir)
+    path, config, cache_dir = (
+        Path(source.location),
+        source.config,
+        cache_dir and os.path.expanduser(cache_dir),
+    )
     # a builder such as `json` would read all such files of the working directory
     if is_hub_name(source.location) and source.location not in _PACKAGED_DATASETS_MODULES:
         return _hub_set(source, cache_dir, streaming)
@@ -210,19 +252,28 @@ def open_set(source: DataSource, cache_dir: str | None, streaming: bool = False)
         raise UserError(f"{what}: no such file or folder{nearest_path(path)}")
     if not path.is_dir():
         if config is not None:
-            raise UserError(f"{what}: a file has no configuration '{config}'; supported files: {SUPPORTED}")
+            raise UserError(
+                f"{what}: a file has no configuration '{config}'; supported files: {SUPPORTED}"
+            )
         return OpenSet(source, {TRAIN: [FilePart(path, source.flag)]})
     folder = path / config if config else path
     saved_as = (["dataset_dict.json"], ["state.json", "dataset_info.json"])  # several splits, one
     if any(all((folder / name).is_file() for name in names) for names in saved_as):
         with reading(f"{what}: cannot be read as a folder of save_to_disk"):
             saved = datasets.load_from_disk(str(folder))
-        return _splits(source, {TRAIN: saved} if isinstance(saved, Dataset) else saved, str(folder), "")
+        return _splits(
+            source, {TRAIN: saved} if isinstance(saved, Dataset) else saved, str(folder), ""
+        )
     files = split_files(path, config, what, cache_dir)
-    return OpenSet(source, {split: [FilePart(path, source.flag) for path in found] for split, found in files.items()})
+    return OpenSet(
+        source,
+        {split: [FilePart(path, source.flag) for path in found] for split, found in files.items()},
+    )
 
 
-def _splits(source: DataSource, found: Mapping[Any, Dataset | IterableDataset], shown: str, revision: str) -> OpenSet:
+def _splits(
+    source: DataSource, found: Mapping[Any, Dataset | IterableDataset], shown: str, revision: str
+) -> OpenSet:
     """A data set that `datasets` gives; tables without rows do not count."""
     splits = {
         str(split): [SetPart(f"{shown} ({split})", source.flag, rows, revision)]
@@ -235,12 +286,17 @@ def _splits(source: DataSource, found: Mapping[Any, Dataset | IterableDataset], 
 
 
 def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> OpenSet:
-    """A data set of the hub, through the cache of `datasets` in a folder (None: its own), or read from the hub row by
-    row."""
+    """A data set of the hub, through the cache of `datasets` in a folder (None: its own), or read
+    from the hub row by row."""
     name, usual = HUB_NAMES.get(source.location, (source.location, None))
     config, revision = source.config or usual, ""
-    wrong = f"no such file or folder{nearest_path(name)}, nor a data set of the hub that can be read"
-    way = "NAME:CONFIG names a configuration; without network, give the folder that `hf download` prints"
+    wrong = (
+        f"no such file or folder{nearest_path(name)}, nor a data set of the hub that can be read"
+    )
+    way = (
+        "NAME:CONFIG names a configuration; without network, give the folder that `hf download`"
+        " prints"
+    )
     with reading(f"{source.flag} {source.location}: {wrong} ({way})"):
         try:
             if streaming:
@@ -253,27 +309,41 @@ def _hub_set(source: DataSource, cache_dir: str | None, streaming: bool) -> Open
     for rows in () if streaming else found.values():
         for file in rows.cache_files:
             sync_folder(Path(file["filename"]).parent)
-    return _splits(source, found, source.location + (f":{source.config}" if source.config else ""), revision)
+    return _splits(
+        source, found, source.location + (f":{source.config}" if source.config else ""), revision
+    )
 
 
 # Folders
 
 
-def split_files(folder: Path, config: str | None, what: str, cache_dir: str | None = None) -> dict[str, list[Path]]:
-    """The files of each split of a folder, sorted by path: by the README.md of a clone of a hub data set, if it lists
-    configurations, or else by their names, see `_split_of`. Subfolders count only if the folder itself has no training
-    file. `config` is a configuration in README.md or a subfolder, or None. `what` is for messages."""
+def split_files(
+    folder: Path, config: str | None, what: str, cache_dir: str | None = None
+) -> dict[str, list[Path]]:
+    """The files of each split of a folder, sorted by path: by the README.md of a clone of a hub
+    data set, if it lists configurations, or else by their names, see `_split_of`. Subfolders count
+    only if the folder itself has no training file. `config` is a configuration in README.md or a
+    subfolder, or None. `what` is for messages."""
     readme = folder / "README.md"
     if readme.is_file():
         with reading(f"{what}: the configurations of its README.md (FOLDER:CONFIG names one)"):
             if (metadata_load(readme) or {}).get("configs"):
-                place = str(folder.resolve())  # a relative path such as `json` would name a builder of `datasets`
-                listed: Any = datasets.load_dataset_builder(place, config, cache_dir=cache_dir).config
-                return {str(split): sorted(map(Path, paths)) for split, paths in listed.data_files.items()}
+                place = str(
+                    folder.resolve()
+                )  # a relative path such as `json` would name a builder of `datasets`
+                listed: Any = datasets.load_dataset_builder(
+                    place, config, cache_dir=cache_dir
+                ).config
+                return {
+                    str(split): sorted(map(Path, paths))
+                    for split, paths in listed.data_files.items()
+                }
     if config is not None:
         folder = folder / config
         if not folder.is_dir():
-            raise UserError(f"{what}: has no configuration or subfolder '{config}'{nearest_path(folder)}")
+            raise UserError(
+                f"{what}: has no configuration or subfolder '{config}'{nearest_path(folder)}"
+            )
     found = {}
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
@@ -284,14 +354,19 @@ def split_files(folder: Path, config: str | None, what: str, cache_dir: str | No
     direct = {path: split for path, split in found.items() if path.parent == folder}
     if not all(map(is_eval, direct.values())):
         found = direct
-    return {split: [path for path in found if found[path] == split] for split in dict.fromkeys(found.values())}
+    return {
+        split: [path for path in found if found[path] == split]
+        for split in dict.fromkeys(found.values())
+    }
 
 
 def _split_of(path: Path) -> str:
-    """The split of a file: NAME of `NAME-00000-of-00002`; the one of `EVAL_NAMES` with which its name or that of a
-    folder around it starts; or else that for training."""
+    """The split of a file: NAME of `NAME-00000-of-00002`; the one of `EVAL_NAMES` with which its
+    name or that of a folder around it starts; or else that for training."""
     stem = path.name.split(".")[0]
     if shard := re.match(r"(.+?)-\d{5}-of-\d{5}", stem):
         return shard[1]
     names = (stem, *reversed(path.parts[:-1]))
-    return next((word for name in names for word in EVAL_NAMES if name.lower().startswith(word)), TRAIN)
+    return next(
+        (word for name in names for word in EVAL_NAMES if name.lower().startswith(word)), TRAIN
+    )

@@ -1,7 +1,9 @@
-"""`--streaming`: training rows that are read and tokenised while the run trains, for data larger than the disk.
+"""`--streaming`: training rows that are read and tokenised while the run trains, for data larger
+than the disk.
 
-A process makes chunks of token rows, one ahead of its use. Every chunk comes with the position in the data after it,
-and checkpoints hold these positions, so that a resumed run reads on from the chunk in use.
+A process makes chunks of token rows, one ahead of its use. Every chunk comes with the position in
+the data after it, and checkpoints hold these positions, so that a resumed run reads on from the
+chunk in use.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.form_choice import FIRST_ROWS
 from dschat_ppo.data.parts import Batch, Part, Row, read_part
 from dschat_ppo.data.sources import Group, OpenSet
-from dschat_ppo.data.tokenise import DOING, Fitted, TokeniseSettings, features_of, refuse_bad, tokenise_batch
+from dschat_ppo.data.tokenise import (
+    DOING,
+    Fitted,
+    TokeniseSettings,
+    features_of,
+    refuse_bad,
+    tokenise_batch,
+)
 from dschat_ppo.errors import UserError
 
 CHUNK_ROWS = 20_000  # token rows that are shuffled together
@@ -53,19 +62,25 @@ START: Position = {"part": 0, "number": 0, "place": None}  # before the first ra
 
 @lru_cache(8)
 def places_of_step(share: tuple[int, int], block: int) -> frozenset[int]:
-    """The places in a block of `SPLIT_ROWS` raw rows that belong to a step: those from `share[0]` to `share[1]` of a
-    random order, which every step and run sees alike."""
-    order = torch.randperm(SPLIT_ROWS, generator=shared_generator(SPLIT_SEED, _SPLIT_USE, block)).tolist()
+    """The places in a block of `SPLIT_ROWS` raw rows that belong to a step: those from `share[0]`
+    to `share[1]` of a random order, which every step and run sees alike."""
+    order = torch.randperm(
+        SPLIT_ROWS, generator=shared_generator(SPLIT_SEED, _SPLIT_USE, block)
+    ).tolist()
     return frozenset(order[slice(*share)])
 
 
-def raw_batches(parts: Sequence[Part], share: tuple[int, int], position: Position = START) -> Iterator[Batch]:
+def raw_batches(
+    parts: Sequence[Part], share: tuple[int, int], position: Position = START
+) -> Iterator[Batch]:
     """The raw rows of a step from `position` on; `place` is the position after them."""
     number, place = position["number"], position["place"]
     for index in range(position["part"], len(parts)):
         for batch in read_part(parts[index], place):
             spots = (divmod(number + at, SPLIT_ROWS) for at in range(len(batch.rows)))
-            kept = [at for at, (block, spot) in enumerate(spots) if spot in places_of_step(share, block)]
+            kept = [
+                at for at, (block, spot) in enumerate(spots) if spot in places_of_step(share, block)
+            ]
             number += len(batch.rows)
             after = {"part": index, "number": number, "place": batch.place}
             yield Batch([batch.origins[at] for at in kept], [batch.rows[at] for at in kept], after)
@@ -83,15 +98,16 @@ class StreamSource:
     weight: float  # its share of the rows, relative to the other data sets
     parts: Sequence[Part]
     share: tuple[int, int]  # see `raw_batches`
-    # raw rows -> token rows that are kept, counts of what was done for the log (of `UNUSABLE` rows too), and what is
-    # wrong with the first bad row, or ""; `UserError` for a row that ends the run
+    # raw rows -> token rows that are kept, counts of what was done for the log (of `UNUSABLE` rows
+    # too), and what is wrong with the first bad row, or ""; `UserError` for a row that ends the run
     tokenise: Callable[[Batch], Tokens]
     bad_rows: str = "few"  # the flag
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Token rows in their order, the position after them, what was done to the raw rows, and the problems of some."""
+    """Token rows in their order, the position after them, what was done to the raw rows, and the
+    problems of some."""
 
     rows: Dataset
     after: Position
@@ -101,13 +117,17 @@ class Chunk:
 
 def start_of(sources: Sequence[StreamSource]) -> Position:
     """The position before the first token row of a stream."""
-    return {"sources": [{"before": START, "used": 0} for _ in sources], "taken": [0 for _ in sources]}
+    return {
+        "sources": [{"before": START, "used": 0} for _ in sources],
+        "taken": [0 for _ in sources],
+    }
 
 
 class Reader:
-    """Reads one data set of a stream. `place` is behind the token row that it gave last: the position before a batch of
-    raw rows, and how many token rows from there on are used; reading from there may divide the rows into other
-    batches. `counts` and `problem`, the first one, are about the batches since the last chunk."""
+    """Reads one data set of a stream. `place` is behind the token row that it gave last: the
+    position before a batch of raw rows, and how many token rows from there on are used; reading
+    from there may divide the rows into other batches. `counts` and `problem`, the first one, are
+    about the batches since the last chunk."""
 
     def __init__(self, source: StreamSource, place: Position):
         self.source, self.place, self.counts, self.problem = source, place, Counter[str](), ""
@@ -128,15 +148,22 @@ class Reader:
 
 
 def chunks(
-    sources: Sequence[StreamSource], num_rows: int, features: Features, first: int, position: Position
+    sources: Sequence[StreamSource],
+    num_rows: int,
+    features: Features,
+    first: int,
+    position: Position,
 ) -> Iterator[Chunk | None]:
-    """The chunks of a stream of `num_rows` token rows from `first` on, where `position` is; None after each batch of
-    raw rows, so that a rank that waits sees progress.
+    """The chunks of a stream of `num_rows` token rows from `first` on, where `position` is; None
+    after each batch of raw rows, so that a rank that waits sees progress.
 
-    With several sources, each row comes from the source that lacks most to its share of the rows so far. `UserError` if
-    a source has no further row, or `--bad_rows` refuses the bad rows of a chunk.
+    With several sources, each row comes from the source that lacks most to its share of the rows so
+    far. `UserError` if a source has no further row, or `--bad_rows` refuses the bad rows of a
+    chunk.
     """
-    readers = [Reader(source, place) for source, place in zip(sources, position["sources"], strict=True)]
+    readers = [
+        Reader(source, place) for source, place in zip(sources, position["sources"], strict=True)
+    ]
     found, taken = [reader.rows() for reader in readers], list(position["taken"])
     rows = list[Row]()
     for number in range(first * CHUNK_ROWS, num_rows):
@@ -147,9 +174,18 @@ def chunks(
             yield None
         is_end = len(rows) + 1 == CHUNK_ROWS or number + 1 == num_rows or row is None
         for one in readers if is_end else ():
-            refuse_bad(one.source.name, one.counts[UNUSABLE], one.counts[READ], one.source.bad_rows, [one.problem])
+            refuse_bad(
+                one.source.name,
+                one.counts[UNUSABLE],
+                one.counts[READ],
+                one.source.bad_rows,
+                [one.problem],
+            )
         if row is None:
-            way = f"set --streaming_rows {number} or less (a run that has begun resumes from its newest checkpoint with"
+            way = (
+                f"set --streaming_rows {number} or less (a run that has begun resumes from its"
+                " newest checkpoint with"
+            )
             way += " this value and --resume_force True)"
             way = way if number else "--data_split leaves it none, or --truncation drops all"
             has = f"{sources[which].name} has only {taken[which]} rows for this step"
@@ -159,15 +195,21 @@ def chunks(
         if is_end:
             table = InMemoryTable(pa.Table.from_pylist(rows, features.arrow_schema))
             after = {"sources": [one.place for one in readers], "taken": list(taken)}
-            counts, problems = sum((one.counts for one in readers), Counter()), [one.problem for one in readers]
-            yield Chunk(Dataset(table, fingerprint=f"{number}"), after, counts, list(filter(None, problems)))
+            counts, problems = (
+                sum((one.counts for one in readers), Counter()),
+                [one.problem for one in readers],
+            )
+            yield Chunk(
+                Dataset(table, fingerprint=f"{number}"), after, counts, list(filter(None, problems))
+            )
             rows = []
             for one in readers:
                 one.counts, one.problem = Counter(), ""
 
 
 def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
-    """The source whose number of rows is furthest below its share of the rows so far and the next one."""
+    """The source whose number of rows is furthest below its share of the rows so far and the next
+    one."""
     rows = (sum(taken) + 1) / sum(weights)
     lacking = [weight * rows - count for weight, count in zip(weights, taken, strict=True)]
     return lacking.index(max(lacking))
@@ -177,13 +219,16 @@ def neediest(weights: Sequence[float], taken: Sequence[int]) -> int:
 
 
 def _serve(made: Iterator[Chunk | None], pipe: Connection, of_rank: Connection) -> None:
-    """In the process: send what is made, and an error in place of what cannot be made. A chunk waits in the pipe until
-    the rank needs it. Signals that DeepSpeed's launcher sends to all descendants do not end the process: the rank still
-    needs the rows of its last step. The end of the pipe does: the rank has ended, or reads from another place."""
+    """In the process: send what is made, and an error in place of what cannot be made. A chunk
+    waits in the pipe until the rank needs it. Signals that DeepSpeed's launcher sends to all
+    descendants do not end the process: the rank still needs the rows of its last step. The end of
+    the pipe does: the rank has ended, or reads from another place."""
     reset()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of the tokenizer do not survive a fork
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # the threads of the tokenizer do not survive a fork
+    )
     of_rank.close()
     with pipe, suppress(BrokenPipeError):
         try:
@@ -195,11 +240,14 @@ def _serve(made: Iterator[Chunk | None], pipe: Connection, of_rank: Connection) 
 
 
 class StreamedRows:
-    """Token rows of a stream: `len(rows)`, the rows of an epoch, and `rows[i]` as for a `Dataset`. Row i is in chunk
-    i // `CHUNK_ROWS`. Chunk 0, the one in use and the one before are in memory, so rows are to be used in the order of
-    `batches.chunked_order`. `fingerprint` identifies the rows by what they are made from."""
+    """Token rows of a stream: `len(rows)`, the rows of an epoch, and `rows[i]` as for a `Dataset`.
+    Row i is in chunk i // `CHUNK_ROWS`. Chunk 0, the one in use and the one before are in memory,
+    so rows are to be used in the order of `batches.chunked_order`. `fingerprint` identifies the
+    rows by what they are made from."""
 
-    def __init__(self, sources: Sequence[StreamSource], num_rows: int, features: Features, fingerprint: str):
+    def __init__(
+        self, sources: Sequence[StreamSource], num_rows: int, features: Features, fingerprint: str
+    ):
         self.column_names, self.fingerprint, self._num_rows = list(features), fingerprint, num_rows
         self.counts = Counter[str]()  # what was done with the raw rows of chunk 0
         self._sources, self._features = sources, features
@@ -227,12 +275,14 @@ class StreamedRows:
             self._positions = state["positions"] | self._positions
 
     def _use(self, chunk: int, may_stop: bool = False) -> Dataset:
-        """The rows of a chunk. A stop request ends the wait for them (`StopRequested`) only if `may_stop`: in training,
-        the state is saved after the optimizer step."""
+        """The rows of a chunk. A stop request ends the wait for them (`StopRequested`) only if
+        `may_stop`: in training, the state is saved after the optimizer step."""
         if chunk not in self._chunks:
             if self._next != chunk:
                 self._begin(chunk)
-            self._chunks = {number: self._chunks[number] for number in (0, chunk - 1) if number in self._chunks}
+            self._chunks = {
+                number: self._chunks[number] for number in (0, chunk - 1) if number in self._chunks
+            }
             while self._next <= chunk:
                 rows = self._receive(may_stop)
             self._chunks[chunk] = rows
@@ -245,10 +295,12 @@ class StreamedRows:
         self._next = max(number for number in self._positions if number <= chunk)
         if self._next < chunk and dist.is_main():
             logger().warning(
-                f"data: the checkpoint has no position of these rows after row {chunk * CHUNK_ROWS}, so they are read "
-                f"again from row {self._next * CHUNK_ROWS}"
+                "data: the checkpoint has no position of these rows after row"
+                f" {chunk * CHUNK_ROWS}, so they are read again from row {self._next * CHUNK_ROWS}"
             )
-        made = chunks(self._sources, self._num_rows, self._features, self._next, self._positions[self._next])
+        made = chunks(
+            self._sources, self._num_rows, self._features, self._next, self._positions[self._next]
+        )
         self._pipe, inside = Pipe(duplex=False)
         self.process = get_context("fork").Process(target=_serve, args=(made, inside, self._pipe))
         self.process.start()
@@ -256,7 +308,8 @@ class StreamedRows:
         atexit.register(self.process.kill)  # before `multiprocessing` waits for it
 
     def _receive(self, may_stop: bool) -> Dataset:
-        """The rows of the next chunk; what was done is logged. After a failure, another process begins."""
+        """The rows of the next chunk; what was done is logged. After a failure, another process
+        begins."""
         number, self._next, found = self._next, -1, None
         while found is None:  # a batch of raw rows is done
             if may_stop:
@@ -264,8 +317,13 @@ class StreamedRows:
             try:
                 found = self._pipe.recv()
             except (EOFError, OSError):
-                self.process.join(5)  # or else the end of this rank ends it before its traceback is written
-                what = "the process that reads the stream has ended (its own message, if any, is above)"
+                self.process.join(
+                    5
+                )  # or else the end of this rank ends it before its traceback is written
+                what = (
+                    "the process that reads the stream has ended (its own message, if any, is"
+                    " above)"
+                )
                 way = "most often because memory ran out; run the same command again to resume"
                 raise UserError(f"{what}, {way}") from None
             heartbeat()
@@ -278,7 +336,10 @@ class StreamedRows:
         if dist.is_main():
             done = ", ".join(f"{number} {what}" for what, number in found.counts.items())
             done = done or "read together with the rows before"
-            logger().info(f"data: stream: rows {first + 1} to {first + len(found.rows)} of {self._num_rows}: {done}")
+            logger().info(
+                f"data: stream: rows {first + 1} to {first + len(found.rows)} of {self._num_rows}:"
+                f" {done}"
+            )
             for told in found.problems:
                 logger().warning(f"data: skipped: {told}")
         return found.rows
@@ -293,8 +354,8 @@ def rows_at_hand(rows: Dataset | StreamedRows) -> Dataset:
 
 
 def first_rows(found: OpenSet, groups: Sequence[Group]) -> tuple[list[Part], list[Row]]:
-    """The parts of a data set whose training rows are streamed, in order, and its first rows that can be read. Refuses
-    what needs all rows: a number of them, or a slice."""
+    """The parts of a data set whose training rows are streamed, in order, and its first rows that
+    can be read. Refuses what needs all rows: a number of them, or a slice."""
     source, [(names, cut), *others] = found.source, groups
     if source.samples is not None:
         way = "it does not go with --streaming; use a weight, as in NAME:0.5"
@@ -317,7 +378,10 @@ def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
     """Start to read the data sets, and wait for the first chunk."""
     if len(sources) > 1:
         weights = " : ".join(f"{source.weight:g} {source.name}" for source in sources)
-        logger().info(f"data: stream: each row comes from one of several data sets in the proportion {weights}")
+        logger().info(
+            "data: stream: each row comes from one of several data sets in the proportion"
+            f" {weights}"
+        )
     content = "\0".join(part.content for source in sources for part in source.parts)
     features = Features({**features_of(step), "source": Value("int32")})
     identity = hashlib.sha256(content.encode()).hexdigest()
@@ -329,10 +393,15 @@ def start(sources: list[StreamSource], step: StepData) -> StreamedRows:
 
 def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     """See `StreamSource.tokenise`."""
-    found, names = tokenise_batch(batch.rows, batch.origins, settings), list(features_of(settings.step))
+    found, names = (
+        tokenise_batch(batch.rows, batch.origins, settings),
+        list(features_of(settings.step)),
+    )
     problems = [row["problem"] for row in found if row["fitted"] == Fitted.UNUSABLE]
     made = [row for row in found if row["fitted"] != Fitted.UNUSABLE]
     counts = Counter(Fitted(row["fitted"]).words for row in made)
-    counts += Counter({NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(problems)})
+    counts += Counter(
+        {NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(problems)}
+    )
     kept = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
     return kept, counts, problems[0] if problems else ""

@@ -1,5 +1,5 @@
-"""Batches that steps 1 and 2 alone have: which samples share a packed row (`--packing`), batches of pairs, of labelled
-answers and of labelled steps."""
+"""Batches that steps 1 and 2 alone have: which samples share a packed row (`--packing`), batches of
+pairs, of labelled answers and of labelled steps."""
 
 from __future__ import annotations
 
@@ -16,35 +16,49 @@ from torch import Tensor
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.batches import PADDING_ROW, answered, column, epoch_order, rows_at
 
-PACKING = 11  # separates the order of packed rows from other random streams of the same seed and epoch
+PACKING = (
+    11  # separates the order of packed rows from other random streams of the same seed and epoch
+)
 _CHUNK = 10_000  # rows whose lengths are read at a time
-# Columns that step 2 adds: the row whose answer a row borrows (KTO); the log-probs of both answers under the reference.
+# Columns that step 2 adds: the row whose answer a row borrows (KTO); the log-probs of both answers
+# under the reference.
 OTHER_ROW, REF_LOGPROBS = "other_row", "ref_logprobs"
 
 
-# Packing: the number of packed rows depends on the lengths of the samples alone, so every epoch has the same number;
-# which samples meet is drawn again in each epoch.
+# Packing: the number of packed rows depends on the lengths of the samples alone, so every epoch has
+# the same number; which samples meet is drawn again in each epoch.
 
 
 def sample_tokens(rows: Dataset) -> np.ndarray:
-    """Tokens of each sample, (n,) int64: of its answers, and of the prompt once for each of them."""
+    """Tokens of each sample, (n,) int64: of its answers, and of the prompt once for each of
+    them."""
     found = [np.zeros(0, dtype=np.int64)]
     for part in rows.select_columns(["prompt_ids", "answers"]).with_format("arrow").iter(_CHUNK):
         prompts = pc.list_value_length(part["prompt_ids"]).to_numpy()
-        answers = pc.list_value_length(pc.list_flatten(part["answers"])).to_numpy().reshape(len(prompts), -1)
-        found.append(answers.sum(axis=1) + prompts * answers.shape[1])  # every row has equally many answers
+        answers = (
+            pc.list_value_length(pc.list_flatten(part["answers"]))
+            .to_numpy()
+            .reshape(len(prompts), -1)
+        )
+        found.append(
+            answers.sum(axis=1) + prompts * answers.shape[1]
+        )  # every row has equally many answers
     return np.concatenate(found).astype(np.int64)
 
 
 def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[int]]:
-    """Divide samples of (n,) int64 `tokens` into packed rows of at most `capacity` tokens: the longest sample first,
-    each into the fullest row that has room for it; one over the capacity is a row by itself. `order`, a permutation,
-    decides among samples of equal length. Best fit decreasing needs at most 11/9 of the smallest possible number of
-    rows, plus 4 (Johnson et al. 1974)."""
+    """Divide samples of (n,) int64 `tokens` into packed rows of at most `capacity` tokens: the
+    longest sample first, each into the fullest row that has room for it; one over the capacity is a
+    row by itself. `order`, a permutation, decides among samples of equal length. Best fit
+    decreasing needs at most 11/9 of the smallest possible number of rows, plus 4 (Johnson et al.
+    1974)."""
     shuffled = np.asarray(order, dtype=np.int64)
     by_length = shuffled[np.argsort(-tokens[shuffled], kind="stable")]
     packed: list[list[int]] = []
-    rooms, rows = list[int](), list[int]()  # of the packed rows with room: its tokens, rising, and their numbers
+    rooms, rows = (
+        list[int](),
+        list[int](),
+    )  # of the packed rows with room: its tokens, rising, and their numbers
     for sample, size in zip(by_length.tolist(), tokens[by_length].tolist(), strict=True):
         place = bisect_left(rooms, size)
         if place < len(rooms):
@@ -69,14 +83,16 @@ class PackingPlan:
     rows: int  # packed rows of an epoch
 
     def epoch(self, seed: int, epoch: int) -> list[list[int]]:
-        """The samples of each packed row, and the packed rows in the order of training; fixed by seed and epoch."""
+        """The samples of each packed row, and the packed rows in the order of training; fixed by
+        seed and epoch."""
         packed = pack(self.tokens, self.capacity, epoch_order(len(self.tokens), seed, epoch))
         order = torch.randperm(len(packed), generator=shared_generator(seed, epoch, PACKING))
         return [packed[number] for number in order.tolist()]
 
 
 def plan_packing(rows: Dataset, max_seq_len: int) -> PackingPlan:
-    """Packed rows of `max_seq_len` tokens for each answer of a sample: a pair takes two rows, and stays together."""
+    """Packed rows of `max_seq_len` tokens for each answer of a sample: a pair takes two rows, and
+    stays together."""
     tokens = sample_tokens(rows)
     capacity = max_seq_len * len(rows[0]["answers"])
     return PackingPlan(tokens, capacity, len(pack(tokens, capacity, range(len(tokens)))))
@@ -84,7 +100,9 @@ def plan_packing(rows: Dataset, max_seq_len: int) -> PackingPlan:
 
 def samples_of(packed: list[list[int]], numbers: Sequence[int]) -> list[int]:
     """The samples of the packed rows `numbers`; one `PADDING_ROW` if all of these are padding."""
-    return [s for number in numbers if number != PADDING_ROW for s in packed[number]] or [PADDING_ROW]
+    return [s for number in numbers if number != PADDING_ROW for s in packed[number]] or [
+        PADDING_ROW
+    ]
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,9 @@ class PairBatch:
 
     input_ids: Tensor  # (2B, T) int64
     lengths: Tensor  # (2B,) int64
-    answer_mask: Tensor  # (2B, T) bool, True on all tokens of the answers, and nowhere on a padding pair
+    answer_mask: (
+        Tensor  # (2B, T) bool, True on all tokens of the answers, and nowhere on a padding pair
+    )
     pair_mask: Tensor  # (B,) bool, False on padding pairs
     margin: Tensor  # (B,) fp32
     data_sources: Tensor | None = None  # (B,)
@@ -102,18 +122,25 @@ class PairBatch:
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """B right-padded rows of prompt and answer, and B mismatched rows: the same prompts and other rows' answers."""
+    """B right-padded rows of prompt and answer, and B mismatched rows: the same prompts and other
+    rows' answers."""
 
     input_ids: Tensor  # (B, T) int64
-    answer_mask: Tensor  # (B, T) bool, True on the tokens of the answers, and nowhere on a padding row
+    answer_mask: (
+        Tensor  # (B, T) bool, True on the tokens of the answers, and nowhere on a padding row
+    )
     desirable: Tensor  # (B,) bool
     row_mask: Tensor  # (B,) bool, False on padding rows
     other_ids: Tensor  # (B, S) int64, of the mismatched rows
     other_mask: Tensor  # (B, S) bool, as `answer_mask`
     lengths: Tensor  # (B,) int64
     data_sources: Tensor | None = None  # (B,)
-    ref_logprobs: Tensor | None = None  # (B, 2) fp64, the reference's log-prob of each whole answer and mismatched one
-    baseline: Tensor | None = None  # (B,) fp64, the KL estimate of the optimizer step, equal in all rows
+    ref_logprobs: Tensor | None = (
+        None  # (B, 2) fp64, the reference's log-prob of each whole answer and mismatched one
+    )
+    baseline: Tensor | None = (
+        None  # (B,) fp64, the KL estimate of the optimizer step, equal in all rows
+    )
 
 
 @dataclass(frozen=True)
@@ -128,30 +155,45 @@ class StepBatch:
 
 
 def collate_pairs(rows: Dataset, indices: Sequence[int], pad_id: int) -> PairBatch:
-    """Each prompt once with its chosen and once with its rejected answer, and what `with_references` added."""
+    """Each prompt once with its chosen and once with its rejected answer, and what
+    `with_references` added."""
     records, real = rows_at(rows, indices)
     answers = [r["answers"][side] for side in (0, 1) for r in records]
     ids, lengths, mask = answered(records * 2, answers, real.repeat(2), pad_id)
-    margin, reference = torch.tensor([r["margin"] for r in records]), column(records, REF_LOGPROBS, torch.float64)
+    margin, reference = (
+        torch.tensor([r["margin"] for r in records]),
+        column(records, REF_LOGPROBS, torch.float64),
+    )
     flat = None if reference is None else reference.T.flatten()
     return PairBatch(ids, lengths, mask, real, margin, column(records, "source"), flat)
 
 
-def collate_labelled(rows: Dataset, indices: Sequence[int], pad_id: int, max_seq_len: int) -> LabelledBatch:
-    """Each answer after its prompt, and after the prompt the answer of the row in the column `other_row`, which is cut
-    at its end where the mismatched row would exceed `max_seq_len` tokens."""
+def collate_labelled(
+    rows: Dataset, indices: Sequence[int], pad_id: int, max_seq_len: int
+) -> LabelledBatch:
+    """Each answer after its prompt, and after the prompt the answer of the row in the column
+    `other_row`, which is cut at its end where the mismatched row would exceed `max_seq_len`
+    tokens."""
     records, real = rows_at(rows, indices)
     ids, lengths, mask = answered(records, [r["answers"][0] for r in records], real, pad_id)
     rooms = [max(1, max_seq_len - len(r["prompt_ids"])) for r in records]
-    borrowed = [rows[r[OTHER_ROW]]["answers"][0][:room] for r, room in zip(records, rooms, strict=True)]
+    borrowed = [
+        rows[r[OTHER_ROW]]["answers"][0][:room] for r, room in zip(records, rooms, strict=True)
+    ]
     other_ids, _, other_mask = answered(records, borrowed, real, pad_id)
-    desirable, sources = torch.tensor([r["label"] > 0.5 for r in records]), column(records, "source")
+    desirable, sources = (
+        torch.tensor([r["label"] > 0.5 for r in records]),
+        column(records, "source"),
+    )
     reference = column(records, REF_LOGPROBS, torch.float64)
-    return LabelledBatch(ids, mask, desirable, real, other_ids, other_mask, lengths, sources, reference)
+    return LabelledBatch(
+        ids, mask, desirable, real, other_ids, other_mask, lengths, sources, reference
+    )
 
 
 def collate_steps(rows: Dataset, indices: Sequence[int], pad_id: int) -> StepBatch:
-    """Each prompt and its answer as one row, with the labels at the columns `step_ends` of the answer."""
+    """Each prompt and its answer as one row, with the labels at the columns `step_ends` of the
+    answer."""
     records, real = rows_at(rows, indices)
     ids, lengths, _ = answered(records, [r["answers"][0] for r in records], real, pad_id)
     mask, labels = torch.zeros(ids.shape, dtype=torch.bool), torch.zeros(ids.shape)

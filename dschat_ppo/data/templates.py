@@ -1,8 +1,10 @@
-"""Chat templates: that of a run (`--chat_template`, `--chat_template_kwargs`), chat messages as its text, and where
-answers begin and end in it: the one that follows a prompt, and for `--train_on all` those inside it.
+"""Chat templates: that of a run (`--chat_template`, `--chat_template_kwargs`), chat messages as its
+text, and where answers begin and end in it: the one that follows a prompt, and for `--train_on all`
+those inside it.
 
-Both flags become part of the tokenizer's own template text. It is saved with the model, so later steps, generation, the
-reward server and plain transformers render the same text without these flags.
+Both flags become part of the tokenizer's own template text. It is saved with the model, so later
+steps, generation, the reward server and plain transformers render the same text without these
+flags.
 """
 
 from __future__ import annotations
@@ -30,13 +32,24 @@ from dschat_ppo.errors import UserError, reading
 
 FLAG, VARIABLES_FLAG = "--chat_template", "--chat_template_kwargs"
 # Variables and functions that each rendering has.
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # around the assistant's text in some templates
-_JINJA = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+_GIVEN = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+}
+_MARKS = re.compile(
+    r"\{%-?\s*(?:end)?generation\s*-?%\}"
+)  # around the assistant's text in some templates
+_JINJA = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+)
 _BAKED = r"\{{%- set {} = [^\n]* %\}}\n"  # a line of `with_variables`
 
-# name -> the token that ends a turn, "" for the tokenizer's EOS; human-assistant is the text of DeepSpeed-Chat's data
-# sets, without line breaks
+# name -> the token that ends a turn, "" for the tokenizer's EOS; human-assistant is the text of
+# DeepSpeed-Chat's data sets, without line breaks
 NAMED = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>", "zephyr": "", "human-assistant": ""}
 _TEXTS = Path(__file__).parent / "named_templates"  # `checks.jinja` precedes each of them
 Tools = list[Any]
@@ -49,8 +62,11 @@ _BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answ
 # The template of a run
 
 
-def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) -> PreTrainedTokenizerBase:
-    """Give `tokenizer`, in place, the template of `--chat_template` with the variables of `--chat_template_kwargs`."""
+def with_template_flags(
+    tokenizer: PreTrainedTokenizerBase, flags: DataFlags
+) -> PreTrainedTokenizerBase:
+    """Give `tokenizer`, in place, the template of `--chat_template` with the variables of
+    `--chat_template_kwargs`."""
     if flags.chat_template in NAMED:
         tokenizer.chat_template = named_template(flags.chat_template, tokenizer)
     elif flags.chat_template is not None:
@@ -67,38 +83,52 @@ def with_template_flags(tokenizer: PreTrainedTokenizerBase, flags: DataFlags) ->
 
 
 def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Jinja text of a named template for `tokenizer`. Turns end with the template's own token if the tokenizer has
-    it, otherwise with EOS. The text starts with BOS if the tokenizer writes BOS before plain text."""
+    """The Jinja text of a named template for `tokenizer`. Turns end with the template's own token
+    if the tokenizer has it, otherwise with EOS. The text starts with BOS if the tokenizer writes
+    BOS before plain text."""
     end = NAMED[name]
     has_end = end in tokenizer.get_vocab()
-    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [
+        tokenizer.bos_token_id
+    ]
     head = f"{{%- set start = {'bos_token' if begins else repr('')} %}}\n"
     head += f"{{%- set end_of_turn = {repr(end) if has_end else 'eos_token'} %}}\n"
-    logger().info(f"chat template: {name}; turns end with {end if has_end else tokenizer.eos_token}")
+    logger().info(
+        f"chat template: {name}; turns end with {end if has_end else tokenizer.eos_token}"
+    )
     if end and not has_end:
-        note = f"the tokenizer has no token {end}; other tokens of the template become several tokens of plain text too"
+        note = (
+            f"the tokenizer has no token {end}; other tokens of the template become several tokens"
+            " of plain text too"
+        )
         logger().warning(f"{FLAG} {name}: {note}")
-    checks, text = (_TEXTS.joinpath(f"{part}.jinja").read_text(encoding="utf-8") for part in ("checks", name))
+    checks, text = (
+        _TEXTS.joinpath(f"{part}.jinja").read_text(encoding="utf-8") for part in ("checks", name)
+    )
     return head + checks.replace("NAME", name) + text
 
 
 def template_of_file(name: str) -> str:
-    """The text of a Jinja file, whose syntax is checked; `check_rendered` checks what it renders."""
+    """The text of a Jinja file, whose syntax is checked; `check_rendered` checks what it
+    renders."""
     path = Path(name)
     if not path.is_file():
         raise UserError(f"{FLAG} {name}: neither a file nor one of {', '.join(NAMED)}")
     with reading(f"{FLAG} {name}: cannot be used"):  # Python's parser and Jinja's limit the nesting
         text = path.read_text(encoding="utf-8-sig")
         try:
-            _JINJA.from_string(_MARKS.sub("", text))  # also finds unknown filters, which parsing does not
+            _JINJA.from_string(
+                _MARKS.sub("", text)
+            )  # also finds unknown filters, which parsing does not
         except jinja2.TemplateSyntaxError as problem:
             raise UserError(f"{FLAG} {name}, line {problem.lineno}: {problem.message}") from None
     return text
 
 
 def with_variables(template: str, variables: dict[str, Any]) -> str:
-    """The Jinja text that sets `variables` first and otherwise renders as before. Values that an earlier call has set
-    under the same names are replaced. A name that the template does not read is refused."""
+    """The Jinja text that sets `variables` first and otherwise renders as before. Values that an
+    earlier call has set under the same names are replaced. A name that the template does not read
+    is refused."""
     for name in variables:
         others = _BAKED.format("[A-Za-z_0-9]+")
         template = re.sub(rf"\A((?:{others})*?){_BAKED.format(re.escape(name))}", r"\1", template)
@@ -108,10 +138,15 @@ def with_variables(template: str, variables: dict[str, Any]) -> str:
     for name in variables:
         if name not in readable:
             known = f"it reads {', '.join(sorted(readable))}" if readable else "it reads none"
-            raise UserError(f"{VARIABLES_FLAG}: the chat template reads no variable '{name}' of yours; {known}")
-    # Python writes values as Jinja reads them, on one line. In transformers' Jinja the line break after a block is no
-    # output, and what follows starts a line, as before.
-    return "".join(f"{{%- set {name} = {value!r} %}}\n" for name, value in variables.items()) + template
+            raise UserError(
+                f"{VARIABLES_FLAG}: the chat template reads no variable '{name}' of yours; {known}"
+            )
+    # Python writes values as Jinja reads them, on one line. In transformers' Jinja the line break
+    # after a block is no output, and what follows starts a line, as before.
+    return (
+        "".join(f"{{%- set {name} = {value!r} %}}\n" for name, value in variables.items())
+        + template
+    )
 
 
 # Messages as text
@@ -119,37 +154,44 @@ def with_variables(template: str, variables: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The text that a chat template renders after an answer: `kept + dropped`. If the template has no end-of-turn
-    token, `kept` is empty and `token` is the tokenizer's EOS."""
+    """The text that a chat template renders after an answer: `kept + dropped`. If the template has
+    no end-of-turn token, `kept` is empty and `token` is the tokenizer's EOS."""
 
     kept: str  # ends with the end-of-turn token, and belongs to the answer
-    dropped: str  # before which generation stops, such as the line break after ChatML's `<|im_end|>`
+    dropped: (
+        str  # before which generation stops, such as the line break after ChatML's `<|im_end|>`
+    )
     token: int  # id of the end-of-turn token
-    # in place of `kept` where another message follows, up to and including its first added token: `<|end|>` for
-    # gpt-oss, the next turn's `<|user|>` for GLM; "" if that is `kept` too
+    # in place of `kept` where another message follows, up to and including its first added token:
+    # `<|end|>` for gpt-oss, the next turn's `<|user|>` for GLM; "" if that is `kept` too
     earlier: str = ""
     lead: str = ""  # before the content of an earlier answer, such as a space or a channel's name
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
-    """The end of the assistant's turn in the tokenizer's chat template, found by rendering an example. The end-of-turn
-    token is the first special token after the answer, or else the first other added token."""
+    """The end of the assistant's turn in the tokenizer's chat template, found by rendering an
+    example. The end-of-turn token is the first special token after the answer, or else the first
+    other added token."""
     return _turn_end(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id))
 
 
 @lru_cache(maxsize=16)
 def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> TurnEnd:
-    """Cached: every answer needs it. `template` and `eos_id` are arguments because a tokenizer can change, and the
-    result depends on both."""
+    """Cached: every answer needs it. `template` and `eos_id` are arguments because a tokenizer can
+    change, and the result depends on both."""
     closing = opening = before = between = earlier = ""
     ask: Message = {"role": "user", "content": "A question."}
     talk: Messages = [ask, {"role": "assistant", "content": _EXAMPLE}]
-    with suppress(UserError):  # no template, or it rejects the example; it may still accept the rows
+    with suppress(
+        UserError
+    ):  # no template, or it rejects the example; it may still accept the rows
         closing = render(tokenizer, talk, open_answer=False).partition(_EXAMPLE)[2]
         opening = render(tokenizer, [ask], open_answer=True)
         before, _, between = render(tokenizer, [*talk, ask], open_answer=True).partition(_EXAMPLE)
     added = [entry for entry in _added_tokens(tokenizer) if entry[0] in closing]
-    token, number, _ = min(added, key=lambda a: (not a[2], closing.index(a[0]), -len(a[0])), default=("", eos_id, True))
+    token, number, _ = min(
+        added, key=lambda a: (not a[2], closing.index(a[0]), -len(a[0])), default=("", eos_id, True)
+    )
     kept, _, dropped = closing.partition(token) if token else ("", "", closing)
     kept += token
     names = [name for name, _, _ in _added_tokens(tokenizer) if between.lstrip().startswith(name)]
@@ -162,20 +204,28 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
 
 @lru_cache(maxsize=16)
 def added_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[int, AddedToken]:
-    """id -> added token. Cached: a tokenizer with thousands of them takes 20 ms. `size`: of its vocabulary."""
+    """id -> added token. Cached: a tokenizer with thousands of them takes 20 ms. `size`: of its
+    vocabulary."""
     return dict(tokenizer.added_tokens_decoder)
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bool]]:
-    """(token, id, whether it is special) of each added token and of EOS, without those of spaces alone."""
-    added = [(token.content, n, token.special) for n, token in added_tokens(tokenizer, len(tokenizer)).items()]
+    """(token, id, whether it is special) of each added token and of EOS, without those of spaces
+    alone."""
+    added = [
+        (token.content, n, token.special)
+        for n, token in added_tokens(tokenizer, len(tokenizer)).items()
+    ]
     added.append((str(tokenizer.eos_token), int(tokenizer.eos_token_id), True))
     return [entry for entry in added if entry[0].strip()]
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it differs."""
-    return tuple(_answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id)).values())
+    """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it
+    differs."""
+    return tuple(
+        _answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id)).values()
+    )
 
 
 @lru_cache(maxsize=16)
@@ -186,8 +236,8 @@ def _answer_ends(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int)
 
 
 def without_final(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, int | None]:
-    """(a text without the tokens at its end that end answers, and without white space around them; the id of the first
-    of these tokens)."""
+    """(a text without the tokens at its end that end answers, and without white space around them;
+    the id of the first of these tokens)."""
     ends = _answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id))
     first = None
     while (token := next(filter(text.rstrip().endswith, ends), None)) is not None:
@@ -196,21 +246,30 @@ def without_final(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[str, i
 
 
 def text_answer(tokenizer: PreTrainedTokenizerBase, answer: str | Message) -> tuple[str, int]:
-    """(text of an answer to a text prompt, id of its final token). A text that is rendered already ends with the
-    end-of-turn token; that one is its final token, and white space after it is dropped. Tool calls are refused."""
+    """(text of an answer to a text prompt, id of its final token). A text that is rendered already
+    ends with the end-of-turn token; that one is its final token, and white space after it is
+    dropped. Tool calls are refused."""
     if isinstance(answer, dict):
         if answer.get("tool_calls"):
-            raise UserError("the answer has tool calls, which need chat messages as the prompt, but the prompt is text")
+            raise UserError(
+                "the answer has tool calls, which need chat messages as the prompt, but the prompt"
+                " is text"
+            )
         answer = str(answer.get("content") or "")
     bare, first = without_final(tokenizer, answer)
     return bare, int(tokenizer.eos_token_id) if first is None else first
 
 
 def render_answer(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, answer: str | Message, tools: Tools | None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    opening: str,
+    answer: str | Message,
+    tools: Tools | None,
 ) -> tuple[str, int]:
-    """(the assistant's turn as the template renders it after `opening`, which is `render` of `prompt`; id of the
-    token that ends the answer). The text ends with that token, unless the template writes none."""
+    """(the assistant's turn as the template renders it after `opening`, which is `render` of
+    `prompt`; id of the token that ends the answer). The text ends with that token, unless the
+    template writes none."""
     end = turn_end(tokenizer)
     message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
     content, _ = without_final(tokenizer, message.get("content") or "")
@@ -223,25 +282,31 @@ def render_answer(
         unopened = _without_opening(content, opening)
         if is_ended and "".join(unopened.split()) in "".join(turn.split()):
             return turn, end.token
-        # The template renders the opening in two ways, or drops a part of an answer (the thinking, as a rule).
+        # The template renders the opening in two ways, or drops a part of an answer (the thinking,
+        # as a rule).
         return unopened + end.kept, end.token
     if not is_opened:
         raise UserError(
-            "the chat template renders the prompt differently before this answer, so its tool calls or reasoning "
-            "cannot be told from the prompt; give the answer as text, or take another template (--chat_template)"
+            "the chat template renders the prompt differently before this answer, so its tool calls"
+            " or reasoning cannot be told from the prompt; give the answer as text, or take another"
+            " template (--chat_template)"
         )
     check_rendered(turn, [message], None)
     if is_ended:
         return turn, end.token
     # some templates end tool calls with another token
-    found = [(turn.rfind(token) + len(token), n) for token, n, _ in _added_tokens(tokenizer) if token in turn]
+    found = [
+        (turn.rfind(token) + len(token), n)
+        for token, n, _ in _added_tokens(tokenizer)
+        if token in turn
+    ]
     last, token_id = max(found, default=(len(turn), end.token))
     return turn[:last], token_id
 
 
 def _without_opening(content: str, opening: str) -> str:
-    """`content` without its start if `opening` ends with that: templates that open an answer with `<think>` do not
-    render it again, but answers of a data set begin with it."""
+    """`content` without its start if `opening` ends with that: templates that open an answer with
+    `<think>` do not render it again, but answers of a data set begin with it."""
     tail = opening[-_LONGEST_TAG:]
     texts = (text[start:] for start in range(len(tail)) for text in (tail, tail.rstrip()))
     begun = next((text for text in texts if len(text.strip()) > 2 and content.startswith(text)), "")
@@ -249,20 +314,26 @@ def _without_opening(content: str, opening: str) -> str:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    open_answer: bool,
+    tools: Tools | None = None,
 ) -> str:
-    """Messages as text by the tokenizer's chat template, with or without the opening of the assistant's turn."""
+    """Messages as text by the tokenizer's chat template, with or without the opening of the
+    assistant's turn."""
     if tokenizer.chat_template is None:
         raise UserError(
-            "the data holds chat messages, but the model's tokenizer has no chat template; give prompts as text, name "
-            "a template with --chat_template, or save a `chat_template.jinja` in the folder of the tokenizer"
+            "the data holds chat messages, but the model's tokenizer has no chat template; give"
+            " prompts as text, name a template with --chat_template, or save a"
+            " `chat_template.jinja` in the folder of the tokenizer"
         )
     with suppress(UserError):
         text = _apply(tokenizer, messages, open_answer, tools)
         arguments = [function.get("arguments") for function in functions_of(messages)]
         if not any(isinstance(found, dict) and found and str(found) in text for found in arguments):
             return text
-    # Some templates write the arguments of tool calls as they are, or join them with texts: they expect JSON text.
+    # Some templates write the arguments of tool calls as they are, or join them with texts: they
+    # expect JSON text.
     with_text = deepcopy(messages)
     for function in functions_of(with_text):
         if isinstance(function.get("arguments"), dict):
@@ -270,34 +341,51 @@ def render(
     return _apply(tokenizer, with_text, open_answer, tools)
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None) -> str:
-    settings: dict[str, Any] = {"tools": tools or None, "tokenize": False, "add_generation_prompt": open_answer}
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None
+) -> str:
+    settings: dict[str, Any] = {
+        "tools": tools or None,
+        "tokenize": False,
+        "add_generation_prompt": open_answer,
+    }
     with reading("the chat template rejects these messages"):
         return str(tokenizer.apply_chat_template(messages, **settings))
 
 
 def check_rendered(text: str, messages: Messages, tools: Tools | None) -> None:
-    """Check that a rendering holds the questions, the tool calls and the tools. Earlier answers are not checked:
-    templates drop their thinking."""
-    needed = [(f"the {m['role']} message", m.get("content") or "") for m in messages if m["role"] in ("system", "user")]
-    needed += [("the tool call", str(function.get("name", ""))) for function in functions_of(messages)]
-    needed += [("the tool", str(tool.get("name", ""))) for tool in functions_of([{"tool_calls": tools}])]
+    """Check that a rendering holds the questions, the tool calls and the tools. Earlier answers are
+    not checked: templates drop their thinking."""
+    needed = [
+        (f"the {m['role']} message", m.get("content") or "")
+        for m in messages
+        if m["role"] in ("system", "user")
+    ]
+    needed += [
+        ("the tool call", str(function.get("name", ""))) for function in functions_of(messages)
+    ]
+    needed += [
+        ("the tool", str(tool.get("name", ""))) for tool in functions_of([{"tool_calls": tools}])
+    ]
     for what, words in needed:
         words = words.strip()
         if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
             raise UserError(
-                f"the chat template leaves out {what} {words[:60]!r}; take a template that renders it "
-                "(--chat_template), or remove it from the data"
+                f"the chat template leaves out {what} {words[:60]!r}; take a template that renders"
+                " it (--chat_template), or remove it from the data"
             )
 
 
 # Earlier answers
 
 
-def turn_spans(tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None) -> list[Span]:
-    """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the assistant, each with
-    its end-of-turn token: by the `{% generation %}` marks of the template if it has them, or else by what changes where
-    another text takes the place of all answers. `UserError` if one cannot be found for certain."""
+def turn_spans(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None
+) -> list[Span]:
+    """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the
+    assistant, each with its end-of-turn token: by the `{% generation %}` marks of the template if
+    it has them, or else by what changes where another text takes the place of all answers.
+    `UserError` if one cannot be found for certain."""
     turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
     end = turn_end(tokenizer)
     for find in (_marked, _probed):
@@ -305,17 +393,24 @@ def turn_spans(tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: st
             found = find(tokenizer, prompt, turns, opening, tools) if turns else []
             spans = [(start, _to_end(opening, start, stop, end)) for start, stop in found]
             texts = [opening[start:stop] for start, stop in spans]
-            is_held = all(_holds(text, prompt[turn], end) for text, turn in zip(texts, turns, strict=False))
+            is_held = all(
+                _holds(text, prompt[turn], end) for text, turn in zip(texts, turns, strict=False)
+            )
             if len(spans) == len(turns) and is_held:
                 return spans
     raise UserError(
-        "the earlier answers of the assistant cannot be found for certain in what the chat template renders; "
-        "--train_on last trains the last answer only, or mark them with {% generation %} in a --chat_template"
+        "the earlier answers of the assistant cannot be found for certain in what the chat template"
+        " renders; --train_on last trains the last answer only, or mark them with {% generation %}"
+        " in a --chat_template"
     )
 
 
 def _marked(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    turns: list[int],
+    opening: str,
+    tools: Tools | None,
 ) -> list[Span]:
     """The ranges that the template's `{% generation %}` marks enclose; [] without marks."""
     template = tokenizer.get_chat_template(None, tools)
@@ -324,19 +419,29 @@ def _marked(
     tokens: dict[str, Any] = tokenizer.special_tokens_map
     with reading("the chat template rejects these messages"):
         found: Any = render_jinja_template(
-            conversations=[prompt], tools=tools or None, chat_template=template, return_assistant_tokens_mask=True,
-            add_generation_prompt=True, **tokens,
-        )  # fmt: skip
+            conversations=[prompt],
+            tools=tools or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=True,
+            **tokens,
+        )
     (text,), (marks,) = found
     return [(start, stop) for start, stop in marks if start < stop and text == opening]
 
 
 def _probed(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, turns: list[int], opening: str, tools: Tools | None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    turns: list[int],
+    opening: str,
+    tools: Tools | None,
 ) -> list[Span]:
-    """The ranges that differ when another text takes the place of the answers, whose tool calls belong to them; [] if
-    the rest is not the same."""
-    probed = [{"role": m["role"], "content": _PROBE} if m["role"] == "assistant" else m for m in prompt]
+    """The ranges that differ when another text takes the place of the answers, whose tool calls
+    belong to them; [] if the rest is not the same."""
+    probed = [
+        {"role": m["role"], "content": _PROBE} if m["role"] == "assistant" else m for m in prompt
+    ]
     before, *rest = render(tokenizer, probed, open_answer=True, tools=tools).split(_PROBE)
     lead = turn_end(tokenizer).lead  # of an answer that is text; one that calls tools may have none
     before = before.removesuffix(lead) if turns[0] else before
@@ -358,7 +463,8 @@ def _probed(
 
 
 def _to_end(text: str, start: int, stop: int, end: TurnEnd) -> int:
-    """Where an answer ends that begins at `start` and reaches about to `stop`: after its end-of-turn token."""
+    """Where an answer ends that begins at `start` and reaches about to `stop`: after its
+    end-of-turn token."""
     for kept, closing in ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier)):
         for back in range(min(len(closing), stop - start), -1, -1) if kept else ():
             if text.startswith(kept, stop - back) and closing.startswith(text[stop - back : stop]):

@@ -1,5 +1,5 @@
-"""Raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit. `prepare.py` does it
-for a whole data set, a stream for a batch at a time."""
+"""Raw rows of one data set to token rows: read by the form, encoded, fitted to the length limit.
+`prepare.py` does it for a whole data set, a stream for a batch at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
 
 DOING = "prepared the data"
-MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}  # share of the rows of a data set that --bad_rows drops
+MOST_BAD = {
+    "few": 0.01,
+    "skip": 1.0,
+    "error": 0.0,
+}  # share of the rows of a data set that --bad_rows drops
 _SHOWN = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
 
@@ -55,7 +59,11 @@ NOTES = {  # further columns, for `prepare`
 
 def features_of(step: StepData) -> Features:
     """Columns of the token rows of a step; `digest` is a hash of the others."""
-    columns: dict[str, Any] = {"prompt_ids": _IDS, "answers": List(_IDS), "margin": Value("float32")}
+    columns: dict[str, Any] = {
+        "prompt_ids": _IDS,
+        "answers": List(_IDS),
+        "margin": Value("float32"),
+    }
     if step.use == "sft":
         columns["prompt_spans"] = List(_IDS)
     if step.use == "unpaired":
@@ -74,36 +82,60 @@ class TokeniseSettings:
 
     form: Form
     source: str  # name of the data set, `data_source` of rows that have none
-    columns: Sequence[str]  # that all its rows have; those that the file does not give them are None
+    columns: Sequence[
+        str
+    ]  # that all its rows have; those that the file does not give them are None
     tokenizer: PreTrainedTokenizerBase
     step: StepData
 
     def identity(self) -> list[object]:
         """Everything besides rows and tokenizer that token rows depend on."""
         step = self.step
-        elsewhere = {  # what a data set is, and how its rows are shared out, is in the rows and their numbers
-            "data_path", "data_split", "data_output_path", "preprocessing_num_workers", "streaming", "streaming_rows",
+        # what a data set is, and how its rows are shared out, is in the rows and their numbers
+        elsewhere = {
+            "data_path",
+            "data_split",
+            "data_output_path",
+            "preprocessing_num_workers",
+            "streaming",
+            "streaming_rows",
             "bad_rows",
-        }  # fmt: skip
-        chosen = sorted((name, value) for name, value in vars(step.flags).items() if name not in elsewhere)
-        how = [self.form.identity, self.form.rendering, step.use, step.limit, step.all_turns, self.source, chosen]
+        }
+        chosen = sorted(
+            (name, value) for name, value in vars(step.flags).items() if name not in elsewhere
+        )
+        how = [
+            self.form.identity,
+            self.form.rendering,
+            step.use,
+            step.limit,
+            step.all_turns,
+            self.source,
+            chosen,
+        ]
         how += [step.step_separator] if step.use == "steps" else []
         how += [step.teacher_column, step.keeps_answers] if step.use == "prompt" else []
         return [*how, list(step.tools)] if step.tools else how
 
 
 def refuse_bad(name: str, bad: int, rows: int, policy: str, first: Sequence[str]) -> None:
-    """`UserError` if `--bad_rows` does not accept so many bad rows of a data set; if all are bad, no value does."""
+    """`UserError` if `--bad_rows` does not accept so many bad rows of a data set; if all are bad,
+    no value does."""
     if bad > MOST_BAD[policy] * rows or 0 < rows == bad:
         way = "" if policy == "skip" or bad == rows else "; --bad_rows skip leaves such rows out"
-        raise UserError(f"{name}: {bad} of {rows} rows cannot be used{way}. The first: {' | '.join(first)}")
+        raise UserError(
+            f"{name}: {bad} of {rows} rows cannot be used{way}. The first: {' | '.join(first)}"
+        )
 
 
-def tokenise_batch(raw_rows: Sequence[Raw], origins: Sequence[str], settings: TokeniseSettings) -> list[dict[str, Any]]:
-    """Token rows of some raw rows of one data set, in their order, with the columns of `features_of` and `NOTES`;
-    `origins` is "FILE, row N" of each, and `number` counts the raw rows given here. A raw row gives none, one or
-    several. A bad one gives a single row without tokens, which is UNUSABLE: its `problem` names the row and quotes it.
-    Rows that the limit drops are included as DROPPED."""
+def tokenise_batch(
+    raw_rows: Sequence[Raw], origins: Sequence[str], settings: TokeniseSettings
+) -> list[dict[str, Any]]:
+    """Token rows of some raw rows of one data set, in their order, with the columns of
+    `features_of` and `NOTES`; `origins` is "FILE, row N" of each, and `number` counts the raw rows
+    given here. A raw row gives none, one or several. A bad one gives a single row without tokens,
+    which is UNUSABLE: its `problem` names the row and quotes it. Rows that the limit drops are
+    included as DROPPED."""
     made: list[dict[str, Any]] = []
     step, no_values = settings.step, dict.fromkeys(settings.columns)
     for number, (raw, origin) in enumerate(zip(raw_rows, origins, strict=True)):
@@ -119,10 +151,13 @@ def tokenise_batch(raw_rows: Sequence[Raw], origins: Sequence[str], settings: To
                     found += _token_rows(row, example, settings)
             except UserError as error:  # a ranked list with a bad answer gives no pair at all
                 problem = f"{origin}{suffix}: {error}; the row: {_shown(row)}"
-            if step.flags.truncation == "error" and any(each["fitted"] == Fitted.DROPPED for each in found):
+            if step.flags.truncation == "error" and any(
+                each["fitted"] == Fitted.DROPPED for each in found
+            ):
                 raise UserError(
-                    f"{origin}: longer than the limit of {step.limit} tokens (--truncation error); the row: "
-                    f"{_shown(row)}; --truncation left cuts such rows, drop leaves them out"
+                    f"{origin}: longer than the limit of {step.limit} tokens (--truncation error);"
+                    f" the row: {_shown(row)}; --truncation left cuts such rows, drop leaves"
+                    " them out"
                 )
         if problem:
             found = [{"prompt_ids": [], "answers": [], "tokens": 0, "fitted": int(Fitted.UNUSABLE)}]
@@ -136,15 +171,20 @@ def _shown(row: dict[str, Any]) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> list[dict[str, Any]]:
-    """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text. `UserError` for an
-    empty prompt or answer, and for steps that cannot be found."""
+def _token_rows(
+    row: dict[str, Any], example: Example, settings: TokeniseSettings
+) -> list[dict[str, Any]]:
+    """The token rows of one example of the raw row `row`: one, or the blocks of a long plain text.
+    `UserError` for an empty prompt or answer, and for steps that cannot be found."""
     step, use = settings.step, settings.step.use
     if use == "steps":
         example = joined_steps(example, step.step_separator)
     if step.tools:
         if isinstance(example.prompt, str):
-            raise UserError("the chat template describes tools to the model, so the prompt must be chat messages")
+            raise UserError(
+                "the chat template describes tools to the model, so the prompt must be chat"
+                " messages"
+            )
         example = replace(example, tools=[*(example.tools or ()), *step.tools])
     ids = encode_example(settings.tokenizer, example, step.all_turns)
     if any(len(answer) <= 1 for answer in ids.answers):
@@ -159,9 +199,18 @@ def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSetting
         if use == "unpaired":
             more = {"label": example.labels[0]}
         elif use == "steps":
-            ends = labelled_ends(settings.tokenizer, ids.answers[0], example.labels, step.step_separator)
-            kept = [(end, label) for end, label in zip(*ends, strict=True) if end < len(fitted.answers[0])]
-            more = {"step_ends": [end for end, _ in kept], "step_labels": [label for _, label in kept]}
+            ends = labelled_ends(
+                settings.tokenizer, ids.answers[0], example.labels, step.step_separator
+            )
+            kept = [
+                (end, label)
+                for end, label in zip(*ends, strict=True)
+                if end < len(fitted.answers[0])
+            ]
+            more = {
+                "step_ends": [end for end, _ in kept],
+                "step_labels": [label for _, label in kept],
+            }
             outcome = outcome if kept else Fitted.DROPPED  # the limit leaves no labelled step
         elif use == "sft":
             more = {"prompt_spans": [list(span) for span in fitted.prompt_spans]}
@@ -171,17 +220,23 @@ def _token_rows(row: dict[str, Any], example: Example, settings: TokeniseSetting
                 more["teacher_prompt_ids"] = teacher_prompt(row, example, settings)
         whole = fitted if outcome == Fitted.BLOCKS else ids
         content = map(str, [example.margin, *more.values(), *own])
-        rows.append({
-            "prompt_ids": fitted.prompt, "answers": own or fitted.answers, "margin": example.margin,
-            "fitted": int(outcome), "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0), **more,
-            "digest": _hash(fitted, *content),
-        })  # fmt: skip
+        rows.append(
+            {
+                "prompt_ids": fitted.prompt,
+                "answers": own or fitted.answers,
+                "margin": example.margin,
+                "fitted": int(outcome),
+                "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0),
+                **more,
+                "digest": _hash(fitted, *content),
+            }
+        )
     return rows
 
 
 def teacher_prompt(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> list[int]:
-    """The ids of what a teacher reads: the prompt with `--teacher_prompt_column` in place of its text, or of that of
-    its last message. `UserError` if that is longer than a prompt may be."""
+    """The ids of what a teacher reads: the prompt with `--teacher_prompt_column` in place of its
+    text, or of that of its last message. `UserError` if that is longer than a prompt may be."""
     step, column, prompt = settings.step, settings.step.teacher_column, example.prompt
     assert column is not None
     if not has_value(row, column):
@@ -191,25 +246,33 @@ def teacher_prompt(row: dict[str, Any], example: Example, settings: TokeniseSett
     ids = encode_example(settings.tokenizer, replace(example, prompt=seen, answers=[])).prompt
     if len(ids) > step.limit:
         raise UserError(
-            f"--teacher_prompt_column {column}: the teacher would read {len(ids)} tokens, more than "
-            f"--max_prompt_seq_len {step.limit}; raise it"
+            f"--teacher_prompt_column {column}: the teacher would read {len(ids)} tokens, more than"
+            f" --max_prompt_seq_len {step.limit}; raise it"
         )
     return ids
 
 
 def fit(
-    ids: EncodedExample, example: Example, tokenizer: PreTrainedTokenizerBase, limit: int, policy: str
+    ids: EncodedExample,
+    example: Example,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    policy: str,
 ) -> list[tuple[EncodedExample, Fitted]]:
-    """Rows of at most `limit` tokens in prompt and longest answer, and what `--truncation` did to them. A plain text
-    over the limit is divided into blocks: the first token of each is the last one of the block before it, so each token
-    is predicted once. Otherwise it is one row: the prompt is cut, but for its `fixed_ends` if the limit allows it. An
-    eighth of the limit is for the prompt, and half of it where an answer alone is over the limit: answers that leave it
-    less are cut at their end. Of `prompt_spans`, those stay of which no token was cut."""
+    """Rows of at most `limit` tokens in prompt and longest answer, and what `--truncation` did to
+    them. A plain text over the limit is divided into blocks: the first token of each is the last
+    one of the block before it, so each token is predicted once. Otherwise it is one row: the prompt
+    is cut, but for its `fixed_ends` if the limit allows it. An eighth of the limit is for the
+    prompt, and half of it where an answer alone is over the limit: answers that leave it less are
+    cut at their end. Of `prompt_spans`, those stay of which no token was cut."""
     if example.prompt == "":
         text = [*ids.prompt, *ids.answers[0]]
         if len(text) > limit and policy not in ("drop", "error"):
             starts = range(0, len(text) - 1, limit - 1)
-            blocks = [replace(ids, prompt=text[at : at + 1], answers=[text[at + 1 : at + limit]]) for at in starts]
+            blocks = [
+                replace(ids, prompt=text[at : at + 1], answers=[text[at + 1 : at + limit]])
+                for at in starts
+            ]
             return [(block, Fitted.BLOCKS) for block in blocks]
         if not ids.prompt:  # nothing before its first token predicts it
             ids = replace(ids, prompt=text[:1], answers=[text[1:]])
@@ -220,7 +283,9 @@ def fit(
     if policy in ("drop", "error"):
         return [(ids, Fitted.DROPPED)]
     kept = min(count, max(1, limit // (2 if longest > limit else 8), limit - longest))
-    keep_start, keep_end = fixed_ends(tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str))
+    keep_start, keep_end = fixed_ends(
+        tokenizer, ids.prompt, is_chat=not isinstance(example.prompt, str)
+    )
     keep_end = min(keep_end, kept if policy == "left" else kept - 1)
     keep_start = min(keep_start, kept - max(1, keep_end))
     free = kept - keep_start - keep_end
@@ -233,13 +298,24 @@ def fit(
         for start, end in ids.prompt_spans
         if end <= head or start >= tail
     ]
-    prompt, answers = ids.prompt[:head] + ids.prompt[tail:], [answer[:room] for answer in ids.answers]
-    return [(EncodedExample(prompt, answers, spans), Fitted.ANSWER_CUT if longest > room else Fitted.PROMPT_CUT)]
+    prompt, answers = (
+        ids.prompt[:head] + ids.prompt[tail:],
+        [answer[:room] for answer in ids.answers],
+    )
+    return [
+        (
+            EncodedExample(prompt, answers, spans),
+            Fitted.ANSWER_CUT if longest > room else Fitted.PROMPT_CUT,
+        )
+    ]
 
 
-def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool) -> tuple[int, int]:
-    """How many first and last tokens of a prompt a cut keeps: the first one if it is BOS. Of a chat prompt also the end
-    of the template: the last special tokens, at most two tokens apart, as `<|im_end|>\\n<|im_start|>assistant\\n`."""
+def fixed_ends(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: bool
+) -> tuple[int, int]:
+    """How many first and last tokens of a prompt a cut keeps: the first one if it is BOS. Of a chat
+    prompt also the end of the template: the last special tokens, at most two tokens apart, as
+    `<|im_end|>\\n<|im_start|>assistant\\n`."""
     start = int(bool(prompt) and prompt[0] == tokenizer.bos_token_id)
     if not is_chat:
         return start, 0
@@ -252,11 +328,14 @@ def fixed_ends(tokenizer: PreTrainedTokenizerBase, prompt: list[int], is_chat: b
 
 
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
-    """The columns of a row as JSON for reward functions, and on a second line what they do not hold themselves:
-    `data_source`, `answer` and `ground_truth` and `TRUTH` if the row has a correct answer, which the flags may name,
-    `MESSAGES` and `TOOLS` of a chat."""
+    """The columns of a row as JSON for reward functions, and on a second line what they do not hold
+    themselves: `data_source`, `answer` and `ground_truth` and `TRUTH` if the row has a correct
+    answer, which the flags may name, `MESSAGES` and `TOOLS` of a chat."""
     added: dict[str, Any] = {}
-    is_named = settings.step.flags.answer_column is not None or settings.step.flags.answer_pattern is not None
+    is_named = (
+        settings.step.flags.answer_column is not None
+        or settings.step.flags.answer_pattern is not None
+    )
     if row.get("data_source") is None:
         added["data_source"] = settings.source
     if example.truth is not None:
@@ -266,7 +345,9 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
         added[MESSAGES] = example.prompt
     if example.tools is not None:
         added[TOOLS] = example.tools
-    first = json.dumps({name: value for name, value in row.items() if name not in ADDED}, default=str)
+    first = json.dumps(
+        {name: value for name, value in row.items() if name not in ADDED}, default=str
+    )
     if not added:
         return first
     return f"{first[:-1]}{',' if row else ''}\n{json.dumps(added, default=str)[1:]}"
@@ -277,4 +358,8 @@ def _hash(ids: EncodedExample, *content: str) -> int:
     lists = [ids.prompt, *ids.answers]
     numbers = b"".join(array("i", part).tobytes() for part in [list(map(len, lists)), *lists])
     texts = (text.encode("utf-8", "surrogatepass") for text in content)
-    return int.from_bytes(hashlib.blake2b(b"\0".join([numbers, *texts]), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(b"\0".join([numbers, *texts]), digest_size=8).digest(),
+        "little",
+        signed=True,
+    )

@@ -1,1 +1,2 @@
-"""DeepSpeed: configurations, engines of the four models, one optimizer step, and the actor's switch to generation."""
+"""DeepSpeed: configurations, engines of the four models, one optimizer step, and the actor's switch
+to generation."""

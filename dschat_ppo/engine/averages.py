@@ -1,4 +1,5 @@
-"""Averages over steps of PPO: the moving average of the weights that train, and the reference that follows them."""
+"""Averages over steps of PPO: the moving average of the weights that train, and the reference that
+follows them."""
 
 from __future__ import annotations
 
@@ -23,15 +24,19 @@ def gathered(weight: Any) -> Tensor:
 
 
 def refresh_whole_copy(weight: Any) -> None:
-    """Renew the whole copy of a partitioned parameter, where ZeRO-3 keeps one because it is small. Collective then."""
+    """Renew the whole copy of a partitioned parameter, where ZeRO-3 keeps one because it is small.
+    Collective then."""
     if is_partitioned(weight) and weight.ds_status == ZeroParamStatus.AVAILABLE:
         weight.data.copy_(gathered(weight).view(weight.ds_shape))
 
 
-def copy_overlaps(mine: Mapping[str, tuple[int, Tensor]], ranks: Iterable[Mapping[str, Tensor]]) -> bool:
-    """Fill this rank's parts of parameters from those of all ranks of a saved run; returns whether any held a part.
-    `mine`: name -> (number of its first element, flat part), changed in place. `ranks`: name -> part of each rank, in
-    rank order, read one at a time; {} for a rank that held none."""
+def copy_overlaps(
+    mine: Mapping[str, tuple[int, Tensor]], ranks: Iterable[Mapping[str, Tensor]]
+) -> bool:
+    """Fill this rank's parts of parameters from those of all ranks of a saved run; returns whether
+    any held a part. `mine`: name -> (number of its first element, flat part), changed in place.
+    `ranks`: name -> part of each rank, in rank order, read one at a time; {} for a rank that held
+    none."""
     seen = dict.fromkeys(mine, 0)
     found = False
     for state in ranks:
@@ -49,25 +54,38 @@ def copy_overlaps(mine: Mapping[str, tuple[int, Tensor]], ranks: Iterable[Mappin
 
 
 class MovingAverage:
-    """`average = decay * average + (1 - decay) * weights` after each update, in fp32 in host memory (Polyak averaging).
+    """`average = decay * average + (1 - decay) * weights` after each update, in fp32 in host memory
+    (Polyak averaging).
 
-    Averages the parameters of `model` that train (of an adapter, its matrices), from their current values on. Under
-    ZeRO-3 each rank averages its partition of each tensor. Otherwise the ranks divide the whole tensors among them.
+    Averages the parameters of `model` that train (of an adapter, its matrices), from their current
+    values on. Under ZeRO-3 each rank averages its partition of each tensor. Otherwise the ranks
+    divide the whole tensors among them.
     """
 
     def __init__(self, model: nn.Module, decay: float):
         self._decay = decay
-        self._parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._owners = _owners({name: p.numel() for name, p in self._parameters.items() if not is_partitioned(p)})
+        self._parameters: dict[str, Any] = {
+            name: p for name, p in model.named_parameters() if p.requires_grad
+        }
+        self._owners = _owners(
+            {name: p.numel() for name, p in self._parameters.items() if not is_partitioned(p)}
+        )
         self._parts = dict[str, Tensor]()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.begin()
 
     def begin(self) -> None:
         """Reset the average to the current weights."""
-        kept = {name: p for name, p in self._parameters.items() if self._owners.get(name, dist.rank()) == dist.rank()}
+        kept = {
+            name: p
+            for name, p in self._parameters.items()
+            if self._owners.get(name, dist.rank()) == dist.rank()
+        }
         layout = torch.contiguous_format
-        self._parts = {name: _held(weight).cpu().float().clone(memory_format=layout) for name, weight in kept.items()}
+        self._parts = {
+            name: _held(weight).cpu().float().clone(memory_format=layout)
+            for name, weight in kept.items()
+        }
 
     @torch.no_grad()
     def update(self) -> None:
@@ -76,7 +94,8 @@ class MovingAverage:
             part.lerp_(self._on_host(_held(self._parameters[name])).float(), 1 - self._decay)
 
     def _on_host(self, weight: Tensor) -> Tensor:
-        """A weight in host memory and its dtype, until the next call; from a GPU by pinned memory, which is faster."""
+        """A weight in host memory and its dtype, until the next call; from a GPU by pinned memory,
+        which is faster."""
         if weight.device.type == "cpu":
             return weight
         if self._buffer.numel() < weight.nbytes:
@@ -84,7 +103,8 @@ class MovingAverage:
         return self._buffer[: weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
 
     def gathered(self) -> dict[str, Tensor]:
-        """The whole averages of the parameters that train, in their dtype, on rank 0; {} on other ranks. Collective."""
+        """The whole averages of the parameters that train, in their dtype, on rank 0; {} on other
+        ranks. Collective."""
         whole = {}
         for name, weight in self._parameters.items():
             if is_partitioned(weight):
@@ -92,8 +112,12 @@ class MovingAverage:
             else:
                 part = dist.broadcast(self._parts.get(name, weight.detach()), self._owners[name])
             if dist.is_main():
-                shape = torch.Size(getattr(weight, "ds_shape", weight.shape))  # ZeRO-3 empties `shape`
-                whole[name] = part.flatten()[: shape.numel()].view(shape).to(weight.dtype)  # without ZeRO-3's padding
+                shape = torch.Size(
+                    getattr(weight, "ds_shape", weight.shape)
+                )  # ZeRO-3 empties `shape`
+                whole[name] = (
+                    part.flatten()[: shape.numel()].view(shape).to(weight.dtype)
+                )  # without ZeRO-3's padding
         return whole
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -101,14 +125,22 @@ class MovingAverage:
         return dict(self._parts)
 
     def restore(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
-        """Restore from the parts of all ranks of a saved run, in rank order ({}: none); returns whether there was any.
-        Their partitions may be others. `ranks` is read one at a time."""
-        firsts = {name: 0 if name in self._owners else dist.rank() * p.numel() for name, p in self._parts.items()}
-        return copy_overlaps({name: (firsts[name], part.view(-1)) for name, part in self._parts.items()}, ranks)
+        """Restore from the parts of all ranks of a saved run, in rank order ({}: none); returns
+        whether there was any. Their partitions may be others. `ranks` is read one at a time."""
+        firsts = {
+            name: 0 if name in self._owners else dist.rank() * p.numel()
+            for name, p in self._parts.items()
+        }
+        return copy_overlaps(
+            {name: (firsts[name], part.view(-1)) for name, part in self._parts.items()}, ranks
+        )
 
 
-def whole_averages(ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Whole fp32 averages, by the `shapes` of the averaged parameters; `ranks` as in `MovingAverage.restore`."""
+def whole_averages(
+    ranks: Iterable[dict[str, Tensor]], shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """Whole fp32 averages, by the `shapes` of the averaged parameters; `ranks` as in
+    `MovingAverage.restore`."""
     parts: dict[str, list[Tensor]] = {}
     for state in ranks:
         for name in state.keys() & shapes.keys():
@@ -123,7 +155,8 @@ def pinned(size: int) -> Tensor:
 
 
 def _owners(sizes: dict[str, int]) -> dict[str, int]:
-    """The rank that averages each tensor, so that all average about as many numbers; the same on every rank."""
+    """The rank that averages each tensor, so that all average about as many numbers; the same on
+    every rank."""
     held, owners = [0] * dist.world_size(), {}
     for name, size in sizes.items():
         owners[name] = held.index(min(held))
@@ -139,9 +172,10 @@ PIECE = 2**24  # elements that are in fp32 at a time
 
 
 class ReferenceSync:
-    """`reference = mixup * actor + (1 - mixup) * reference`, in fp32, then rounded to the dtype of the weights: TR-DPO
-    (Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656). `actor` and `reference` are engines around a
-    `PolicyModel` with the same parameters. Each rank computes the elements of the reference that it holds."""
+    """`reference = mixup * actor + (1 - mixup) * reference`, in fp32, then rounded to the dtype of
+    the weights: TR-DPO (Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656). `actor` and
+    `reference` are engines around a `PolicyModel` with the same parameters. Each rank computes the
+    elements of the reference that it holds."""
 
     def __init__(self, actor: Engine, reference: Engine, mixup: float):
         self._actor = actor
@@ -151,15 +185,20 @@ class ReferenceSync:
 
     @torch.no_grad()
     def update(self) -> float:
-        """Move the reference, between optimizer steps; returns the norm of the change over all parameters, divided by
-        the norm before it. `NonFiniteError`, and no change, if a weight of the actor is not finite. Collective."""
+        """Move the reference, between optimizer steps; returns the norm of the change over all
+        parameters, divided by the norm before it. `NonFiniteError`, and no change, if a weight of
+        the actor is not finite. Collective."""
         require_finite_weights("actor", self._actor)
-        squares = torch.zeros(2, dtype=torch.float64, device=dist.device())  # of the change, and of the weights before
+        squares = torch.zeros(
+            2, dtype=torch.float64, device=dist.device()
+        )  # of the change, and of the weights before
         for name, weight in self._weights.items():
             heartbeat()
             first, part = own_part(weight)
             source = self._actor_part(name, first, part)
-            counts = is_partitioned(weight) or dist.is_main()  # whole tensors are the same on all ranks
+            counts = (
+                is_partitioned(weight) or dist.is_main()
+            )  # whole tensors are the same on all ranks
             for new, theirs in zip(part.split(PIECE), source.split(PIECE), strict=True):
                 before = new.to(torch.float32, copy=True)
                 new.copy_(self._mixup * theirs.float() + (1 - self._mixup) * before)
@@ -171,7 +210,8 @@ class ReferenceSync:
         return sqrt(moved / size) if size else 0.0
 
     def _actor_part(self, name: str, first: int, part: Tensor) -> Tensor:
-        """The actor's elements at the place of `part`, from `first` on. Collective if only the actor is partitioned."""
+        """The actor's elements at the place of `part`, from `first` on. Collective if only the
+        actor is partitioned."""
         source = self._sources[name]
         if not is_partitioned(source):
             found = source.detach().flatten()[first : first + part.numel()]
@@ -182,14 +222,21 @@ class ReferenceSync:
         return found.to(part.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat parts of the reference that only this rank holds; whole tensors are those of rank 0."""
-        kept = {name: weight for name, weight in self._weights.items() if is_partitioned(weight) or dist.is_main()}
+        """Flat parts of the reference that only this rank holds; whole tensors are those of rank
+        0."""
+        kept = {
+            name: weight
+            for name, weight in self._weights.items()
+            if is_partitioned(weight) or dist.is_main()
+        }
         return {name: own_part(weight)[1] for name, weight in kept.items()}
 
     @torch.no_grad()
     def restore(self, ranks: Iterable[dict[str, Tensor]]) -> bool:
         """Restore from the parts of all ranks of a saved run; see `copy_overlaps`. Collective."""
-        found = copy_overlaps({name: own_part(weight) for name, weight in self._weights.items()}, ranks)
+        found = copy_overlaps(
+            {name: own_part(weight) for name, weight in self._weights.items()}, ranks
+        )
         if found:
             for weight in self._weights.values():
                 refresh_whole_copy(weight)

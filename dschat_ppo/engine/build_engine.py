@@ -1,9 +1,11 @@
-"""DeepSpeed engines from a model, an optimizer and a schedule; under ZeRO-3 with whole weights of small models.
+"""DeepSpeed engines from a model, an optimizer and a schedule; under ZeRO-3 with whole weights of
+small models.
 
-ZeRO-3 gathers the weights of each module before it runs and drops them afterwards, in the forward and in the backward
-pass. That is several hooks and a collective for each layer, which cost more than the layer itself if it is small. With
-`WholeWeights` they are gathered in one collective before the first forward pass after an update, and stay until the
-next update. Gradients, optimizer states, fp32 weights and checkpoints are partitioned as ever, and no number changes.
+ZeRO-3 gathers the weights of each module before it runs and drops them afterwards, in the forward
+and in the backward pass. That is several hooks and a collective for each layer, which cost more
+than the layer itself if it is small. With `WholeWeights` they are gathered in one collective before
+the first forward pass after an update, and stay until the next update. Gradients, optimizer states,
+fp32 weights and checkpoints are partitioned as ever, and no number changes.
 """
 
 from __future__ import annotations
@@ -39,24 +41,35 @@ from dschat_ppo.models.state_layers import state_layers
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.types import Engine
 
-# The whole weights of a model stay if the memory of a device would hold them so many times: those of all four models
-# of step 3 then take at most a sixteenth of it.
+# The whole weights of a model stay if the memory of a device would hold them so many times: those
+# of all four models of step 3 then take at most a sixteenth of it.
 FITS = 64
-# Beginnings of the settings of DeepSpeed that say how weights are gathered; this project sets none of them.
-OF_GATHERING = ("stage3_max_", "stage3_prefetch_", "stage3_model_", "mics_", "zenflow", "leaf_module")
+# Beginnings of the settings of DeepSpeed that say how weights are gathered; this project sets none
+# of them.
+OF_GATHERING = (
+    "stage3_max_",
+    "stage3_prefetch_",
+    "stage3_model_",
+    "mics_",
+    "zenflow",
+    "leaf_module",
+)
 
 
 def may_be_whole(config: Config, size: int, ranks: int, memory: int) -> bool:
-    """Whether an engine keeps its whole weights, of `size` bytes, on each rank: under ZeRO-3, if they fit many times
-    into the `memory` of a rank's device; one rank's are views of its partition. Weights that are offloaded, quantised,
-    or partitioned in groups (hpZ) stay partitioned, and so do those of models for which `--deepspeed_config` says how
-    weights are gathered, such as `stage3_param_persistence_threshold`."""
+    """Whether an engine keeps its whole weights, of `size` bytes, on each rank: under ZeRO-3, if
+    they fit many times into the `memory` of a rank's device; one rank's are views of its partition.
+    Weights that are offloaded, quantised, or partitioned in groups (hpZ) stay partitioned, and so
+    do those of models for which `--deepspeed_config` says how weights are gathered, such as
+    `stage3_param_persistence_threshold`."""
     zero = config["zero_optimization"]
     if zero["stage"] != 3 or zero.get("stage3_param_persistence_threshold") != PERSISTENT_ELEMENTS:
         return False
     if any(name.startswith(OF_GATHERING) for name in zero):
         return False
-    if (zero.get("offload_param") or {}).get("device", "none") != "none" or zero.get("zero_hpz_partition_size", 1) != 1:
+    if (zero.get("offload_param") or {}).get("device", "none") != "none" or zero.get(
+        "zero_hpz_partition_size", 1
+    ) != 1:
         return False
     if any(zero.get(f"zero_quantized_{name}") for name in ("weights", "nontrainable_weights")):
         return False
@@ -70,8 +83,9 @@ def _memory_of_device() -> int:
 
 
 class WholeWeights:
-    """Gathers the missing weights of an engine, partitioned by ZeRO-3, before the forward pass of its model. An update,
-    a checkpoint and a save of the model drop the whole weights, on all ranks alike."""
+    """Gathers the missing weights of an engine, partitioned by ZeRO-3, before the forward pass of
+    its model. An update, a checkpoint and a save of the model drop the whole weights, on all ranks
+    alike."""
 
     def __init__(self, parameters: Iterable[Any]):
         self._parameters = list(parameters)
@@ -83,17 +97,24 @@ class WholeWeights:
     @torch.no_grad()
     def gather(self) -> None:
         """Gather the weights that are missing, in one collective for each dtype."""
-        missing = [weight for weight in self._parameters if weight.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        missing = [
+            weight
+            for weight in self._parameters
+            if weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        ]
         if missing:
             missing[0].all_gather_coalesced(missing).wait()
 
 
 def keep_whole(engine: Engine) -> None:
-    """Replace the hooks of ZeRO-3 in an engine by `WholeWeights`, before the first forward pass. Its linear layers
-    without a bias call PyTorch's own product again, with the same numbers: DeepSpeed's does not keep the gathered
-    weight for the backward pass, and costs a Python function each way. With a bias PyTorch rounds otherwise."""
+    """Replace the hooks of ZeRO-3 in an engine by `WholeWeights`, before the first forward pass.
+    Its linear layers without a bias call PyTorch's own product again, with the same numbers:
+    DeepSpeed's does not keep the gathered weight for the backward pass, and costs a Python function
+    each way. With a bias PyTorch rounds otherwise."""
     optimizer = engine.optimizer
-    offload = getattr(optimizer, "parameter_offload", optimizer)  # an engine that only evaluates has nothing else
+    offload = getattr(
+        optimizer, "parameter_offload", optimizer
+    )  # an engine that only evaluates has nothing else
     offload._remove_module_hooks()
     if optimizer is not offload:
         optimizer.persistent_parameters = []  # which an update would gather one by one
@@ -104,19 +125,23 @@ def keep_whole(engine: Engine) -> None:
         nn.functional.linear = linear
     hook = WholeWeights(model.parameters())
     for module in model.modules():
-        if module is model or isinstance(module, PreTrainedModel):  # each of them may be called by itself
+        if module is model or isinstance(
+            module, PreTrainedModel
+        ):  # each of them may be called by itself
             module.register_forward_pre_hook(hook)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  the name of PyTorch
-    """`nn.functional.linear` under ZeRO-3: DeepSpeed's, but for weights that are kept whole and have no bias."""
+    """`nn.functional.linear` under ZeRO-3: DeepSpeed's, but for weights that are kept whole and
+    have no bias."""
     if bias is None and getattr(weight, "is_kept_whole", False):
         return torch._C._nn.linear(input, weight)
     return zero3_linear_wrap(input, weight, bias)
 
 
 def whole_weights(engine: Engine) -> WholeWeights | None:
-    """The `WholeWeights` of an engine, or None if it gathers layer by layer or its weights are not partitioned."""
+    """The `WholeWeights` of an engine, or None if it gathers layer by layer or its weights are not
+    partitioned."""
     hooks = engine.module._forward_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, WholeWeights)), None)
 
@@ -127,8 +152,8 @@ _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW and its learning rate schedule over optimizer steps. `lora_learning_rate` None: `learning_rate`;
-    `muon_learning_rate` None: no Muon."""
+    """AdamW and its learning rate schedule over optimizer steps. `lora_learning_rate` None:
+    `learning_rate`; `muon_learning_rate` None: no Muon."""
 
     learning_rate: float
     weight_decay: float
@@ -143,30 +168,40 @@ class OptimizerSettings:
 
 
 def optimizer_settings(config: StepConfig, updates: int, prefix: str = "") -> OptimizerSettings:
-    """As the flags of a step ask for `updates` steps; `prefix`: of the flags of one of its models."""
+    """As the flags of a step ask for `updates` steps; `prefix`: of the flags of one of its
+    models."""
     run, schedule, flags = config.run, config.schedule, vars(config.training)
     kind = flags["lr_scheduler_type"]
     return OptimizerSettings(
-        flags[f"{prefix}learning_rate"], flags[f"{prefix}weight_decay"], kind,
-        config.warmup_steps(updates), updates,
-        (run.adam_beta1, run.adam_beta2), run.adam_epsilon,
-        vars(config.lora)[f"{prefix}lora_learning_rate"], schedule.min_lr_ratio,
+        flags[f"{prefix}learning_rate"],
+        flags[f"{prefix}weight_decay"],
+        kind,
+        config.warmup_steps(updates),
+        updates,
+        (run.adam_beta1, run.adam_beta2),
+        run.adam_epsilon,
+        vars(config.lora)[f"{prefix}lora_learning_rate"],
+        schedule.min_lr_ratio,
         run.muon_learning_rate,
-    )  # fmt: skip
+    )
 
 
-def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, layer_by_layer: bool = False) -> Engine:
-    """A DeepSpeed engine that trains the parameters of `model` that require gradients. `layer_by_layer`: ZeRO-3
-    gathers the weights of one layer at a time, of a small model too (see `WholeWeights`)."""
+def train_engine(
+    model: nn.Module, config: Config, settings: OptimizerSettings, layer_by_layer: bool = False
+) -> Engine:
+    """A DeepSpeed engine that trains the parameters of `model` that require gradients.
+    `layer_by_layer`: ZeRO-3 gathers the weights of one layer at a time, of a small model too (see
+    `WholeWeights`)."""
     _import_muon()
     optimizer = build_optimizer(model, settings)
     scheduler = LambdaLR(optimizer, partial(rate_factor, settings))
     engine = _initialise(model, config, layer_by_layer, optimizer=optimizer, lr_scheduler=scheduler)
     if config["zero_optimization"].get("zero_quantized_nontrainable_weights"):
-        engine.optimizer.quantize_nontrainable_params()  # no weight was frozen when the model was partitioned
+        # no weight was frozen when the model was partitioned
+        engine.optimizer.quantize_nontrainable_params()
     if world_size() == 1:
-        # Below ZeRO-2 the all-reduce of gradients is then the identity. DeepSpeed copies all gradients three times for
-        # it, and in bf16 rounds to bf16 what was accumulated in fp32.
+        # Below ZeRO-2 the all-reduce of gradients is then the identity. DeepSpeed copies all
+        # gradients three times for it, and in bf16 rounds to bf16 what was accumulated in fp32.
         engine.allreduce_and_copy = lambda *_: None
     engine.train()  # transformers loads models in eval mode
     return engine
@@ -174,9 +209,10 @@ def train_engine(model: nn.Module, config: Config, settings: OptimizerSettings, 
 
 @cache
 def _import_muon() -> None:
-    """Import DeepSpeed's Muon optimizer, as every ZeRO engine does, without torch's compiler. `torch.compile` decorates
-    functions there, which imports the compiler: a second for each rank, and modules that each garbage collection
-    searches. Muon runs them uncompiled. DeepSpeed without the module needs no import."""
+    """Import DeepSpeed's Muon optimizer, as every ZeRO engine does, without torch's compiler.
+    `torch.compile` decorates functions there, which imports the compiler: a second for each rank,
+    and modules that each garbage collection searches. Muon runs them uncompiled. DeepSpeed without
+    the module needs no import."""
     before = os.environ.get(_NO_COMPILER)
     os.environ[_NO_COMPILER] = "1"
     try:
@@ -197,11 +233,16 @@ def eval_engine(model: nn.Module, config: Config) -> Engine:
     return engine
 
 
-def _initialise(model: nn.Module, config: Config, layer_by_layer: bool = False, **training: Any) -> Engine:
-    size = sum(getattr(weight, "ds_numel", weight.numel()) * weight.element_size() for weight in model.parameters())
+def _initialise(
+    model: nn.Module, config: Config, layer_by_layer: bool = False, **training: Any
+) -> Engine:
+    size = sum(
+        getattr(weight, "ds_numel", weight.numel()) * weight.element_size()
+        for weight in model.parameters()
+    )
     whole = not layer_by_layer and may_be_whole(config, size, world_size(), _memory_of_device())
-    # ZeRO-3 gathers all weights of a layer with a state when the layer is called. Gathered by its parts, they would be
-    # as often as a rank's rows need blocks, which differs between ranks.
+    # ZeRO-3 gathers all weights of a layer with a state when the layer is called. Gathered by its
+    # parts, they would be as often as a rank's rows need blocks, which differs between ranks.
     for layer in state_layers(model) if config["zero_optimization"]["stage"] == 3 else ():
         set_z3_leaf_module(layer, True)
         layer.register_forward_pre_hook(_states_by_position, with_kwargs=True, prepend=True)
@@ -212,17 +253,22 @@ def _initialise(model: nn.Module, config: Config, layer_by_layer: bool = False, 
     return engine
 
 
-def _states_by_position(_module: nn.Module, values: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _states_by_position(
+    _module: nn.Module, values: Any, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """DeepSpeed finds the end of a backward pass by arguments without names alone."""
     if values or "hidden_states" not in options:
         return values, options
-    return (options["hidden_states"],), {name: value for name, value in options.items() if name != "hidden_states"}
+    return (options["hidden_states"],), {
+        name: value for name, value in options.items() if name != "hidden_states"
+    }
 
 
 def share_gathering(model: nn.Module, engine: Engine) -> None:
-    """Let the engine that `model` gets know which parameters `engine` gathers at the moment. Call it before. Under
-    ZeRO-3 an engine records in its module which parameters are under way, and does not gather these. Engines over the
-    same parameters must share that record, or one would not know what to wait for."""
+    """Let the engine that `model` gets know which parameters `engine` gathers at the moment. Call
+    it before. Under ZeRO-3 an engine records in its module which parameters are under way, and does
+    not gather these. Engines over the same parameters must share that record, or one would not know
+    what to wait for."""
     record = getattr(engine.module, "ds_inflight_param_registry", None)
     held = {id(parameter) for parameter in engine.module.parameters()}
     if record is not None and any(id(parameter) in held for parameter in model.parameters()):
@@ -230,28 +276,40 @@ def share_gathering(model: nn.Module, engine: Engine) -> None:
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """PyTorch's fused AdamW, which also updates what DeepSpeed keeps on the host, as with `--offload`; with Muon for
-    the groups that have `use_muon`."""
+    """PyTorch's fused AdamW, which also updates what DeepSpeed keeps on the host, as with
+    `--offload`; with Muon for the groups that have `use_muon`."""
     groups = parameter_groups(model, settings)
-    adamw = dict[str, Any](lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
+    adamw = dict[str, Any](
+        lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True
+    )
     if settings.muon_learning_rate is None:
         return torch.optim.AdamW(groups, **adamw)
-    groups = [(MUON if "use_muon" in group else {"use_muon": False, **adamw}) | group for group in groups]
-    made: torch.optim.Optimizer = import_module(_MUON).MuonWithAuxAdam(groups, torch.optim.AdamW, adamw)
+    groups = [
+        (MUON if "use_muon" in group else {"use_muon": False, **adamw}) | group for group in groups
+    ]
+    made: torch.optim.Optimizer = import_module(_MUON).MuonWithAuxAdam(
+        groups, torch.optim.AdamW, adamw
+    )
     return made
 
 
 def rate_factor(settings: OptimizerSettings, step: int) -> float:
-    """The learning rate of an optimizer step (counted from 0), as a factor f of its peak, by the formulas of
-    `transformers.get_scheduler`, whose import also loads peft.
+    """The learning rate of an optimizer step (counted from 0), as a factor f of its peak, by the
+    formulas of `transformers.get_scheduler`, whose import also loads peft.
 
-    f rises from 0 to 1 over the warm-up. From there the schedule brings it down to 0 at step `total_steps`, the one
-    after the last: "linear", "cosine" or "cosine_with_restarts" (one cycle, which ends at the lowest factor); with
-    `min_lr_ratio` m, f after the warm-up becomes m + (1 - m) f. "polynomial" (of power 1) ends at m times the peak, or
-    with m = 0 at a rate of `POLYNOMIAL_END`. f stays 1 with "constant_with_warmup", and with "constant", which has no
+    f rises from 0 to 1 over the warm-up. From there the schedule brings it down to 0 at step
+    `total_steps`, the one after the last: "linear", "cosine" or "cosine_with_restarts" (one cycle,
+    which ends at the lowest factor); with `min_lr_ratio` m, f after the warm-up becomes m + (1 - m)
+    f. "polynomial" (of power 1) ends at m times the peak, or with m = 0 at a rate of
+    `POLYNOMIAL_END`. f stays 1 with "constant_with_warmup", and with "constant", which has no
     warm-up.
     """
-    kind, warmup, total, least = settings.schedule, settings.warmup_steps, settings.total_steps, settings.min_lr_ratio
+    kind, warmup, total, least = (
+        settings.schedule,
+        settings.warmup_steps,
+        settings.total_steps,
+        settings.min_lr_ratio,
+    )
     if kind == "constant":
         return 1.0
     if step < warmup:
@@ -271,15 +329,23 @@ def rate_factor(settings: OptimizerSettings, step: int) -> float:
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """Trainable parameters by learning rate (LoRA or Muon last) and weight decay: of matrices, not of DoRA's
-    magnitudes."""
-    own = settings.learning_rate if settings.lora_learning_rate is None else settings.lora_learning_rate
+    """Trainable parameters by learning rate (LoRA or Muon last) and weight decay: of matrices, not
+    of DoRA's magnitudes."""
+    own = (
+        settings.learning_rate
+        if settings.lora_learning_rate is None
+        else settings.lora_learning_rate
+    )
     of_muon = {"lr": settings.muon_learning_rate, "use_muon": True}
     rates: dict[str, dict[str, Any]] = {"": {}, "lora": {"lr": own}, "muon": of_muon}
-    groups = {(kind, is_matrix): list[nn.Parameter]() for kind in rates for is_matrix in (True, False)}
+    groups = {
+        (kind, is_matrix): list[nn.Parameter]() for kind in rates for is_matrix in (True, False)
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            shape = parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape  # ZeRO-3 empties `shape`
+            shape = (
+                parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
+            )  # ZeRO-3 empties `shape`
             muon = settings.muon_learning_rate is not None and is_layer_matrix(name, shape)
             kind = "lora" if is_adapter_parameter(name) else "muon" if muon else ""
             groups[kind, len(shape) > 1].append(parameter)
@@ -291,14 +357,17 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
 
 
 def is_layer_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon trains this parameter: a matrix that multiplies in a decoder layer, which a number in the name
-    shows, and not the single row of a gate. DeepSpeed's own rule, by "embed" and "lm_head" in the name, takes score
-    heads, and embeddings of GPT-2."""
+    """Whether Muon trains this parameter: a matrix that multiplies in a decoder layer, which a
+    number in the name shows, and not the single row of a gate. DeepSpeed's own rule, by "embed" and
+    "lm_head" in the name, takes score heads, and embeddings of GPT-2."""
     return len(shape) == 2 and min(shape) > 1 and re.search(r"\.\d+\..*weight$", name) is not None
 
 
-def frozen_policy(folder: str, dtype: str, stage: int, offload: bool, resize: bool) -> tuple[PolicyModel, Config]:
-    """A language model that only runs forward, without its engine, and DeepSpeed's configuration for it."""
+def frozen_policy(
+    folder: str, dtype: str, stage: int, offload: bool, resize: bool
+) -> tuple[PolicyModel, Config]:
+    """A language model that only runs forward, without its engine, and DeepSpeed's configuration
+    for it."""
     ds_config = eval_config(stage, dtype, offload, world_size())
     return PolicyModel(load_causal_lm(folder, dtype, ds_config, resize=resize)), ds_config
 
@@ -308,7 +377,7 @@ def require_whole_distributions(engines: Sequence[Engine]) -> None:
     for engine in engines:
         if not engine.module.compares_distributions:
             raise UserError(
-                f"{type(engine.module.lm).__name__}: its output head is more than a matrix product, so its "
-                "distributions cannot be compared in blocks; omit the teacher, and in step 3 use --kl_estimator and "
-                "--kl_loss_estimator k1, k2 or k3"
+                f"{type(engine.module.lm).__name__}: its output head is more than a matrix product,"
+                " so its distributions cannot be compared in blocks; omit the teacher, and in step"
+                " 3 use --kl_estimator and --kl_loss_estimator k1, k2 or k3"
             )

@@ -15,9 +15,11 @@ from dschat_ppo.errors import UserError, reading
 
 Config = dict[str, Any]
 
-# The trainer marks the last micro-batch of an optimizer step and divides losses by global counts, so it derives these.
+# The trainer marks the last micro-batch of an optimizer step and divides losses by global counts,
+# so it derives these.
 DERIVED = tuple(
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler".split()
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer"
+    " scheduler".split()
 )
 # Other keys of DeepSpeed's configuration, which ignores a key that it does not know.
 KNOWN = tuple(
@@ -26,25 +28,34 @@ KNOWN = tuple(
     communication_data_type compile compression_training csv_monitor data_efficiency data_types
     dataloader_drop_last disable_allgather disable_python_gc dump_state flops_profiler fp16
     gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine log_level
-    lower_precision_safe_modules managed_gradient_accumulation memory_breakdown pipeline prescale_gradients
-    seq_parallel_communication_data_type steps_per_print tensor_parallel tensorboard timers torch_autocast
-    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb zero_allow_untested_optimizer
+    lower_precision_safe_modules managed_gradient_accumulation memory_breakdown pipeline
+    prescale_gradients
+    seq_parallel_communication_data_type steps_per_print tensor_parallel tensorboard timers
+    torch_autocast
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+    zero_allow_untested_optimizer
     zero_force_ds_cpu_optimizer zero_optimization
     """.split()
 )
-SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-# Numbers of a bucket of gradients or gathered weights on a GPU: 0.2 GB in bf16. DeepSpeed's default is five times that,
-# for each engine that trains, whatever its size; on a CPU the pages of a bucket that nothing writes take no memory.
+SCHEDULES = {
+    "warmuplr": "constant_with_warmup",
+    "warmupdecaylr": "linear",
+    "warmupcosinelr": "cosine",
+}
+# Numbers of a bucket of gradients or gathered weights on a GPU: 0.2 GB in bf16. DeepSpeed's default
+# is five times that, for each engine that trains, whatever its size; on a CPU the pages of a bucket
+# that nothing writes take no memory.
 BUCKET_SIZE = 100_000_000
-# ZeRO-3 keeps weights of up to so many elements whole on each rank. Models that fit into memory many times are whole
-# altogether (`WholeWeights`), unless the user sets another number.
+# ZeRO-3 keeps weights of up to so many elements whole on each rank. Models that fit into memory
+# many times are whole altogether (`WholeWeights`), unless the user sets another number.
 PERSISTENT_ELEMENTS = 10_000
-# Muon as its author published it: https://kellerjordan.github.io/posts/muon/. DeepSpeed's default iteration is another.
+# Muon as its author published it: https://kellerjordan.github.io/posts/muon/. DeepSpeed's default
+# iteration is another.
 MUON = {"momentum": 0.95, "ns_method": "standard"}
 GRADIENT_CHECKS = (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm"))
 
 
-def train_config(
+def train_config(  # noqa: PLR0913
     stage: int,
     dtype: str,
     offload: bool,
@@ -57,11 +68,12 @@ def train_config(
 ) -> Config:
     """Configuration of an engine that trains.
 
-    In bf16 and fp16 stage 0 runs as stage 1: DeepSpeed's own stage 0 does not scale the fp16 loss in `engine.backward`
-    and counts one Adam step too many, so its numbers differ. `offload` keeps the optimizer state in host memory, at
-    stage 3 the parameters too. `overlay`, the user's `--deepspeed_config`, takes precedence. `memory` None: neither
-    offload of the optimizer alone nor ZeRO++. `quantised_frozen` holds frozen weights in 8 bits at stage 3. `device` is
-    a type such as "cuda": on a GPU, ZeRO-3 gathers and reduces while it computes.
+    In bf16 and fp16 stage 0 runs as stage 1: DeepSpeed's own stage 0 does not scale the fp16 loss
+    in `engine.backward` and counts one Adam step too many, so its numbers differ. `offload` keeps
+    the optimizer state in host memory, at stage 3 the parameters too. `overlay`, the user's
+    `--deepspeed_config`, takes precedence. `memory` None: neither offload of the optimizer alone
+    nor ZeRO++. `quantised_frozen` holds frozen weights in 8 bits at stage 3. `device` is a type
+    such as "cuda": on a GPU, ZeRO-3 gathers and reduces while it computes.
     """
     memory = memory or MemoryFlags()
     stage = 1 if stage == 0 and dtype != "fp32" else stage
@@ -70,7 +82,9 @@ def train_config(
     if on_gpu:
         zero |= {"reduce_bucket_size": BUCKET_SIZE, "allgather_bucket_size": BUCKET_SIZE}
     if stage > 0:
-        zero["offload_optimizer"] = {"device": "cpu" if offload or memory.offload_optimizer else "none"}
+        zero["offload_optimizer"] = {
+            "device": "cpu" if offload or memory.offload_optimizer else "none"
+        }
     if stage == 3:
         zero |= {
             "offload_param": {"device": "cpu" if offload else "none"},
@@ -78,10 +92,15 @@ def train_config(
             "zero_hpz_partition_size": memory.zero_hpz_partition_size,
             "zero_quantized_nontrainable_weights": quantised_frozen,
         }
-    config = {**_common(dtype, world_size), "zero_optimization": zero, "gradient_clipping": max_grad_norm}
+    config = {
+        **_common(dtype, world_size),
+        "zero_optimization": zero,
+        "gradient_clipping": max_grad_norm,
+    }
     if dtype == "bf16":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-        # At stage 1, DeepSpeed would otherwise keep the bf16 gradients too, from one micro-batch to the next.
+        # At stage 1, DeepSpeed would otherwise keep the bf16 gradients too, from one micro-batch to
+        # the next.
         config["bf16"]["immediate_grad_update"] = True
     made = merge(config, overlay or {})
     zero = made["zero_optimization"]
@@ -89,23 +108,33 @@ def train_config(
         zero["stage"] = 1
     offload = (zero.get("offload_optimizer") or {}).get("device", "none")
     if dtype == "bf16" and zero["stage"] == 1 and offload == "none":
-        # The sums are in fp32. In bf16, DeepSpeed would round them, and copy them for that, so that the number of ranks
-        # changed a gradient.
+        # The sums are in fp32. In bf16, DeepSpeed would round them, and copy them for that, so that
+        # the number of ranks changed a gradient.
         made.setdefault("communication_data_type", "fp32")
     return made
 
 
-def config_of_run(config: StepConfig, stage: int, ranks: int, device: str, quantised_frozen: bool = False) -> Config:
+def config_of_run(
+    config: StepConfig, stage: int, ranks: int, device: str, quantised_frozen: bool = False
+) -> Config:
     """`train_config` as the flags of a step ask, and its `--deepspeed_config`."""
     fit, overlay = config.training, read_overlay(config.run.deepspeed_config)
     return train_config(
-        stage, config.run.dtype, fit.offload, ranks, fit.max_grad_norm, overlay, config.memory, quantised_frozen, device
+        stage,
+        config.run.dtype,
+        fit.offload,
+        ranks,
+        fit.max_grad_norm,
+        overlay,
+        config.memory,
+        quantised_frozen,
+        device,
     )
 
 
 def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Config:
-    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each rank. hpZ would
-    save no gather: only a backward pass gathers again."""
+    """Configuration of an engine that only runs forward: partitioned at stage 3, else whole on each
+    rank. hpZ would save no gather: only a backward pass gathers again."""
     zero: Config = {"stage": 3 if stage == 3 else 0}
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if offload else "none"}
@@ -113,18 +142,21 @@ def eval_config(stage: int, dtype: str, offload: bool, world_size: int) -> Confi
     return {**_common(dtype, world_size), "zero_optimization": zero}
 
 
-def check_zero_plus_plus(memory: MemoryFlags, quantised_frozen: bool, ranks: int, device: str) -> None:
-    """Check, before a model is loaded, that the ranks can be divided for ZeRO++, and that quantising has a GPU."""
+def check_zero_plus_plus(
+    memory: MemoryFlags, quantised_frozen: bool, ranks: int, device: str
+) -> None:
+    """Check, before a model is loaded, that the ranks can be divided for ZeRO++, and that
+    quantising has a GPU."""
     size = memory.zero_hpz_partition_size
     require(
         ranks % size == 0,
-        f"--zero_hpz_partition_size {size} must divide the number of ranks, {ranks}, because each group of ranks holds "
-        "one copy",
+        f"--zero_hpz_partition_size {size} must divide the number of ranks, {ranks}, because each"
+        " group of ranks holds one copy",
     )
     require(
         not quantised_frozen or device == "cuda",
-        f"--enable_mixed_precision_lora: DeepSpeed quantises with CUDA kernels, and this run is on the {device}; run "
-        "it on GPUs, or omit the flag",
+        "--enable_mixed_precision_lora: DeepSpeed quantises with CUDA kernels, and this run is on"
+        f" the {device}; run it on GPUs, or omit the flag",
     )
 
 
@@ -134,7 +166,9 @@ def _common(dtype: str, world_size: int) -> Config:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 10**9,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device in every forward pass and update
+        "timers": {
+            "throughput": {"enabled": False}
+        },  # it waits for the device in every forward pass and update
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # PyTorch's is as fast, and nothing is compiled
         "bf16": {"enabled": dtype == "bf16"},
@@ -152,20 +186,21 @@ def merge(base: Config, overlay: Config) -> Config:
 
 
 def read_overlay(path: str | None) -> Config:
-    """The settings of `--deepspeed_config`; {} without a file. Without those that the trainer derives (see
-    `require_agreement`) and "auto", which means what the flags or DeepSpeed set."""
+    """The settings of `--deepspeed_config`; {} without a file. Without those that the trainer
+    derives (see `require_agreement`) and "auto", which means what the flags or DeepSpeed set."""
     return {key: value for key, value in _settings_of(path).items() if key not in DERIVED}
 
 
 def require_agreement(config: StepConfig, ranks: int) -> None:
-    """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of the flags."""
+    """Require batches, optimizer, schedule and number format of `--deepspeed_config` to be those of
+    the flags."""
     path, run = config.run.deepspeed_config, config.run
     settings = _settings_of(path)
     kind, muon = _value_at(settings, "optimizer.type"), run.optimizer == "muon"
     require(
         kind is None or str(kind).lower() in (("muon",) if muon else ("adam", "adamw")),
-        f"--deepspeed_config {path}: optimizer.type is {kind}, but --optimizer is {run.optimizer}: change one of the "
-        "two, or take it out of the file",
+        f"--deepspeed_config {path}: optimizer.type is {kind}, but --optimizer is {run.optimizer}:"
+        " change one of the two, or take it out of the file",
     )
     flags, micro = vars(config.training), config.micro_batch
     accumulation = flags["gradient_accumulation_steps"]
@@ -173,19 +208,26 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         ("train_micro_batch_size_per_gpu", micro, flags[micro]),
         ("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation),
         (
-            "train_batch_size", f"{micro} x --gradient_accumulation_steps x ranks",
+            "train_batch_size",
+            f"{micro} x --gradient_accumulation_steps x ranks",
             flags[micro] * accumulation * ranks // config.memory.sequence_parallel_size,
         ),
         ("optimizer.params.betas", "adam_beta1 and --adam_beta2", [run.adam_beta1, run.adam_beta2]),
         ("optimizer.params.eps", "adam_epsilon", run.adam_epsilon),
         ("bf16.enabled", "dtype", run.dtype == "bf16"),
         ("fp16.enabled", "dtype", run.dtype == "fp16"),
-    ]  # fmt: skip
+    ]
     if muon:  # the file could turn it off: see the refusals of `StepConfig`
         ours += [
             ("optimizer.params.muon_lr", "muon_learning_rate", run.muon_learning_rate),
-            *((f"optimizer.params.{key}", f"optimizer muon's {key}", value) for key, value in MUON.items()),
-            *(("zero_optimization.stage", f"{model}zero_stage", stage) for model, stage in config.stages.items()),
+            *(
+                (f"optimizer.params.{key}", f"optimizer muon's {key}", value)
+                for key, value in MUON.items()
+            ),
+            *(
+                ("zero_optimization.stage", f"{model}zero_stage", stage)
+                for model, stage in config.stages.items()
+            ),
             ("zero_optimization.cpu_offload", "optimizer muon's offload", False),
             ("zero_optimization.offload_optimizer.device", "optimizer muon's device", "none"),
             ("data_types.grad_accum_dtype", "optimizer muon's sums of gradients", "fp32"),
@@ -204,7 +246,11 @@ def require_agreement(config: StepConfig, ranks: int) -> None:
         theirs = meant = _value_at(settings, setting)
         if setting == "scheduler.type":
             meant = SCHEDULES.get(str(theirs).lower(), theirs)
-        elif setting == "zero_optimization.stage" and run.dtype != "fp32" and {theirs, value} == {0, 1}:
+        elif (
+            setting == "zero_optimization.stage"
+            and run.dtype != "fp32"
+            and {theirs, value} == {0, 1}
+        ):
             meant = value  # see `train_config`
         other = "" if "muon's" in flag else "change one of the two, or "  # which no flag sets
         require(
@@ -225,8 +271,9 @@ def _value_at(settings: Config, place: str) -> Any:
 def _without_auto(settings: Config) -> Config:
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in settings.items() if value != "auto"
-    }  # fmt: skip
+        for key, value in settings.items()
+        if value != "auto"
+    }
 
 
 def _settings_of(path: str | None) -> Config:
@@ -240,20 +287,21 @@ def _settings_of(path: str | None) -> Config:
     for key in settings:
         require(
             key in KNOWN + DERIVED,
-            f"--deepspeed_config {path}: DeepSpeed has no setting {key}{_nearest(key, KNOWN + DERIVED)}",
+            f"--deepspeed_config {path}: DeepSpeed has no setting"
+            f" {key}{_nearest(key, KNOWN + DERIVED)}",
         )
     settings = _without_auto(settings)
     for section, key in GRADIENT_CHECKS:
         if isinstance(settings.get(section), dict) and settings[section].get(key) is False:
             raise UserError(
-                f"--deepspeed_config {path}: {section}.{key} false would let gradients that are not finite into the "
-                "weights; take it out"
+                f"--deepspeed_config {path}: {section}.{key} false would let gradients that are not"
+                " finite into the weights; take it out"
             )
     for section in ("offload_optimizer", "offload_param"):
         require(
             _value_at(settings, f"zero_optimization.{section}.device") != "nvme",
-            f"--deepspeed_config {path}: zero_optimization.{section}.device is nvme, but checkpoints would not hold "
-            "what is there: use cpu",
+            f"--deepspeed_config {path}: zero_optimization.{section}.device is nvme, but"
+            " checkpoints would not hold what is there: use cpu",
         )
     if settings.keys() & {"zero_optimization", "fp16", "bf16"}:
         _check_sections(path, settings)
@@ -270,19 +318,31 @@ def _check_sections(path: str, settings: Config) -> None:
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    kinds = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+    kinds = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+    }
     for section, kind in kinds.items():
         given = settings.get(section, {})
         require(isinstance(given, dict), f"--deepspeed_config {path}: {section} must be an object")
         try:
             kind(**given)
-        except ValueError as problem:  # pydantic's; "value_error": several settings do not fit, perhaps those of flags
+        except ValueError as problem:
+            # pydantic's; "value_error": several settings do not fit, perhaps those of flags
             own = [error for error in problem.errors() if error["type"] != "value_error"]  # type: ignore[attr-defined]
             if not own:
                 continue
             first = own[0]
             name = ".".join(str(part) for part in first["loc"])
-            known = [word for key, field in kind.model_fields.items() for word in (key, field.alias) if word]
+            known = [
+                word
+                for key, field in kind.model_fields.items()
+                for word in (key, field.alias)
+                if word
+            ]
             unknown = first["type"] == "extra_forbidden"
-            said = f"DeepSpeed has no such setting{_nearest(name, known)}" if unknown else first["msg"]
+            said = (
+                f"DeepSpeed has no such setting{_nearest(name, known)}" if unknown else first["msg"]
+            )
             raise UserError(f"--deepspeed_config {path}: {section}.{name}: {said}") from None

@@ -1,4 +1,5 @@
-"""One optimizer step over several micro-batches. The update is skipped on every rank if a number is not finite."""
+"""One optimizer step over several micro-batches. The update is skipped on every rank if a number is
+not finite."""
 
 from __future__ import annotations
 
@@ -19,13 +20,12 @@ from dschat_ppo.types import Engine
 
 @dataclass(frozen=True)
 class Fault:
-    """A NaN or infinity in an optimizer step. The same on every rank, except for `random_state`, which is this rank's
-    at the start of the step.
+    """A NaN or infinity in an optimizer step. The same on every rank, except for `random_state`,
+    which is this rank's at the start of the step.
 
-    Attributes:
-        kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their norm over all ranks is not).
-        rank: the rank that computed it; for "norm" the rank of the largest gradient.
-        numbers: `numbers[rank][micro_batch]` is the loss, or the largest absolute gradient.
+    Attributes: kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their
+    norm over all ranks is not). rank: the rank that computed it; for "norm" the rank of the largest
+    gradient. numbers: `numbers[rank][micro_batch]` is the loss, or the largest absolute gradient.
     """
 
     kind: Literal["loss", "gradient", "norm"]
@@ -43,8 +43,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of an optimizer step; the same on every rank. `grad_norm` is the global norm before clipping, inf if the
-    update was skipped. `overflow`: fp16 gradients overflowed, and the loss scaler lowered its scale."""
+    """Outcome of an optimizer step; the same on every rank. `grad_norm` is the global norm before
+    clipping, inf if the update was skipped. `overflow`: fp16 gradients overflowed, and the loss
+    scaler lowered its scale."""
 
     grad_norm: float
     applied: bool
@@ -53,7 +54,8 @@ class StepResult:
 
 
 def random_state() -> list[Tensor]:
-    """RNG states of torch's default generators, which dropout draws from: of the CPU, and of this rank's GPU if any."""
+    """RNG states of torch's default generators, which dropout draws from: of the CPU, and of this
+    rank's GPU if any."""
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if on_gpu() else [])
 
 
@@ -65,9 +67,10 @@ def set_random_state(state: Sequence[Tensor]) -> None:
 
 
 def _fault(of: Literal["loss", "gradient"], numbers: Tensor, state: list[Tensor]) -> Fault | None:
-    """The first of all ranks' `numbers` that is not finite. If all are finite: None for losses; for gradients the
-    largest one. Collective. `numbers` (M,) fp32: losses, or largest absolute gradients, of this rank's micro-batches, M
-    the same on every rank; `state` as in `Fault.random_state`."""
+    """The first of all ranks' `numbers` that is not finite. If all are finite: None for losses; for
+    gradients the largest one. Collective. `numbers` (M,) fp32: losses, or largest absolute
+    gradients, of this rank's micro-batches, M the same on every rank; `state` as in
+    `Fault.random_state`."""
     everywhere = gather_cat(numbers.unsqueeze(0))  # (ranks, M)
     bad = ~everywhere.isfinite()
     found = bool(bad.any())
@@ -79,14 +82,19 @@ def _fault(of: Literal["loss", "gradient"], numbers: Tensor, state: list[Tensor]
 
 @contextmanager
 def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """Yields a function: the largest absolute gradient of the block's backward passes so far, a scalar; NaN counts."""
+    """Yields a function: the largest absolute gradient of the block's backward passes so far, a
+    scalar; NaN counts."""
     found = [torch.zeros((), device=device())]
 
     def record(gradient: Tensor) -> None:
         if gradient.numel():
             found.append(gradient.detach().abs().max().float())
 
-    hooks = [parameter.register_hook(record) for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [
+        parameter.register_hook(record)
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
     try:
         yield lambda: torch.stack(found).max()
     finally:
@@ -95,12 +103,14 @@ def largest_gradient(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
 
 
 def has_plain_optimizer(engine: Engine) -> bool:
-    """Whether the engine's optimizer is torch's own (stage 0 in fp32), which does not check its gradients."""
+    """Whether the engine's optimizer is torch's own (stage 0 in fp32), which does not check its
+    gradients."""
     return isinstance(engine.optimizer, torch.optim.Optimizer)
 
 
 def loss_scale(engine: Engine) -> float:
-    """Factor of the loss in the backward pass: 1 except in fp16, and in an engine that only evaluates."""
+    """Factor of the loss in the backward pass: 1 except in fp16, and in an engine that only
+    evaluates."""
     scaler = getattr(engine.optimizer, "loss_scaler", None) if engine.fp16_enabled() else None
     return 1.0 if scaler is None else float(scaler.cur_scale)
 
@@ -111,15 +121,18 @@ def has_overflow(engine: Engine) -> bool:
 
 
 def skip_update(engine: Engine) -> None:
-    """End an optimizer step without its update, and drop its gradients: weights, optimizer state, schedule and loss
-    scale do not change. Collective, after the last backward pass. What has to be cleared depends on the ZeRO stage, so
-    DeepSpeed's own `step` does it: the gradient norm is made to look infinite, and the loss scaler is replaced, so that
-    its scale does not fall."""
+    """End an optimizer step without its update, and drop its gradients: weights, optimizer state,
+    schedule and loss scale do not change. Collective, after the last backward pass. What has to be
+    cleared depends on the ZeRO stage, so DeepSpeed's own `step` does it: the gradient norm is made
+    to look infinite, and the loss scaler is replaced, so that its scale does not fall."""
     if has_plain_optimizer(engine):
         engine.zero_grad()
         engine.skipped_steps += 1
         return
-    optimizer, scaler = engine.optimizer, engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+    optimizer, scaler = (
+        engine.optimizer,
+        engine.optimizer.loss_scaler if engine.fp16_enabled() else None,
+    )
     with _infinite_norm(optimizer):
         if scaler is not None:
             optimizer.loss_scaler = LossScaler(scale=scaler.cur_scale)
@@ -130,12 +143,15 @@ def skip_update(engine: Engine) -> None:
                 optimizer.loss_scaler = scaler
     clear_offloaded_gradients(engine)
     if engine.was_step_applied():
-        raise RuntimeError("DeepSpeed applied an update with an infinite gradient norm; it needs to be version 0.19.8")
+        raise RuntimeError(
+            "DeepSpeed applied an update with an infinite gradient norm; it needs to be version"
+            " 0.19.8"
+        )
 
 
 def clear_offloaded_gradients(engine: Engine) -> None:
-    """Clear the fp32 gradients of this rank's partition after a skipped update. With bf16, stage 1 or 2 and offload,
-    DeepSpeed 0.19.8 does not clear them, and the next step would add to them."""
+    """Clear the fp32 gradients of this rank's partition after a skipped update. With bf16, stage 1
+    or 2 and offload, DeepSpeed 0.19.8 does not clear them, and the next step would add to them."""
     optimizer = engine.optimizer
     if getattr(optimizer, "cpu_offload", False):
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -143,9 +159,9 @@ def clear_offloaded_gradients(engine: Engine) -> None:
 
 @contextmanager
 def _infinite_norm(optimizer: Any) -> Iterator[None]:
-    """Make DeepSpeed's step see an infinite gradient norm. Its optimizers compute the norm in `scaled_global_norm`
-    (stages 1 and 2), `_get_norm_groups` (stage 3), or `get_grads_for_norm` (the bf16 optimizer, used at stage 1 without
-    offload)."""
+    """Make DeepSpeed's step see an infinite gradient norm. Its optimizers compute the norm in
+    `scaled_global_norm` (stages 1 and 2), `_get_norm_groups` (stage 3), or `get_grads_for_norm`
+    (the bf16 optimizer, used at stage 1 without offload)."""
     infinite = torch.tensor(torch.inf)
     answers = {
         "scaled_global_norm": infinite,
@@ -154,8 +170,10 @@ def _infinite_norm(optimizer: Any) -> Iterator[None]:
     }
     name = next((name for name in answers if hasattr(optimizer, name)), None)
     if name is None:
-        raise RuntimeError(f"DeepSpeed's {type(optimizer).__name__} cannot skip an update; set the ZeRO stage and "
-                           "the number format by flags, not in --deepspeed_config")  # fmt: skip
+        raise RuntimeError(
+            f"DeepSpeed's {type(optimizer).__name__} cannot skip an update; set the ZeRO stage and "
+            "the number format by flags, not in --deepspeed_config"
+        )
     setattr(optimizer, name, lambda *_, **__: answers[name])
     try:
         yield
@@ -168,8 +186,8 @@ MicroBatch = TypeVar("MicroBatch")
 
 @dataclass(frozen=True)
 class Gradients(Generic[MicroBatch]):
-    """The accumulated gradients of an optimizer step, before its update. `fault` is the first loss that is not finite;
-    `random_state` this rank's `random_state()` at the start of the step."""
+    """The accumulated gradients of an optimizer step, before its update. `fault` is the first loss
+    that is not finite; `random_state` this rank's `random_state()` at the start of the step."""
 
     engine: Engine
     micro_batches: Sequence[MicroBatch]
@@ -181,9 +199,10 @@ class Gradients(Generic[MicroBatch]):
 def accumulate(
     engine: Engine, micro_batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
 ) -> Gradients[MicroBatch]:
-    """The first half of an optimizer step: forward and backward over all micro-batches, equally many on every rank;
-    `apply` must follow. Collective. `loss_of` is a micro-batch's part of the loss, divided by the count of the *whole*
-    step over all ranks. DeepSpeed averages gradients over ranks, hence the factor `world_size`."""
+    """The first half of an optimizer step: forward and backward over all micro-batches, equally
+    many on every rank; `apply` must follow. Collective. `loss_of` is a micro-batch's part of the
+    loss, divided by the count of the *whole* step over all ranks. DeepSpeed averages gradients over
+    ranks, hence the factor `world_size`."""
     state = random_state()
     losses = []
     for number, micro_batch in enumerate(micro_batches, start=1):
@@ -192,19 +211,24 @@ def accumulate(
         losses.append(loss.detach())
         engine.backward(loss, scale_wrt_gas=False)
         heartbeat()
-    return Gradients(engine, micro_batches, loss_of, _fault("loss", torch.stack(losses), state), state)
+    return Gradients(
+        engine, micro_batches, loss_of, _fault("loss", torch.stack(losses), state), state
+    )
 
 
 def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult:
-    """The second half: the update. Collective. `refused` (the same on every rank) skips it, and so does a loss or
-    gradient that is not finite on any rank; the result then has a `fault`. An fp16 gradient that overflows although all
-    losses are finite is none: the loss scaler lowers its scale, and the result has `overflow` set."""
+    """The second half: the update. Collective. `refused` (the same on every rank) skips it, and so
+    does a loss or gradient that is not finite on any rank; the result then has a `fault`. An fp16
+    gradient that overflows although all losses are finite is none: the loss scaler lowers its
+    scale, and the result has `overflow` set."""
     engine, fault = gradients.engine, gradients.fault
     if refused or fault is not None:
         skip_update(engine)
         return StepResult(math.inf, applied=False, fault=fault)
     if has_plain_optimizer(engine):
-        norm = torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in engine.module.parameters() if p.grad is not None]
+        )
         if not norm.isfinite():
             skip_update(engine)
             return StepResult(math.inf, applied=False, fault=_find_gradient_fault(gradients))
@@ -225,14 +249,16 @@ def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult
 
 
 def apply_together(parts: Sequence[Gradients[Any]]) -> list[StepResult]:
-    """Update several fp16 engines, or none if gradients overflow; only engines with such lower their loss scale."""
+    """Update several fp16 engines, or none if gradients overflow; only engines with such lower
+    their loss scale."""
     bad = [has_overflow(part.engine) for part in parts]
     return [apply(part, refused=any(bad) and not own) for part, own in zip(parts, bad, strict=True)]
 
 
 def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
-    """Find the rank and micro-batch of the bad gradient by repeating forward and backward. Collective. The step's
-    gradients must be gone; those of this pass are dropped too. The random streams do not advance."""
+    """Find the rank and micro-batch of the bad gradient by repeating forward and backward.
+    Collective. The step's gradients must be gone; those of this pass are dropped too. The random
+    streams do not advance."""
     engine, largest, after = gradients.engine, [], random_state()
     set_random_state(gradients.random_state)
     for number, micro_batch in enumerate(gradients.micro_batches, start=1):
@@ -246,8 +272,8 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
 
 
 def learning_rates(engine: Engine) -> dict[str, float]:
-    """`lr` of the next step, of weights that are not LoRA and not under Muon, if any; and `lora_lr` or `muon_lr` if
-    both train, at two rates."""
+    """`lr` of the next step, of weights that are not LoRA and not under Muon, if any; and `lora_lr`
+    or `muon_lr` if both train, at two rates."""
     first, last = engine.optimizer.param_groups[0], engine.optimizer.param_groups[-1]
     name = "muon_lr" if last.get("use_muon") else "lora_lr"
     own = {name: float(engine.get_lr()[-1])} if first["initial_lr"] != last["initial_lr"] else {}

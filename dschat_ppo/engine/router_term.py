@@ -20,14 +20,18 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 
 
 def router_top_k(config: PretrainedConfig, model: str) -> int:
-    """Experts per token of an architecture with a load-balancing loss in transformers. `config` of a reward model is
-    that of its language model; `model` is flag and folder, for the message."""
+    """Experts per token of an architecture with a load-balancing loss in transformers. `config` of
+    a reward model is that of its language model; `model` is flag and folder, for the message."""
     refused = f"--router_loss_coef: {model}: {type(config).__name__}"
     with reading(f"{refused} cannot be built"):
         lm: Any = lm_without_weights(config)
-    unfit = config.model_type == "doge" or not getattr(lm, "num_experts", 1)  # pairs of keys; Granite 4 without experts
+    unfit = config.model_type == "doge" or not getattr(
+        lm, "num_experts", 1
+    )  # pairs of keys; Granite 4 without experts
     if unfit or not hasattr(lm, "router_aux_loss_coef"):
-        raise UserError(f"{refused} has no router loss that this project can compute; omit the flag")
+        raise UserError(
+            f"{refused} has no router loss that this project can compute; omit the flag"
+        )
     return int(lm.num_experts_per_tok)
 
 
@@ -49,19 +53,24 @@ def router_settings(coef: float, model: Any) -> RouterSettings | None:
 
 
 def with_router_term(
-    settings: RouterSettings, metric: str, batches: Sequence[Batch], loss_of: Loss[Batch],
-    rows_of: Callable[[Batch], Tensor], sums: MetricSums,
-) -> Callable[[Batch], Tensor]:  # fmt: skip
-    """`loss_of` for this rank's micro-batches of an optimizer step, with the load-balancing loss over all real tokens
-    of the step, of all ranks. Collective.
+    settings: RouterSettings,
+    metric: str,
+    batches: Sequence[Batch],
+    loss_of: Loss[Batch],
+    rows_of: Callable[[Batch], Tensor],
+    sums: MetricSums,
+) -> Callable[[Batch], Tensor]:
+    """`loss_of` for this rank's micro-batches of an optimizer step, with the load-balancing loss
+    over all real tokens of the step, of all ranks. Collective.
 
-    That loss multiplies shares of tokens by mean probabilities, so a mean over micro-batches would depend on how the
-    step is divided. So the load of all micro-batches is counted first, by forward passes without gradients, which draw
-    the random numbers (dropout) that the training passes draw again.
+    That loss multiplies shares of tokens by mean probabilities, so a mean over micro-batches would
+    depend on how the step is divided. So the load of all micro-batches is counted first, by forward
+    passes without gradients, which draw the random numbers (dropout) that the training passes draw
+    again.
 
-    `loss_of`: (micro-batch, metrics to add to) -> its loss, by one forward pass. `rows_of`: rows that count, (B,) bool,
-    and do not only fill the micro-batch. `sums` receives the metrics of the training passes, the load-balancing loss
-    under the name `metric`.
+    `loss_of`: (micro-batch, metrics to add to) -> its loss, by one forward pass. `rows_of`: rows
+    that count, (B,) bool, and do not only fill the micro-batch. `sums` receives the metrics of the
+    training passes, the load-balancing loss under the name `metric`.
     """
 
     def recorded(batch: Batch, metrics: MetricSums) -> tuple[Tensor, RouterLoad]:
@@ -78,7 +87,10 @@ def with_router_term(
             heartbeat()
     set_random_state(state)
     found = all_reduce(torch.stack(counts).sum(dim=0).double()).float()
-    chosen, count = found[:-1], found[-1].clamp_min(1)  # (E,) and scalar, of the whole step (see `RouterLoad`)
+    chosen, count = (
+        found[:-1],
+        found[-1].clamp_min(1),
+    )  # (E,) and scalar, of the whole step (see `RouterLoad`)
 
     def with_term(batch: Batch) -> Tensor:
         loss, load = recorded(batch, sums)

@@ -1,13 +1,11 @@
 """The forms in which people write environments and tools, behind one: `Environment`.
 
-| form | recognised by |
-|---|---|
-| tools of TRL | plain functions, each with type hints and a docstring that describes its arguments |
-| environment of TRL | a class with `reset` and without `step`; its other public methods are tools; `get_reward()` |
-| SkyRL-Gym | a class with `init` and `step` |
-| Gymnasium | a class with `reset` and `step` |
-| agent of OpenRLHF | a class whose `reset` and `step` take `states` |
-| tools of verl | classes with `create`, `execute`, `calc_reward` and `release`, which a YAML file lists |
+| form | recognised by | |---|---| | tools of TRL | plain functions, each with type hints and a
+docstring that describes its arguments | | environment of TRL | a class with `reset` and without
+`step`; its other public methods are tools; `get_reward()` | | SkyRL-Gym | a class with `init` and
+`step` | | Gymnasium | a class with `reset` and `step` | | agent of OpenRLHF | a class whose `reset`
+and `step` take `states` | | tools of verl | classes with `create`, `execute`, `calc_reward` and
+`release`, which a YAML file lists |
 
 The processes of episodes import this module, so it imports no large library at its top.
 """
@@ -53,14 +51,16 @@ class Environment(Protocol):
     """One episode. A method may raise anything; the episode then ends."""
 
     def reset(self, row: Row, seed: int, prompt: str, messages: list[Message] | None) -> Turn:
-        """Begin the episode of a data row with this prompt, which the chat template makes of `messages` if there are
-        any. Messages and text of the turn come after it."""
+        """Begin the episode of a data row with this prompt, which the chat template makes of
+        `messages` if there are any. Messages and text of the turn come after it."""
 
     def step(self, action: Message) -> Turn:
-        """Answer the model's message; its tool calls are under `tool_calls`, as in transformers' chats."""
+        """Answer the model's message; its tool calls are under `tool_calls`, as in transformers'
+        chats."""
 
     def finish(self) -> Turn:
-        """End the episode, whose last turn came or which a limit ended: a reward of the end, and numbers."""
+        """End the episode, whose last turn came or which a limit ended: a reward of the end, and
+        numbers."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +72,38 @@ class Form:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas for the chat template. Those of functions import transformers, which slows later forks."""
+        """JSON schemas for the chat template. Those of functions import transformers, which slows
+        later forks."""
         return self.describe()
 
 
 def form_of(
-    environment: str | None = None, tools: Sequence[str] = (), tool_config: str | None = None, agent: str | None = None
+    environment: str | None = None,
+    tools: Sequence[str] = (),
+    tool_config: str | None = None,
+    agent: str | None = None,
 ) -> Form:
-    """The form of what the flags name: `FILE.py:NAME` or `MODULE:NAME` of a class or of functions, a YAML file of verl,
-    or a file of OpenRLHF. Importing them may raise anything."""
+    """The form of what the flags name: `FILE.py:NAME` or `MODULE:NAME` of a class or of functions,
+    a YAML file of verl, or a file of OpenRLHF. Importing them may raise anything."""
     if tool_config is not None:
         return _verl_form(tool_config)
     if agent is not None:
-        with _stand_ins({"openrlhf.utils.agent": {"AgentInstanceBase": object, "MultiTurnAgentExecutor": object}}):
+        with _stand_ins(
+            {
+                "openrlhf.utils.agent": {
+                    "AgentInstanceBase": object,
+                    "MultiTurnAgentExecutor": object,
+                }
+            }
+        ):
             found = load(agent, "AgentInstance")
         return Form(lambda: _Agent(found()))
     functions = [_named(name) for name in tools]
     if environment is None:
-        return Form(lambda: _Tools({each.__name__: each for each in functions}), lambda: list(map(_schema, functions)))
+        return Form(
+            lambda: _Tools({each.__name__: each for each in functions}),
+            lambda: list(map(_schema, functions)),
+        )
     made = _named(environment)
     has = {name for name in ("init", "reset", "step") if callable(getattr(made, name, None))}
     if has >= {"init", "step"}:
@@ -109,8 +123,11 @@ def form_of(
 
 @contextmanager
 def _stand_ins(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Offer these modules, name -> contents, to the imports of the block where their package is not installed."""
-    missing = {name: members for name, members in modules.items() if not find_spec(name.partition(".")[0])}
+    """Offer these modules, name -> contents, to the imports of the block where their package is not
+    installed."""
+    missing = {
+        name: members for name, members in modules.items() if not find_spec(name.partition(".")[0])
+    }
     for name, members in missing.items():
         for parent in (name.rsplit(".", depth)[0] for depth in range(name.count("."), -1, -1)):
             sys.modules.setdefault(parent, module_from_spec(ModuleSpec(parent, None)))
@@ -134,8 +151,12 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 def _methods(instance: Any) -> list[Callable[..., Any]]:
     """The tools of an environment of TRL: its public methods."""
     names = [name for name in dir(type(instance)) if not name.startswith("_")]
-    return [getattr(instance, n) for n in names
-            if n not in ("reset", "get_reward", "close") and inspect.isroutine(getattr(type(instance), n))]  # fmt: skip
+    return [
+        getattr(instance, n)
+        for n in names
+        if n not in ("reset", "get_reward", "close")
+        and inspect.isroutine(getattr(type(instance), n))
+    ]
 
 
 @cache
@@ -180,13 +201,16 @@ def _numbers(values: Any) -> dict[str, float]:
 
 
 class _Tools:
-    """Functions as tools, and the environment of TRL whose methods they are. A message without a call ends it."""
+    """Functions as tools, and the environment of TRL whose methods they are. A message without a
+    call ends it."""
 
     def __init__(self, tools: dict[str, Callable[..., Any]], instance: Any = None):
         self.tools = tools
         self.instance = instance
 
-    def reset(self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None) -> Turn:
+    def reset(
+        self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None
+    ) -> Turn:
         opening = None if self.instance is None else _result(self.instance.reset(**row))
         return Turn([{"role": "user", "content": _content(opening)}]) if opening else Turn()
 
@@ -197,13 +221,18 @@ class _Tools:
             call, known = made["function"], {"tool_call_id": made["id"]} if made.get("id") else {}
             content, is_right = self.call(call["name"], call["arguments"])
             failed += not is_right
-            messages.append({"role": "tool", "name": _content(call["name"]), "content": content, **known})
+            messages.append(
+                {"role": "tool", "name": _content(call["name"]), "content": content, **known}
+            )
         return Turn(messages, done=not calls, failed_calls=failed)
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """What a call returns or raises, for the model, and whether it returned."""
         if name not in self.tools:
-            return _content(f"error: there is no tool '{name}'; there are: {', '.join(self.tools)}"), False
+            return (
+                _content(f"error: there is no tool '{name}'; there are: {', '.join(self.tools)}"),
+                False,
+            )
         with attempt(also_exits=True) as tried:
             return _content(_result(self.tools[name](**arguments))), True
         assert tried.problem is not None
@@ -224,16 +253,24 @@ class _Gym:
         self.made = made
         self.instance: Any = None
 
-    def reset(self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None) -> Turn:
+    def reset(
+        self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None
+    ) -> Turn:
         takes = inspect.signature(self.made).parameters
         settings = {"env_config": {}, "extras": row}
-        self.instance = self.made(**{name: value for name, value in settings.items() if name in takes})
+        self.instance = self.made(
+            **{name: value for name, value in settings.items() if name in takes}
+        )
         if hasattr(self.instance, "init"):
-            given = prompt if messages is None else messages  # what it returns is not used: the prompt is the data's
+            given = (
+                prompt if messages is None else messages
+            )  # what it returns is not used: the prompt is the data's
             _result(self.instance.init(given))
             return Turn()
         takes = inspect.signature(self.instance.reset).parameters
-        options = {name: value for name, value in {"seed": seed, "options": row}.items() if name in takes}
+        options = {
+            name: value for name, value in {"seed": seed, "options": row}.items() if name in takes
+        }
         found = _result(self.instance.reset(**options))
         return Turn(_read(found[0] if isinstance(found, tuple) else found))
 
@@ -244,11 +281,16 @@ class _Gym:
             info = ends.pop() if len(ends) > 1 else {}
             return Turn(_read(observation), None, _number(reward), any(ends), _numbers(info))
         if not isinstance(found, Mapping) and not hasattr(found, "__dict__"):
-            raise TypeError(f"step returned {type(found).__name__}, not observation, reward and whether it is done")
+            raise TypeError(
+                f"step returned {type(found).__name__}, not observation, reward and whether it is"
+                " done"
+            )
         found = found if isinstance(found, Mapping) else vars(found)
         observation = found.get("observations", found.get("observation"))
         numbers = _numbers(found.get("metadata", found.get("info")))
-        return Turn(_read(observation), None, _number(found.get("reward")), bool(found.get("done")), numbers)
+        return Turn(
+            _read(observation), None, _number(found.get("reward")), bool(found.get("done")), numbers
+        )
 
     def finish(self) -> Turn:
         if hasattr(self.instance, "close"):
@@ -260,7 +302,9 @@ def _read(observation: Any) -> list[Message]:
     """Messages, or another observation as a message of the user."""
     if observation is None or (isinstance(observation, str) and not observation):
         return []
-    if isinstance(observation, list) and all(isinstance(part, Mapping) and "role" in part for part in observation):
+    if isinstance(observation, list) and all(
+        isinstance(part, Mapping) and "role" in part for part in observation
+    ):
         return [dict(part) for part in observation]
     return [{"role": "user", "content": _content(observation)}]
 
@@ -272,10 +316,16 @@ class _Agent:
         self.instance = instance
         self.read, self.label = "", None
 
-    def reset(self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None) -> Turn:
+    def reset(
+        self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None
+    ) -> Turn:
         self.label = row.get("label", row.get("ground_truth"))
         found = _result(self.instance.reset({"observation": prompt, "label": self.label}))
-        text = str((found or {}).get("observation", prompt)) if isinstance(found, Mapping | None) else str(found)
+        text = (
+            str((found or {}).get("observation", prompt))
+            if isinstance(found, Mapping | None)
+            else str(found)
+        )
         if not text.startswith(prompt):
             raise ValueError("reset returned an observation that does not begin with the prompt")
         self.read = text
@@ -288,7 +338,9 @@ class _Agent:
         feedback = str(found.get("environment_feedback") or "")
         self.read += text + feedback
         numbers = _numbers(found.get("extra_logs"))
-        return Turn([], feedback, _number(_mean(found.get("rewards"))), bool(found.get("done")), numbers)
+        return Turn(
+            [], feedback, _number(_mean(found.get("rewards"))), bool(found.get("done")), numbers
+        )
 
     def finish(self) -> Turn:
         return Turn()
@@ -300,7 +352,8 @@ def _mean(value: Any) -> Any:
 
 
 class _VerlTools(_Tools):
-    """Tools of verl: an instance of each for an episode, with what `extra_info.tools_kwargs` of the row says."""
+    """Tools of verl: an instance of each for an episode, with what `extra_info.tools_kwargs` of the
+    row says."""
 
     def __init__(self, classes: Mapping[str, Any]):
         super().__init__({})
@@ -312,7 +365,9 @@ class _VerlTools(_Tools):
         kinds = (self.row.get("extra_info") or {}).get("tools_kwargs") or {}
         return dict((kinds.get(name) or {}).get(what) or {})
 
-    def reset(self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None) -> Turn:
+    def reset(
+        self, row: Row, seed: int, prompt: str = "", messages: list[Message] | None = None
+    ) -> Turn:
         self.row = row
         for name, tool in self.classes.items():
             made = _result(tool.create(None, **self._given(name, "create_kwargs")))
@@ -322,10 +377,14 @@ class _VerlTools(_Tools):
 
     def _execute(self, name: str, /, **arguments: Any) -> str:
         given = self._given(name, "execute_kwargs")
-        response, reward, metrics = _result(self.classes[name].execute(self.instances[name], arguments, **given))
+        response, reward, metrics = _result(
+            self.classes[name].execute(self.instances[name], arguments, **given)
+        )
         self.reward += _number(reward)
         self.numbers |= _numbers(metrics)
-        return _content(response if isinstance(response, str) else getattr(response, "text", None) or "")
+        return _content(
+            response if isinstance(response, str) else getattr(response, "text", None) or ""
+        )
 
     def step(self, action: Message) -> Turn:
         self.reward, self.numbers = 0.0, {}
@@ -346,7 +405,9 @@ def _verl_form(path: str) -> Form:
     with open(path, encoding="utf-8") as file:
         found = yaml.safe_load(file)
     listed = found.get("tools") if isinstance(found, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "class_name" in entry for entry in listed):
+    if not isinstance(listed, list) or not all(
+        isinstance(entry, dict) and "class_name" in entry for entry in listed
+    ):
         raise ValueError("expected an entry `tools`, a list whose entries have a `class_name`")
     names: dict[str, dict[str, Any]] = {
         "verl.tools.base_tool": {"BaseTool": _BaseTool},
@@ -358,9 +419,13 @@ def _verl_form(path: str) -> Form:
         for entry in listed:
             module, _, name = entry["class_name"].rpartition(".")
             schema = entry.get("tool_schema")
-            made = getattr(importlib.import_module(module), name)(entry.get("config") or {}, _record(schema))
+            made = getattr(importlib.import_module(module), name)(
+                entry.get("config") or {}, _record(schema)
+            )
             found = schema or made.get_openai_tool_schema()
-            schemas.append(found if isinstance(found, dict) else json.loads(json.dumps(found, default=vars)))
+            schemas.append(
+                found if isinstance(found, dict) else json.loads(json.dumps(found, default=vars))
+            )
             classes[schemas[-1]["function"]["name"]] = made
     return Form(lambda: _VerlTools(classes), lambda: schemas)
 

@@ -1,8 +1,9 @@
-"""Processes of episodes. One server process of a rank imports the user's file once; each episode is a fork of it, so a
-call that hangs, crashes or fills the memory ends one episode. The rank asks and polls: it never waits while it can
-decode other rows.
+"""Processes of episodes. One server process of a rank imports the user's file once; each episode is
+a fork of it, so a call that hangs, crashes or fills the memory ends one episode. The rank asks and
+polls: it never waits while it can decode other rows.
 
-Requests are pickled; replies are lines of JSON, because the trainer unpickles nothing that such a process wrote.
+Requests are pickled; replies are lines of JSON, because the trainer unpickles nothing that such a
+process wrote.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from dschat_ppo.common.own_functions import cause_of
 from dschat_ppo.common.processes import signal_when_parent_ends
 from dschat_ppo.episodes.environments import Form, Turn, form_of
 from dschat_ppo.errors import attempt
-from dschat_ppo.rewards.worker_pool import START_SECONDS, CallError, outlive_signals, restore_signals
+from dschat_ppo.rewards.worker_pool import (
+    START_SECONDS,
+    CallError,
+    outlive_signals,
+    restore_signals,
+)
 
 MOST_BYTES = 2**24  # of a reply
 ENDED = "its process ended"
@@ -51,19 +57,30 @@ class _Call:
 
 
 class Episodes:
-    """The processes of one rank. A call takes at most `seconds`; at most `most` calls run at a time, others wait.
+    """The processes of one rank. A call takes at most `seconds`; at most `most` calls run at a
+    time, others wait.
 
-    `tools`: JSON schemas of what the environment offers to the model. `CallError`: the user's file cannot be used.
+    `tools`: JSON schemas of what the environment offers to the model. `CallError`: the user's file
+    cannot be used.
     """
 
     def __init__(self, names: Mapping[str, Any], seconds: float, most: int):
         self.seconds, self.most = seconds, most
         self._control, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), str(theirs.fileno()),
-             json.dumps(dict(names))],
-            stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(),), start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                _START_CODE,
+                json.dumps([*sys.path, os.getcwd()]),
+                str(theirs.fileno()),
+                json.dumps(dict(names)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
         theirs.close()
         self._sockets = dict[int, socket.socket]()  # by number of the episode
         self._groups = dict[int, int]()  # its process group
@@ -80,10 +97,17 @@ class Episodes:
         except (CallError, TimeoutError) as problem:
             self.close()
             late = isinstance(problem, TimeoutError)
-            raise CallError(f"was not imported within {START_SECONDS:g} s" if late else str(problem)) from None
+            raise CallError(
+                f"was not imported within {START_SECONDS:g} s" if late else str(problem)
+            ) from None
 
     def start(
-        self, number: int, row: dict[str, Any], seed: int, prompt: str = "", messages: list[Any] | None = None
+        self,
+        number: int,
+        row: dict[str, Any],
+        seed: int,
+        prompt: str = "",
+        messages: list[Any] | None = None,
     ) -> None:
         """Begin episode `number`; its first turn comes by `poll`."""
         try:
@@ -114,23 +138,31 @@ class Episodes:
         while self._waiting and len(self._calls) < self.most:
             number, request = self._waiting.popleft()
             self._calls[number] = _Call(memoryview(request), time.monotonic() + self.seconds)
-            self._selector.register(self._sockets[number], selectors.EVENT_READ | selectors.EVENT_WRITE, number)
+            self._selector.register(
+                self._sockets[number], selectors.EVENT_READ | selectors.EVENT_WRITE, number
+            )
 
     def poll(self, seconds: float = 0.0) -> list[tuple[int, Turn | CallError]]:
-        """The episodes that answered since the last call, with their turns. Waits up to `seconds` for the first one. An
-        episode whose call failed, by an exception, its time, its process or an invalid reply, has ended."""
+        """The episodes that answered since the last call, with their turns. Waits up to `seconds`
+        for the first one. An episode whose call failed, by an exception, its time, its process or
+        an invalid reply, has ended."""
         found, last = list[tuple[int, Turn | CallError]](self._failed), time.monotonic() + seconds
         self._failed.clear()
         while self._calls:
             now = time.monotonic()
             ends = min(call.end for call in self._calls.values())
-            for key, events in self._selector.select(0 if found else max(0.0, min(ends, last, now + 1) - now)):
+            for key, events in self._selector.select(
+                0 if found else max(0.0, min(ends, last, now + 1) - now)
+            ):
                 with suppress(BlockingIOError):
                     if (turn := self._move(key.data, events)) is not None:
                         found.append((key.data, turn))
             now = time.monotonic()
             late = [number for number, call in self._calls.items() if call.end <= now]
-            found += [(n, self._fail(n, f"took longer than {self.seconds:g} s (--environment_timeout)")) for n in late]
+            found += [
+                (n, self._fail(n, f"took longer than {self.seconds:g} s (--environment_timeout)"))
+                for n in late
+            ]
             self._begin()
             heartbeat()
             if found or now >= last:
@@ -138,7 +170,8 @@ class Episodes:
         return found
 
     def _move(self, number: int, events: int) -> Turn | CallError | None:
-        """Write and read what the socket of an episode takes and holds; its turn, once that is complete."""
+        """Write and read what the socket of an episode takes and holds; its turn, once that is
+        complete."""
         call, ours = self._calls[number], self._sockets[number]
         try:
             if events & selectors.EVENT_WRITE:
@@ -153,7 +186,9 @@ class Episodes:
         except (BrokenPipeError, ConnectionResetError):
             self._require_server()
             return self._fail(number, ENDED + " (a crash, os._exit, or out of memory)")
-        if number not in self._groups and b"\n" in call.reply:  # the first line of an episode is its process group
+        if (
+            number not in self._groups and b"\n" in call.reply
+        ):  # the first line of an episode is its process group
             group, _, call.reply = call.reply.partition(b"\n")
             self._groups[number] = int(group)
         if len(call.reply) > MOST_BYTES:
@@ -170,14 +205,15 @@ class Episodes:
         return turn
 
     def _require_server(self) -> None:
-        """`RuntimeError` if the server has ended, which ends all its episodes: not an environment has failed. It closes
-        its socket before its episodes end."""
+        """`RuntimeError` if the server has ended, which ends all its episodes: not an environment
+        has failed. It closes its socket before its episodes end."""
         control = select.poll()
         control.register(self._control, select.POLLIN)
         if control.poll(0):  # its end: the server has nothing more to say
             raise RuntimeError(
-                f"the process that runs the environments of rank {ranks.rank()} ended (exit code "
-                f"{self._process.wait()}; -9: killed or out of memory); run the same command again to resume"
+                f"the process that runs the environments of rank {ranks.rank()} ended (exit code"
+                f" {self._process.wait()}; -9: killed or out of memory); run the same command again"
+                " to resume"
             )
 
     def _end_call(self, number: int) -> None:
@@ -239,9 +275,13 @@ def main(control: int, names: str) -> None:
         given = json.loads(names)
         form = form_of(**given)
         if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-            raise RuntimeError("importing it starts CUDA, which forked processes cannot use; start it in reset")
+            raise RuntimeError(
+                "importing it starts CUDA, which forked processes cannot use; start it in reset"
+            )
     with parent.makefile("wb", buffering=0) as replies:
-        if tried.problem is None and (process := os.fork()) == 0:  # a fork takes time for each page of its parent
+        if (
+            tried.problem is None and (process := os.fork()) == 0
+        ):  # a fork takes time for each page of its parent
             with attempt(also_exits=True) as tried:
                 _reply(replies, "value", form.tools)
             if tried.problem is not None:
@@ -276,7 +316,9 @@ def main(control: int, names: str) -> None:
         if process == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             parent.close()
-            os.register_at_fork(after_in_child=restore_signals)  # a stop of all processes leaves the episode alone
+            os.register_at_fork(
+                after_in_child=restore_signals
+            )  # a stop of all processes leaves the episode alone
             signal_when_parent_ends(signal.SIGKILL)
             os.setsid()
             _serve(form, socket.socket(fileno=numbers[0]), own)
@@ -286,7 +328,8 @@ def main(control: int, names: str) -> None:
 
 
 def _serve(form: Form, trainer: socket.socket, own: str | None) -> None:
-    """Run one episode until the trainer closes its socket. Causes name the line of the file `own`."""
+    """Run one episode until the trainer closes its socket. Causes name the line of the file
+    `own`."""
     process, environment = os.getpid(), None
     with trainer.makefile("rb") as requests, trainer.makefile("wb", buffering=0) as replies:
         replies.write(b"%d\n" % process)
@@ -297,7 +340,10 @@ def _serve(form: Form, trainer: socket.socket, own: str | None) -> None:
                 break
             with attempt(also_exits=True) as tried:
                 environment = environment or form.make()
-                reply = json.dumps({"value": asdict(getattr(environment, method)(*arguments))}).encode() + b"\n"
+                reply = (
+                    json.dumps({"value": asdict(getattr(environment, method)(*arguments))}).encode()
+                    + b"\n"
+                )
             if os.getpid() != process:  # a fork of the user's code returned
                 os._exit(1)
             if tried.problem is not None:

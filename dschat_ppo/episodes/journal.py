@@ -1,8 +1,10 @@
-"""The answers of environments on the disk: a PPO step that runs again after a crash asks for none of them again.
+"""The answers of environments on the disk: a PPO step that runs again after a crash asks for none
+of them again.
 
-`JournalledEpisodes` has the interface of `Episodes`. An episode has no process while its questions are in the journal.
-Where the journal ends, or the model says something else than before, its process starts. An environment, which has a
-state, first hears again what the model said; functions have none, and their process starts with the first message.
+`JournalledEpisodes` has the interface of `Episodes`. An episode has no process while its questions
+are in the journal. Where the journal ends, or the model says something else than before, its
+process starts. An environment, which has a state, first hears again what the model said; functions
+have none, and their process starts with the first message.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from typing import Any
 
 from dschat_ppo.checkpoint.store import JOURNAL, CheckpointFolder
 from dschat_ppo.common import dist
-from dschat_ppo.common.atomic_files import checksum, make_folder, storage_errors, sync_entries, sync_file
+from dschat_ppo.common.atomic_files import (
+    checksum,
+    make_folder,
+    storage_errors,
+    sync_entries,
+    sync_file,
+)
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import ENDED, Episodes
 from dschat_ppo.errors import reading
@@ -28,7 +36,8 @@ SYNC_SECONDS = 0.05  # a power loss takes at most the answers of so long
 
 
 class Journal:
-    """Answers by question, in a file for each PPO step and rank; a line for each. Every rank reads those of all."""
+    """Answers by question, in a file for each PPO step and rank; a line for each. Every rank reads
+    those of all."""
 
     def __init__(self, output: Path):
         self.checkpoints = CheckpointFolder(output)
@@ -39,20 +48,27 @@ class Journal:
         self._synced = 0.0
 
     def begin(self, step: int) -> None:
-        """Read the answers of PPO step `step`. Rank 0 removes those of steps that no checkpoint leads to."""
+        """Read the answers of PPO step `step`. Rank 0 removes those of steps that no checkpoint
+        leads to."""
         if step == self._step:
             return
         self.sync()
         saved = self.checkpoints.names()
         oldest = int(saved[0].split("_")[1]) if saved else step
-        self._step, self.known, self._path = step, {}, self.folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl"
+        self._step, self.known, self._path = (
+            step,
+            {},
+            self.folder / f"step_{step:06d}_rank_{dist.rank()}.jsonl",
+        )
         with storage_errors(self.folder):
             make_folder(self.folder)
             for file in sorted(self.folder.glob("step_*.jsonl")):
                 number = int(file.name.split("_")[1])
                 if number == step:
                     *lines, cut = file.read_bytes().split(b"\n")
-                    with reading(f"{file}: is damaged; remove it, and environments are asked again"):
+                    with reading(
+                        f"{file}: is damaged; remove it, and environments are asked again"
+                    ):
                         for line in lines:
                             self.known |= json.loads(line)
                     if cut and file == self._path:
@@ -69,11 +85,14 @@ class Journal:
     def forget(self) -> None:
         """Remove the answers of this step, of all ranks, after the last one was written."""
         self._lines.clear()
-        for file in self.folder.glob(f"step_{self._step:06d}_rank_*.jsonl") if dist.is_main() else ():
+        for file in (
+            self.folder.glob(f"step_{self._step:06d}_rank_*.jsonl") if dist.is_main() else ()
+        ):
             file.unlink(missing_ok=True)
 
     def write(self) -> None:
-        """Write the new answers, where they survive the end of this process; and of the machine after a moment."""
+        """Write the new answers, where they survive the end of this process; and of the machine
+        after a moment."""
         if self._lines:
             with storage_errors(self._path):
                 is_new = not self._path.exists()
@@ -98,10 +117,14 @@ class Journal:
 @dataclass(eq=False)
 class _Episode:
     start: tuple[Any, ...]  # row, seed, prompt, messages
-    question: str  # the last one: where it was asked, and a digest of all that the environment was told
+    question: (
+        str  # the last one: where it was asked, and a digest of all that the environment was told
+    )
     requests: list[tuple[Any, ...]] = field(default_factory=list)  # all after the reset
     has_process: bool = False
-    due: deque[tuple[Any, ...]] = field(default_factory=deque)  # what its process hears before it answers the question
+    due: deque[tuple[Any, ...]] = field(
+        default_factory=deque
+    )  # what its process hears before it answers the question
 
     def ask(self, *request: Any) -> None:
         place, _, digest = self.question.rpartition(":")
@@ -110,10 +133,12 @@ class _Episode:
 
 
 class JournalledEpisodes:
-    """`Episodes` that answers from the journal where it can. `has_state` is False for functions alone. `files`: of the
-    environments, whose content is part of each question."""
+    """`Episodes` that answers from the journal where it can. `has_state` is False for functions
+    alone. `files`: of the environments, whose content is part of each question."""
 
-    def __init__(self, episodes: Episodes, journal: Journal, has_state: bool, files: Sequence[str] = ()):
+    def __init__(
+        self, episodes: Episodes, journal: Journal, has_state: bool, files: Sequence[str] = ()
+    ):
         self.episodes, self.journal, self.has_state = episodes, journal, has_state
         self._files = "".join(checksum(Path(file))[:16] for file in files)
         self._begun = dict[int, _Episode]()
@@ -122,8 +147,8 @@ class JournalledEpisodes:
         self._first = 0
 
     def begin(self, step: int, rollout: str, first: int) -> None:
-        """The episodes that start next are those of a rollout of PPO step `step`; `first`: the number of episode 0
-        among those of all ranks."""
+        """The episodes that start next are those of a rollout of PPO step `step`; `first`: the
+        number of episode 0 among those of all ranks."""
         self.journal.begin(step)
         self._place, self._first = rollout, first
 
@@ -142,7 +167,8 @@ class JournalledEpisodes:
         episode.ask(*request)
         answer = None if episode.has_process else self.journal.known.get(episode.question)
         if not self.has_state and request[0] != "step":
-            answer = {}  # functions have nothing to begin or end: a process starts for the first call
+            # functions have nothing to begin or end: a process starts for the first call
+            answer = {}
         if answer is not None:
             error = answer.get("error")
             self._answers.append((number, Turn(**answer) if error is None else CallError(error)))
@@ -166,7 +192,9 @@ class JournalledEpisodes:
                 self._send(number, *episode.due.popleft())
                 continue
             found.append((number, turn))
-            if not (isinstance(turn, CallError) and str(turn).startswith(ENDED)):  # as when the whole job is killed
+            if not (
+                isinstance(turn, CallError) and str(turn).startswith(ENDED)
+            ):  # as when the whole job is killed
                 self.journal.add(episode.question, turn)
         self.journal.write()
         return found

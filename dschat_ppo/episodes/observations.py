@@ -1,7 +1,8 @@
 """Tokens of observations: what a chat template writes between the model's turns.
 
-What the model sampled is never decoded and encoded again. The tokens after a turn are those by which two renderings of
-a short conversation differ, with and without the observation; a template that changes earlier turns is refused.
+What the model sampled is never decoded and encoded again. The tokens after a turn are those by
+which two renderings of a short conversation differ, with and without the observation; a template
+that changes earlier turns is refused.
 """
 
 from __future__ import annotations
@@ -26,28 +27,38 @@ _THOUGHT = "<think>\nA thought.\n</think>\n\n"
 
 
 class ObservationTokens:
-    """Tokens of the turns of an environment. `most`: tokens of the content of one observation; the rest is cut at
-    `truncation`. `tools`: JSON schemas that the prompts have."""
+    """Tokens of the turns of an environment. `most`: tokens of the content of one observation; the
+    rest is cut at `truncation`. `tools`: JSON schemas that the prompts have."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any], most: int, truncation: Truncation = "middle"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Any],
+        most: int,
+        truncation: Truncation = "middle",
     ):
         self.tokenizer, self.tools = tokenizer, list(tools)
         self.most, self.truncation = most, truncation
         self.before = turn_end(tokenizer).kept
         if tokenizer.chat_template is not None:
             role = "tool" if tools else "user"
-            seen = self.between([{"role": role, "name": "f", "content": _SEEN}], _THOUGHT + "An answer.")
+            seen = self.between(
+                [{"role": role, "name": "f", "content": _SEEN}], _THOUGHT + "An answer."
+            )
             if _SEEN not in seen:
-                raise UserError(f"the chat template leaves out messages of the {role}; take another (--chat_template)")
+                raise UserError(
+                    f"the chat template leaves out messages of the {role}; take another"
+                    " (--chat_template)"
+                )
 
     def __call__(self, turn: Turn, ended: bool = True) -> list[int]:
-        """The tokens that follow an action, with the opening of the model's next turn. Unless the action `ended` with
-        the end-of-turn token, what ends a turn in the template comes first."""
+        """The tokens that follow an action, with the opening of the model's next turn. Unless the
+        action `ended` with the end-of-turn token, what ends a turn in the template comes first."""
         if turn.text is not None:
             return self._cut(self._encoded(turn.text))
         messages = [
-            {**message, "content": self._as_text(str(message.get("content") or ""))} for message in turn.messages
+            {**message, "content": self._as_text(str(message.get("content") or ""))}
+            for message in turn.messages
         ]
         if self.tokenizer.chat_template is None:
             return self._encoded("".join(message["content"] for message in messages))
@@ -62,7 +73,9 @@ class ObservationTokens:
         """The tokens of a prompt with `said` at the end of its last message, as TRL has it."""
         whole = "\n\n".join(filter(None, [messages[-1].get("content"), self._as_text(said)]))
         last = {**messages[-1], "content": whole}
-        return self._encoded(render(self.tokenizer, [*messages[:-1], last], open_answer=True, tools=[*tools] or None))
+        return self._encoded(
+            render(self.tokenizer, [*messages[:-1], last], open_answer=True, tools=[*tools] or None)
+        )
 
     def _cut(self, ids: list[int]) -> list[int]:
         """At most `most` ids, without those at the place of the truncation."""
@@ -70,13 +83,29 @@ class ObservationTokens:
         return ids if len(ids) <= self.most else ids[:left] + ids[len(ids) - self.most + left :]
 
     def between(self, messages: Sequence[Message], answer: str = "An answer.") -> str:
-        """What the template writes between an answer and the next one, with `messages` between them."""
-        messages = [{"tool_call_id": f"call{number:05}", **message} if message["role"] == "tool" else message
-                    for number, message in enumerate(messages)]  # fmt: skip
-        calls = [{"type": "function", "id": message["tool_call_id"],
-                  "function": {"name": message.get("name", "f"), "arguments": {}}}
-                 for message in messages if message["role"] == "tool"]  # fmt: skip
-        before: list[Message] = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+        """What the template writes between an answer and the next one, with `messages` between
+        them."""
+        messages = [
+            (
+                {"tool_call_id": f"call{number:05}", **message}
+                if message["role"] == "tool"
+                else message
+            )
+            for number, message in enumerate(messages)
+        ]
+        calls = [
+            {
+                "type": "function",
+                "id": message["tool_call_id"],
+                "function": {"name": message.get("name", "f"), "arguments": {}},
+            }
+            for message in messages
+            if message["role"] == "tool"
+        ]
+        before: list[Message] = [
+            {"role": "user", "content": "A question."},
+            {"role": "assistant", "content": answer},
+        ]
         if calls:
             before[1]["tool_calls"] = calls
         end = turn_end(self.tokenizer)
@@ -85,15 +114,17 @@ class ObservationTokens:
         whole = render(self.tokenizer, [*before, *messages], open_answer=True, tools=self.tools)
         if not whole.startswith(first):
             raise UserError(
-                "the chat template renders a turn of the model differently once another message follows (as one that "
-                "drops its thinking), so an episode would not be what the model sees later; take a template that "
-                "keeps earlier turns (--chat_template)"
+                "the chat template renders a turn of the model differently once another message"
+                " follows (as one that drops its thinking), so an episode would not be what the"
+                " model sees later; take a template that keeps earlier turns (--chat_template)"
             )
         return whole[len(first) :]
 
     def _as_text(self, content: str) -> str:
         """The content within its limit; the texts of added tokens in it are divided."""
-        ends = _LONGEST * self.most  # characters that matter: a long text takes the tokenizer minutes
+        ends = (
+            _LONGEST * self.most
+        )  # characters that matter: a long text takes the tokenizer minutes
         if len(content) > 2 * ends:
             content = content[:ends] + content[-ends:]
         ids = self._encoded(divided(self.tokenizer, content))
@@ -106,28 +137,36 @@ class ObservationTokens:
     def _encoded(self, text: str) -> list[int]:
         parts = enumerate(text.split(SPLIT))
         return [
-            number for n, part in parts for number in encode_after(self.tokenizer, "\n" if n else self.before, part)
+            number
+            for n, part in parts
+            for number in encode_after(self.tokenizer, "\n" if n else self.before, part)
         ]
 
 
 def observed_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of an observation's tokens, without special tokens and without what the chat template writes around its
-    content."""
+    """The text of an observation's tokens, without special tokens and without what the chat
+    template writes around its content."""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
     for before, after in _around(tokenizer, str(tokenizer.chat_template)):
-        if text.startswith(before) and text.endswith(after) and len(text) >= len(before) + len(after):
+        if (
+            text.startswith(before)
+            and text.endswith(after)
+            and len(text) >= len(before) + len(after)
+        ):
             return text[len(before) : len(text) - len(after)].strip()
     return text
 
 
 @lru_cache(maxsize=16)
 def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> list[tuple[str, str]]:
-    """What the template writes before and after the content of a tool, and of a user; the longer of the two first.
-    Cached; `template` is an argument because a tokenizer can change."""
+    """What the template writes before and after the content of a tool, and of a user; the longer of
+    the two first. Cached; `template` is an argument because a tokenizer can change."""
     found = list[tuple[str, str]]()
     for role in ("tool", "user"):
         with suppress(UserError):  # a template that refuses such messages
-            between = ObservationTokens(tokenizer, [], 1).between([{"role": role, "name": "f", "content": _SEEN}])
+            between = ObservationTokens(tokenizer, [], 1).between(
+                [{"role": role, "name": "f", "content": _SEEN}]
+            )
             before, _, after = (
                 str(tokenizer.decode(encode_after(tokenizer, "", part), skip_special_tokens=True))
                 for part in between.partition(_SEEN)

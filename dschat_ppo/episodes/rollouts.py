@@ -50,8 +50,8 @@ class EnvironmentReward:
 def described_tools(
     flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, longest: int
 ) -> Sequence[dict[str, Any]]:
-    """JSON schemas of what the environment offers to the model; () without one. `UserError` if it cannot be used; see
-    `EpisodeRollouts` for the arguments."""
+    """JSON schemas of what the environment offers to the model; () without one. `UserError` if it
+    cannot be used; see `EpisodeRollouts` for the arguments."""
     if not flags.is_used:
         return ()
     with closing(EpisodeRollouts(flags, tokenizer, longest)) as episodes:
@@ -59,15 +59,21 @@ def described_tools(
 
 
 class EpisodeRollouts:
-    """The environments of this rank. `tools`: JSON schemas for the chat template. `output`: the folder of the run, for
-    its journal; None: without one."""
+    """The environments of this rank. `tools`: JSON schemas for the chat template. `output`: the
+    folder of the run, for its journal; None: without one."""
 
     def __init__(
-        self, flags: EnvironmentFlags, tokenizer: PreTrainedTokenizerBase, longest: int, output: Path | None = None
+        self,
+        flags: EnvironmentFlags,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int,
+        output: Path | None = None,
     ):
         self.flags, self.tokenizer, self.longest = flags, tokenizer, longest  # tokens of a prompt
-        given = " ".join(f"--{name} {value if isinstance(value, str) else ' '.join(value)}"
-                         for name, value in flags.given.items())  # fmt: skip
+        given = " ".join(
+            f"--{name} {value if isinstance(value, str) else ' '.join(value)}"
+            for name, value in flags.given.items()
+        )
         try:
             processes = Episodes(flags.names, flags.environment_timeout, flags.environment_workers)
         except CallError as problem:
@@ -80,14 +86,19 @@ class EpisodeRollouts:
         self.episodes = self.journalled or processes
         if self.tools and tokenizer.chat_template is None:
             self.close()
-            raise UserError(f"{given}: a chat template describes tools to the model; give one with --chat_template")
+            raise UserError(
+                f"{given}: a chat template describes tools to the model; give one with"
+                " --chat_template"
+            )
         try:
             self.observations = ObservationTokens(
                 tokenizer, self.tools, flags.max_observation_tokens, flags.observation_truncation
             )
         except UserError as problem:
             self.close()
-            raise UserError(f"{given}, with the chat template (--chat_template): {problem}") from None
+            raise UserError(
+                f"{given}, with the chat template (--chat_template): {problem}"
+            ) from None
         # (source, weight) of its rewards; tools alone score nothing
         weight = flags.environment_reward_weight
         self.reward_sources = [(EnvironmentReward(), weight)] if flags.gives_reward else []
@@ -96,13 +107,21 @@ class EpisodeRollouts:
         self._has_told = self._has_counted = False
 
     def begin(
-        self, rows: Dataset, indices: Sequence[int], samples: int, seeds: Sequence[int], cancelled: Callable[[], bool],
-        step: int = 0, rollout: str = "", first: int = 0,
-    ) -> tuple[PromptBatch, EpisodeTurns]:  # fmt: skip
-        """Begin `samples` episodes of each of the token rows at `indices`; those of one row get its seed. The journal
-        knows them by the PPO step, the name of the rollout and their numbers, which start at `first`. The prompts:
-        one for each row, or for each episode if some of a row begin in different ways. An episode that does not begin
-        has its plain prompt and no turns; if none of any rank begins, that is a `UserError`. Collective."""
+        self,
+        rows: Dataset,
+        indices: Sequence[int],
+        samples: int,
+        seeds: Sequence[int],
+        cancelled: Callable[[], bool],
+        step: int = 0,
+        rollout: str = "",
+        first: int = 0,
+    ) -> tuple[PromptBatch, EpisodeTurns]:
+        """Begin `samples` episodes of each of the token rows at `indices`; those of one row get its
+        seed. The journal knows them by the PPO step, the name of the rollout and their numbers,
+        which start at `first`. The prompts: one for each row, or for each episode if some of a row
+        begin in different ways. An episode that does not begin has its plain prompt and no turns;
+        if none of any rank begins, that is a `UserError`. Collective."""
         data = rows[list(indices)]
         of_rows: list[Row] = [json.loads(text) for text in data["row"]]
         count = len(indices) * samples
@@ -112,7 +131,11 @@ class EpisodeRollouts:
             place = number // samples
             row = {key: value for key, value in of_rows[place].items() if not key.startswith("_")}
             messages = of_rows[place].get(MESSAGES)
-            text = str(self.tokenizer.decode(data["prompt_ids"][place], skip_special_tokens=messages is None))
+            text = str(
+                self.tokenizer.decode(
+                    data["prompt_ids"][place], skip_special_tokens=messages is None
+                )
+            )
             self.episodes.start(number, row, seeds[place] & 0x7FFFFFFF, text, messages)
         openings = dict[int, Turn | CallError]()
         while len(openings) < count and not cancelled():
@@ -121,7 +144,11 @@ class EpisodeRollouts:
         for number in range(count):
             ids, record = data["prompt_ids"][number // samples], Record()
             try:
-                ids = self._prompt(ids, of_rows[number // samples], openings.get(number, CallError("did not begin")))
+                ids = self._prompt(
+                    ids,
+                    of_rows[number // samples],
+                    openings.get(number, CallError("did not begin")),
+                )
             except (CallError, UserError) as problem:
                 record.problem = str(problem)
             prompts.append(ids)
@@ -133,13 +160,17 @@ class EpisodeRollouts:
         leaders = prompts[::samples]
         alike = all(prompt == leaders[number // samples] for number, prompt in enumerate(prompts))
         begun = leaders if alike else prompts
-        turns = EpisodeTurns(self.episodes, self.observations, self.tokenizer, self.flags.max_turns, records)
-        batch = collate_prompts(Dataset.from_dict({"prompt_ids": begun}), range(len(begun)), filler_id(self.tokenizer))
+        turns = EpisodeTurns(
+            self.episodes, self.observations, self.tokenizer, self.flags.max_turns, records
+        )
+        batch = collate_prompts(
+            Dataset.from_dict({"prompt_ids": begun}), range(len(begun)), filler_id(self.tokenizer)
+        )
         return batch, turns
 
     def _prompt(self, ids: list[int], row: Row, opening: Turn | CallError) -> list[int]:
-        """The tokens of a row's prompt, with what its environment says first: in the last message, as TRL has it, or
-        after a text."""
+        """The tokens of a row's prompt, with what its environment says first: in the last message,
+        as TRL has it, or after a text."""
         if isinstance(opening, CallError):
             raise opening
         said = "".join(str(message.get("content") or "") for message in opening.messages)
@@ -149,14 +180,19 @@ class EpisodeRollouts:
         elif said and messages is None:
             ids = [*ids, *self.observations.plain(said)]
         elif said:
-            ids = self.observations.opening(messages, said, row.get(TOOLS) or ())  # with those of the environment
+            ids = self.observations.opening(
+                messages, said, row.get(TOOLS) or ()
+            )  # with those of the environment
         if len(ids) > self.longest:
-            raise CallError(f"begins with a prompt of {len(ids)} tokens (--max_prompt_seq_len {self.longest})")
+            raise CallError(
+                f"begins with a prompt of {len(ids)} tokens (--max_prompt_seq_len {self.longest})"
+            )
         return ids
 
     def end(self, rollout: Rollout, turns: EpisodeTurns, cancelled: bool, counts: bool) -> Rollout:
-        """The rollout with the rewards of its turns, each on the last token of its action. Its episodes enter the
-        metrics if it `counts`. `UserError` if all environments of the first rollout failed, on any rank. Collective."""
+        """The rollout with the rewards of its turns, each on the last token of its action. Its
+        episodes enter the metrics if it `counts`. `UserError` if all environments of the first
+        rollout failed, on any rank. Collective."""
         if not cancelled:
             turns.finish()
         self.episodes.end_all()
@@ -165,17 +201,25 @@ class EpisodeRollouts:
             for end, reward in zip(record.ends, record.rewards, strict=True):
                 rewards[row, end] = reward
             if counts:
-                self._numbers.append({
-                    **record.numbers, "turns": len(record.ends), "failed_calls": record.failed_calls,
-                    "failures": bool(record.problem),
-                })  # fmt: skip
+                self._numbers.append(
+                    {
+                        **record.numbers,
+                        "turns": len(record.ends),
+                        "failed_calls": record.failed_calls,
+                        "failures": bool(record.problem),
+                    }
+                )
         self._tell(turns.records)
         if not self._has_counted and not any(dist.gather_objects(cancelled)):
             self._has_counted = True
-            problems = sum(dist.gather_objects([record.problem for record in turns.records]), list[str]())
+            problems = sum(
+                dist.gather_objects([record.problem for record in turns.records]), list[str]()
+            )
             if all(problems):
                 self._forget()
-                raise UserError(f"{self._flags}: all environments of the first rollout failed: {problems[0]}")
+                raise UserError(
+                    f"{self._flags}: all environments of the first rollout failed: {problems[0]}"
+                )
         return replace(rollout, episode_lengths=rollout.response_lengths, turn_rewards=rewards)
 
     def _forget(self) -> None:
@@ -190,27 +234,46 @@ class EpisodeRollouts:
             if record.problem:
                 causes[record.problem].append(row)
         for cause, rows in list(causes.items())[:MOST_WARNINGS]:
-            failed = f"{len(rows)} of {len(records)} environments failed, which ended their episodes"
+            failed = (
+                f"{len(rows)} of {len(records)} environments failed, which ended their episodes"
+            )
             print_line(f"warning: rank {dist.rank()}: {failed} (row {rows[0]} first): {cause}")
         if len(causes) > MOST_WARNINGS:
             more = sum(map(len, list(causes.values())[MOST_WARNINGS:]))
-            print_line(f"warning: rank {dist.rank()}: {more} more environments failed for other reasons")
-        errors = [message["content"] for record in records if record.failed_calls for message in record.messages
-                  if message["role"] == "tool" and message.get("name") != MALFORMED
-                  and message["content"].startswith("error: ")]  # fmt: skip
+            print_line(
+                f"warning: rank {dist.rank()}: {more} more environments failed for other reasons"
+            )
+        errors = [
+            message["content"]
+            for record in records
+            if record.failed_calls
+            for message in record.messages
+            if message["role"] == "tool"
+            and message.get("name") != MALFORMED
+            and message["content"].startswith("error: ")
+        ]
         if errors and not self._has_told:
             self._has_told = True
             said = printable_line(errors[0])[:200]
-            print_line(f"note: a tool call failed; the model reads: {said} (said once; see episode/failed_calls)")
+            print_line(
+                f"note: a tool call failed; the model reads: {said} (said once; see"
+                " episode/failed_calls)"
+            )
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the episodes of all ranks since the last call, of what they have. Collective."""
+        """Means over the episodes of all ranks since the last call, of what they have.
+        Collective."""
         found: defaultdict[str, list[float]] = defaultdict(list)
-        for numbers in (numbers for of_rank in dist.gather_objects(self._numbers) for numbers in of_rank):
+        for numbers in (
+            numbers for of_rank in dist.gather_objects(self._numbers) for numbers in of_rank
+        ):
             for name, number in numbers.items():
                 found[name].append(float(number))
         self._numbers.clear()
-        return {f"episode/{name}": math.fsum(values) / len(values) for name, values in sorted(found.items())}
+        return {
+            f"episode/{name}": math.fsum(values) / len(values)
+            for name, values in sorted(found.items())
+        }
 
     def close(self) -> None:
         """End the processes."""

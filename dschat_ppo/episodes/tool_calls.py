@@ -1,4 +1,5 @@
-"""Tool calls in what a model writes: found by the response template of its tokenizer, or else in the common formats."""
+"""Tool calls in what a model writes: found by the response template of its tokenizer, or else in
+the common formats."""
 
 from __future__ import annotations
 
@@ -11,16 +12,20 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Message
 
-# What follows these marks is one call, or (Mistral) a list of calls; a mark without its end is a call that was cut.
+# What follows these marks is one call, or (Mistral) a list of calls; a mark without its end is a
+# call that was cut.
 _CALLS = re.compile(
-    r"<tool_call>(?P<hermes>.*?)(?:</tool_call>|\Z)"  # Hermes, Qwen; JSON or the tags of Qwen3-Coder
+    # Hermes, Qwen; JSON or the tags of Qwen3-Coder
+    r"<tool_call>(?P<hermes>.*?)(?:</tool_call>|\Z)"
     r"|\[TOOL_CALLS\](?P<mistral>.*?)(?=\[TOOL_CALLS\]|\Z)"
     r"|<\|python_tag\|>(?P<llama>.*?)(?:<\|e(?:om|ot)_id\|>|\Z)",
     re.DOTALL,
 )
 _TAGS = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL)  # Mistral since November 2024
+_NAMED = re.compile(
+    r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL
+)  # Mistral since November 2024
 
 
 DEEPEST = 100  # levels of a message; Python's own limit is 1000
@@ -31,8 +36,9 @@ class MalformedCallError(ValueError):
 
 
 def parse_action(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any]) -> Message:
-    """The assistant's message that `text` (without its end token) is: `content`, and `tool_calls` if it has any, whose
-    `arguments` are dicts. `MalformedCallError` for a call that is no valid JSON or was cut."""
+    """The assistant's message that `text` (without its end token) is: `content`, and `tool_calls`
+    if it has any, whose `arguments` are dicts. `MalformedCallError` for a call that is no valid
+    JSON or was cut."""
     template = getattr(tokenizer, "response_template", None)
     if template is not None:
         try:
@@ -44,7 +50,9 @@ def parse_action(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any]
     for match in _CALLS.finditer(text):
         calls += _calls_of(match[match.lastgroup or 0])
         content = text[: match.start()] if len(calls) and content is text else content
-    if not calls and tools and text.lstrip().startswith("{"):  # Llama 3.1 and later: the whole message is a call
+    if (
+        not calls and tools and text.lstrip().startswith("{")
+    ):  # Llama 3.1 and later: the whole message is a call
         calls, content = _calls_of(text), ""
     message: Message = {"role": "assistant", "content": content.rstrip() if calls else text}
     if calls:
@@ -53,10 +61,13 @@ def parse_action(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any]
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> Any:
-    """The value, if what is inside it can be sent and stored; `MalformedCallError` if it is nested deeper."""
+    """The value, if what is inside it can be sent and stored; `MalformedCallError` if it is nested
+    deeper."""
     if levels == 0:
         raise MalformedCallError(f"the tool call is nested more than {DEEPEST} levels deep")
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for part in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         _shallow(part, levels - 1)
     return value
 
@@ -75,7 +86,9 @@ def said_and_called(text: str) -> tuple[str, str]:
 def _calls_of(text: str) -> list[dict[str, Any]]:
     """The calls of one mark, as in transformers' chats."""
     if (tags := _TAGS.fullmatch(text)) is not None:
-        return [_call(tags[1], {name: _value(value) for name, value in _PARAMETER.findall(tags[2])})]
+        return [
+            _call(tags[1], {name: _value(value) for name, value in _PARAMETER.findall(tags[2])})
+        ]
     if (named := _NAMED.fullmatch(text)) is not None:
         return [_call(named[1], _json(named[3]), named[2])]
     found = _json(text)
@@ -83,14 +96,20 @@ def _calls_of(text: str) -> list[dict[str, Any]]:
     for call in found if isinstance(found, list) else [found]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise MalformedCallError('a tool call is a JSON object with "name" and "arguments"')
-        calls.append(_call(call["name"], call.get("arguments", call.get("parameters")), call.get("id")))
+        calls.append(
+            _call(call["name"], call.get("arguments", call.get("parameters")), call.get("id"))
+        )
     return calls
 
 
 def _call(name: str, arguments: Any, number: Any = None) -> dict[str, Any]:
     """A call; `number`: the id by which the model names it."""
     known = {"id": str(number)} if number else {}
-    return {"type": "function", **known, "function": {"name": name, "arguments": _arguments(arguments)}}
+    return {
+        "type": "function",
+        **known,
+        "function": {"name": name, "arguments": _arguments(arguments)},
+    }
 
 
 def _json(text: str) -> Any:

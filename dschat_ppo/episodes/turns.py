@@ -1,5 +1,5 @@
-"""The turns of the episodes of a rollout: what happens between the token that ends an action and the next token that
-the model chooses."""
+"""The turns of the episodes of a rollout: what happens between the token that ends an action and
+the next token that the model chooses."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ MALFORMED = "error"  # in place of the name of the tool
 def read_action(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], tools: list[dict[str, Any]]
 ) -> tuple[Message, Turn | None]:
-    """The message that the tokens of an action are, and what answers it if its tool calls cannot be read."""
+    """The message that the tokens of an action are, and what answers it if its tool calls cannot be
+    read."""
     text, _ = without_final(tokenizer, str(tokenizer.decode(ids, skip_special_tokens=not tools)))
     try:
-        return parse_action(tokenizer, text, tools) if tools else {"role": "assistant", "content": text}, None
+        return parse_action(tokenizer, text, tools) if tools else {
+            "role": "assistant",
+            "content": text,
+        }, None
     except MalformedCallError as problem:
         answer = {"role": "tool", "name": MALFORMED, "content": f"error: {problem}"}
         return {"role": "assistant", "content": text}, Turn([answer], failed_calls=1)
@@ -48,26 +52,42 @@ class Record:
 
 
 class EpisodeTurns:
-    """Asks the environments of one rollout, whose episodes have begun; `records` has one entry for each sequence.
+    """Asks the environments of one rollout, whose episodes have begun; `records` has one entry for
+    each sequence.
 
-    A sequence is in the hands of the engine, which generates its action, or of its environment, from `end_turn` until
-    `observed` returns it. An episode ends when its environment says so or fails, after `most` actions, or when `cut`.
+    A sequence is in the hands of the engine, which generates its action, or of its environment,
+    from `end_turn` until `observed` returns it. An episode ends when its environment says so or
+    fails, after `most` actions, or when `cut`.
     """
 
     def __init__(
-        self, episodes: Episodes | JournalledEpisodes, observations: ObservationTokens,
-        tokenizer: PreTrainedTokenizerBase, most: int, records: Sequence[Record],
-    ):  # fmt: skip
-        self.episodes, self.observations, self.tokenizer, self.most = episodes, observations, tokenizer, most
+        self,
+        episodes: Episodes | JournalledEpisodes,
+        observations: ObservationTokens,
+        tokenizer: PreTrainedTokenizerBase,
+        most: int,
+        records: Sequence[Record],
+    ):
+        self.episodes, self.observations, self.tokenizer, self.most = (
+            episodes,
+            observations,
+            tokenizer,
+            most,
+        )
         self.records = records
         self._answers = list[tuple[int, Turn | CallError]]()  # that no environment was asked for
         self._finishing = set[int]()
-        self.gone = {number for number, record in enumerate(records) if record.problem}  # without a process
-        self._ended = dict[int, bool]()  # whether the last action of a sequence has an end-of-turn token
+        self.gone = {
+            number for number, record in enumerate(records) if record.problem
+        }  # without a process
+        self._ended = dict[
+            int, bool
+        ]()  # whether the last action of a sequence has an end-of-turn token
         self._end = turn_end(tokenizer).token
 
     def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
-        """The model has ended an action of tokens `ids`, the last of which is response token `end`."""
+        """The model has ended an action of tokens `ids`, the last of which is response token
+        `end`."""
         record, tools = self._begun(sequence, end), self.observations.tools
         if sequence in self.gone:
             self._answers.append((sequence, CallError(record.problem)))
@@ -101,8 +121,8 @@ class EpisodeTurns:
             self.episodes.finish(sequence)
 
     def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
-        """The sequences whose environments have answered, with the tokens of the observation; [] if the episode has
-        ended. With `wait`, for a second until there is one."""
+        """The sequences whose environments have answered, with the tokens of the observation; [] if
+        the episode has ended. With `wait`, for a second until there is one."""
         found = list[tuple[int, list[int]]]()
         answers, self._answers = self._answers, []
         answers += self.episodes.poll(WAIT_SECONDS if wait and not answers else 0.0)
@@ -110,7 +130,9 @@ class EpisodeTurns:
             self._read(sequence, turn, found)
         return found
 
-    def _read(self, sequence: int, turn: Turn | CallError, found: list[tuple[int, list[int]]]) -> None:
+    def _read(
+        self, sequence: int, turn: Turn | CallError, found: list[tuple[int, list[int]]]
+    ) -> None:
         """Note the answer of an environment, and what the engine does with it in `found`."""
         record, is_last = self.records[sequence], sequence in self._finishing
         if isinstance(turn, CallError):  # its process has ended
@@ -127,7 +149,9 @@ class EpisodeTurns:
             self._finishing.discard(sequence)
             self.episodes.end(sequence)
             return
-        record.messages += turn.messages or ([{"role": "user", "content": turn.text}] if turn.text else [])
+        record.messages += turn.messages or (
+            [{"role": "user", "content": turn.text}] if turn.text else []
+        )
         tokens = list[int]()
         if not turn.done and len(record.ends) < self.most:
             try:

@@ -17,13 +17,16 @@ from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAM
 from dschat_ppo.errors import UserError, without_credentials
 
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
-Part = tuple[str, str, float | None]  # of an episode: (role "model", "call" or "environment"; text; reward of a turn)
+Part = tuple[
+    str, str, float | None
+]  # of an episode: (role "model", "call" or "environment"; text; reward of a turn)
 Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One response. `kind`: "held-out" from an evaluation, "training" from `samples.jsonl`. `tokens`: its length."""
+    """One response. `kind`: "held-out" from an evaluation, "training" from `samples.jsonl`.
+    `tokens`: its length."""
 
     kind: str
     step: int
@@ -33,7 +36,8 @@ class Answer:
     scores: dict[str, float | None]  # by reward source; {} without them
     kl: float | None  # to the reference: mean over its tokens
     tokens: int | None
-    ended: str  # "eos", "stop", "length" or ""; of an answer of the data "data", "chosen" or "rejected"
+    # "eos", "stop", "length" or ""; of an answer of the data "data", "chosen" or "rejected"
+    ended: str
     turns: Sequence[Part] = ()  # of an episode of several turns
 
 
@@ -43,7 +47,9 @@ class Run:
 
     name: str  # unique in the report
     folder: Path
-    metrics: dict[str, Points]  # name -> points in ascending steps. A step without the metric has no point
+    metrics: dict[
+        str, Points
+    ]  # name -> points in ascending steps. A step without the metric has no point
     times: dict[int, float]  # step -> seconds since the epoch at which the step ended
     config: dict[str, Any]  # flag -> value; {} without `config.yaml`
     models: dict[str, Any]  # name of a model or of its devices -> text; {} without `models.json`
@@ -65,12 +71,14 @@ class Run:
             estimator = self.config.get("advantage_estimator", "gae")
             return "PPO" if estimator == "gae" else f"PPO ({estimator})"
         objective = str(self.config.get("objective", "SFT"))
-        return {"reward": "reward model", "process": "process reward model"}.get(objective, objective.upper())
+        return {"reward": "reward model", "process": "process reward model"}.get(
+            objective, objective.upper()
+        )
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """For each folder the shortest end of its path that no other folder has, without the end that all have in common:
-    "ppo" for one folder, "a" and "b" for a/ppo and b/ppo."""
+    """For each folder the shortest end of its path that no other folder has, without the end that
+    all have in common: "ppo" for one folder, "a" and "b" for a/ppo and b/ppo."""
     parts = [folder.resolve().parts for folder in folders]
     while len(parts) > 1 and len({own[-1] for own in parts}) == 1 and min(map(len, parts)) > 2:
         parts = [own[:-1] for own in parts]
@@ -87,7 +95,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     for number, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:number]]:
             raise UserError(f"{folder} is named twice; name each run once")
-    return [read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+    return [
+        read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)
+    ]
 
 
 def read_run(folder: Path, name: str) -> Run:
@@ -96,17 +106,31 @@ def read_run(folder: Path, name: str) -> Run:
         raise UserError(f"{folder}: there is no such folder")
     if not (folder / METRICS).is_file():
         inner = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
-        hint = f"name its runs: {', '.join(str(folder / run) for run in inner)}" if inner else "name the output folder"
-        raise UserError(f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}")
-    lines = {line["step"]: line for line in _read_lines(folder / METRICS) if type(line.get("step")) is int}
+        hint = (
+            f"name its runs: {', '.join(str(folder / run) for run in inner)}"
+            if inner
+            else "name the output folder"
+        )
+        raise UserError(
+            f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}"
+        )
+    lines = {
+        line["step"]: line
+        for line in _read_lines(folder / METRICS)
+        if type(line.get("step")) is int
+    }
     if not lines:
-        raise UserError(f"{folder / METRICS}: has no finished step yet; try again after the first one")
+        raise UserError(
+            f"{folder / METRICS}: has no finished step yet; try again after the first one"
+        )
     metrics: dict[str, Points] = {}
     for step, line in sorted(lines.items()):  # of two lines of one step, the later counts
         for key, value in line.items():
             if key not in NOT_PLOTTED and (value is None or type(value) in (int, float)):
                 metrics.setdefault(key, []).append((step, number_or_none(value)))
-    config = {flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG).items()}
+    config = {
+        flag: without_credentials(value) for flag, value in _read_mapping(folder / CONFIG).items()
+    }
     answers = _answers(folder / SAMPLES, _sampled)
     for path in sorted(folder.glob("eval/step_*.jsonl")):
         if (digits := path.stem.removeprefix("step_")).isdecimal():
@@ -126,7 +150,8 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def number_or_none(value: Any) -> float | None:
-    """A finite number as it is; None for anything else, also for an integer beyond the range of floats."""
+    """A finite number as it is; None for anything else, also for an integer beyond the range of
+    floats."""
     return value if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
 
 
@@ -141,7 +166,8 @@ def _read_text(path: Path) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines; others are skipped, as an incomplete last one of a run in progress."""
+    """The objects in a file of JSON lines; others are skipped, as an incomplete last one of a run
+    in progress."""
     found = []
     for line in _read_text(path).split("\n")[:-1]:
         with suppress(ValueError, RecursionError):
@@ -152,7 +178,9 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def _read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a JSON or YAML file; {} if there is none or it is damaged."""
     text = _read_text(path)
-    with suppress(ValueError, RecursionError, yaml.YAMLError, AttributeError):  # the last: it is no mapping
+    with suppress(
+        ValueError, RecursionError, yaml.YAMLError, AttributeError
+    ):  # the last: it is no mapping
         found = json.loads(text) if path.suffix == ".json" and text else yaml.safe_load(text)
         return {str(name): value for name, value in found.items()}
     return {}
@@ -169,28 +197,64 @@ def _answers(path: Path, of_line: Callable[[dict[str, Any]], list[Answer]]) -> l
 
 def _sampled(line: dict[str, Any]) -> list[Answer]:
     scores = {str(name): number_or_none(score) for name, score in line["scores"].items()}
-    score, kl, prompt, text = number_or_none(line["score"]), number_or_none(line["kl"]), line["prompt"], line["answer"]
+    score, kl, prompt, text = (
+        number_or_none(line["score"]),
+        number_or_none(line["kl"]),
+        line["prompt"],
+        line["answer"],
+    )
     ended, tokens = str(line["ended"]), int(line["length"])
     turns = _turns(line.get("turns", ()))
-    return [Answer("training", int(line["step"]), str(prompt), str(text), score, scores, kl, tokens, ended, turns)]
+    return [
+        Answer(
+            "training",
+            int(line["step"]),
+            str(prompt),
+            str(text),
+            score,
+            scores,
+            kl,
+            tokens,
+            ended,
+            turns,
+        )
+    ]
 
 
 def _turns(parts: Sequence[dict[str, Any]]) -> list[Part]:
-    return [(str(part["role"]), str(part["text"]), number_or_none(part.get("reward"))) for part in parts]
+    return [
+        (str(part["role"]), str(part["text"]), number_or_none(part.get("reward"))) for part in parts
+    ]
 
 
 def _evaluated(step: int, line: dict[str, Any]) -> list[Answer]:
-    """The answers of one line of `eval/step_N.jsonl`, to one prompt. In steps 1 and 2 nothing, or a reward model alone,
-    scores them, so that their lines have fewer keys."""
+    """The answers of one line of `eval/step_N.jsonl`, to one prompt. In steps 1 and 2 nothing, or a
+    reward model alone, scores them, so that their lines have fewer keys."""
     texts, found = line["answers"], []
-    scored, turns = line.get("scores") or [None] * len(texts), line.get("turns") or [()] * len(texts)
+    scored, turns = (
+        line.get("scores") or [None] * len(texts),
+        line.get("turns") or [()] * len(texts),
+    )
     columns = zip(texts, scored, line["lengths"], line["ended"], turns, strict=True)
     for number, (text, score, tokens, ended, own_turns) in enumerate(columns):
-        scores = {str(name): number_or_none(own[number]) for name, own in line.get("scores_by_source", {}).items()}
+        scores = {
+            str(name): number_or_none(own[number])
+            for name, own in line.get("scores_by_source", {}).items()
+        }
         kl = number_or_none(line["kl"][number]) if line.get("kl") is not None else None
         per_token = kl / tokens if kl is not None and tokens > 0 else None
         found.append(
-            Answer("held-out", step, str(line["prompt"]), str(text), number_or_none(score), scores, per_token,
-                   int(tokens), str(ended), _turns(own_turns))
-        )  # fmt: skip
+            Answer(
+                "held-out",
+                step,
+                str(line["prompt"]),
+                str(text),
+                number_or_none(score),
+                scores,
+                per_token,
+                int(tokens),
+                str(ended),
+                _turns(own_turns),
+            )
+        )
     return found

@@ -1,5 +1,6 @@
-"""Which architectures are supported, from the configuration alone, and the peculiarities of some of them; the class of
-reward models and critics: transformers' classifier, or the backbone with a head made here."""
+"""Which architectures are supported, from the configuration alone, and the peculiarities of some of
+them; the class of reward models and critics: transformers' classifier, or the backbone with a head
+made here."""
 
 from __future__ import annotations
 
@@ -14,17 +15,42 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from dschat_ppo.errors import UserError, reading
 from dschat_ppo.models.model_folders import SCORE
 
-# BERT and similar models are decoders only if their configuration says so; else every token sees every other.
-ENCODERS_UNLESS_DECODER = frozenset({
-    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
-    "xmod",
-})  # fmt: skip
+# BERT and similar models are decoders only if their configuration says so; else every token sees
+# every other.
+ENCODERS_UNLESS_DECODER = frozenset(
+    {
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+        "reformer",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
 
-# Their position embeddings begin with rows for padding, so the first token has position `pad_token_id + 1`.
-POSITIONS_AFTER_PADDING = frozenset({
-    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
-})  # fmt: skip
+# Their position embeddings begin with rows for padding, so the first token has position
+# `pad_token_id + 1`.
+POSITIONS_AFTER_PADDING = frozenset(
+    {
+        "camembert",
+        "data2vec-text",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    }
+)
 
 UNUSABLE = {
     "cpmant": "padding on the right changes its outputs",
@@ -50,35 +76,65 @@ CLASSIFIERS_ONLY = frozenset({"mistral4"})
 
 # Settings of configurations.
 DROPOUTS = (
-    "dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-    "embed_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "emb_pdrop",
-    "embedding_dropout", "mlp_dropout", "resid_dropout", "residual_dropout",
-)  # fmt: skip
-SKIPPED_LAYERS = ("layerdrop", "decoder_layerdrop")  # share of the layers that a pass in training skips
+    "dropout",
+    "attention_dropout",
+    "hidden_dropout",
+    "activation_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "resid_pdrop",
+    "embed_dropout",
+    "classifier_dropout",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "emb_pdrop",
+    "embedding_dropout",
+    "mlp_dropout",
+    "resid_dropout",
+    "residual_dropout",
+)
+SKIPPED_LAYERS = (
+    "layerdrop",
+    "decoder_layerdrop",
+)  # share of the layers that a pass in training skips
 
 
 def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) -> None:
-    """Refuse models that are not decoders. Rows are right-padded and models get no mask, so attention must be causal.
-    `needs_lm`: whether the language model's head is used, and not only the backbone under a scalar head."""
+    """Refuse models that are not decoders. Rows are right-padded and models get no mask, so
+    attention must be causal. `needs_lm`: whether the language model's head is used, and not only
+    the backbone under a scalar head."""
     name = type(config).__name__
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
-        raise UserError(f"{folder}: use_bidirectional_attention lets tokens see later tokens; take a causal model")
+        raise UserError(
+            f"{folder}: use_bidirectional_attention lets tokens see later tokens; take a causal"
+            " model"
+        )
     if config.model_type in ENCODERS_UNLESS_DECODER and not config.is_decoder:
         raise UserError(
-            f"{folder}: {name} without is_decoder is an encoder, whose tokens see later tokens; take a decoder"
+            f"{folder}: {name} without is_decoder is an encoder, whose tokens see later tokens;"
+            " take a decoder"
         )
     if config.model_type in UNUSABLE:
-        raise UserError(f"{folder}: {name} is not supported: {UNUSABLE[config.model_type]}; take another model")
+        raise UserError(
+            f"{folder}: {name} is not supported: {UNUSABLE[config.model_type]}; take another model"
+        )
     if config.model_type in POSITIONS_AFTER_PADDING and config.pad_token_id is None:
-        raise UserError(f"{folder}: {name} counts positions from pad_token_id, which is missing in config.json; add it")
+        raise UserError(
+            f"{folder}: {name} counts positions from pad_token_id, which is missing in config.json;"
+            " add it"
+        )
     known: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     is_lm = type(config) in known
     if not is_lm and (needs_lm or config.model_type not in CLASSIFIERS_ONLY):
-        raise UserError(f"{folder}: transformers has no causal language model for {name}; take a decoder-only model")
+        raise UserError(
+            f"{folder}: transformers has no causal language model for {name}; take a decoder-only"
+            " model"
+        )
     if is_lm and (saved := known[type(config)].config_class) not in known:
         raise UserError(
-            f"{folder}: {name} is not supported: its text model would be saved with {saved.__name__}, for which "
-            "transformers has no causal language model; take another model"
+            f"{folder}: {name} is not supported: its text model would be saved with"
+            f" {saved.__name__}, for which transformers has no causal language model; take another"
+            " model"
         )
 
 
@@ -89,58 +145,74 @@ def first_position(config: PretrainedConfig) -> int:
     return int(config.pad_token_id) + 1
 
 
-# A step asks for each model when it checks and when it loads it, and each answer takes a model without weights. Keys:
-# class, configuration as JSON.
+# A step asks for each model when it checks and when it loads it, and each answer takes a model
+# without weights. Keys: class, configuration as JSON.
 _HAS_SCORE: dict[tuple[Any, str], bool] = {}
 _HEAD_NAMES: dict[tuple[Any, str], Set[str]] = {}
 
 
 def check_classifier_config(config: PretrainedConfig, folder: str) -> None:
-    """Check from the configuration alone that a model can be a reward model or a critic. The scalar head reads the
-    state of every token, so the model must be causal. A classifier must have one label and a head named `score`. Other
-    models get a new head, or must have the layout of DeepSpeed-Chat."""
+    """Check from the configuration alone that a model can be a reward model or a critic. The scalar
+    head reads the state of every token, so the model must be causal. A classifier must have one
+    label and a head named `score`. Other models get a new head, or must have the layout of
+    DeepSpeed-Chat."""
     check_architecture(config, folder, needs_lm=False)
-    if not any(str(name).endswith("ForSequenceClassification") for name in config.architectures or []):
+    if not any(
+        str(name).endswith("ForSequenceClassification") for name in config.architectures or []
+    ):
         return
     if config.num_labels != 1:
-        raise UserError(f"{folder}: the classifier has {config.num_labels} labels; a reward model or critic has one")
+        raise UserError(
+            f"{folder}: the classifier has {config.num_labels} labels; a reward model or critic"
+            " has one"
+        )
     with reading(f"{folder}: no reward model can be built from its config.json"):
         known = _transformers_classifier(config)
         usable = known is None or _has_score(known, config)
     if known is not None and not usable:
         raise UserError(
-            f"{folder}: {known.__name__} has no head named '{SCORE}' that scores every token; take the one-label "
-            "classifier of a decoder, such as LlamaForSequenceClassification, or train a reward model (step 2)"
+            f"{folder}: {known.__name__} has no head named '{SCORE}' that scores every token; take"
+            " the one-label classifier of a decoder, such as LlamaForSequenceClassification, or"
+            " train a reward model (step 2)"
         )
 
 
 def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class with one scalar head, named `score`, over the states of a causal model: that of transformers, which
-    then loads the saved model, or else `<Architecture>WithScalarHead`, which only this project loads: the base class
-    and backbone of the language model, and a linear head without bias. Building may raise almost any exception."""
+    """The class with one scalar head, named `score`, over the states of a causal model: that of
+    transformers, which then loads the saved model, or else `<Architecture>WithScalarHead`, which
+    only this project loads: the base class and backbone of the language model, and a linear head
+    without bias. Building may raise almost any exception."""
     known = _transformers_classifier(config)
     if known is not None and _has_score(known, config):
         return known
     lm = lm_without_weights(config)
     lm_class, name = type(lm), _backbone_name(lm)
-    base: Any = [c for c in lm_class.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel][-1]
+    base: Any = [
+        c for c in lm_class.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel
+    ][-1]
 
     def init(self: Any, config: PretrainedConfig) -> None:
         base.__init__(self, config)
-        setattr(self, name, backbone_of(lm_class(config)))  # as the language model builds it, without a pooler
+        setattr(
+            self, name, backbone_of(lm_class(config))
+        )  # as the language model builds it, without a pooler
         self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         self.post_init()
 
     stem = lm_class.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     members = {
-        "__init__": init, "base_model_prefix": name, "config_class": lm_class.config_class,
-        "__module__": lm_class.__module__,  # transformers reads its source to find which kernels can be replaced
-    }  # fmt: skip
+        "__init__": init,
+        "base_model_prefix": name,
+        "config_class": lm_class.config_class,
+        # transformers reads its source to find which kernels can be replaced
+        "__module__": lm_class.__module__,
+    }
     return type(f"{stem}WithScalarHead", (base,), members)
 
 
 def config_for(kind: Any, config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with one label; its text part for a class of text models, as in transformers' auto classes."""
+    """`config` with one label; its text part for a class of text models, as in transformers' auto
+    classes."""
     is_text = kind.config_class is config.sub_configs.get("text_config")
     config = config.get_text_config() if is_text else config
     config.num_labels = 1
@@ -155,7 +227,9 @@ def lm_head_names(config: PretrainedConfig) -> Set[str]:
     if key not in _HEAD_NAMES:
         lm = lm_without_weights(config)
         backbone = f"{_backbone_name(lm)}."
-        _HEAD_NAMES[key] = frozenset(name for name in lm.state_dict() if not name.startswith(backbone))
+        _HEAD_NAMES[key] = frozenset(
+            name for name in lm.state_dict() if not name.startswith(backbone)
+        )
     return _HEAD_NAMES[key]
 
 
@@ -180,7 +254,8 @@ def lm_without_weights(config: PretrainedConfig) -> Any:
 
 
 def backbone_of(lm: Any) -> Any:
-    """A causal language model without its head. (transformers expects another name for the backbone of Llama 4.)"""
+    """A causal language model without its head. (transformers expects another name for the backbone
+    of Llama 4.)"""
     return lm.model if lm.base_model is lm else lm.base_model
 
 

@@ -1,5 +1,6 @@
-"""How a model runs the rows that it gets: `Layout`, arguments of a forward pass, and that of the backbone. Errors of
-probes, which try a faster way: whatever the model raises there, it runs the slower way."""
+"""How a model runs the rows that it gets: `Layout`, arguments of a forward pass, and that of the
+backbone. Errors of probes, which try a faster way: whatever the model raises there, it runs the
+slower way."""
 
 from __future__ import annotations
 
@@ -15,13 +16,21 @@ from torch import Tensor, nn
 
 from dschat_ppo.common.dist import all_reduce
 from dschat_ppo.common.exit_codes import ran_out_of_memory
-from dschat_ppo.errors import Attempt, NonFiniteError, RolloutCancelled, StopRequested, UserError, in_one_line
+from dschat_ppo.errors import (
+    Attempt,
+    NonFiniteError,
+    RolloutCancelled,
+    StopRequested,
+    UserError,
+    in_one_line,
+)
 from dschat_ppo.models.architectures import first_position
 from dschat_ppo.models.router_recorder import record_router, router_arguments
 from dschat_ppo.types import Model
 
-# By type of device: rows are padded to a multiple of so many columns. On a GPU, few shapes steady the memory allocator,
-# and kernels have less to choose and plan; on a CPU padding is computed for nothing.
+# By type of device: rows are padded to a multiple of so many columns. On a GPU, few shapes steady
+# the memory allocator, and kernels have less to choose and plan; on a CPU padding is computed for
+# nothing.
 COLUMNS = {"cuda": 64}
 _signature = lru_cache(maxsize=64)(inspect.signature)
 # kinds of layers that carry a state from token to token; the last two have attention too
@@ -53,31 +62,39 @@ def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterato
 
 
 def attention_is_replaceable(model: Any) -> bool:
-    """Whether transformers lets the model's attention be replaced, or it has none: by its own word or by its source."""
+    """Whether transformers lets the model's attention be replaced, or it has none: by its own word
+    or by its source."""
     return bool(model._supports_attention_backend or model._can_set_attn_implementation())
 
 
 def hidden_window(config: Any, received: dict[int, int | None]) -> bool:
-    """Whether only the model's mask limits how far back a token sees; attention without a mask would see too much.
-    `received`: the `sliding_window` that each layer passed to its attention."""
+    """Whether only the model's mask limits how far back a token sees; attention without a mask
+    would see too much. `received`: the `sliding_window` that each layer passed to its attention."""
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None) is not None:
         return True
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
         known = set(kinds) <= {"full_attention", "sliding_attention", "moe", "mlp", *WITH_STATES}
-        passed = all(("sliding" in kinds[layer]) == (w is not None) for layer, w in received.items())
+        passed = all(
+            ("sliding" in kinds[layer]) == (w is not None) for layer, w in received.items()
+        )
         return not (known and passed)
-    return getattr(text, "sliding_window", None) is not None and all(window is None for window in received.values())
+    return getattr(text, "sliding_window", None) is not None and all(
+        window is None for window in received.values()
+    )
 
 
 def has_states(config: Any) -> bool:
     """Whether layers of the model carry a state from token to token."""
-    return not set(getattr(config.get_text_config(), "layer_types", None) or ()).isdisjoint(WITH_STATES)
+    return not set(getattr(config.get_text_config(), "layer_types", None) or ()).isdisjoint(
+        WITH_STATES
+    )
 
 
 def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
-    """`position_ids`, int64 from 0 in each row, for models that take them; ALiBi models compute them themselves."""
+    """`position_ids`, int64 from 0 in each row, for models that take them; ALiBi models compute
+    them themselves."""
     if not accepts(model, "position_ids"):
         return {}
     return {"position_ids": positions + first_position(model.config)}
@@ -85,7 +102,9 @@ def position_arguments(model: Any, positions: Tensor) -> dict[str, Tensor]:
 
 def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:
     """`position_ids` (1, T) equal to the slots, for right-padded rows and models that take them."""
-    return position_arguments(model, torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0))
+    return position_arguments(
+        model, torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+    )
 
 
 def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
@@ -94,18 +113,22 @@ def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
 
 
 def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Last hidden states of a causal backbone, (B, T, H), in its dtype, for ids (B, T) int64 from slot 0 on. There is
-    no attention mask: rows are right-padded, so under causal attention no real token sees padding, and kernels without
-    a mask are faster. States after the `lengths` (B,) int64 of the rows are meaningless."""
+    """Last hidden states of a causal backbone, (B, T, H), in its dtype, for ids (B, T) int64 from
+    slot 0 on. There is no attention mask: rows are right-padded, so under causal attention no real
+    token sees padding, and kernels without a mask are faster. States after the `lengths` (B,) int64
+    of the rows are meaningless."""
     # to a multiple of `COLUMNS`, within the positions that the config names
     width, grain = input_ids.shape[1], COLUMNS.get(input_ids.device.type, 1)
     positions = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or 0
     wider = max(width, min(-(-width // grain) * grain, positions - first_position(backbone.config)))
     padded = torch.nn.functional.pad(input_ids, (0, wider - width)) if wider > width else input_ids
     output = backbone(
-        input_ids=padded, attention_mask=None, use_cache=False, **slot_arguments(backbone, padded),
+        input_ids=padded,
+        attention_mask=None,
+        use_cache=False,
+        **slot_arguments(backbone, padded),
         **router_arguments(),
-    )  # fmt: skip
+    )
     record_router(output, real_slots(padded, lengths))
     return output.last_hidden_state[:, : input_ids.shape[1]]
 
@@ -117,37 +140,52 @@ def real_slots(input_ids: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a forward pass does with its rows: `select_kernels` finds out what fits a model, flags name the rest. Two
-    models with the same weights and the same layout give the same bits. A language model packs, shares and reads few
-    tokens only if it is fused."""
+    """What a forward pass does with its rows: `select_kernels` finds out what fits a model, flags
+    name the rest. Two models with the same weights and the same layout give the same bits. A
+    language model packs, shares and reads few tokens only if it is fused."""
 
-    fused: bool = True  # go through the vocabulary in blocks, instead of computing whole logits; of a language model
+    # go through the vocabulary in blocks, instead of computing whole logits; of a language model
+    fused: bool = True
     packed: bool = False  # run rows end to end as one row, without padding
     shares: bool = False  # run the beginning that rows share once
     reads_few: bool = False  # run the last MLP only for tokens whose states are read
-    divided: bool = False  # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
+    # ranks share the rows (`--sequence_parallel_size`), and each runs its part of the columns
+    divided: bool = False
     attention: str = "auto"  # the value of `--attn_implementation`
     offload_activations: bool = False
 
 
 # Of the user, of the run, of other ranks and of the device, which stays broken.
 _OTHERS = (
-    UserError, NonFiniteError, StopRequested, RolloutCancelled, torch.distributed.DistError, torch.AcceleratorError,
-)  # fmt: skip
+    UserError,
+    NonFiniteError,
+    StopRequested,
+    RolloutCancelled,
+    torch.distributed.DistError,
+    torch.AcceleratorError,
+)
 
-# Arguments of transformers' attention functions that no attention of this project has, and what they are.
+# Arguments of transformers' attention functions that no attention of this project has, and what
+# they are.
 _FOREIGN = {
-    "attention_mask": "a mask of its own", "position_bias": "a bias", "sinks": "sinks", "indices": "chosen keys",
+    "attention_mask": "a mask of its own",
+    "position_bias": "a bias",
+    "sinks": "sinks",
+    "indices": "chosen keys",
     "block_indices": "chosen keys",
-}  # fmt: skip
+}
 
 
 class UnsupportedAttentionError(Exception):
-    """The model's attention needs something that an attention function of this project does not have."""
+    """The model's attention needs something that an attention function of this project does not
+    have."""
 
 
-def check_attention_call(module: Any, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Refuse a call of attention with what would be ignored: a mask, a bias, ... even if its numbers are 0."""
+def check_attention_call(
+    module: Any, attention_mask: Tensor | None, options: dict[str, Any]
+) -> None:
+    """Refuse a call of attention with what would be ignored: a mask, a bias, ... even if its
+    numbers are 0."""
     given = {**options, "attention_mask": attention_mask}
     for name, what in _FOREIGN.items():
         if given.get(name) is not None:
@@ -155,8 +193,9 @@ def check_attention_call(module: Any, attention_mask: Tensor | None, options: di
 
 
 def unfit(tried: Attempt) -> str:
-    """Why a model does not fit the way that was tried, in one line, or "". Models raise almost anything there. The
-    exception itself is raised if no other way would help: memory, the device or another rank failed."""
+    """Why a model does not fit the way that was tried, in one line, or "". Models raise almost
+    anything there. The exception itself is raised if no other way would help: memory, the device or
+    another rank failed."""
     problem = tried.problem
     if problem is None:
         return ""
@@ -169,6 +208,7 @@ def unfit(tried: Attempt) -> str:
 
 
 def of_any_rank(reason: str, device: torch.device) -> str:
-    """`reason` of this rank; else that others have one; else "". Collective, so that all make the same passes."""
+    """`reason` of this rank; else that others have one; else "". Collective, so that all make the
+    same passes."""
     found = all_reduce(torch.tensor(float(bool(reason)), device=device), "max") > 0
     return reason or ("another rank cannot run it" if found else "")

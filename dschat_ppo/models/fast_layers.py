@@ -1,9 +1,10 @@
-"""RMSNorm and SwiGLU layers by kernels, with backward passes by hand: compiled ones on a CPU, Triton's on a GPU in half
-precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel; so is that in fp32 without gradients, which is
-fewer operations.
+"""RMSNorm and SwiGLU layers by kernels, with backward passes by hand: compiled ones on a CPU,
+Triton's on a GPU in half precision. Where these do not run, a GPU's RMSNorm is PyTorch's kernel; so
+is that in fp32 without gradients, which is fewer operations.
 
-Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps silu(gate) of an MLP.
-By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) + eps)^-1/2, and the gradient g of y:
+Autograd keeps the states of a norm in fp32 and runs a dozen operations over them, and it keeps
+silu(gate) of an MLP. By hand, with the output y = w n of a norm, n = x r, r = (mean(x^2) +
+eps)^-1/2, and the gradient g of y:
 
     dw = sum(g n) over tokens    dx = r (w g - n mean(w g n))
 
@@ -11,8 +12,8 @@ and with the product y = silu(a) b of an MLP, s = 1 / (1 + exp(-a)), and the gra
 
     da = g b s (1 + a (1 - s))    db = g silu(a)
 
-On a GPU queries and keys are rotated by a kernel too, and their gradients back. All forward passes round where
-transformers' layers do.
+On a GPU queries and keys are rotated by a kernel too, and their gradients back. All forward passes
+round where transformers' layers do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    rotate_half,
+)
 
 from dschat_ppo.algorithms.fused_logprobs import HALF
 from dschat_ppo.cpu_kernels import operations
@@ -40,9 +46,12 @@ _log = logging.getLogger(__name__)
 
 
 def kernels_for(*tensors: Tensor) -> Any:
-    """The module whose kernels run these tensors: `cpu_kernels.operations`, `gpu_kernels` or None. On the meta device,
-    where the planner counts what layers save for their backward pass, that of the CPU."""
-    if can_run(*tensors) or all(x.is_meta and x.dtype == tensors[0].dtype in operations.DTYPES for x in tensors):
+    """The module whose kernels run these tensors: `cpu_kernels.operations`, `gpu_kernels` or None.
+    On the meta device, where the planner counts what layers save for their backward pass, that of
+    the CPU."""
+    if can_run(*tensors) or all(
+        x.is_meta and x.dtype == tensors[0].dtype in operations.DTYPES for x in tensors
+    ):
         return operations
     half = all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors)
     return _triton_kernels(tensors[0].device, tensors[0].dtype) if half else None
@@ -50,12 +59,15 @@ def kernels_for(*tensors: Tensor) -> Any:
 
 @cache
 def _triton_kernels(device: torch.device, dtype: torch.dtype) -> Any:
-    """Triton's kernels, if they compute what PyTorch's operations compute on this GPU; else None, with a warning."""
+    """Triton's kernels, if they compute what PyTorch's operations compute on this GPU; else None,
+    with a warning."""
     with attempt() as tried:
         from dschat_ppo import gpu_kernels  # builds of PyTorch for CPUs have no Triton
 
         for name, found, expected in compared(gpu_kernels, device, dtype):
-            difference = float((found.double() - expected.detach()).norm() / expected.detach().norm())
+            difference = float(
+                (found.double() - expected.detach()).norm() / expected.detach().norm()
+            )
             if not difference <= torch.finfo(dtype).eps:
                 raise ArithmeticError(f"{name} is off by {difference:.2g}")
     if reason := unfit(tried):
@@ -64,8 +76,11 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype) -> Any:
     return gpu_kernels
 
 
-def compared(kernels: Any, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What each kernel computes from random numbers, and the same by PyTorch in fp64: (name, found, expected)."""
+def compared(
+    kernels: Any, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What each kernel computes from random numbers, and the same by PyTorch in fp64: (name, found,
+    expected)."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -80,27 +95,47 @@ def compared(kernels: Any, device: torch.device, dtype: torch.dtype) -> Iterator
         exact = w * x * torch.rsqrt(x.pow(2).mean(dim=1, keepdim=True) + 1e-6)
         yield "a norm", kernels.rms_norm(states, weight, 1e-6), exact
         found = kernels.rms_norm_backward(states, weight, gradient, 1e-6)
-        for part, true in zip(found, torch.autograd.grad(exact, [x, w], gradient.double()), strict=True):
+        for part, true in zip(
+            found, torch.autograd.grad(exact, [x, w], gradient.double()), strict=True
+        ):
             yield "the gradient of a norm", part, true
         gate, up = random(5, 192).chunk(2, dim=1)
         a, b = wide(gate, up)
         exact = nn.functional.silu(a) * b
         yield "a gated product", kernels.swiglu(gate, up), exact
         found = kernels.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
-        for part, true in zip(found, torch.autograd.grad(exact, [a, b], gradient.double()), strict=True):
+        for part, true in zip(
+            found, torch.autograd.grad(exact, [a, b], gradient.double()), strict=True
+        ):
             yield "the gradient of a gated product", part, true
         queries, of_queries, angles = random(2, 5, 3, 24), random(2, 5, 3, 24), random(2, 3, 24)
         cos, sin = angles.cos(), angles.sin()
-        for rows in (2, 1):  # angles of each row, and the same for all; the two halves of a head have different ones
+        for rows in (
+            2,
+            1,
+        ):  # angles of each row, and the same for all; the two halves of a head have different ones
             [x] = wide(queries)
             c, s = cos[:rows, None].double(), sin[:rows, None].double()
             exact = x * c + torch.cat([-x[..., 12:], x[..., :12]], dim=3) * s
             yield "a rotation", kernels.rotated(queries, cos[:rows], sin[:rows]), exact
             found = kernels.rotated(of_queries, cos[:rows], sin[:rows], back=True)
-            yield "the gradient of a rotation", found, torch.autograd.grad(exact, x, of_queries.double())[0]
-        lines, turned = (part.transpose(1, 2).flatten(0, 1) for part in (queries, kernels.rotated(queries, cos, sin)))
-        parts = kernels.rotated_parts(lines.contiguous(), cos.flatten(0, 1), sin.flatten(0, 1), 3, 1)
-        yield "a rotation of queries and keys", torch.cat(parts, dim=1), torch.cat([turned[:, :4], lines[:, 4:]], dim=1)
+            yield (
+                "the gradient of a rotation",
+                found,
+                torch.autograd.grad(exact, x, of_queries.double())[0],
+            )
+        lines, turned = (
+            part.transpose(1, 2).flatten(0, 1)
+            for part in (queries, kernels.rotated(queries, cos, sin))
+        )
+        parts = kernels.rotated_parts(
+            lines.contiguous(), cos.flatten(0, 1), sin.flatten(0, 1), 3, 1
+        )
+        yield (
+            "a rotation of queries and keys",
+            torch.cat(parts, dim=1),
+            torch.cat([turned[:, :4], lines[:, 4:]], dim=1),
+        )
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -116,7 +151,9 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor | None, None]:
         states, weight = ctx.saved_tensors
-        of_states, of_weight = ctx.kernels.rms_norm_backward(states, weight, gradient.contiguous(), ctx.eps)
+        of_states, of_weight = ctx.kernels.rms_norm_backward(
+            states, weight, gradient.contiguous(), ctx.eps
+        )
         return None, of_states, of_weight if ctx.needs_input_grad[2] else None, None
 
 
@@ -151,7 +188,8 @@ class _Rotation(torch.autograd.Function):
 
 
 class FastRotary:
-    """Rotates queries and keys of a GPU by one kernel each; else it calls `original`, the model's function."""
+    """Rotates queries and keys of a GPU by one kernel each; else it calls `original`, the model's
+    function."""
 
     def __init__(self, original: Any):
         self._original = original
@@ -159,7 +197,8 @@ class FastRotary:
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As the function of the model: q (n, heads, L, d), k (n, kv_heads, L, d), cos and sin (n or 1, L, d)."""
+        """As the function of the model: q (n, heads, L, d), k (n, kv_heads, L, d), cos and sin (n
+        or 1, L, d)."""
         fits = not args and not kwargs and cos.dim() == 3 and cos.shape[2] == q.shape[3]
         kernels = kernels_for(q, k, cos, sin) if fits else None
         if not hasattr(kernels, "rotated"):
@@ -174,10 +213,13 @@ def _fast_norm(kind: Any) -> Any:
         weight, eps, trains = self.weight, self.variance_epsilon, torch.is_grad_enabled()
         if kernels := kernels_for(states, weight):
             found: Tensor = (
-                _RMSNorm.apply(kernels, states, weight, eps) if trains
+                _RMSNorm.apply(kernels, states, weight, eps)
+                if trains
                 else kernels.rms_norm(states.contiguous(), weight, eps)
-            )  # fmt: skip
-        elif states.is_cuda or (states.dtype == torch.float32 and not trains):  # in fp32, with the same bits
+            )
+        elif states.is_cuda or (
+            states.dtype == torch.float32 and not trains
+        ):  # in fp32, with the same bits
             found = weight * nn.functional.rms_norm(states, weight.shape, None, eps)
         else:
             found = kind.forward(self, states)
@@ -194,22 +236,27 @@ def _fast_mlp(kind: Any) -> Any:
             return plain
         gate, up = self.gate_proj(states), self.up_proj(states)
         kernels = kernels_for(gate, up)
-        found: Tensor = self.down_proj(_SwiGLU.apply(kernels, gate, up) if kernels else self.act_fn(gate) * up)
+        found: Tensor = self.down_proj(
+            _SwiGLU.apply(kernels, gate, up) if kernels else self.act_fn(gate) * up
+        )
         return found
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def use_fast_layers(model: nn.Module) -> None:
-    """Make RMSNorm and MLP layers of `model`, and the rotations of its module, use the kernels, where they compute what
-    those of Llama do. transformers copies these into many architectures, so the code itself is compared. Gemma's norm,
-    for example, adds 1 to the weight, and stays as it is."""
+    """Make RMSNorm and MLP layers of `model`, and the rotations of its module, use the kernels,
+    where they compute what those of Llama do. transformers copies these into many architectures, so
+    the code itself is compared. Gemma's norm, for example, adds 1 to the weight, and stays as it
+    is."""
     for layer in model.modules():
         kind: Any = type(layer)
         if kind.__name__.endswith("RMSNorm") and _same_code(kind.forward, LlamaRMSNorm.forward):
             layer.__class__ = _fast_norm(kind)
         activation = getattr(layer, "act_fn", None)
-        if isinstance(activation, (nn.SiLU, SiLUActivation)) and _same_code(kind.forward, LlamaMLP.forward):
+        if isinstance(activation, (nn.SiLU, SiLUActivation)) and _same_code(
+            kind.forward, LlamaMLP.forward
+        ):
             layer.__class__ = _fast_mlp(kind)
         module: Any = sys.modules[kind.__module__]
         rotate, half = (vars(module).get(name) for name in ("apply_rotary_pos_emb", "rotate_half"))
@@ -219,5 +266,7 @@ def use_fast_layers(model: nn.Module) -> None:
 
 def _same_code(function: Any, known: Any) -> bool:
     codes = [getattr(inspect.unwrap(x), "__code__", None) for x in (function, known)]
-    found, expected = ((c.co_code, c.co_consts, c.co_names, c.co_varnames) if c else None for c in codes)
+    found, expected = (
+        (c.co_code, c.co_consts, c.co_names, c.co_varnames) if c else None for c in codes
+    )
     return found == expected

@@ -1,10 +1,11 @@
-"""Divide rows of uneven lengths among ranks and into micro-batches, and lay them end to end as one packed row, in which
-rows that begin alike hold their common beginning once.
+"""Divide rows of uneven lengths among ranks and into micro-batches, and lay them end to end as one
+packed row, in which rows that begin alike hold their common beginning once.
 
-Answers to one prompt become `[prompt | answer 1 | answer 2 | ...]`. The first row of a group is whole; the others keep
-the tokens after the common beginning, with the positions that they have in their own rows, and attend to the beginning
-of the first. The outputs are those of separate rows, and the gradients of all answers flow into one prompt. So answers
-to one prompt stay together in a micro-batch, and their prompt counts once.
+Answers to one prompt become `[prompt | answer 1 | answer 2 | ...]`. The first row of a group is
+whole; the others keep the tokens after the common beginning, with the positions that they have in
+their own rows, and attend to the beginning of the first. The outputs are those of separate rows,
+and the gradients of all answers flow into one prompt. So answers to one prompt stay together in a
+micro-batch, and their prompt counts once.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class VarlenSegments(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a row, each of which attends to itself, and what kernels need to know of them, made when it is
-    first needed. `lengths`: of the segments, which follow one another, none 0. `seen`: for each segment, the columns
-    (start, end) of earlier ones that all of its tokens see too, as if they were right before them; none if start = end.
-    None: no segment sees any."""
+    """The segments of a row, each of which attends to itself, and what kernels need to know of
+    them, made when it is first needed. `lengths`: of the segments, which follow one another, none
+    0. `seen`: for each segment, the columns (start, end) of earlier ones that all of its tokens see
+    too, as if they were right before them; none if start = end. None: no segment sees any."""
 
     lengths: list[int]
     seen: list[tuple[int, int]] | None = None
@@ -56,9 +57,13 @@ class Segments:
             queries = ends.int().to(device)
             found = VarlenSegments(queries, queries, most, most, None)
         else:
-            columns = torch.cat([
-                torch.arange(*span) for start, end, *before in self._columns for span in (before, (start, end))
-            ])  # fmt: skip
+            columns = torch.cat(
+                [
+                    torch.arange(*span)
+                    for start, end, *before in self._columns
+                    for span in (before, (start, end))
+                ]
+            )
             counts = [end - start + last - first for start, end, first, last in self._columns]
             parts = [ends, torch.tensor([0, *counts]).cumsum(0), columns]
             queries, keys, columns = _in_one_copy(parts, device)
@@ -70,7 +75,10 @@ class Segments:
     def _columns(self) -> list[tuple[int, int, int, int]]:
         ends = list(itertools.accumulate(self.lengths))
         seen = self.seen or [(0, 0)] * len(ends)
-        return [(end - own, end, *before) for end, own, before in zip(ends, self.lengths, seen, strict=True)]
+        return [
+            (end - own, end, *before)
+            for end, own, before in zip(ends, self.lengths, seen, strict=True)
+        ]
 
     @cached_property
     def most_keys(self) -> int:
@@ -84,8 +92,12 @@ class Segments:
 
     @cached_property
     def groups(self) -> Tensor:
-        """(groups + 1,) int64: the first segment of each group, and their number. No segment sees another group."""
-        firsts, needed = [len(self.lengths)], sum(self.lengths)  # needed: the first column that later ones see
+        """(groups + 1,) int64: the first segment of each group, and their number. No segment sees
+        another group."""
+        firsts, needed = (
+            [len(self.lengths)],
+            sum(self.lengths),
+        )  # needed: the first column that later ones see
         for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
             needed = min(needed, first) if first < end else needed
             if needed >= start:
@@ -99,13 +111,16 @@ class PackedRows:
 
     tokens: Tensor  # (N,) int64, where each packed token is in the rows, flattened to (B x T)
     positions: Tensor  # (N,) int64, its column there
-    places: Tensor  # (B, T) int64, where each token of a row is in the packed row; any valid place after a row's end
+    # (B, T) int64, where each token of a row is in the packed row; any valid place after a row's
+    # end
+    places: Tensor
     segments: Segments
 
 
 @dataclass(frozen=True)
 class RowPrompts:
-    """Beginnings of n rows, for models that share them: `groups` (n,) int64, equal for one prompt; `tokens` (n,)."""
+    """Beginnings of n rows, for models that share them: `groups` (n,) int64, equal for one prompt;
+    `tokens` (n,)."""
 
     groups: Tensor
     tokens: Tensor
@@ -116,9 +131,10 @@ class RowPrompts:
 
 
 def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> PackedRows | None:
-    """The packed row for right-padded `input_ids` (B, T) with `lengths` (B,), all above 0; None: rows stay padded.
-    `packs` rows that differ in length; `shares`: packs rows that begin alike, if that saves enough. The host computes
-    the layout, so that it waits for a GPU only to read the rows, before the first layer."""
+    """The packed row for right-padded `input_ids` (B, T) with `lengths` (B,), all above 0; None:
+    rows stay padded. `packs` rows that differ in length; `shares`: packs rows that begin alike, if
+    that saves enough. The host computes the layout, so that it waits for a GPU only to read the
+    rows, before the first layer."""
     if not packs and not shares:
         return None
     width, device, lengths = input_ids.shape[1], input_ids.device, lengths.cpu()
@@ -134,20 +150,26 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
         return None
     left_out = shared.unsqueeze(1)
     slots = torch.arange(width)
-    kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[order]  # (B, T) in the order of the packed row
+    kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[
+        order
+    ]  # (B, T) in the order of the packed row
     places = torch.empty(kept.shape, dtype=torch.int64)
     places[order] = kept.flatten().cumsum(0).view(kept.shape) - 1
     places = torch.where(slots < left_out, places[leaders], places)
     tokens = (order.unsqueeze(1) * width + slots)[kept]  # (N,)
     starts, segments, seen, end = dict[int, int](), [], [], 0
-    for row, leader, left, size in torch.stack([order, leaders[order], shared[order], lengths[order]], dim=1).tolist():
+    for row, leader, left, size in torch.stack(
+        [order, leaders[order], shared[order], lengths[order]], dim=1
+    ).tolist():
         starts[row] = end
         if own := size - left:  # a row may be the beginning of another
             segments.append(own)
             seen.append((starts[leader], starts[leader] + left))
             end += own
     tokens, places = _in_one_copy([tokens, places], device)
-    return PackedRows(tokens, tokens % width, places, Segments(segments, seen if shared.any() else None))
+    return PackedRows(
+        tokens, tokens % width, places, Segments(segments, seen if shared.any() else None)
+    )
 
 
 def are_uneven(lengths: Tensor) -> bool:
@@ -160,26 +182,35 @@ def _in_one_copy(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cpu":
         return parts
     moved = torch.cat([part.flatten() for part in parts]).to(device)
-    return [part.view(one.shape) for part, one in zip(moved.split([p.numel() for p in parts]), parts, strict=True)]
+    return [
+        part.view(one.shape)
+        for part, one in zip(moved.split([p.numel() for p in parts]), parts, strict=True)
+    ]
 
 
 def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], RowPrompts]:
-    """Groups of rows whose first tokens are equal, such that the fewest tokens are left if each group holds its common
-    beginning once: all rows, group after group; and for each row the first row of its group, and the tokens that all
-    rows of its group have in common (0 in a group of one). `input_ids` (B, T) right-padded, `lengths` (B,) above 0."""
+    """Groups of rows whose first tokens are equal, such that the fewest tokens are left if each
+    group holds its common beginning once: all rows, group after group; and for each row the first
+    row of its group, and the tokens that all rows of its group have in common (0 in a group of
+    one). `input_ids` (B, T) right-padded, `lengths` (B,) above 0."""
     ids, sizes = input_ids.cpu(), lengths.cpu()
     words = [row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)]
     order = sorted(range(len(words)), key=words.__getitem__)  # rows that begin alike are neighbours
     equal = (ids[order[1:]] == ids[order[:-1]]).long().cumprod(dim=1).sum(dim=1)  # (B - 1,)
     common = torch.minimum(equal, torch.minimum(sizes[order[1:]], sizes[order[:-1]])).numpy()
 
-    # Groups `[start, end)` of the sorted rows, each of which saves its beginning in all rows but the first. For the
-    # first `end` rows: the most tokens saved, and the start of their last group. Of equal choices the latest counts.
+    # Groups `[start, end)` of the sorted rows, each of which saves its beginning in all rows but
+    # the first. For the first `end` rows: the most tokens saved, and the start of their last group.
+    # Of equal choices the latest counts.
     saved, begin = np.zeros(len(words) + 1, dtype=np.int64), [0, *range(len(words))]
     for end in range(2, len(words) + 1):
-        shared = np.minimum.accumulate(common[end - 2 :: -1])  # by a last group that starts at end - 2, end - 3, ...
+        shared = np.minimum.accumulate(
+            common[end - 2 :: -1]
+        )  # by a last group that starts at end - 2, end - 3, ...
         shared = shared[shared >= LEAST_TOKENS]
-        totals = saved[end - 1 - len(shared) : end - 1][::-1] + np.arange(1, len(shared) + 1) * shared
+        totals = (
+            saved[end - 1 - len(shared) : end - 1][::-1] + np.arange(1, len(shared) + 1) * shared
+        )
         saved[end] = max(saved[end - 1], totals.max(initial=0))
         if saved[end] > saved[end - 1]:
             begin[end] = end - 2 - int(totals.argmax())
@@ -188,15 +219,18 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], Ro
     while end > 0:
         start = begin[end]
         for row in order[start:end]:
-            leaders[row], of_group[row] = order[start], min(common[start : end - 1].tolist(), default=0)
+            leaders[row], of_group[row] = (
+                order[start],
+                min(common[start : end - 1].tolist(), default=0),
+            )
         end = start
     return order, RowPrompts(
         torch.tensor(leaders, device=lengths.device), torch.tensor(of_group, device=lengths.device)
     )
 
 
-# Each answer but the first copies the keys and values of its prompt, which take about this fraction of the memory that
-# all activations of the same tokens take.
+# Each answer but the first copies the keys and values of its prompt, which take about this fraction
+# of the memory that all activations of the same tokens take.
 COPIED = 8
 
 
@@ -206,14 +240,22 @@ def share_prompts(*engines: Model | None) -> bool:
     return all(model.layout.shares for model in models)
 
 
-def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> list[Tensor]:
-    """Row numbers of micro-batches with `rows x longest <= budget`, longest rows first; a longer row is one by itself.
-    `lengths` (n,) int64, tokens of each row. Rows that share their prompt come first, in micro-batches without padding,
-    which hold at most `budget` tokens and copies of prompts. Each of 0 .. n-1 is in one part."""
-    groups, rows = ([], torch.arange(len(lengths))) if prompts is None else _sharing(lengths, prompts)
+def split_by_tokens(
+    lengths: Tensor, budget: int, prompts: RowPrompts | None = None
+) -> list[Tensor]:
+    """Row numbers of micro-batches with `rows x longest <= budget`, longest rows first; a longer
+    row is one by itself. `lengths` (n,) int64, tokens of each row. Rows that share their prompt
+    come first, in micro-batches without padding, which hold at most `budget` tokens and copies of
+    prompts. Each of 0 .. n-1 is in one part."""
+    groups, rows = (
+        ([], torch.arange(len(lengths))) if prompts is None else _sharing(lengths, prompts)
+    )
     parts = []
     if groups and prompts is not None:
-        parts = [torch.tensor(part, device=lengths.device) for part in _Filling(lengths, prompts).parts(groups, budget)]
+        parts = [
+            torch.tensor(part, device=lengths.device)
+            for part in _Filling(lengths, prompts).parts(groups, budget)
+        ]
     rows = rows.to(lengths.device)
     order = rows[torch.argsort(lengths[rows], descending=True, stable=True)]
     start, ordered = 0, lengths[order].tolist()
@@ -224,8 +266,11 @@ def split_by_tokens(lengths: Tensor, budget: int, prompts: RowPrompts | None = N
     return parts
 
 
-def even_passes(lengths: Tensor, budget: int, prompts: RowPrompts | None = None) -> tuple[list[Tensor], int]:
-    """`split_by_tokens`, with the last part repeated so that all ranks have as many, and how many are not repeated."""
+def even_passes(
+    lengths: Tensor, budget: int, prompts: RowPrompts | None = None
+) -> tuple[list[Tensor], int]:
+    """`split_by_tokens`, with the last part repeated so that all ranks have as many, and how many
+    are not repeated."""
     parts = split_by_tokens(lengths, budget, prompts)
     passes = int(dist.all_reduce(torch.tensor(len(parts), device=lengths.device), "max"))
     return parts + (passes - len(parts)) * parts[-1:], len(parts)
@@ -234,9 +279,10 @@ def even_passes(lengths: Tensor, budget: int, prompts: RowPrompts | None = None)
 def deal(lengths: Tensor, ranks: int, prompts: RowPrompts | None = None) -> list[Tensor]:
     """Row numbers for each rank, with nearly the same number of tokens.
 
-    Rows, a multiple of `ranks`, are dealt from the longest to the shortest, alternately forwards and backwards over the
-    ranks, the same number to each. If rows share prompts, they are divided group after group instead, such that the
-    rank with the most tokens has as few as possible; then a rank may have no rows.
+    Rows, a multiple of `ranks`, are dealt from the longest to the shortest, alternately forwards
+    and backwards over the ranks, the same number to each. If rows share prompts, they are divided
+    group after group instead, such that the rank with the most tokens has as few as possible; then
+    a rank may have no rows.
     """
     groups, rest = ([], torch.empty(0)) if prompts is None else _sharing(lengths, prompts)
     if not groups or prompts is None:
@@ -256,27 +302,33 @@ def deal(lengths: Tensor, ranks: int, prompts: RowPrompts | None = None) -> list
 
 
 def sharing_pays(prompt: int, answers: int, tokens: int) -> bool:
-    """Whether to run the `prompt` tokens of so many answers once. `tokens`: of their rows, each with its prompt."""
+    """Whether to run the `prompt` tokens of so many answers once. `tokens`: of their rows, each
+    with its prompt."""
     return prompt >= LEAST_TOKENS and (answers - 1) * prompt >= 2 * LEAST_SAVING * tokens
 
 
 def _sharing(lengths: Tensor, prompts: RowPrompts) -> tuple[list[list[int]], Tensor]:
-    """Groups of rows whose prompt is worth sharing, those with the most tokens first, and the other rows (k,)."""
+    """Groups of rows whose prompt is worth sharing, those with the most tokens first, and the other
+    rows (k,)."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(prompts.groups.tolist()):
         members.setdefault(group, []).append(row)
     sizes, shared = lengths.tolist(), prompts.tokens.tolist()
     groups = [
-        rows for rows in members.values()
+        rows
+        for rows in members.values()
         if sharing_pays(shared[rows[0]], len(rows), sum(sizes[row] for row in rows))
-    ]  # fmt: skip
+    ]
     groups.sort(key=lambda rows: -sum(sizes[row] for row in rows))
     together = {row for rows in groups for row in rows}
-    return groups, torch.tensor([row for row in range(len(sizes)) if row not in together], dtype=torch.int64)
+    return groups, torch.tensor(
+        [row for row in range(len(sizes)) if row not in together], dtype=torch.int64
+    )
 
 
 class _Filling:
-    """Fills parts of a limited capacity with groups of rows that share their prompt, one after another."""
+    """Fills parts of a limited capacity with groups of rows that share their prompt, one after
+    another."""
 
     def __init__(self, lengths: Tensor, prompts: RowPrompts):
         self.prompt: list[int] = prompts.tokens.tolist()
@@ -286,9 +338,12 @@ class _Filling:
         """Tokens that a row adds to a part, as the first one of its prompt or not."""
         return self.own[row] + (self.prompt[row] if is_first else self.prompt[row] // COPIED)
 
-    def parts(self, groups: list[list[int]], capacity: int, divide: bool = False) -> list[list[int]]:
-        """Rows of each part of `capacity`, none empty. A row above the capacity is a part by itself. `divide` every
-        group that does not fit into what is left of a part; else only those that do not fit into a part at all."""
+    def parts(
+        self, groups: list[list[int]], capacity: int, divide: bool = False
+    ) -> list[list[int]]:
+        """Rows of each part of `capacity`, none empty. A row above the capacity is a part by
+        itself. `divide` every group that does not fit into what is left of a part; else only those
+        that do not fit into a part at all."""
         parts: list[list[int]] = []
         room = 0
         for rows in groups:

@@ -1,8 +1,9 @@
 """Packed rows: rows laid end to end as one row without padding, with attention inside each segment.
 
-transformers knows the attention function as `dschat_packed`, for which it builds no mask; `segment_attention.py` has
-its kernels. `ForwardPass.running` switches it on, and activation checkpointing switches it on again when it runs
-layers again in the backward pass. `padded_rows` does the same for padded rows.
+transformers knows the attention function as `dschat_packed`, for which it builds no mask;
+`segment_attention.py` has its kernels. `ForwardPass.running` switches it on, and activation
+checkpointing switches it on again when it runs layers again in the backward pass. `padded_rows`
+does the same for padded rows.
 """
 
 from __future__ import annotations
@@ -55,10 +56,13 @@ class ForwardPass:
 
     config: PretrainedConfig
     segments: Segments | None  # of the only row; None: rows are not packed
-    divided: bool = False  # ranks share the rows: the model gets this rank's columns; segments are those of whole rows
+    # ranks share the rows: the model gets this rank's columns; segments are those of whole rows
+    divided: bool = False
     choice: str = "auto"  # the value of `--attn_implementation`
     attention: str | None = NAME  # its name in transformers; None: the model's own
-    forwards: Sequence[tuple[nn.Module, Callable[..., Tensor]]] = ()  # layers, and what a call of each runs instead
+    forwards: Sequence[
+        tuple[nn.Module, Callable[..., Tensor]]
+    ] = ()  # layers, and what a call of each runs instead
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -77,7 +81,8 @@ class ForwardPass:
 
 @dataclass
 class Recorded:
-    """Of the calls of this module's attention: each layer's sliding window, and whether one call did all segments."""
+    """Of the calls of this module's attention: each layer's sliding window, and whether one call
+    did all segments."""
 
     windows: dict[int, int | None] = field(default_factory=dict)
     in_one_call: bool = True
@@ -88,12 +93,15 @@ _RECORDED: list[Recorded] = []
 
 
 def padded_rows(model: PreTrainedModel, choice: str, is_replaceable: bool = False) -> ForwardPass:
-    """Right-padded rows with the attention that `--attn_implementation` names, by transformers and with its masks.
-    "auto": the attention in blocks where the model is on a CPU and is replaceable (`select_kernels` found
-    that this module's attention gives the numbers of the model's own), else the model's own."""
+    """Right-padded rows with the attention that `--attn_implementation` names, by transformers and
+    with its masks. "auto": the attention in blocks where the model is on a CPU and is replaceable
+    (`select_kernels` found that this module's attention gives the numbers of the model's own), else
+    the model's own."""
     in_blocks = is_replaceable and model.device.type == "cpu"
     automatic = NAME if in_blocks else None
-    return ForwardPass(model.config, None, choice=choice, attention=automatic if choice == "auto" else choice)
+    return ForwardPass(
+        model.config, None, choice=choice, attention=automatic if choice == "auto" else choice
+    )
 
 
 @contextmanager
@@ -107,10 +115,16 @@ def recorded_attention() -> Iterator[Recorded]:
 
 
 def _segment_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    sliding_window: int | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention inside each segment: (b, heads, T, d) -> (b, T, heads, d). See `check_attention_call`."""
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each segment: (b, heads, T, d) -> (b, T, heads, d). See
+    `check_attention_call`."""
     check_attention_call(module, attention_mask, options)
     if _RECORDED:
         _RECORDED[-1].windows[module.layer_idx] = sliding_window
@@ -120,7 +134,12 @@ def _segment_attention(
     rows = running.segments or Segments([query.shape[2]])  # padded rows are one segment each
     auto, scale = running.choice == "auto", options.get("scaling")
     in_blocks = auto and suits_blocks(module, query, key, value, rows, options)
-    by_varlen = auto and not in_blocks and running.segments is not None and suits_varlen(query, key, value, options)
+    by_varlen = (
+        auto
+        and not in_blocks
+        and running.segments is not None
+        and suits_varlen(query, key, value, options)
+    )
     if _RECORDED:
         _RECORDED[-1].in_one_call &= in_blocks or by_varlen
     if in_blocks:
@@ -129,7 +148,9 @@ def _segment_attention(
         mixed = varlen_attention(query, key, value, rows, sliding_window, scale)
     else:
         eager = running.choice == "eager"
-        mixed = segment_by_segment(module, query, key, value, running.segments, sliding_window, options, eager)
+        mixed = segment_by_segment(
+            module, query, key, value, running.segments, sliding_window, options, eager
+        )
     return (exchanged(mixed) if running.divided else mixed), None
 
 
@@ -137,10 +158,13 @@ AttentionInterface.register(NAME, _segment_attention)
 
 
 def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | None:
-    """Why packed rows' attention cannot replace the model's; other layers are tried (`select_kernels`)."""
+    """Why packed rows' attention cannot replace the model's; other layers are tried
+    (`select_kernels`)."""
     if not attention_is_replaceable(model):
         return "transformers does not let its attention be replaced"
-    own = model.config._attn_implementation  # packed rows have soft caps and sinks too, which are eager
+    own = (
+        model.config._attn_implementation
+    )  # packed rows have soft caps and sinks too, which are eager
     if own not in ("sdpa", "eager") or (own == "eager" and choice == "sdpa"):
         return f"its attention is '{own}' and not 'sdpa'"
     if model.config.model_type in MASK_IS_READ:
@@ -149,15 +173,23 @@ def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | No
 
 
 def token_states(
-    backbone: Any, layout: Layout, input_ids: Tensor, lengths: Tensor, places: Tensor, reads_few: bool = False
+    backbone: Any,
+    layout: Layout,
+    input_ids: Tensor,
+    lengths: Tensor,
+    places: Tensor,
+    reads_few: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Last hidden states (N, H) of right-padded `input_ids` (B, T) with `lengths` (B,) above 0, packed if `layout` and
-    the rows allow it, and where in them those of the tokens at `places` are: int64 of any shape, in the rows flattened
-    to (B x T). `reads_few`: only the states at `places` (n,) are read, so the last MLP runs for these tokens alone."""
+    """Last hidden states (N, H) of right-padded `input_ids` (B, T) with `lengths` (B,) above 0,
+    packed if `layout` and the rows allow it, and where in them those of the tokens at `places` are:
+    int64 of any shape, in the rows flattened to (B x T). `reads_few`: only the states at `places`
+    (n,) are read, so the last MLP runs for these tokens alone."""
     rows, width = lay_out(input_ids, lengths, layout.packed, layout.shares), input_ids.shape[1]
     if rows is None:
         few = of_read_tokens(backbone, places % width, places // width) if reads_few else []
-        with replace(padded_rows(backbone, layout.attention, layout.packed), forwards=few).running():
+        with replace(
+            padded_rows(backbone, layout.attention, layout.packed), forwards=few
+        ).running():
             return backbone_states(backbone, input_ids, lengths).flatten(0, 1), places
     places = rows.places.flatten()[places]
     forwards = []
@@ -165,30 +197,42 @@ def token_states(
         own_rows = StateRows.of(rows.segments.lengths, rows.segments.seen, input_ids.device)
         forwards = [(layer, own_rows.around(layer.forward)) for layer in layers]
     if reads_few:  # several rows may share a token
-        forwards += of_read_tokens(backbone, places if rows.segments.seen is None else places.unique())
-    with ForwardPass(backbone.config, rows.segments, choice=layout.attention, forwards=forwards).running():
+        forwards += of_read_tokens(
+            backbone, places if rows.segments.seen is None else places.unique()
+        )
+    with ForwardPass(
+        backbone.config, rows.segments, choice=layout.attention, forwards=forwards
+    ).running():
         output = backbone(
-            input_ids=input_ids.flatten()[rows.tokens].unsqueeze(0), attention_mask=None, use_cache=False,
-            **position_arguments(backbone, rows.positions.unsqueeze(0)), **router_arguments(),
-        )  # fmt: skip
+            input_ids=input_ids.flatten()[rows.tokens].unsqueeze(0),
+            attention_mask=None,
+            use_cache=False,
+            **position_arguments(backbone, rows.positions.unsqueeze(0)),
+            **router_arguments(),
+        )
     record_router(  # a token that several rows share counts for each of them
-        output, real_slots(input_ids, lengths),
+        output,
+        real_slots(input_ids, lengths),
         lambda mask: torch.bincount(rows.places[mask], minlength=len(rows.tokens)),
-    )  # fmt: skip
+    )
     return output.last_hidden_state[0], places
 
 
 @dataclass(frozen=True)
 class DividedRows:
-    """Rows that ranks share: how tensors (B, T) over their tokens are laid out, and divided by columns."""
+    """Rows that ranks share: how tensors (B, T) over their tokens are laid out, and divided by
+    columns."""
 
     real: Tensor  # (B, T) bool: tokens whose states are read
-    segments: Segments | None  # of the packed row, to which all real tokens are laid end to end; None: not packed
+    segments: (
+        Segments | None
+    )  # of the packed row, to which all real tokens are laid end to end; None: not packed
     width: int  # columns of the rows as laid out; these are padded to a multiple of the ranks
 
     @classmethod
     def of(cls, input_ids: Tensor, lengths: Tensor, packed: bool) -> DividedRows:
-        """Lay out right-padded `input_ids` (B, T) with `lengths` (B,): packed if asked for and rows differ."""
+        """Lay out right-padded `input_ids` (B, T) with `lengths` (B,): packed if asked for and rows
+        differ."""
         real = real_slots(input_ids, lengths)
         if not (packed and are_uneven(lengths)):
             return cls(real, None, input_ids.shape[1])
@@ -213,20 +257,25 @@ class DividedRows:
         return gathered_columns(part)[:, : self.width]
 
     def run(self, model: Any, input_ids: Tensor, choice: str = "auto") -> Any:
-        """The model's output for this rank's columns. A collective of the ranks that share the rows."""
+        """The model's output for this rank's columns. A collective of the ranks that share the
+        rows."""
         slots = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         whole = position_arguments(model, self.padded(slots))["position_ids"]
         divided = ForwardPass(model.config, self.segments, divided=True, choice=choice)
         with divided.running(), rotary_of_whole_rows(model, whole):
             output = model(
-                input_ids=self.own(input_ids), attention_mask=None, use_cache=False,
-                **position_arguments(model, self.own(slots)), **router_arguments(),
-            )  # fmt: skip
+                input_ids=self.own(input_ids),
+                attention_mask=None,
+                use_cache=False,
+                **position_arguments(model, self.own(slots)),
+                **router_arguments(),
+            )
         record_router(output, self.real, self.own)
         return output
 
     def values(self, part: Tensor) -> Tensor:
-        """(b, n) fp32 of this rank's tokens -> (B, T) of all, 0 outside packed rows. Collective as `run`."""
+        """(b, n) fp32 of this rank's tokens -> (B, T) of all, 0 outside packed rows. Collective as
+        `run`."""
         whole = self.gathered(part)
         if self.segments is None:
             return whole

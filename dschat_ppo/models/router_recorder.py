@@ -1,4 +1,5 @@
-"""How the routers of a mixture of experts distribute tokens: recorded in forward passes; the loss that balances it."""
+"""How the routers of a mixture of experts distribute tokens: recorded in forward passes; the loss
+that balances it."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# rows that count, experts per token, loads that were found; the last one is active; None: nothing is recorded
+# rows that count, experts per token, loads that were found; the last one is active; None: nothing
+# is recorded
 _RECORDED: list[tuple[Tensor, int, list[RouterLoad]] | None] = [None]
 
 
 @contextmanager
 def recorded_router(rows: Tensor | None, top_k: int = 0) -> Iterator[list[RouterLoad]]:
-    """Record the load of each forward pass of a `PolicyModel` or `ScalarModel` over micro-batches, of which the `rows`
-    (B,) bool count, by the `top_k` experts of each token. None: record nothing, of a model that does not train."""
+    """Record the load of each forward pass of a `PolicyModel` or `ScalarModel` over micro-batches,
+    of which the `rows` (B,) bool count, by the `top_k` experts of each token. None: record nothing,
+    of a model that does not train."""
     loads: list[RouterLoad] = []
     _RECORDED.append(None if rows is None else (rows, top_k, loads))
     try:
@@ -31,24 +34,29 @@ def router_arguments() -> dict[str, bool]:
     return {} if _RECORDED[-1] is None else {"output_router_logits": True}
 
 
-def record_router(output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor] = torch.flatten) -> None:
-    """Record the load of a forward pass with `router_arguments`, if it is wanted. `read` (B, T) bool: tokens
-    whose states are read. `lay_out`: a mask (B, T) -> how often each of the N tokens that this rank's model ran is in
-    it, bool or int64, of padded, packed or divided rows."""
+def record_router(
+    output: Any, read: Tensor, lay_out: Callable[[Tensor], Tensor] = torch.flatten
+) -> None:
+    """Record the load of a forward pass with `router_arguments`, if it is wanted. `read` (B, T)
+    bool: tokens whose states are read. `lay_out`: a mask (B, T) -> how often each of the N tokens
+    that this rank's model ran is in it, bool or int64, of padded, packed or divided rows."""
     if _RECORDED[-1] is None:
         return
     rows, top_k, loads = _RECORDED[-1]
     counted = lay_out(read & rows.unsqueeze(1)).flatten()  # (N,)
-    logits = [layer.reshape(len(counted), -1) for layer in output.router_logits if layer is not None]
+    logits = [
+        layer.reshape(len(counted), -1) for layer in output.router_logits if layer is not None
+    ]
     loads.append(router_load(logits, counted, top_k))
 
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """How routers distribute tokens over E experts: sums over tokens and layers, which add up over micro-batches.
+    """How routers distribute tokens over E experts: sums over tokens and layers, which add up over
+    micro-batches.
 
-    `chosen` (E,) fp32: how often each expert is among a token's top k. `probability` (E,) fp32: the sum of its router
-    probabilities, with gradient. `count` fp32, a scalar: tokens x layers.
+    `chosen` (E,) fp32: how often each expert is among a token's top k. `probability` (E,) fp32: the
+    sum of its router probabilities, with gradient. `count` fp32, a scalar: tokens x layers.
     """
 
     chosen: Tensor
@@ -57,8 +65,9 @@ class RouterLoad:
 
 
 def router_load(logits: Sequence[Tensor], counted: Tensor, top_k: int) -> RouterLoad:
-    """The load of one forward pass, from the `logits` (N, E) of each layer's router for N tokens. `counted` (N,) bool
-    or int64 is how often each token counts: 0 on padding, above 1 for a token of several rows."""
+    """The load of one forward pass, from the `logits` (N, E) of each layer's router for N tokens.
+    `counted` (N,) bool or int64 is how often each token counts: 0 on padding, above 1 for a token
+    of several rows."""
     times = counted[counted > 0].float().unsqueeze(1)  # (n, 1)
     kept = [torch.softmax(layer[counted > 0].float(), dim=-1) for layer in logits]  # (n, E) each
     chosen = torch.zeros_like(kept[0][:0].sum(dim=0))  # (E,)
@@ -70,10 +79,12 @@ def router_load(logits: Sequence[Tensor], counted: Tensor, top_k: int) -> Router
 
 
 def load_balancing_loss(probability: Tensor, chosen: Tensor, count: Tensor) -> Tensor:
-    """A part of `E sum_i f_i P_i` (Fedus et al. 2021, equations 4 to 6, over the tokens of all layers).
+    """A part of `E sum_i f_i P_i` (Fedus et al. 2021, equations 4 to 6, over the tokens of all
+    layers).
 
-    `f_i` is the share of tokens that choose expert i, and `P_i` its mean probability, both over the whole optimizer
-    step; with top-k routing a balanced load gives k. The loss is linear in `P`, so the parts of micro-batches add up:
-    `probability` (E,) are sums of one micro-batch, `chosen` (E,) and `count` those of the whole step.
+    `f_i` is the share of tokens that choose expert i, and `P_i` its mean probability, both over the
+    whole optimizer step; with top-k routing a balanced load gives k. The loss is linear in `P`, so
+    the parts of micro-batches add up: `probability` (E,) are sums of one micro-batch, `chosen` (E,)
+    and `count` those of the whole step.
     """
     return len(chosen) * (chosen / count * (probability / count)).sum()

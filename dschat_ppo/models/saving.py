@@ -1,4 +1,5 @@
-"""Write a trained model as an ordinary Hugging Face or peft folder, after a check that all its weights are finite."""
+"""Write a trained model as an ordinary Hugging Face or peft folder, after a check that all its
+weights are finite."""
 
 from __future__ import annotations
 
@@ -22,24 +23,43 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
 from dschat_ppo.errors import NonFiniteError, StorageError
-from dschat_ppo.models.adapters import adapter_layers, is_adapter_parameter, matrices_of, merged_weight
+from dschat_ppo.models.adapters import (
+    adapter_layers,
+    is_adapter_parameter,
+    matrices_of,
+    merged_weight,
+)
 from dschat_ppo.models.architectures import first_position
-from dschat_ppo.models.model_folders import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, SCORE, saved_name, weight_files
+from dschat_ppo.models.model_folders import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SCORE,
+    saved_name,
+    weight_files,
+)
 from dschat_ppo.models.wrapped_models import ScalarModel, WrappedModel
 from dschat_ppo.types import Engine
 
 # Files of the two forms in which a model is saved.
 OF_ADAPTERS = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-OF_WHOLE_MODELS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
-# of a language model with parts that do not train: a vision tower, layers that predict further tokens
+OF_WHOLE_MODELS = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+)
+# of a language model with parts that do not train: a vision tower, layers that predict further
+# tokens
 _NOT_TEXT = re.compile(r"(^|\.)(mtp|visual|vision)|^model\.layers\.\d+\.")
 TRAINED, UNTRAINED = "model-trained.safetensors", "model-untrained.safetensors"
 
 
 def require_finite_weights(role: str, engine: Engine) -> None:
-    """Check the weights that each rank holds for NaN and infinity, between updates: one from finite gradients can
-    overflow. Collective: all raise the error. The check reads the weights in the number format of training; an fp32
-    master weight that is not finite, or beyond the range of fp16, shows there."""
+    """Check the weights that each rank holds for NaN and infinity, between updates: one from finite
+    gradients can overflow. Collective: all raise the error. The check reads the weights in the
+    number format of training; an fp32 master weight that is not finite, or beyond the range of
+    fp16, shows there."""
     bad = []
     for name, weight in engine.module.named_parameters():
         part = dist.own_part(weight)[1] if dist.is_partitioned(weight) else weight.detach()
@@ -48,19 +68,24 @@ def require_finite_weights(role: str, engine: Engine) -> None:
             bad.append(name)
     problem = None
     if bad:
-        problem = f"rank {dist.rank()}: {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
+        problem = f"rank {dist.rank()}: {bad[0]}" + (
+            f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        )
     first = dist.first_problem(problem)
     if first is not None:
         raise NonFiniteError(
-            f"{role}: weights are not finite ({first}): an update overflowed although its gradients were finite. They "
-            "are not saved. Lower the learning rate or raise --adam_epsilon; --resume_force resumes from the newest "
-            "checkpoint"
+            f"{role}: weights are not finite ({first}): an update overflowed although its gradients"
+            " were finite. They are not saved. Lower the learning rate or raise --adam_epsilon;"
+            " --resume_force resumes from the newest checkpoint"
         )
 
 
-def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
-    """All weights of `model` in host memory on rank 0, {} elsewhere. Under ZeRO-3 one tensor is gathered at a time.
-    Collective. `wanted`: name of a parameter -> whether to take it; None: all parameters, and the buffers."""
+def gather_state(
+    model: nn.Module, wanted: Callable[[str], bool] | None = None
+) -> dict[str, Tensor]:
+    """All weights of `model` in host memory on rank 0, {} elsewhere. Under ZeRO-3 one tensor is
+    gathered at a time. Collective. `wanted`: name of a parameter -> whether to take it; None: all
+    parameters, and the buffers."""
     import deepspeed
 
     state: dict[str, Tensor] = {}
@@ -73,48 +98,68 @@ def gather_state(model: nn.Module, wanted: Callable[[str], bool] | None = None) 
                 state[name] = parameter.detach().to("cpu", copy=True)
     if dist.is_main() and wanted is None:
         persistent = model.state_dict()
-        state |= {name: b.detach().to("cpu", copy=True) for name, b in model.named_buffers() if name in persistent}
+        state |= {
+            name: b.detach().to("cpu", copy=True)
+            for name, b in model.named_buffers()
+            if name in persistent
+        }
     return state
 
 
 def save_model(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, folder: str | Path,
-    described: Mapping[str, float | str | None] | None = None, weights: Mapping[str, Tensor] | None = None,
-    ends: Sequence[int] = (), merge: bool = True, card: str = "",
-) -> None:  # fmt: skip
-    """Write safetensors, config, tokenizer with its template and, for language models, the generation config.
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    described: Mapping[str, float | str | None] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+    ends: Sequence[int] = (),
+    merge: bool = True,
+    card: str = "",
+) -> None:
+    """Write safetensors, config, tokenizer with its template and, for language models, the
+    generation config.
 
-    A model with a LoRA adapter is written as the model with the adapter merged, or as an adapter folder, which peft
-    loads: the adapter, a score head, and the name of the base model.
+    A model with a LoRA adapter is written as the model with the adapter merged, or as an adapter
+    folder, which peft loads: the adapter, a score head, and the name of the base model.
 
-    Collective: every rank calls it; rank 0 writes, and all raise a `StorageError`. Existing files are replaced only by
-    complete ones.
+    Collective: every rank calls it; rank 0 writes, and all raise a `StorageError`. Existing files
+    are replaced only by complete ones.
 
-    Args:
-        described: numbers and texts to store in the model's config under these names; None removes an entry.
-        weights: whole tensors, on rank 0, that replace the engine's weights of these names.
-        ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain transformers stops at them.
-        merge: merge an adapter instead of writing its folder; never done with quantised weights.
-        card: the text of `README.md`; "": none.
+    Args: described: numbers and texts to store in the model's config under these names; None
+    removes an entry. weights: whole tensors, on rank 0, that replace the engine's weights of these
+    names. ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain
+    transformers stops at them. merge: merge an adapter instead of writing its folder; never done
+    with quantised weights. card: the text of `README.md`; "": none.
     """
     model: PreTrainedModel = engine.module.pretrained
-    as_adapter = bool(adapter_layers(model)) and (not merge or bool(getattr(model, "is_quantized", False)))
+    as_adapter = bool(adapter_layers(model)) and (
+        not merge or bool(getattr(model, "is_quantized", False))
+    )
     state = gather_state(model, is_in_adapter_folder if as_adapter else None) | dict(weights or {})
     problem = None
     if dist.is_main():
-        problem = write_model(engine.module, state, tokenizer, folder, described, ends, not as_adapter, card)
+        problem = write_model(
+            engine.module, state, tokenizer, folder, described, ends, not as_adapter, card
+        )
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
 
 
 def write_model(
-    module: WrappedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: str | Path,
-    described: Mapping[str, float | str | None] | None, ends: Sequence[int], merge: bool, card: str = "",
-) -> str | None:  # fmt: skip
-    """Write a model whose weights are `state`, not those of `module`; returns why it cannot be written, or None.
-    `state` has the names of the transformers model in `module`; for an adapter folder only the weights of the adapter
-    and of a score head. The other arguments are those of `save_model`."""
+    module: WrappedModel,
+    state: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    described: Mapping[str, float | str | None] | None,
+    ends: Sequence[int],
+    merge: bool,
+    card: str = "",
+) -> str | None:
+    """Write a model whose weights are `state`, not those of `module`; returns why it cannot be
+    written, or None. `state` has the names of the transformers model in `module`; for an adapter
+    folder only the weights of the adapter and of a score head. The other arguments are those of
+    `save_model`."""
     model: PreTrainedModel = module.pretrained
     model.config.dtype = next(iter(state.values())).dtype
     for name, value in (described or {}).items():
@@ -124,8 +169,11 @@ def write_model(
             delattr(model.config, name)
     if not isinstance(module, ScalarModel):
         model.generation_config = _generation_config(model, tokenizer, ends)
-    elif first_position(model.config) == 0:  # RoBERTa-like models count positions from PAD, so they keep it
-        # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends rows.
+    elif (
+        first_position(model.config) == 0
+    ):  # RoBERTa-like models count positions from PAD, so they keep it
+        # transformers scores a row at its last non-PAD token, so PAD must not be a token that ends
+        # rows.
         pad = tokenizer.pad_token_id
         model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
     folder, as_adapter = Path(folder), not merge and bool(adapter_layers(model))
@@ -135,11 +183,18 @@ def write_model(
             if as_adapter:
                 _write_adapter(model, state, unfinished)
             else:
-                _write_whole(model, merged_state(model, state), unfinished, not isinstance(module, ScalarModel))
+                _write_whole(
+                    model,
+                    merged_state(model, state),
+                    unfinished,
+                    not isinstance(module, ScalarModel),
+                )
             tokenizer.save_pretrained(unfinished)
             if card:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
-        readable = unfinished.stat().st_mode & 0o666  # as the umask permits; safetensors lets only the owner read
+        readable = (
+            unfinished.stat().st_mode & 0o666
+        )  # as the umask permits; safetensors lets only the owner read
         for file in unfinished.iterdir():
             if file.is_file():
                 file.chmod(readable)
@@ -150,19 +205,23 @@ def write_model(
         move_files_up(unfinished)
     except (OSError, SafetensorError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        return f"{folder}: the model cannot be written ({reason}); free space, then run the same command again"
+        return (
+            f"{folder}: the model cannot be written ({reason}); free space, then run the same"
+            " command again"
+        )
     return None
 
 
 def is_in_adapter_folder(name: str) -> bool:
-    """Whether a parameter of this name is part of an adapter folder: of the adapter, or of a score head."""
+    """Whether a parameter of this name is part of an adapter folder: of the adapter, or of a score
+    head."""
     return name.startswith(f"{SCORE}.") or is_adapter_parameter(name)
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of `model` under the names that they have without an adapter, with it merged. `state` has all
-    weights, whole; `model` only gives names and scales. The product is computed in fp32 and rounded to the number
-    format of the weight. On ranks without weights: {}."""
+    """The weights of `model` under the names that they have without an adapter, with it merged.
+    `state` has all weights, whole; `model` only gives names and scales. The product is computed in
+    fp32 and rounded to the number format of the weight. On ranks without weights: {}."""
     merged = {name: weight for name, weight in state.items() if not is_adapter_parameter(name)}
     for path, layer in adapter_layers(model).items() if state else ():
         for name in [name for name in merged if name.startswith(f"{path}.base_layer.")]:
@@ -173,10 +232,12 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
     return merged
 
 
-def _write_whole(model: PreTrainedModel, state: dict[str, Tensor], folder: Path, is_lm: bool) -> None:
-    # Save under the names of the architecture's checkpoints on the hub, which other programs read too (of each expert,
-    # not of all of a layer), and not under those of the checkpoint loaded, such as DeepSpeed-Chat's; but a text model
-    # out of one of images and text has its names there.
+def _write_whole(
+    model: PreTrainedModel, state: dict[str, Tensor], folder: Path, is_lm: bool
+) -> None:
+    # Save under the names of the architecture's checkpoints on the hub, which other programs read
+    # too (of each expert, not of all of a layer), and not under those of the checkpoint loaded,
+    # such as DeepSpeed-Chat's; but a text model out of one of images and text has its names there.
     source = Path(model.name_or_path or "/nowhere")  # empty: made from a configuration
     around = _config_around(model, source) if is_lm else None
     if around is None:
@@ -195,21 +256,30 @@ def _config_around(model: PreTrainedModel, source: Path) -> Any:
     if not (source / "config.json").is_file():
         return None
     found = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    return found if hasattr(found, "text_config") and found.model_type != model.config.model_type else None
+    return (
+        found
+        if hasattr(found, "text_config") and found.model_type != model.config.model_type
+        else None
+    )
 
 
 def _add_untrained(model: PreTrainedModel, source: Path, folder: Path) -> None:
-    """Add to a saved language model the weights of its checkpoint that transformers leaves out when it loads the text
-    model, unchanged: a vision tower, or layers that predict further tokens. The folder then loads wherever the
-    checkpoint does."""
+    """Add to a saved language model the weights of its checkpoint that transformers leaves out when
+    it loads the text model, unchanged: a vision tower, or layers that predict further tokens. The
+    folder then loads wherever the checkpoint does."""
     patterns = model._keys_to_ignore_on_load_unexpected
     if not patterns or not source.is_dir():
         return
     saved = {name: file for file in weight_files(str(folder)) for name in _names_in(file)}
     added = {
-        name: file for file in weight_files(str(source)) if file.suffix == ".safetensors" for name in _names_in(file)
-        if name not in saved and _NOT_TEXT.search(name) and any(re.search(pattern, name) for pattern in patterns)
-    }  # fmt: skip
+        name: file
+        for file in weight_files(str(source))
+        if file.suffix == ".safetensors"
+        for name in _names_in(file)
+        if name not in saved
+        and _NOT_TEXT.search(name)
+        and any(re.search(pattern, name) for pattern in patterns)
+    }
     if not added:
         return
     weights = {}
@@ -221,8 +291,12 @@ def _add_untrained(model: PreTrainedModel, source: Path, folder: Path) -> None:
         single.rename(folder / TRAINED)
         saved = dict.fromkeys(saved, folder / TRAINED)
     places = {name: file.name for name, file in saved.items()} | dict.fromkeys(added, UNTRAINED)
-    index = {"metadata": {"total_size": sum(file.stat().st_size for file in weight_files(str(folder)))}}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({**index, "weight_map": places}, indent=2))
+    index = {
+        "metadata": {"total_size": sum(file.stat().st_size for file in weight_files(str(folder)))}
+    }
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(
+        json.dumps({**index, "weight_map": places}, indent=2)
+    )
 
 
 def _names_in(file: Path) -> list[str]:
@@ -242,7 +316,9 @@ def _write_adapter(model: PreTrainedModel, state: dict[str, Tensor], folder: Pat
     config.save_pretrained(str(folder))
     if hasattr(model, SCORE):
         whole = deepcopy(model.config)
-        if hasattr(whole, "quantization_config"):  # the folder may be loaded without quantised weights
+        if hasattr(
+            whole, "quantization_config"
+        ):  # the folder may be loaded without quantised weights
             del whole.quantization_config
         whole.save_pretrained(folder)
 
@@ -250,7 +326,8 @@ def _write_adapter(model: PreTrainedModel, state: dict[str, Tensor], folder: Pat
 def _generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
 ) -> GenerationConfig:
-    """The model's own generation config, with the EOS, the other ends of a response and the PAD of its training."""
+    """The model's own generation config, with the EOS, the other ends of a response and the PAD of
+    its training."""
     config = model.generation_config or GenerationConfig()
     listed = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     trained = (tokenizer.eos_token_id, *ends)
@@ -261,6 +338,8 @@ def _generation_config(
     config.bos_token_id = tokenizer.bos_token_id
     try:
         config.validate(strict=True)
-    except ValueError:  # for instance a temperature with do_sample=false: transformers loads it but does not save it
+    except ValueError:
+        # For instance a temperature with do_sample=false: transformers loads it, but does not save
+        # it.
         config.do_sample = True
     return config

@@ -1,8 +1,10 @@
-"""Causal attention inside each segment of a packed row: by one kernel for all segments, or one after another.
+"""Causal attention inside each segment of a packed row: by one kernel for all segments, or one
+after another.
 
-A segment may also see tokens of another one: the beginning that its row shares (`micro_batches.py`). PyTorch's
-variable-length FlashAttention needs the keys of a segment side by side, so the keys of a shared beginning are copied
-for each segment that sees them (docs/decisions.md).
+A segment may also see tokens of another one: the beginning that its row shares
+(`micro_batches.py`). PyTorch's variable-length FlashAttention needs the keys of a segment side by
+side, so the keys of a shared beginning are copied for each segment that sees them
+(docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -21,15 +23,26 @@ from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.micro_batches import Segments
 
-MOST_KEYS = {torch.bfloat16: 4096, torch.float32: 256}  # with more, PyTorch's kernel is as fast or faster
+MOST_KEYS = {
+    torch.bfloat16: 4096,
+    torch.float32: 256,
+}  # with more, PyTorch's kernel is as fast or faster
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        window: int | None,
+        scale: float,
     ) -> Tensor:
-        output, log_sums = operations.causal_attention(query, key, value, segments.table, window, scale)
+        output, log_sums = operations.causal_attention(
+            query, key, value, segments.table, window, scale
+        )
         ctx.save_for_backward(query, key, value, output, log_sums)
         ctx.segments, ctx.window, ctx.scale = segments, window, scale
         return output
@@ -46,13 +59,20 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def blockwise_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Causal attention inside each segment of the rows: (b, heads, T, d of the values), in memory (b, T, heads, d).
+    """Causal attention inside each segment of the rows: (b, heads, T, d of the values), in memory
+    (b, T, heads, d).
 
-    `query` (b, heads, T, d) bf16 or fp32 on a CPU; `key` (b, key heads, T, d), and `value` likewise, of another d or of
-    the same; key heads divide the heads. `segments` together are all T columns. `window`: how many keys a query sees,
-    its own among them; None: all. `scale` of the logits; None: d ** -0.5.
+    `query` (b, heads, T, d) bf16 or fp32 on a CPU; `key` (b, key heads, T, d), and `value`
+    likewise, of another d or of the same; key heads divide the heads. `segments` together are all T
+    columns. `window`: how many keys a query sees, its own among them; None: all. `scale` of the
+    logits; None: d ** -0.5.
     """
     assert sum(segments.lengths) == query.shape[2]
     found: Tensor = _BlockwiseAttention.apply(
@@ -70,7 +90,8 @@ VARLEN_ARGUMENTS = {"scale", "window_size"}  # that not every version of PyTorch
 
 
 def varlen_kernel() -> Callable[..., Any] | None:
-    """PyTorch's variable-length FlashAttention; None where PyTorch is too old for it or for an argument used here."""
+    """PyTorch's variable-length FlashAttention; None where PyTorch is too old for it or for an
+    argument used here."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -92,7 +113,8 @@ _VARLEN = varlen_kernel()
 
 
 def suits_varlen(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether PyTorch's variable-length FlashAttention computes this attention: its GPU, dtype, head size, options."""
+    """Whether PyTorch's variable-length FlashAttention computes this attention: its GPU, dtype,
+    head size, options."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
     head = query.shape[-1]
@@ -110,18 +132,36 @@ def suits_varlen(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    window: int | None,
+    scale: float | None,
 ) -> Tensor:
-    """PyTorch's variable-length FlashAttention over the segments of one row: (1, heads, T, d) -> (1, T, heads, d)."""
+    """PyTorch's variable-length FlashAttention over the segments of one row: (1, heads, T, d) ->
+    (1, T, heads, d)."""
     parts = segments.varlen(query.device)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
     if parts.columns is not None:
-        k, v = k[parts.columns], v[parts.columns]  # a shared key's gradients add up in fp32, always in one order
+        k, v = (
+            k[parts.columns],
+            v[parts.columns],
+        )  # a shared key's gradients add up in fp32, always in one order
     assert _VARLEN is not None
-    found: Tensor = _VARLEN(  # its window ends at the last query and the last key of a segment; -1: it hides no key
-        q, k, v, parts.queries, parts.keys, parts.most_queries, parts.most_keys, scale=scale,
-        window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    # its window ends at the last query and the last key of a segment; -1: it hides no key
+    found: Tensor = _VARLEN(
+        q,
+        k,
+        v,
+        parts.queries,
+        parts.keys,
+        parts.most_queries,
+        parts.most_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     return found.unsqueeze(0)
 
 
@@ -129,9 +169,15 @@ def varlen_attention(
 
 
 def suits_blocks(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: dict[str, Any]
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    options: dict[str, Any],
 ) -> bool:
-    """Whether kernels for a CPU compute this layer faster: its device, dtype, heads, lengths and options."""
+    """Whether kernels for a CPU compute this layer faster: its device, dtype, heads, lengths and
+    options."""
     return (
         can_run(query, key, value)
         and segments.most_keys <= MOST_KEYS[query.dtype]
@@ -146,28 +192,47 @@ def suits_blocks(
 
 
 def segment_by_segment(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments | None, window: int | None,
-    options: dict[str, Any], eager: bool = False,
-) -> Tensor:  # fmt: skip
-    """One segment after another by PyTorch's scaled dot product attention: (b, heads, T, d) -> (b, T, heads, d).
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments | None,
+    window: int | None,
+    options: dict[str, Any],
+    eager: bool = False,
+) -> Tensor:
+    """One segment after another by PyTorch's scaled dot product attention: (b, heads, T, d) -> (b,
+    T, heads, d).
 
-    `query`, `key` and `value` are rotated; the latter two may have fewer heads. `segments` of the only row; None: each
-    of the b rows is a segment. `window`: how many keys a query sees, its own among them; None: all. `options` are those
-    of transformers' attention functions. `eager`: compute products and softmax as operations of their own.
+    `query`, `key` and `value` are rotated; the latter two may have fewer heads. `segments` of the
+    only row; None: each of the b rows is a segment. `window`: how many keys a query sees, its own
+    among them; None: all. `options` are those of transformers' attention functions. `eager`:
+    compute products and softmax as operations of their own.
     """
     parts: list[Any] = [(query, key, value)]
     if segments is not None:
-        parts = list(zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True))
+        parts = list(
+            zip(*(x.split(segments.lengths, dim=2) for x in (query, key, value)), strict=True)
+        )
     outputs = []
     for number, (q, k, v) in enumerate(parts):
-        if segments is not None and segments.seen is not None and segments.seen[number][0] < segments.seen[number][1]:
+        if (
+            segments is not None
+            and segments.seen is not None
+            and segments.seen[number][0] < segments.seen[number][1]
+        ):
             before = slice(*segments.seen[number])
-            k, v = torch.cat([key[:, :, before], k], dim=2), torch.cat([value[:, :, before], v], dim=2)
-        # keys that each query sees: its own, the last query's being the last key, and the `window - 1` before it; None:
-        # a kernel that is causal by itself does, or every query sees every key
+            k, v = (
+                torch.cat([key[:, :, before], k], dim=2),
+                torch.cat([value[:, :, before], v], dim=2),
+            )
+        # keys that each query sees: its own, the last query's being the last key, and the `window -
+        # 1` before it; None: a kernel that is causal by itself does, or every query sees every key
         queries, keys, band = q.shape[2], k.shape[2], None  # (1, 1, queries, keys) bool
         if not ((window is None or keys <= window) and queries in (1, keys)):
-            band = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[None, None]
+            band = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(
+                keys - queries
+            )[None, None]
             band = band if window is None else band.triu(keys - queries + 1 - window)
         if eager or options.get("softcap") is not None or options.get("s_aux") is not None:
             outputs.append(_eager_attention(module, q, k, v, band, **options))
@@ -179,23 +244,36 @@ def segment_by_segment(
 
 
 def _grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, scaling: float | None = None, **_: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    band: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
 ) -> Tensor:
-    """`sdpa_attention_forward` without dropout, and without the copies that it makes with a mask: of the keys, for each
-    head of their group. (b, heads, T, d) -> (b, T, heads, d)."""
+    """`sdpa_attention_forward` without dropout, and without the copies that it makes with a mask:
+    of the keys, for each head of their group. (b, heads, T, d) -> (b, T, heads, d)."""
     found = functional.scaled_dot_product_attention(
         query, key, value, band, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     return found.transpose(1, 2)
 
 
-def _eager_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, scaling: float | None = None,
-    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """Attention as products and a softmax. PyTorch has no other one with a soft cap of its logits (Gemma 2), or with
-    one more logit for each head that no value belongs to (the sinks of GPT-OSS, `s_aux` (heads,)).
-    (b, heads, T, d) -> (b, T, heads, d)."""
+def _eager_attention(  # noqa: PLR0913
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    band: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attention as products and a softmax. PyTorch has no other one with a soft cap of its logits
+    (Gemma 2), or with one more logit for each head that no value belongs to (the sinks of GPT-OSS,
+    `s_aux` (heads,)). (b, heads, T, d) -> (b, T, heads, d)."""
     groups, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -1,12 +1,15 @@
-"""Ulysses sequence parallelism (Jacobs et al. 2023): ranks that share their rows each hold a part of the columns.
+"""Ulysses sequence parallelism (Jacobs et al. 2023): ranks that share their rows each hold a part
+of the columns.
 
-All layers but attention treat each token by itself. Attention exchanges columns for heads: each rank receives all
-columns of its share of the heads, attends, and gives the columns back. The outputs of the model are gathered, so that
-every rank computes the loss of whole rows. The backward pass of a rank keeps the gradient of the rank's columns, and
-the gradients of all ranks add up to that of the rows.
+All layers but attention treat each token by itself. Attention exchanges columns for heads: each
+rank receives all columns of its share of the heads, attends, and gives the columns back. The
+outputs of the model are gathered, so that every rank computes the loss of whole rows. The backward
+pass of a rank keeps the gradient of the rank's columns, and the gradients of all ranks add up to
+that of the rows.
 
-DeepSpeed's `UlyssesSPAttentionHF` fixes the number of rows, knows neither packed rows nor sliding windows, and needs
-`position_ids` in the call of every attention, which not every architecture passes; hence the exchange here.
+DeepSpeed's `UlyssesSPAttentionHF` fixes the number of rows, knows neither packed rows nor sliding
+windows, and needs `position_ids` in the call of every attention, which not every architecture
+passes; hence the exchange here.
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ def own_columns(rows: Tensor) -> Tensor:
 
 
 def gathered_columns(part: Tensor) -> Tensor:
-    """(b, n, ...) -> (b, ranks x n, ...): those of all ranks; the backward pass keeps this rank's. Collective."""
+    """(b, n, ...) -> (b, ranks x n, ...): those of all ranks; the backward pass keeps this rank's.
+    Collective."""
     whole: Tensor = _GatherColumns.apply(part)
     return whole
 
 
 class _GatherColumns(torch.autograd.Function):
-    """Every rank computes the same loss of the gathered columns: the gradient of its part needs no sum over ranks."""
+    """Every rank computes the same loss of the gathered columns: the gradient of its part needs no
+    sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:
@@ -52,7 +57,8 @@ class _GatherColumns(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Give each rank its share of dimension `divided`, and join what all ranks have along dimension `joined`."""
+    """Give each rank its share of dimension `divided`, and join what all ranks have along dimension
+    `joined`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, divided: int, joined: int) -> Tensor:
@@ -73,10 +79,13 @@ def _exchanged(value: Tensor, divided: int, joined: int) -> Tensor:
 
 @contextmanager
 def rotary_of_whole_rows(model: nn.Module, positions: Tensor) -> Iterator[None]:
-    """Give rotary embeddings the `positions` (b, ranks x n) of whole rows, and keep this rank's part of their outputs.
-    Some of them (longrope, dynamic) choose their frequencies by the largest position."""
+    """Give rotary embeddings the `positions` (b, ranks x n) of whole rows, and keep this rank's
+    part of their outputs. Some of them (longrope, dynamic) choose their frequencies by the largest
+    position."""
 
-    def see_all(_module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def see_all(
+        _module: nn.Module, arguments: Any, named: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         if "position_ids" in named:
             return arguments, {**named, "position_ids": positions}
         return (arguments[0], positions, *arguments[2:]), named
@@ -95,8 +104,9 @@ def rotary_of_whole_rows(model: nn.Module, positions: Tensor) -> Iterator[None]:
 
 
 def exchanged(value: Tensor) -> Tensor:
-    """(b, heads, n, d) of this rank's n columns -> (b, heads / ranks, ranks x n, d) of its heads; and (b, ranks x n,
-    heads / ranks, d) of its heads -> (b, n, heads, d) of its columns. Collective."""
+    """(b, heads, n, d) of this rank's n columns -> (b, heads / ranks, ranks x n, d) of its heads;
+    and (b, ranks x n, heads / ranks, d) of its heads -> (b, n, heads, d) of its columns.
+    Collective."""
     found: Tensor = _Exchange.apply(value, 1, 2)
     return found
 
@@ -104,9 +114,10 @@ def exchanged(value: Tensor) -> Tensor:
 def heads_of_rank(
     module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
-    """What an attention function needs to compute the heads of this rank over all columns: the attributes of the layer
-    that it reads, `exchanged` tensors, and options. Key and value heads that the ranks do not divide are repeated
-    first. With `lcm(key heads, ranks)` of them, each rank has those that its queries read, and the fewest."""
+    """What an attention function needs to compute the heads of this rank over all columns: the
+    attributes of the layer that it reads, `exchanged` tensors, and options. Key and value heads
+    that the ranks do not divide are repeated first. With `lcm(key heads, ranks)` of them, each rank
+    has those that its queries read, and the fewest."""
     repeats = math.lcm(key.shape[1], sequence_ranks()) // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -118,6 +129,7 @@ def heads_of_rank(
     )
     of_heads = {
         name: options[name].chunk(sequence_ranks())[sequence_rank()]
-        for name in OF_HEADS if options.get(name) is not None
-    }  # fmt: skip
+        for name in OF_HEADS
+        if options.get(name) is not None
+    }
     return layer, query, key, value, {**options, **of_heads}

@@ -1,13 +1,15 @@
-"""Layers that carry a state from token to token (a short convolution, Mamba, a gated delta rule), in packed rows.
+"""Layers that carry a state from token to token (a short convolution, Mamba, a gated delta rule),
+in packed rows.
 
-Such a layer starts from no state at the first column that it sees, and passes over the ends of segments. So the packed
-row is laid out in rows again for it alone, padded on the right, which no token sees. The layer's own forward runs
-there, and each token's output goes back to its place; attention, MLPs, norms and heads run the packed row. Kernels that
-work in chunks then begin them where they begin in padded rows.
+Such a layer starts from no state at the first column that it sees, and passes over the ends of
+segments. So the packed row is laid out in rows again for it alone, padded on the right, which no
+token sees. The layer's own forward runs there, and each token's output goes back to its place;
+attention, MLPs, norms and heads run the packed row. Kernels that work in chunks then begin them
+where they begin in padded rows.
 
-Beginnings that rows share come first. What follows one starts from the states at its end, which the layer gives to an
-object in place of transformers' cache: that one copies them, this one keeps their gradients. Chunks then begin at the
-end of the beginning, which changes the last bits.
+Beginnings that rows share come first. What follows one starts from the states at its end, which the
+layer gives to an object in place of transformers' cache: that one copies them, this one keeps their
+gradients. Chunks then begin at the end of the beginning, which changes the last bits.
 """
 
 from __future__ import annotations
@@ -25,20 +27,26 @@ CACHES = ("cache_params", "past_key_values")  # names of the argument
 
 
 def state_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The modules that mix tokens through a state, by the causal convolution that they begin with."""
-    return [part for part in backbone.modules() if any(isinstance(child, nn.Conv1d) for child in part.children())]
+    """The modules that mix tokens through a state, by the causal convolution that they begin
+    with."""
+    return [
+        part
+        for part in backbone.modules()
+        if any(isinstance(child, nn.Conv1d) for child in part.children())
+    ]
 
 
 def can_go_on(layer: nn.Module) -> bool:
-    """Whether the layer's code starts several tokens from a recurrent state. The first Mamba's does not; where a state
-    matters little, no comparison of numbers would tell."""
+    """Whether the layer's code starts several tokens from a recurrent state. The first Mamba's does
+    not; where a state matters little, no comparison of numbers would tell."""
     code = inspect.getsource(type(layer).forward)
     return "get_recurrent_state" not in code or "initial_state" in code
 
 
 @dataclass
 class States:
-    """The convolution's and the recurrent state of a layer for each row, as its forward asks a cache for them."""
+    """The convolution's and the recurrent state of a layer for each row, as its forward asks a
+    cache for them."""
 
     conv: Tensor | None = None
     recurrent: Tensor | None = None
@@ -52,9 +60,13 @@ class States:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def update_conv_state(self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0) -> Tensor:
+    def update_conv_state(
+        self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
+    ) -> Tensor:
         whole = new if self.conv is None else torch.cat([self.conv, new], dim=-1)
-        self.conv = nn.functional.pad(whole, (max(0, conv_kernel_size - whole.shape[-1]), 0))[..., -conv_kernel_size:]
+        self.conv = nn.functional.pad(whole, (max(0, conv_kernel_size - whole.shape[-1]), 0))[
+            ..., -conv_kernel_size:
+        ]
         return whole
 
     def update_recurrent_state(self, new: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
@@ -64,8 +76,9 @@ class States:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a layer with a state. `slots` (rows, columns) int64: the packed token in each. `after` (rows,) int64: the
-    number of the beginning that each follows; that of all beginnings if none."""
+    """Rows of a layer with a state. `slots` (rows, columns) int64: the packed token in each.
+    `after` (rows,) int64: the number of the beginning that each follows; that of all beginnings if
+    none."""
 
     slots: Tensor
     after: Tensor
@@ -73,21 +86,28 @@ class Block:
 
 @dataclass(frozen=True)
 class StateRows:
-    """The rows of a packed row of N tokens: blocks of beginnings of one length each, and blocks of other rows, whose
-    padding is less than half of them. `places` (N,) int64: where each packed token is in the slots of all blocks."""
+    """The rows of a packed row of N tokens: blocks of beginnings of one length each, and blocks of
+    other rows, whose padding is less than half of them. `places` (N,) int64: where each packed
+    token is in the slots of all blocks."""
 
     beginnings: list[Block]
     rows: list[Block]
     places: Tensor
 
     @classmethod
-    def of(cls, lengths: list[int], seen: list[tuple[int, int]] | None, device: torch.device) -> StateRows:
+    def of(
+        cls, lengths: list[int], seen: list[tuple[int, int]] | None, device: torch.device
+    ) -> StateRows:
         """Of the segments of a packed row, as in `PackedRows`."""
-        shared = sorted({span for span in seen or [] if span[0] < span[1]}, key=lambda span: span[1] - span[0])
+        shared = sorted(
+            {span for span in seen or [] if span[0] < span[1]}, key=lambda span: span[1] - span[0]
+        )
         numbers = {span: number for number, span in enumerate(shared)}
         held = {span[0]: span for span in shared}  # by the segment that begins with it
         rows = []  # (start, end, after)
-        for end, length, before in zip(accumulate(lengths), lengths, seen or [(0, 0)] * len(lengths), strict=True):
+        for end, length, before in zip(
+            accumulate(lengths), lengths, seen or [(0, 0)] * len(lengths), strict=True
+        ):
             start, end_of_shared = held.get(end - length, (end - length, end - length))
             before = (start, end_of_shared) if start < end_of_shared else before
             if end_of_shared < end:
@@ -98,11 +118,14 @@ class StateRows:
                 groups.append([])
             groups[-1].append(row)
         equal = [
-            [(*span, len(shared)) for span in spans] for _, spans in groupby(shared, lambda span: span[1] - span[0])
+            [(*span, len(shared)) for span in spans]
+            for _, spans in groupby(shared, lambda span: span[1] - span[0])
         ]
         blocks, filled, places = [], 0, torch.empty(sum(lengths), dtype=torch.int64)
         for block in [*equal, *groups]:
-            columns = max(2, block[0][1] - block[0][0])  # a row of one token would be a step of generation
+            columns = max(
+                2, block[0][1] - block[0][0]
+            )  # a row of one token would be a step of generation
             for start, end, _ in block:
                 places[start:end] = torch.arange(filled, filled + end - start)
                 filled += columns
@@ -112,23 +135,40 @@ class StateRows:
         return cls(blocks[: len(equal)], blocks[len(equal) :], places.to(device))
 
     def around(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`forward` of a layer, whose arguments (1, N, ...) and output it gets and gives in rows."""
+        """`forward` of a layer, whose arguments (1, N, ...) and output it gets and gives in
+        rows."""
 
-        def run_block(block: Block, states: States | None, values: Any, options: dict[str, Any]) -> Tensor:
+        def run_block(
+            block: Block, states: States | None, values: Any, options: dict[str, Any]
+        ) -> Tensor:
             def in_rows(value: Any) -> Any:
                 if not isinstance(value, Tensor) or value.shape[:2] != (1, len(self.places)):
                     return value
-                return value[0].index_select(0, block.slots.flatten()).unflatten(0, block.slots.shape)
+                return (
+                    value[0].index_select(0, block.slots.flatten()).unflatten(0, block.slots.shape)
+                )
 
-            given = {name: states if name in CACHES else in_rows(value) for name, value in options.items()}
+            given = {
+                name: states if name in CACHES else in_rows(value)
+                for name, value in options.items()
+            }
             return forward(*map(in_rows, values), **given).flatten(0, 1)
 
         def run(*values: Any, **options: Any) -> Tensor:
             ends = [States() for _ in self.beginnings]
-            found = [run_block(*each, values, options) for each in zip(self.beginnings, ends, strict=True)]
-            conv, recurrent = (_with_none([getattr(states, name) for states in ends]) for name in ("conv", "recurrent"))
+            found = [
+                run_block(*each, values, options)
+                for each in zip(self.beginnings, ends, strict=True)
+            ]
+            conv, recurrent = (
+                _with_none([getattr(states, name) for states in ends])
+                for name in ("conv", "recurrent")
+            )
             for block in self.rows:
-                starts = (None if part is None else part.index_select(0, block.after) for part in (conv, recurrent))
+                starts = (
+                    None if part is None else part.index_select(0, block.after)
+                    for part in (conv, recurrent)
+                )
                 found.append(run_block(block, States(*starts) if ends else None, values, options))
             return torch.cat(found).index_select(0, self.places).unsqueeze(0)
 

@@ -1,4 +1,5 @@
-"""Load the tokenizer of a model folder, without the model classes of transformers, whose import takes seconds."""
+"""Load the tokenizer of a model folder, without the model classes of transformers, whose import
+takes seconds."""
 
 from __future__ import annotations
 
@@ -16,29 +17,39 @@ _READ: dict[tuple[Any, ...], PreTrainedTokenizerBase] = {}  # folder and its fil
 
 
 def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, or of an adapter's base, with an EOS token: its own, or the settings'."""
+    """The tokenizer of a model folder, or of an adapter's base, with an EOS token: its own, or the
+    settings'."""
     if is_adapter_folder(folder) and not any(Path(folder).glob("tokenizer*")):
         folder = base_folder(folder, flag)
     if (Path(folder) / "config.json").exists():  # transformers reads it here too
         check_settings(folder, f"{flag} {folder}: config.json cannot be used")
-    hint = " (a tokenizer.model alone needs the package sentencepiece)" * (Path(folder) / "tokenizer.model").exists()
+    hint = (
+        " (a tokenizer.model alone needs the package sentencepiece)"
+        * (Path(folder) / "tokenizer.model").exists()
+    )
     with reading(f"{flag} {folder}: it has no tokenizer, or one that cannot be loaded{hint}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         words = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
-        if words:  # parts that do not match fail only in use; any other text may lack an unknown token
+        if (
+            words
+        ):  # parts that do not match fail only in use; any other text may lack an unknown token
             tokenizer.encode(tokenizer.decode([min(words)]))
     if not words:  # transformers made an empty one
         raise UserError(f"{flag} {folder}: has no tokenizer; save the model's tokenizer there")
     if tokenizer.eos_token_id is None:
         token, file = _eos_of_model(folder, flag, tokenizer)
         tokenizer.eos_token = token
-        logger().info(f"{flag} {folder}: the tokenizer has no EOS token; answers end with {token}, the one of {file}")
+        logger().info(
+            f"{flag} {folder}: the tokenizer has no EOS token; answers end with {token}, the one of"
+            f" {file}"
+        )
     return tokenizer
 
 
 def read_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer`, for callers that do not change it: loaded once while the folder's files stay as they are. A
-    large vocabulary takes a second to load, and step 3 compares that of the reward model several times."""
+    """As `load_tokenizer`, for callers that do not change it: loaded once while the folder's files
+    stay as they are. A large vocabulary takes a second to load, and step 3 compares that of the
+    reward model several times."""
     key = files_of(folder)
     if key not in _READ:
         _READ[key] = load_tokenizer(folder, flag)
@@ -46,8 +57,9 @@ def read_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
 
 
 def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The EOS token that a model's settings name, and their file. The first one, if there are several. A word of the
-    vocabulary is not taken: settings that were copied from another model name any id."""
+    """The EOS token that a model's settings name, and their file. The first one, if there are
+    several. A word of the vocabulary is not taken: settings that were copied from another model
+    name any id."""
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     for file in ("generation_config.json", "config.json"):
         path = Path(base_folder(folder, flag)) / file
@@ -55,16 +67,20 @@ def _eos_of_model(folder: str, flag: str, tokenizer: PreTrainedTokenizerBase) ->
             continue
         with reading(f"{flag} {path}: cannot be used"):
             settings = json.loads(path.read_text(encoding="utf-8"))
-            ids = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+            ids = settings.get(
+                "eos_token_id", (settings.get("text_config") or {}).get("eos_token_id")
+            )
         for number in ids if isinstance(ids, list) else [ids]:
             if number in special:
                 return str(tokenizer.convert_ids_to_tokens(number)), file
     raise UserError(
-        f"{flag} {folder}: neither the tokenizer nor the model's eos_token_id names an EOS token, so answers could not "
-        "end; set eos_token in tokenizer_config.json to a special token of the tokenizer"
+        f"{flag} {folder}: neither the tokenizer nor the model's eos_token_id names an EOS token,"
+        " so answers could not end; set eos_token in tokenizer_config.json to a special token of"
+        " the tokenizer"
     )
 
 
 def filler_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """An id for padding: PAD, or EOS without one. Masks mark the real tokens, so any valid id works."""
+    """An id for padding: PAD, or EOS without one. Masks mark the real tokens, so any valid id
+    works."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

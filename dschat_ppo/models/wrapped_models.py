@@ -1,6 +1,6 @@
-"""The models in engines: `PolicyModel` (actor, reference, SFT) gives log-probs and entropies of the wanted tokens only,
-`ScalarModel` (reward model, critic) one scalar for every position. Their passes over responses are those of rollout,
-scoring and training alike, so that the numbers agree."""
+"""The models in engines: `PolicyModel` (actor, reference, SFT) gives log-probs and entropies of the
+wanted tokens only, `ScalarModel` (reward model, critic) one scalar for every position. Their passes
+over responses are those of rollout, scoring and training alike, so that the numbers agree."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from dschat_ppo.types import LateEnds, Model, Rollout, chosen_columns, full_sequ
 
 @dataclass(frozen=True)
 class Teaching:
-    """A teacher's distributions at some of a student's N tokens, and how they are compared with the student's."""
+    """A teacher's distributions at some of a student's N tokens, and how they are compared with the
+    student's."""
 
     teacher: OutputLayer
     divergence: Divergence
@@ -78,9 +79,10 @@ class WrappedModel(nn.Module):
 
 
 class PolicyModel(WrappedModel):
-    """A causal language model whose outputs are log-probs of tokens instead of logits. Fused, it selects the hidden
-    states that predict wanted tokens, and goes through the vocabulary in blocks. Otherwise, for heads that are more
-    than a matrix product with a known scale and soft cap, it computes the logits from the first wanted position on."""
+    """A causal language model whose outputs are log-probs of tokens instead of logits. Fused, it
+    selects the hidden states that predict wanted tokens, and goes through the vocabulary in blocks.
+    Otherwise, for heads that are more than a matrix product with a known scale and soft cap, it
+    computes the logits from the first wanted position on."""
 
     def __init__(self, lm: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()
@@ -99,43 +101,61 @@ class PolicyModel(WrappedModel):
         return backbone_of(self.lm)
 
     def forward(
-        self, input_ids: Tensor, wanted: Tensor, temperature: float = 1.0, entropy_grad: bool = False,
-        forbidden: Forbidden | None = None, states: bool = False, teachings: Sequence[Teaching] = (),
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Log-probs of the N wanted tokens, and entropies of the distributions that they are drawn from, (N) fp32, row
-        after row; then, where they are asked for, the N hidden states that the head takes, and the divergence from each
-        teacher, (N) fp32.
+        self,
+        input_ids: Tensor,
+        wanted: Tensor,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        forbidden: Forbidden | None = None,
+        states: bool = False,
+        teachings: Sequence[Teaching] = (),
+    ) -> tuple[Tensor, ...]:
+        """Log-probs of the N wanted tokens, and entropies of the distributions that they are drawn
+        from, (N) fp32, row after row; then, where they are asked for, the N hidden states that the
+        head takes, and the divergence from each teacher, (N) fp32.
 
-        Args:
-            input_ids: (B, T) int64, right-padded.
-            wanted: (B, T) bool, True on tokens whose log-prob is wanted; the first column is ignored.
-            entropy_grad: keep the gradient of the entropies.
-            forbidden: (B, T) bool, True on tokens that were drawn without some others, and the ids of these.
-            states: give the hidden states (N, H), if `compares_distributions`.
-            teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
-                `compares_distributions`.
+        Args: input_ids: (B, T) int64, right-padded. wanted: (B, T) bool, True on tokens whose
+        log-prob is wanted; the first column is ignored. entropy_grad: keep the gradient of the
+        entropies. forbidden: (B, T) bool, True on tokens that were drawn without some others, and
+        the ids of these. states: give the hidden states (N, H), if `compares_distributions`.
+        teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
+        `compares_distributions`.
         """
-        # (B,) int64: the tokens of each row up to the one whose state predicts the last wanted token, at least 1
-        lengths = torch.where(wanted, torch.arange(wanted.shape[1], device=wanted.device), 0).amax(dim=1).clamp_min(1)
+        # (B,) int64: the tokens of each row up to the one whose state predicts the last wanted
+        # token, at least 1
+        lengths = (
+            torch.where(wanted, torch.arange(wanted.shape[1], device=wanted.device), 0)
+            .amax(dim=1)
+            .clamp_min(1)
+        )
         with activations_on_host(self.layout.offload_activations):
             if self.layout.divided:
-                return self._divided_scores(input_ids, wanted, lengths, temperature, entropy_grad, forbidden)
+                return self._divided_scores(
+                    input_ids, wanted, lengths, temperature, entropy_grad, forbidden
+                )
             if not self.layout.fused:
-                return self._plain_scores(input_ids, wanted, lengths, temperature, entropy_grad, forbidden)
-            # (N,) each: the places of the wanted tokens, found before the forward pass because the host waits for them
+                return self._plain_scores(
+                    input_ids, wanted, lengths, temperature, entropy_grad, forbidden
+                )
+            # (N,) each: the places of the wanted tokens, found before the forward pass because the
+            # host waits for them
             row, column = wanted[:, 1:].nonzero(as_tuple=True)
             tokens, places = input_ids[row, column + 1], row * input_ids.shape[1] + column
             if forbidden is not None:
                 forbidden = forbidden[0][row, column + 1], forbidden[1]
-            found, places = token_states(self.backbone, self.layout, input_ids, lengths, places, self.layout.reads_few)
+            found, places = token_states(
+                self.backbone, self.layout, input_ids, lengths, places, self.layout.reads_few
+            )
             hidden = found[places]  # (N, H)
-            scores = self._head_scores(hidden, tokens, temperature, entropy_grad, forbidden, teachings)
+            scores = self._head_scores(
+                hidden, tokens, temperature, entropy_grad, forbidden, teachings
+            )
             return (*scores[:2], hidden, *scores[2:]) if states else scores
 
     @property
     def compares_distributions(self) -> bool:
-        """Whether divergences between whole distributions can be computed: the head is a matrix product, and each rank
-        has whole rows."""
+        """Whether divergences between whole distributions can be computed: the head is a matrix
+        product, and each rank has whole rows."""
         return self.layout.fused and not self.layout.divided
 
     def output_layer(self, hidden: Tensor) -> OutputLayer:
@@ -143,7 +163,11 @@ class PolicyModel(WrappedModel):
         head = self.lm.get_output_embeddings()
 
         def whole() -> AbstractContextManager[Any]:
-            parts = [part for part in (head.weight, head.bias) if part is not None and is_partitioned(part)]
+            parts = [
+                part
+                for part in (head.weight, head.bias)
+                if part is not None and is_partitioned(part)
+            ]
             # a student over the same base may hold them whole already
             missing = [part for part in parts if part.ds_status == ZeroParamStatus.NOT_AVAILABLE]
             return deepspeed.zero.GatheredParameters(missing) if missing else nullcontext()
@@ -151,17 +175,26 @@ class PolicyModel(WrappedModel):
         return OutputLayer(hidden.to(head.weight.dtype), head.weight, head.bias, self._head, whole)
 
     def _plain_scores(
-        self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,
+        self,
+        input_ids: Tensor,
+        wanted: Tensor,
+        lengths: Tensor,
+        temperature: float,
+        entropy_grad: bool,
         forbidden: Forbidden | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
         first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
         with padded_rows(self.lm, self.layout.attention).running():
             output = self.lm(
-                input_ids=input_ids, attention_mask=None, use_cache=False, **slot_arguments(self.lm, input_ids),
-                **last_logits_argument(self.lm, count), **router_arguments(),
-            )  # fmt: skip
+                input_ids=input_ids,
+                attention_mask=None,
+                use_cache=False,
+                **slot_arguments(self.lm, input_ids),
+                **last_logits_argument(self.lm, count),
+                **router_arguments(),
+            )
         record_router(output, real_slots(input_ids, lengths))
         logits = output.logits[:, -count:-1][places[:, first:]]  # (N, V)
         if forbidden is not None:
@@ -170,17 +203,31 @@ class PolicyModel(WrappedModel):
         return _scores(logits, tokens, temperature, entropy_grad)
 
     def _divided_scores(
-        self, input_ids: Tensor, wanted: Tensor, lengths: Tensor, temperature: float, entropy_grad: bool,
+        self,
+        input_ids: Tensor,
+        wanted: Tensor,
+        lengths: Tensor,
+        temperature: float,
+        entropy_grad: bool,
         forbidden: Forbidden | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # (B, T): the token before a wanted one
+    ) -> tuple[Tensor, Tensor]:
+        predicts = torch.nn.functional.pad(
+            wanted[:, 1:], (0, 1)
+        )  # (B, T): the token before a wanted one
         rows = DividedRows.of(input_ids, lengths, self.layout.packed)
         own = rows.own(predicts)  # (b, n)
-        tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]  # the token after each of this rank
+        tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[
+            own
+        ]  # the token after each of this rank
         if forbidden is not None:
-            forbidden = rows.own(torch.nn.functional.pad(forbidden[0][:, 1:], (0, 1)))[own], forbidden[1]
+            forbidden = (
+                rows.own(torch.nn.functional.pad(forbidden[0][:, 1:], (0, 1)))[own],
+                forbidden[1],
+            )
         if self.layout.fused:
-            states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state[own]
+            states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state[
+                own
+            ]
             scores = self._head_scores(states, tokens, temperature, entropy_grad, forbidden)
         else:
             logits = rows.run(self.lm, input_ids, self.layout.attention).logits[own].float()
@@ -192,11 +239,16 @@ class PolicyModel(WrappedModel):
         return logprobs, entropy if entropy_grad else entropy.detach()
 
     def _head_scores(
-        self, states: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool, forbidden: Forbidden | None,
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        forbidden: Forbidden | None,
         teachings: Sequence[Teaching] = (),
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Log-probs of `tokens` (N,) after hidden states (N, H), entropies, and the divergence from each teacher, from
-        the fused head."""
+    ) -> tuple[Tensor, ...]:
+        """Log-probs of `tokens` (N,) after hidden states (N, H), entropies, and the divergence from
+        each teacher, from the fused head."""
         head = self.lm.get_output_embeddings()
 
         def scores(hidden: Tensor) -> tuple[Tensor, ...]:
@@ -208,25 +260,38 @@ class PolicyModel(WrappedModel):
             for teaching in teachings:
                 at = slice(None) if teaching.tokens is None else teaching.tokens
                 part = fused_divergence(
-                    hidden[at], *layer, teaching.teacher, teaching.divergence, temperature, self._head,
+                    hidden[at],
+                    *layer,
+                    teaching.teacher,
+                    teaching.divergence,
+                    temperature,
+                    self._head,
                     forbidden=forbidden and (forbidden[0][at], forbidden[1]),
-                )  # fmt: skip
+                )
                 elsewhere = part.new_zeros(len(hidden))
-                divergences.append(part if teaching.tokens is None else elsewhere.index_add(0, teaching.tokens, part))
+                divergences.append(
+                    part
+                    if teaching.tokens is None
+                    else elsewhere.index_add(0, teaching.tokens, part)
+                )
             return *found, *divergences
 
-        # Call the head as a module, so that ZeRO-3 gathers its weight, with another function inside.
+        # Call the head as a module, so that ZeRO-3 gathers its weight, with another function
+        # inside.
         with forward_replaced(head, scores):
             return head(states.to(head.weight.dtype))  # Mamba's states are in fp32
 
 
-def _scores(logits: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+def _scores(
+    logits: Tensor, tokens: Tensor, temperature: float, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
     entropy = token_entropy(logits if entropy_grad else logits.detach(), temperature)
     return token_logprobs(logits, tokens, temperature), entropy
 
 
 class ScalarModel(WrappedModel):
-    """A one-label classifier whose head, `score`, is applied at every position: the last is a reward model's score."""
+    """A one-label classifier whose head, `score`, is applied at every position: the last is a
+    reward model's score."""
 
     def __init__(self, classifier: PreTrainedModel, layout: Layout = Layout()):  # noqa: B008  it is immutable
         super().__init__()
@@ -240,11 +305,16 @@ class ScalarModel(WrappedModel):
         return self.classifier.base_model
 
     def forward(
-        self, input_ids: Tensor, lengths: Tensor, last_only: bool = False, wanted: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        last_only: bool = False,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end are meaningless. With
-        `last_only` (B,), the values of the last tokens; with `wanted` (B, T) bool (N,), those of the real tokens where
-        it is True, row after row. Packed rows then need no memory for padding."""
+        """(B, T) right-padded ids and (B,) lengths -> (B, T) fp32 values; those after a row's end
+        are meaningless. With `last_only` (B,), the values of the last tokens; with `wanted` (B, T)
+        bool (N,), those of the real tokens where it is True, row after row. Packed rows then need
+        no memory for padding."""
         with activations_on_host(self.layout.offload_activations):
             places = torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
             if wanted is not None:
@@ -256,7 +326,9 @@ class ScalarModel(WrappedModel):
                 states = rows.run(self.backbone, input_ids, self.layout.attention).last_hidden_state
                 return rows.values(self._head(states)).flatten()[places]
             few = self.layout.reads_few and (wanted is not None or last_only)
-            states, places = token_states(self.backbone, self.layout, input_ids, lengths, places, few)
+            states, places = token_states(
+                self.backbone, self.layout, input_ids, lengths, places, few
+            )
             return self._head(states[places]) if places.dim() == 1 else self._head(states)[places]
 
     def _head(self, states: Tensor) -> Tensor:
@@ -272,8 +344,9 @@ def vocabulary_size(model: Any) -> int:
 
 @dataclass(frozen=True)
 class ResponseLogprobs:
-    """Of the response tokens: `logprobs`, `entropy` and the `divergences` from teachers are (B, R) fp32, 0 outside
-    `response_mask`; `layer` is what the model computes the distributions at the N tokens from, row after row."""
+    """Of the response tokens: `logprobs`, `entropy` and the `divergences` from teachers are (B, R)
+    fp32, 0 outside `response_mask`; `layer` is what the model computes the distributions at the N
+    tokens from, row after row."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -282,26 +355,38 @@ class ResponseLogprobs:
 
 
 def response_logprobs(
-    engine: Model, rows: Rollout, temperature: float, entropy_grad: bool = False, late_ends: LateEnds | None = None,
-    keeps_layer: bool = False, teachings: Sequence[Teaching] = (),
-) -> ResponseLogprobs:  # fmt: skip
-    """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine, and entropies of what they are
-    drawn from. `late_ends`: tokens that could not be drawn at the beginning of an answer. `keeps_layer`: give the
-    `layer`. `teachings`: give the `divergences` from teachers on the same tokens."""
+    engine: Model,
+    rows: Rollout,
+    temperature: float,
+    entropy_grad: bool = False,
+    late_ends: LateEnds | None = None,
+    keeps_layer: bool = False,
+    teachings: Sequence[Teaching] = (),
+) -> ResponseLogprobs:
+    """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine, and
+    entropies of what they are drawn from. `late_ends`: tokens that could not be drawn at the
+    beginning of an answer. `keeps_layer`: give the `layer`. `teachings`: give the `divergences`
+    from teachers on the same tokens."""
     input_ids, _ = full_sequences(rows)
     wanted, forbidden = chosen_columns(rows, input_ids.shape[1]), None
     if late_ends is not None:
         slots = torch.arange(input_ids.shape[1], device=input_ids.device)
         early = slots < rows.prompt_mask.sum(dim=1, keepdim=True) + late_ends.minimum
         forbidden = wanted & early, late_ends.ids
-    logprobs, entropy, *extras = engine(input_ids, wanted, temperature, entropy_grad, forbidden, keeps_layer, teachings)
+    logprobs, entropy, *extras = engine(
+        input_ids, wanted, temperature, entropy_grad, forbidden, keeps_layer, teachings
+    )
 
     def in_rows(numbers: Tensor) -> Tensor:
-        return numbers.new_zeros(rows.response_mask.shape).masked_scatter(rows.response_mask, numbers)
+        return numbers.new_zeros(rows.response_mask.shape).masked_scatter(
+            rows.response_mask, numbers
+        )
 
     policy: Any = unwrap(engine)
     layer = policy.output_layer(extras.pop(0)) if keeps_layer else None
-    return ResponseLogprobs(in_rows(logprobs), in_rows(entropy), [in_rows(each) for each in extras], layer)
+    return ResponseLogprobs(
+        in_rows(logprobs), in_rows(entropy), [in_rows(each) for each in extras], layer
+    )
 
 
 def response_values(engine: Model, rows: Rollout) -> Tensor:
@@ -309,4 +394,6 @@ def response_values(engine: Model, rows: Rollout) -> Tensor:
     input_ids, lengths = full_sequences(rows)
     before = chosen_columns(rows, input_ids.shape[1], shift=1)
     values = engine(input_ids, lengths, wanted=before)  # (N,)
-    return torch.zeros(rows.response_mask.shape, device=input_ids.device).masked_scatter(rows.response_mask, values)
+    return torch.zeros(rows.response_mask.shape, device=input_ids.device).masked_scatter(
+        rows.response_mask, values
+    )

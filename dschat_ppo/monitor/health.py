@@ -1,5 +1,6 @@
-"""Health warnings: metrics of each step are compared with the rules; what they find is logged and recorded. What is
-compared, and what the findings mean, is in the table of `config/health_flags.py`."""
+"""Health warnings: metrics of each step are compared with the rules; what they find is logged and
+recorded. What is compared, and what the findings mean, is in the table of
+`config/health_flags.py`."""
 
 from __future__ import annotations
 
@@ -18,13 +19,20 @@ from dschat_ppo.common.paths import HEALTH
 from dschat_ppo.config.health_flags import HealthFlags, Level, Rule, thresholds
 
 CALM = 3  # steps without a warning after which it is over
-COMPLETE = ("reward/score_std", "policy/counted_share", "loss")  # a step without any of them made no update
+COMPLETE = (
+    "reward/score_std",
+    "policy/counted_share",
+    "loss",
+)  # a step without any of them made no update
 LENGTH = "rollout/length_mean"
 LONGER = 1.5  # factor of the length of answers, or of the KL, that is more than noise
-SHORT_ANSWER = 8  # tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
+SHORT_ANSWER = (
+    8  # tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
+)
 RISE = 0.25  # of a score, in standard deviations, that is more than noise
 WORSE = 0.002  # nats by which a held-out loss is higher by more than rounding
-# Below these, numbers are noise: their ratio says nothing, and 0 would make each later number infinitely larger.
+# Below these, numbers are noise: their ratio says nothing, and 0 would make each later number
+# infinitely larger.
 SMALL_KL = 0.01  # nats per token
 SMALL_ENTROPY = 0.05  # nats per token
 SMALL_LOSS = 0.05  # added before losses are compared
@@ -38,15 +46,21 @@ class History:
 
     window: int  # steps
     limits: Metrics  # rule -> threshold
-    past: deque[Metrics]  # of the last `window` steps before it, oldest first; fewer at the start of a run
+    past: deque[
+        Metrics
+    ]  # of the last `window` steps before it, oldest first; fewer at the start of a run
     now: Metrics = field(default_factory=dict)
     lowest_loss: float = math.inf  # the lowest mean loss of `window` steps in a row so far
     # (step, held-out loss, mean training loss since the evaluation before), oldest first
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)
-    losses: tuple[float, int] = (0.0, 0)  # sum and number of training losses since the last evaluation
+    losses: tuple[float, int] = (
+        0.0,
+        0,
+    )  # sum and number of training losses since the last evaluation
 
     def begin_step(self, step: int, metrics: Metrics) -> None:
-        """The metrics of the current step; those of an evaluation of steps 1 and 2 with the training loss before it."""
+        """The metrics of the current step; those of an evaluation of steps 1 and 2 with the
+        training loss before it."""
         self.now = {name: value for name, value in metrics.items() if not math.isnan(value)}
         total, count = self.losses
         if "loss" in self.now:
@@ -66,14 +80,18 @@ class History:
             self.lowest_loss = min(self.lowest_loss, sum(losses) / self.window)
 
     def mean(self, name: str, above: float = -math.inf) -> float | None:
-        """The mean of a metric over the window before this step; None until half of the window has it. Infinity does
-        not count (it is the gradient norm of an fp16 overflow), and neither does what is not above the bound."""
-        values = [metrics[name] for metrics in self.past if above < metrics.get(name, math.nan) < math.inf]
+        """The mean of a metric over the window before this step; None until half of the window has
+        it. Infinity does not count (it is the gradient norm of an fp16 overflow), and neither does
+        what is not above the bound."""
+        values = [
+            metrics[name] for metrics in self.past if above < metrics.get(name, math.nan) < math.inf
+        ]
         return sum(values) / len(values) if 2 * len(values) >= self.window else None
 
     def halves(self, name: str) -> tuple[float, float] | None:
-        """The means of a metric over the older and over the newer half of the window and this step, which is in the
-        newer one; None before the window is full of it, or if this step does not have it."""
+        """The means of a metric over the older and over the newer half of the window and this step,
+        which is in the newer one; None before the window is full of it, or if this step does not
+        have it."""
         values = [metrics[name] for metrics in (*self.past, self.now) if name in metrics]
         if name not in self.now or len(values) <= self.window:
             return None
@@ -107,13 +125,23 @@ BOUNDS: dict[str, Callable[[float, float], float]] = {
 
 def _beyond_bound(rule: Rule, history: History) -> str | None:
     limit, is_above = history.limits[rule.name], rule.comparison.startswith("above")
-    uses_mean, is_norm, is_entropy = "mean" in rule.comparison, "grad_norm" in rule.metric, "entropy" in rule.metric
+    uses_mean, is_norm, is_entropy = (
+        "mean" in rule.comparison,
+        "grad_norm" in rule.metric,
+        "entropy" in rule.metric,
+    )
     for name, value in history.now.items():
-        if name != rule.metric and not (is_norm and name.startswith(rule.metric.removesuffix("ROLE"))):
+        if name != rule.metric and not (
+            is_norm and name.startswith(rule.metric.removesuffix("ROLE"))
+        ):
             continue
-        # A norm of infinity is an overflow of fp16; where scores are all equal, estimators that compare answers have
-        # one of 0, which is no size to compare with.
-        mean = history.mean(name, above=SMALLEST_NORM if is_norm else -math.inf) if uses_mean else limit
+        # A norm of infinity is an overflow of fp16; where scores are all equal, estimators that
+        # compare answers have one of 0, which is no size to compare with.
+        mean = (
+            history.mean(name, above=SMALLEST_NORM if is_norm else -math.inf)
+            if uses_mean
+            else limit
+        )
         if mean is None or (is_norm and value == math.inf):
             continue
         seen = f"{name} is {value:.3g}, {rule.comparison.replace(' it', f' {limit:g}')}"
@@ -130,20 +158,31 @@ def _beyond_bound(rule: Rule, history: History) -> str | None:
 
 
 def first_ratio_not_one(history: History) -> str | None:
-    """Log-ratios before the first update of a step are not 0. (If the old log-probs are those of sampling, they are
-    the difference between rollout and training, for which `logprob_diff_high` is the rule.)"""
-    now, name, limit = history.now, "policy/first_log_ratio_abs_mean", history.limits["first_ratio_not_one"]
+    """Log-ratios before the first update of a step are not 0. (If the old log-probs are those of
+    sampling, they are the difference between rollout and training, for which `logprob_diff_high` is
+    the rule.)"""
+    now, name, limit = (
+        history.now,
+        "policy/first_log_ratio_abs_mean",
+        history.limits["first_ratio_not_one"],
+    )
     ratio = now.get(name, 0.0)
     if ratio <= limit or ratio == now.get("rollout/logprob_diff_mean"):
         return None
-    return f"{name} is {ratio:.3g} (at most {now.get('policy/first_log_ratio_abs_max', ratio):.3g}), above {limit:g}"
+    return (
+        f"{name} is {ratio:.3g} (at most {now.get('policy/first_log_ratio_abs_max', ratio):.3g}),"
+        f" above {limit:g}"
+    )
 
 
 def scores_equal(history: History) -> str | None:
     """All answers score the same, or do once the scores are clipped."""
     now, limit = history.now, history.limits["scores_equal"]
     clipped, mean = now.get("reward/clipped_share", 0.0), now.get("reward/score_mean", 0.0)
-    for name, more in (("score_std", f"all score {mean:.3g}"), ("clipped_std", f"{clipped:.0%} are clipped")):
+    for name, more in (
+        ("score_std", f"all score {mean:.3g}"),
+        ("clipped_std", f"{clipped:.0%} are clipped"),
+    ):
         spread = now.get(f"reward/{name}", 1.0)
         if spread < limit and now.get("rollout/count", 1) >= 2:
             return f"reward/{name} is {spread:.3g}, below {limit:g}; {more}"
@@ -152,7 +191,10 @@ def scores_equal(history: History) -> str | None:
 
 def reward_faults(history: History) -> str | None:
     """A reward function fails on many answers, which get the default score."""
-    faults, count = history.now.get("reward/function_faults", 0.0), history.now.get("rollout/count", 0)
+    faults, count = (
+        history.now.get("reward/function_faults", 0.0),
+        history.now.get("rollout/count", 0),
+    )
     is_many = faults and count and faults >= history.limits["reward_faults"] * count
     return f"reward/function_faults is {faults:.0f}, of {count:.0f} answers" if is_many else None
 
@@ -163,24 +205,35 @@ def duplicate_answers(history: History) -> str | None:
     limit = history.limits["duplicate_answers"]
     if share >= limit or length < SHORT_ANSWER:
         return None
-    return f"rollout/distinct_share is {share:.3g}, below {limit:g}, with {length:.0f} tokens per answer"
+    return (
+        f"rollout/distinct_share is {share:.3g}, below {limit:g}, with {length:.0f} tokens per"
+        " answer"
+    )
 
 
 def reward_exploited(history: History) -> str | None:
-    """The score rises within the window while the KL grows beyond its limit, or while the length climbs and the KL, if
-    there is a reference, grows too."""
+    """The score rises within the window while the KL grows beyond its limit, or while the length
+    climbs and the KL, if there is a reference, grows too."""
     names = ("reward/score_mean", LENGTH, "kl/ref_k1")
     halves = {name: pair for name in names if (pair := history.halves(name)) is not None}
     if names[0] not in halves or names[1] not in halves:
         return None
-    (score, score_now), (length, length_now), (kl, kl_now) = (halves.get(name, (0.0, 0.0)) for name in names)
+    (score, score_now), (length, length_now), (kl, kl_now) = (
+        halves.get(name, (0.0, 0.0)) for name in names
+    )
     limits = history.limits
-    rises = score_now - score > RISE * max(history.now.get("reward/score_std", 0.0), limits["scores_equal"])
+    rises = score_now - score > RISE * max(
+        history.now.get("reward/score_std", 0.0), limits["scores_equal"]
+    )
     explodes = kl_now > max(limits["kl_spike"], 3 * kl)
-    climbs = length_now > LONGER * length and (kl_now > LONGER * max(kl, SMALL_KL) or names[2] not in halves)
+    climbs = length_now > LONGER * length and (
+        kl_now > LONGER * max(kl, SMALL_KL) or names[2] not in halves
+    )
     if not rises or not (explodes or climbs):
         return None
-    grown = ", ".join(f"{name} from {older:.3g} to {newer:.3g}" for name, (older, newer) in halves.items())
+    grown = ", ".join(
+        f"{name} from {older:.3g} to {newer:.3g}" for name, (older, newer) in halves.items()
+    )
     return f"within {history.window + 1} steps {grown} (means of each half)"
 
 
@@ -202,7 +255,8 @@ def loss_grows(history: History) -> str | None:
 
 
 def overfitting(history: History) -> str | None:
-    """The last evaluations have a higher loss than the best one, while the training loss is lower than it was then."""
+    """The last evaluations have a higher loss than the best one, while the training loss is lower
+    than it was then."""
     count = int(history.limits["overfitting"])
     if len(history.evaluations) <= count or "eval_loss" not in history.now:
         return None
@@ -212,24 +266,30 @@ def overfitting(history: History) -> str | None:
     if trained >= before or any(at <= step or loss <= best + WORSE for at, loss, _ in last):
         return None
     return (
-        f"eval_loss is {held_out:.3g}, and was {best:.3g} at step {step}, while the mean training loss fell from "
-        f"{before:.3g} to {trained:.3g}; {count} evaluations in a row are worse"
+        f"eval_loss is {held_out:.3g}, and was {best:.3g} at step {step}, while the mean training"
+        f" loss fell from {before:.3g} to {trained:.3g}; {count} evaluations in a row are worse"
     )
 
 
 CHECKS: dict[str, Callable[[History], str | None]] = {
     function.__name__: function
     for function in (
-        first_ratio_not_one, scores_equal, reward_faults, duplicate_answers, reward_exploited, updates_skipped,
-        loss_grows, overfitting,
+        first_ratio_not_one,
+        scores_equal,
+        reward_faults,
+        duplicate_answers,
+        reward_exploited,
+        updates_skipped,
+        loss_grows,
+        overfitting,
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Event:
-    """A line of `health.jsonl`: an event of a rule, what was `seen`, with numbers, its likely cause, and what to
-    change."""
+    """A line of `health.jsonl`: an event of a rule, what was `seen`, with numbers, its likely
+    cause, and what to change."""
 
     step: int
     name: str
@@ -239,12 +299,15 @@ class Event:
     change: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.seen}. Likely cause: {self.cause}. What to change: {self.change}"
+        return (
+            f"{self.name}: {self.seen}. Likely cause: {self.cause}. What to change: {self.change}"
+        )
 
 
 class HealthWatch:
-    """Applies rules to the metrics of each step. A warning that persists is one event; after `CALM` steps without it,
-    it is over and would be a new one. A `StorageError` of `health.jsonl` is raised on rank 0 only."""
+    """Applies rules to the metrics of each step. A warning that persists is one event; after `CALM`
+    steps without it, it is over and would be a new one. A `StorageError` of `health.jsonl` is
+    raised on rank 0 only."""
 
     def __init__(self, flags: HealthFlags):
         window, limits, off = thresholds(flags)
@@ -257,18 +320,23 @@ class HealthWatch:
         self._file: Path | None = None
 
     def begin(self, folder: Path) -> None:
-        """Write `health.jsonl` with the events so far, so that a resumed run has those up to its checkpoint."""
+        """Write `health.jsonl` with the events so far, so that a resumed run has those up to its
+        checkpoint."""
         self._file = folder / HEALTH
         self._write_events()
 
     def check(self, step: int, metrics: Metrics) -> list[Event]:
-        """The new events at a step with these metrics (as in `metrics.jsonl`); they are logged and recorded."""
+        """The new events at a step with these metrics (as in `metrics.jsonl`); they are logged and
+        recorded."""
         self.history.begin_step(step, metrics)
-        found = {rule.name: seen for rule in self.rules if (seen := find(rule, self.history)) is not None}
+        found = {
+            rule.name: seen for rule in self.rules if (seen := find(rule, self.history)) is not None
+        }
         fresh = [
             Event(step, rule.name, rule.level, found[rule.name], rule.cause, rule.change)
-            for rule in self.rules if rule.name in found and rule.name not in self._standing
-        ]  # fmt: skip
+            for rule in self.rules
+            if rule.name in found and rule.name not in self._standing
+        ]
         for event in fresh:
             level = " (error)" if event.level == "error" else ""
             logger().warning(f"health: step {step}{level}: {event}")
@@ -280,13 +348,15 @@ class HealthWatch:
         if fresh:
             self.events += fresh
             self._write_events()
-        stops = [f"step {step}: {event}" for event in fresh if self.stop in ("warning", event.level)]
+        stops = [
+            f"step {step}: {event}" for event in fresh if self.stop in ("warning", event.level)
+        ]
         self._reason_to_stop = f"--stop_on_health {self.stop}: {stops[0]}" if stops else None
         return fresh
 
     def stop_if_due(self, checkpointer: Any) -> None:
-        """Give the `CheckpointManager` the reason to stop at the last step, unless `--stop_on_health` is off.
-        Collective."""
+        """Give the `CheckpointManager` the reason to stop at the last step, unless
+        `--stop_on_health` is off. Collective."""
         if self.stop != "off":
             checkpointer.stop_if(self._reason_to_stop)
 
@@ -304,10 +374,12 @@ class HealthWatch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.history = replace(
-            self.history, past=deque(state["past"], self.history.window),
-            lowest_loss=state["lowest"].get("loss", math.inf), evaluations=list(state["evaluations"]),
+            self.history,
+            past=deque(state["past"], self.history.window),
+            lowest_loss=state["lowest"].get("loss", math.inf),
+            evaluations=list(state["evaluations"]),
             losses=state["losses"],
-        )  # fmt: skip
+        )
         self._standing = dict(state["standing"])
         self.events = [Event(**event) for event in state["events"]]
 

@@ -12,14 +12,15 @@ from dschat_ppo.common.dist import gather_cat
 
 
 class MetricSums:
-    """Accumulates this rank's sums, counts and maxima of named metrics; `reduce` combines those of all ranks. A mean is
-    the total over the count (of tokens or rows), not a mean of means over ranks or micro-batches. Every rank must add
-    the same names. `sources` names the data sets, for `add_by_source`."""
+    """Accumulates this rank's sums, counts and maxima of named metrics; `reduce` combines those of
+    all ranks. A mean is the total over the count (of tokens or rows), not a mean of means over
+    ranks or micro-batches. Every rank must add the same names. `sources` names the data sets, for
+    `add_by_source`."""
 
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self.sources = tuple(sources)
-        # By name: "means" (2,) fp64, sum and count; "parts" the same for means over some values, which are not in the
-        # result without them.
+        # By name: "means" (2,) fp64, sum and count; "parts" the same for means over some values,
+        # which are not in the result without them.
         self._sums: dict[str, dict[str, Tensor]] = {"means": {}, "parts": {}}
         self._maxima: dict[str, Tensor] = {}  # name -> scalar fp64
 
@@ -27,28 +28,41 @@ class MetricSums:
         self._sums[kind][name] = self._sums[kind].get(name, torch.zeros_like(part)) + part
 
     def add_mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only where it is True."""
+        """Add `values`, of any shape, to the mean `name`; with a `mask` (same shape, bool) only
+        where it is True."""
         kept = values if mask is None else _selected(values, mask, 0.0)
         self.add_sum(name, kept.sum(dtype=torch.float64), _count(values, mask))
 
     def add_mean_if_any(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """As `add_mean`, but the result has no entry for the name if `mask` (bool) is nowhere True on any rank."""
+        """As `add_mean`, but the result has no entry for the name if `mask` (bool) is nowhere True
+        on any rank."""
         self._add(
-            "parts", name, torch.stack([_selected(values.detach().double(), mask, 0.0).sum(), _count(values, mask)])
+            "parts",
+            name,
+            torch.stack(
+                [_selected(values.detach().double(), mask, 0.0).sum(), _count(values, mask)]
+            ),
         )
 
     def add_sum(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add a sum over `count` elements (both scalars) to the mean `name`."""
         self._add("means", name, torch.stack([total.detach().double(), count.double()]))
 
-    def add_by_source(self, name: str, values: Tensor, sources: Tensor | None, mask: Tensor | None = None) -> None:
-        """Add `values` (n,) to the mean `name/SOURCE` of the data set of each; nothing with fewer than two data sets,
-        where `sources`, (n,) int64, may be None. Values where `mask` (n,) is False do not count."""
+    def add_by_source(
+        self, name: str, values: Tensor, sources: Tensor | None, mask: Tensor | None = None
+    ) -> None:
+        """Add `values` (n,) to the mean `name/SOURCE` of the data set of each; nothing with fewer
+        than two data sets, where `sources`, (n,) int64, may be None. Values where `mask` (n,) is
+        False do not count."""
         if len(self.sources) < 2:
             return
         assert sources is not None
         counted = torch.ones_like(values, dtype=torch.float64) if mask is None else mask.double()
-        kept = values.detach().double() if mask is None else torch.where(mask, values.detach().double(), 0.0)
+        kept = (
+            values.detach().double()
+            if mask is None
+            else torch.where(mask, values.detach().double(), 0.0)
+        )
         pairs = torch.stack([kept, counted], dim=1)  # (n, 2)
         totals = pairs.new_zeros(len(self.sources), 2).index_add_(0, sources, pairs)
         for source, part in zip(self.sources, totals, strict=True):
@@ -57,17 +71,27 @@ class MetricSums:
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values` to the maximum `name`; `mask` as in `add_mean`."""
         kept = (values if mask is None else _selected(values, mask, -math.inf)).detach().double()
-        part = kept.max() if kept.numel() else torch.full((), -math.inf, dtype=torch.float64, device=kept.device)
+        part = (
+            kept.max()
+            if kept.numel()
+            else torch.full((), -math.inf, dtype=torch.float64, device=kept.device)
+        )
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """This rank's sums and maxima, on the CPU, for `restored`."""
         parts = {**self._sums, "maxima": self._maxima}
-        return {kind: {name: value.cpu() for name, value in named.items()} for kind, named in parts.items()}
+        return {
+            kind: {name: value.cpu() for name, value in named.items()}
+            for kind, named in parts.items()
+        }
 
     @classmethod
-    def restored(cls, states: Sequence[dict[str, dict[str, Tensor]]], device: torch.device) -> MetricSums:
-        """One `MetricSums` from the `state_dict` of several ranks: sums are added, and maxima are compared."""
+    def restored(
+        cls, states: Sequence[dict[str, dict[str, Tensor]]], device: torch.device
+    ) -> MetricSums:
+        """One `MetricSums` from the `state_dict` of several ranks: sums are added, and maxima are
+        compared."""
         merged = cls()
         for state in states:
             part = cls()
@@ -92,13 +116,18 @@ class MetricSums:
             self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
     def reduce(self) -> dict[str, float]:
-        """Name -> value over all ranks; without values 0, or no entry for a data set. Collective."""
+        """Name -> value over all ranks; without values 0, or no entry for a data set.
+        Collective."""
         means = {**self._sums["means"], **self._sums["parts"]}
         averaged, largest = sorted(means), sorted(self._maxima)
         if not averaged and not largest:
             return {}
-        parts = [means[name] for name in averaged] + [self._maxima[name].view(1) for name in largest]
-        ranks = gather_cat(torch.cat(parts).unsqueeze(0))  # (ranks, 2 N + M): all numbers in one collective
+        parts = [means[name] for name in averaged] + [
+            self._maxima[name].view(1) for name in largest
+        ]
+        ranks = gather_cat(
+            torch.cat(parts).unsqueeze(0)
+        )  # (ranks, 2 N + M): all numbers in one collective
         cut = 2 * len(averaged)
         numbers = torch.cat([ranks[:, :cut].sum(dim=0), ranks[:, cut:].amax(dim=0)]).tolist()
         result: dict[str, float] = {}
@@ -110,8 +139,8 @@ class MetricSums:
 
 
 def _selected(values: Tensor, mask: Tensor, filler: float) -> Tensor:
-    """The `values` where `mask` is True; on a GPU, where the host would wait for their number, all of them, with
-    `filler` in place of the others."""
+    """The `values` where `mask` is True; on a GPU, where the host would wait for their number, all
+    of them, with `filler` in place of the others."""
     return values[mask] if values.device.type == "cpu" else torch.where(mask, values, filler)
 
 
@@ -126,7 +155,13 @@ def read(named: Mapping[str, Tensor]) -> dict[str, float]:
     """The numbers in scalar tensors, by name; the host waits for their device once."""
     if not named:
         return {}
-    return dict(zip(named, torch.stack([value.detach().double() for value in named.values()]).tolist(), strict=True))
+    return dict(
+        zip(
+            named,
+            torch.stack([value.detach().double() for value in named.values()]).tolist(),
+            strict=True,
+        )
+    )
 
 
 def moments(values: Tensor) -> tuple[float, float]:
@@ -136,13 +171,19 @@ def moments(values: Tensor) -> tuple[float, float]:
 
 
 def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, population standard deviation) over all elements of a tensor, fp64 scalars; (0, 0) if it has none."""
-    exact = values.double() if values.numel() else torch.zeros(1, dtype=torch.float64, device=values.device)
+    """(mean, population standard deviation) over all elements of a tensor, fp64 scalars; (0, 0) if
+    it has none."""
+    exact = (
+        values.double()
+        if values.numel()
+        else torch.zeros(1, dtype=torch.float64, device=values.device)
+    )
     return exact.mean(), exact.std(correction=0)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """`1 - var(returns - values) / var(returns)` of (n,) predictions, an fp64 scalar; 0 if all returns are equal."""
+    """`1 - var(returns - values) / var(returns)` of (n,) predictions, an fp64 scalar; 0 if all
+    returns are equal."""
     if returns.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=returns.device)
     spread = returns.double().var(correction=0)

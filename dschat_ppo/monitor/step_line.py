@@ -31,18 +31,27 @@ PPO_COLUMNS = (
 
 
 def show_step(
-    columns: Sequence[Column], metrics: Mapping[str, float], progress: Progress, console: ConsoleFlags
+    columns: Sequence[Column],
+    metrics: Mapping[str, float],
+    progress: Progress,
+    console: ConsoleFlags,
 ) -> None:
-    """Log the line of the step that `progress` has counted last, if `--logging_steps` asks for it."""
+    """Log the line of the step that `progress` has counted last, if `--logging_steps` asks for
+    it."""
     if console.prints(progress.done, progress.total):
         logger().info(step_line(columns, metrics, progress))
         progress.line_printed()
 
 
 def step_line(columns: Sequence[Column], metrics: Mapping[str, float], progress: Progress) -> str:
-    """The line about the step that `progress` has counted last: the numbers that it has, the rate and the time left."""
+    """The line about the step that `progress` has counted last: the numbers that it has, the rate
+    and the time left."""
     parts = [f"step {progress.done:>{len(str(progress.total))}}/{progress.total}"]
-    parts += [f"{each.label} {format(metrics[each.metric], each.form)}" for each in columns if each.metric in metrics]
+    parts += [
+        f"{each.label} {format(metrics[each.metric], each.form)}"
+        for each in columns
+        if each.metric in metrics
+    ]
     seconds, tokens = progress.rates
     parts.append(f"{tokens:7,.0f} tokens/s" if tokens else f"{seconds:6.2f} s" if seconds else "")
     return "  ".join(filter(None, [*parts, progress.left]))

@@ -1,4 +1,5 @@
-"""`--profile`: a trace of one step by torch's profiler, with the phases as named blocks around the operators."""
+"""`--profile`: a trace of one step by torch's profiler, with the phases as named blocks around the
+operators."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Item = TypeVar("Item")
 
 
 class StepTrace:
-    """Records one step of a run on this rank (from 1 on; None: nothing). Every rank writes its own file: where ranks
-    wait for each other shows only in the traces of all of them."""
+    """Records one step of a run on this rank (from 1 on; None: nothing). Every rank writes its own
+    file: where ranks wait for each other shows only in the traces of all of them."""
 
     def __init__(self, output: Path, step: int | None):
         self.output = output
@@ -31,14 +32,19 @@ class StepTrace:
         return self.output / FOLDER / f"step_{self.step}_rank_{rank()}.json.gz"
 
     def around(self, steps: Iterable[Item], first: int) -> Iterator[Item]:
-        """Yield the items of `steps`, each of which is the work of one step, and record what the caller does with one,
-        also if it ends by an exception. `first` is the number of the first step."""
+        """Yield the items of `steps`, each of which is the work of one step, and record what the
+        caller does with one, also if it ends by an exception. `first` is the number of the first
+        step."""
         for number, item in enumerate(steps, first):
             if number != self.step:
                 yield item
                 continue
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of torch's profiler, which prints its starts and stops
-            recorder = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu())
+            os.environ.setdefault(
+                "KINETO_LOG_LEVEL", "99"
+            )  # of torch's profiler, which prints its starts and stops
+            recorder = profile(
+                activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu()
+            )
             recorder.start()
             try:
                 yield item
@@ -47,7 +53,8 @@ class StepTrace:
                 self._write(recorder)
 
     def _write(self, recorder: profile) -> None:
-        """Write the trace. If it cannot be written, a line says so: the run is worth more than its trace."""
+        """Write the trace. If it cannot be written, a line says so: the run is worth more than its
+        trace."""
         draft = self.file.with_name(f".{self.file.name}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,11 +62,14 @@ class StepTrace:
                 recorder.export_chrome_trace(str(draft))
             draft.replace(self.file)
         except OSError as problem:
-            print_line(f"--profile: {self.file} cannot be written, and the run continues: {problem.strerror}")
+            print_line(
+                f"--profile: {self.file} cannot be written, and the run continues:"
+                f" {problem.strerror}"
+            )
             return
         logger().info(
-            f"--profile: the trace of step {self.step} is {self.file}; each other rank has its own file. Open it at "
-            "https://ui.perfetto.dev or chrome://tracing"
+            f"--profile: the trace of step {self.step} is {self.file}; each other rank has its own"
+            " file. Open it at https://ui.perfetto.dev or chrome://tracing"
         )
 
 

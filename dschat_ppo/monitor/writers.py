@@ -1,5 +1,5 @@
-"""Writers of `metrics.jsonl`, whose metrics trackers get too, of other files of JSON lines, which are cut back when a
-run resumes, and of `config.yaml`, `result.json`, `starts.jsonl`."""
+"""Writers of `metrics.jsonl`, whose metrics trackers get too, of other files of JSON lines, which
+are cut back when a run resumes, and of `config.yaml`, `result.json`, `starts.jsonl`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from dschat_ppo.monitor.trackers import Answer, Start, Tracker, Tracking, open_t
 
 
 class JsonLines:
-    """Rank 0 appends lines to a file; the other ranks write nothing. A `StorageError` is raised on rank 0 only.
+    """Rank 0 appends lines to a file; the other ranks write nothing. A `StorageError` is raised on
+    rank 0 only.
 
-    Save `saved_offset()` in the checkpoints of the run. A run that resumes sets `offset` to it before `begin`, which
-    removes the lines after it: their steps run again. A run from scratch begins at offset 0. `begin` does not create
-    the file; the first `append` does, also without lines.
+    Save `saved_offset()` in the checkpoints of the run. A run that resumes sets `offset` to it
+    before `begin`, which removes the lines after it: their steps run again. A run from scratch
+    begins at offset 0. `begin` does not create the file; the first `append` does, also without
+    lines.
     """
 
     def __init__(self, path: Path):
@@ -39,7 +41,8 @@ class JsonLines:
         self.offset = 0  # length in bytes at the checkpoint from which the run resumes
 
     def begin(self) -> None:
-        """Cut the file back to `offset`, if it exists and is longer; of a shorter one, remove an incomplete line."""
+        """Cut the file back to `offset`, if it exists and is longer; of a shorter one, remove an
+        incomplete line."""
         if not is_main() or not self.path.exists():
             return
         with storage_errors(self.path), self.path.open("rb+") as file:
@@ -53,7 +56,9 @@ class JsonLines:
         """Append one line for each object; NaN and infinity become null."""
         if not is_main():
             return
-        content = "".join(f"{json.dumps(finite_or_null(line), allow_nan=False)}\n" for line in lines).encode()
+        content = "".join(
+            f"{json.dumps(finite_or_null(line), allow_nan=False)}\n" for line in lines
+        ).encode()
         with storage_errors(self.path):
             is_new = not self.path.exists()
             with self.path.open("ab") as file:
@@ -62,7 +67,8 @@ class JsonLines:
                 sync_entries(self.path.parent)
 
     def saved_offset(self) -> int:
-        """Length of the file in bytes, after syncing it to disk; 0 without a file and on ranks other than 0."""
+        """Length of the file in bytes, after syncing it to disk; 0 without a file and on ranks
+        other than 0."""
         if not is_main() or not self.path.exists():
             return 0
         with storage_errors(self.path), self.path.open("rb") as file:
@@ -71,7 +77,8 @@ class JsonLines:
 
 
 def finite_or_null(value: Any) -> Any:
-    """`value`, of dicts, lists, texts and numbers, with None for each NaN and infinity, which JSON lacks."""
+    """`value`, of dicts, lists, texts and numbers, with None for each NaN and infinity, which JSON
+    lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -81,16 +88,31 @@ def finite_or_null(value: Any) -> Any:
     return value
 
 
-_OF_ONE_START = ("local_rank", "config")  # flags that describe how the command was started, not the run
-_LIBRARIES = ("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "peft", "bitsandbytes")
+_OF_ONE_START = (
+    "local_rank",
+    "config",
+)  # flags that describe how the command was started, not the run
+_LIBRARIES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "peft",
+    "bitsandbytes",
+)
 
 
 class MetricsWriter:
-    """Rank 0 writes the metrics of each step as a line of JSON to `metrics.jsonl`, and to trackers. Errors of files and
-    trackers are raised on rank 0 only. `resumed` is (`saved_offset` of the checkpoint from which the run resumes, first
-    step to run). Lines after the offset are removed, because their steps run again. None: a new file."""
+    """Rank 0 writes the metrics of each step as a line of JSON to `metrics.jsonl`, and to trackers.
+    Errors of files and trackers are raised on rank 0 only. `resumed` is (`saved_offset` of the
+    checkpoint from which the run resumes, first step to run). Lines after the offset are removed,
+    because their steps run again. None: a new file."""
 
-    def __init__(self, folder: Path, tracking: Tracking | None, resumed: tuple[int, int] | None = None):
+    def __init__(
+        self, folder: Path, tracking: Tracking | None, resumed: tuple[int, int] | None = None
+    ):
         self._lines = JsonLines(folder / METRICS)
         self._trackers: list[Tracker] = []
         self._lines.append([])  # makes the file
@@ -98,40 +120,50 @@ class MetricsWriter:
         self._lines.offset = resumed[0] if resumed else 0
         self._lines.begin()
         if is_main() and tracking is not None:
-            self._trackers = open_trackers(tracking, Start(resumed[1] if resumed else None, written))
+            self._trackers = open_trackers(
+                tracking, Start(resumed[1] if resumed else None, written)
+            )
 
     def saved_offset(self) -> int:
         """Length of `metrics.jsonl` in bytes, after syncing it to disk; 0 on ranks other than 0."""
         return self._lines.saved_offset()
 
     def write(self, step: int, metrics: dict[str, float], answers: Sequence[Answer] = ()) -> None:
-        """Write the metrics of one step; NaN and infinity become null in the file. `answers` go to trackers only."""
+        """Write the metrics of one step; NaN and infinity become null in the file. `answers` go to
+        trackers only."""
         self._lines.append([{"step": step, "time": round(time.time(), 3), **metrics}])
         self._with_trackers(lambda tracker: tracker.write(step, metrics, answers))
 
     def _with_trackers(self, act: Callable[[Tracker], None]) -> None:
-        """Let each tracker act. One that cannot write is removed, and the run continues: training is worth more than
-        its curves, which `metrics.jsonl` has too."""
+        """Let each tracker act. One that cannot write is removed, and the run continues: training
+        is worth more than its curves, which `metrics.jsonl` has too."""
         for tracker in list(self._trackers):
             try:
                 act(tracker)
             except tracker.failures as problem:
                 self._trackers.remove(tracker)
                 logger().warning(
-                    f"{tracker.name} cannot write, and the run continues without it: {in_one_line(problem)}"
+                    f"{tracker.name} cannot write, and the run continues without it:"
+                    f" {in_one_line(problem)}"
                 )
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        self._with_trackers(lambda tracker: tracker.close(kind is None or issubclass(kind, StopRequested)))
+        self._with_trackers(
+            lambda tracker: tracker.close(kind is None or issubclass(kind, StopRequested))
+        )
 
 
 def _last_step(metrics: Path) -> int:
-    """The step of the last line of `metrics.jsonl` that has one; -1 without any. A power loss may leave other bytes."""
+    """The step of the last line of `metrics.jsonl` that has one; -1 without any. A power loss may
+    leave other bytes."""
     for line in reversed(metrics.read_bytes().splitlines()):
         with suppress(ValueError, TypeError, LookupError):
             return int(json.loads(line)["step"])
@@ -147,13 +179,15 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) -> None:
-    """Write `result.json` durably on rank 0; it is the last file of a run and marks it as finished. `models.json`, the
-    table of the models, is written in the same way at the start. NaN and infinity become null. Collective: a
-    `StorageError` is raised on every rank."""
+    """Write `result.json` durably on rank 0; it is the last file of a run and marks it as finished.
+    `models.json`, the table of the models, is written in the same way at the start. NaN and
+    infinity become null. Collective: a `StorageError` is raised on every rank."""
 
     def write() -> None:
         with storage_errors(folder / name):
-            write_file(folder / name, (json.dumps(finite_or_null(result), indent=2) + "\n").encode())
+            write_file(
+                folder / name, (json.dumps(finite_or_null(result), indent=2) + "\n").encode()
+            )
 
     on_main(write)
 
@@ -175,8 +209,14 @@ def package_versions() -> dict[str, str]:
 
 
 def record_start(folder: Path, step: int, world_size: int) -> None:
-    """Add a line to `starts.jsonl`, durably, on rank 0. `step`: the first one that this start runs."""
-    line = {"step": step, "time": round(time.time(), 3), "world_size": world_size, "versions": package_versions()}
+    """Add a line to `starts.jsonl`, durably, on rank 0. `step`: the first one that this start
+    runs."""
+    line = {
+        "step": step,
+        "time": round(time.time(), 3),
+        "world_size": world_size,
+        "versions": package_versions(),
+    }
     lines = JsonLines(folder / STARTS)
     lines.append([line])
     lines.saved_offset()  # syncs it to the disk

@@ -1,1 +1,2 @@
-"""The planner: memory of a run from its flags and model configurations, before any weight is read."""
+"""The planner: memory of a run from its flags and model configurations, before any weight is
+read."""

@@ -1,4 +1,5 @@
-"""The parts of a model that need memory, counted on a model without weights (PyTorch's meta device)."""
+"""The parts of a model that need memory, counted on a model without weights (PyTorch's meta
+device)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from dschat_ppo.engine.build_engine import is_layer_matrix
 from dschat_ppo.errors import reading
 from dschat_ppo.models.activation_memory import decoder_layers
 from dschat_ppo.models.adapters import AdapterSettings, adapter_layers, add_adapter
-from dschat_ppo.models.architectures import MASK_IS_READ, backbone_of, classifier_class, config_for, first_position
+from dschat_ppo.models.architectures import (
+    MASK_IS_READ,
+    backbone_of,
+    classifier_class,
+    config_for,
+    first_position,
+)
 from dschat_ppo.models.backbone import attention_is_replaceable, position_arguments
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES, load_config
@@ -76,19 +83,28 @@ class ModelParts:
 
 def read_model_configs(config: StepConfig) -> dict[str, PretrainedConfig]:
     """The model configurations of a step by role."""
-    return {role: load_config(model_folder(name, flag), flag) for role, (flag, name) in config.models.items()}
+    return {
+        role: load_config(model_folder(name, flag), flag)
+        for role, (flag, name) in config.models.items()
+    }
 
 
-_COUNTED: dict[tuple[Any, ...], ModelParts] = {}  # the planner counts each model once, whatever flags it tries
+_COUNTED: dict[
+    tuple[Any, ...], ModelParts
+] = {}  # the planner counts each model once, whatever flags it tries
 
 
 def parts_of(
-    config: PretrainedConfig, dtype: str, scalar: bool, adapter: AdapterSettings | None = None, on_gpu: bool = True
+    config: PretrainedConfig,
+    dtype: str,
+    scalar: bool,
+    adapter: AdapterSettings | None = None,
+    on_gpu: bool = True,
 ) -> ModelParts:
-    """Count the parts of a model with a `scalar` head or that of a language model, in which `adapter` trains;
-    `UserError` if transformers cannot build it, if it reads numbers in its forward pass and cannot run without data, or
-    if it has not the settings of a decoder. On a CPU, layers with kernels save less for the backward pass than
-    `on_gpu`."""
+    """Count the parts of a model with a `scalar` head or that of a language model, in which
+    `adapter` trains; `UserError` if transformers cannot build it, if it reads numbers in its
+    forward pass and cannot run without data, or if it has not the settings of a decoder. On a CPU,
+    layers with kernels save less for the backward pass than `on_gpu`."""
     key = (config.to_json_string(use_diff=False), dtype, scalar, adapter, on_gpu)
     if key in _COUNTED:
         return _COUNTED[key]
@@ -105,15 +121,22 @@ def parts_of(
         if adapter is not None:
             add_adapter(model, adapter)
         backbone = model.base_model if scalar else backbone_of(model)
-        sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(backbone)]
+        sizes = [
+            sum(weight.numel() for weight in layer.parameters())
+            for layer in decoder_layers(backbone)
+        ]
         weights = dict(model.named_parameters())  # a tied one once
         _COUNTED[key] = ModelParts(
             total=sum(weight.numel() for weight in weights.values()),
             layers=sum(sizes),
             layer=max(sizes),
             trained=sum(weight.numel() for weight in weights.values() if weight.requires_grad),
-            adapted=sum(layer.get_base_layer().weight.numel() for layer in adapter_layers(model).values()),
-            matrices=sum(w.numel() for name, w in weights.items() if is_layer_matrix(name, w.shape)),
+            adapted=sum(
+                layer.get_base_layer().weight.numel() for layer in adapter_layers(model).values()
+            ),
+            matrices=sum(
+                w.numel() for name, w in weights.items() if is_layer_matrix(name, w.shape)
+            ),
             largest=max(weight.numel() for weight in weights.values()),
             hidden=config.get_text_config().hidden_size,
             vocabulary=1 if scalar else model.get_output_embeddings().weight.shape[0],
@@ -125,8 +148,8 @@ def parts_of(
 
 
 def _cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """Bytes of the keys and values of a token, and of the states of a row: those of a pass over one token, as
-    generation measures them. GPT-2 cannot run it without data: 2 x layers x H x s."""
+    """Bytes of the keys and values of a token, and of the states of a row: those of a pass over one
+    token, as generation measures them. GPT-2 cannot run it without data: 2 x layers x H x s."""
     with suppress(RuntimeError):
         return cache_bytes(model)
     text = model.config.get_text_config()
@@ -134,13 +157,15 @@ def _cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 class _Fused(torch.autograd.Function):
-    """Attention that saves what fused kernels save: queries, keys, values, outputs, and a log-sum for each query and
-    head (Dao et al. 2022, FlashAttention)."""
+    """Attention that saves what fused kernels save: queries, keys, values, outputs, and a log-sum
+    for each query and head (Dao et al. 2022, FlashAttention)."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:3], dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, output, query.new_empty(query.shape[:3], dtype=torch.float32)
+        )
         return output
 
     @staticmethod
@@ -148,7 +173,9 @@ class _Fused(torch.autograd.Function):
         raise NotImplementedError("counts what a forward pass saves")
 
 
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> tuple[Any, None]:
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any
+) -> tuple[Any, None]:
     return _Fused.apply(query, key, value), None
 
 
@@ -156,14 +183,25 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def saved_activations(backbone: PreTrainedModel) -> SavedActivations:
-    """What a forward pass of a model on the meta device saves for each token, without parameters: each piece of memory
-    once, in the layer that saves it first. `backbone` has no head."""
+    """What a forward pass of a model on the meta device saves for each token, without parameters:
+    each piece of memory once, in the layer that saves it first. `backbone` has no head."""
     model: Any = backbone
     config, layers = model.config, decoder_layers(model)
     text, before = config.get_text_config(), config._attn_implementation
-    tokens = max(1, min(TOKENS, (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(config)))
-    place, sizes = -1, Counter[int]()  # the layer that runs (-1: none), and the bytes that each saves
-    known = {weight.untyped_storage()._cdata: weight.untyped_storage() for weight in model.parameters()}
+    tokens = max(
+        1,
+        min(
+            TOKENS,
+            (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(config),
+        ),
+    )
+    place, sizes = (
+        -1,
+        Counter[int](),
+    )  # the layer that runs (-1: none), and the bytes that each saves
+    known = {
+        weight.untyped_storage()._cdata: weight.untyped_storage() for weight in model.parameters()
+    }
 
     def save(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
@@ -191,4 +229,6 @@ def saved_activations(backbone: PreTrainedModel) -> SavedActivations:
         positions = position_arguments(model, torch.arange(tokens, device="meta").unsqueeze(0))
         model(input_ids=ids, attention_mask=None, use_cache=False, **positions)
     kept = tuple(sizes[number] // tokens for number in range(len(layers)))
-    return SavedActivations(kept, sizes[-1] // tokens, text.hidden_size * next(model.parameters()).element_size())
+    return SavedActivations(
+        kept, sizes[-1] // tokens, text.hidden_size * next(model.parameters()).element_size()
+    )

@@ -1,4 +1,5 @@
-"""Scored rollout -> experience: token rewards, advantages, and which tokens count in the policy loss."""
+"""Scored rollout -> experience: token rewards, advantages, and which tokens count in the policy
+loss."""
 
 from __future__ import annotations
 
@@ -36,22 +37,33 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 2025)
-_OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}  # the others follow the rewards of tokens
+_OF_WHOLE_ROWS = set(ESTIMATORS) - {
+    "gae",
+    "reinforce_plus_plus",
+}  # the others follow the rewards of tokens
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
 
 
 class AdvantageComputation:
-    """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`, then, with the values
-    known, the advantages. Every rank holds the same state. The policy does not move in the first `warmup_rollouts` PPO
-    steps. `score_clip` 0: scores are not clipped. With `to_go_weight`, that of the environment's rewards, each of these
-    is received at the end of its turn, and the rest of the score at the last token. `distill_coef`: weight of the KL to
-    the teacher at each token, a reward that is received there and whose discount is 0. `source_weights`: of the reward
-    sources, in the order of `source_scores`."""
+    """Computes the experience of a PPO step from the scored rows of all ranks: `with_rewards`,
+    then, with the values known, the advantages. Every rank holds the same state. The policy does
+    not move in the first `warmup_rollouts` PPO steps. `score_clip` 0: scores are not clipped. With
+    `to_go_weight`, that of the environment's rewards, each of these is received at the end of its
+    turn, and the rest of the score at the last token. `distill_coef`: weight of the KL to the
+    teacher at each token, a reward that is received there and whose discount is 0.
+    `source_weights`: of the reward sources, in the order of `source_scores`."""
 
     def __init__(
-        self, flags: AlgorithmFlags, max_length: int, seed: int, score_clip: float, warmup_rollouts: int = 0,
-        to_go_weight: float | None = None, distill_coef: float = 0.0, source_weights: Sequence[float] = (),
-    ):  # fmt: skip
+        self,
+        flags: AlgorithmFlags,
+        max_length: int,
+        seed: int,
+        score_clip: float,
+        warmup_rollouts: int = 0,
+        to_go_weight: float | None = None,
+        distill_coef: float = 0.0,
+        source_weights: Sequence[float] = (),
+    ):
         self.flags = flags
         self.distill_coef = distill_coef
         self.source_weights = list(source_weights)
@@ -65,69 +77,108 @@ class AdvantageComputation:
         if flags.kl_target is not None:
             self.kl_coef = AdaptiveKL(flags.kl_reward_coef, flags.kl_target, flags.kl_horizon)
         self.running = RunningScale()
-        self.used_kl_coef = self.kl_coef.value  # in the last experience, before the coefficient adapted to it
+        self.used_kl_coef = (
+            self.kl_coef.value
+        )  # in the last experience, before the coefficient adapted to it
         self.before = self.state_dict()  # before the last rows
 
     def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
-        """The score of each answer on its last token minus the KL penalty at each token; the mask of the policy loss.
-        The running scale adapts to the scores first."""
+        """The score of each answer on its last token minus the KL penalty at each token; the mask
+        of the policy loss. The running scale adapts to the scores first."""
         flags, mask = self.flags, rows.response_mask
         self.before = self.state_dict()
         if flags.normalize_rewards == "running":
             self.running.update(rows.scores)
         kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
-        scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)  # (N,)
+        scores = self.shaped(rows.scores) + missing_eos(
+            rows.ended, flags.missing_eos_penalty
+        )  # (N,)
         if flags.overlong_buffer:
             scores = scores + overlong_penalty(
-                rows.response_lengths, self.max_length, flags.overlong_buffer, flags.overlong_penalty
+                rows.response_lengths,
+                self.max_length,
+                flags.overlong_buffer,
+                flags.overlong_penalty,
             )
         if self.to_go_weight is None:
             rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
         else:
             at_turns = self._at_turns(rows)
-            rewards = token_rewards(scores - at_turns.sum(dim=1), kl, mask, self.used_kl_coef) + at_turns
+            rewards = (
+                token_rewards(scores - at_turns.sum(dim=1), kl, mask, self.used_kl_coef) + at_turns
+            )
         loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
         numbers = torch.arange(len(mask), device=mask.device)
         return RewardedRollout(
-            **vars(rows), rewards=rewards, loss_mask=loss_mask, numbers=numbers, answer_scores=scores
+            **vars(rows),
+            rewards=rewards,
+            loss_mask=loss_mask,
+            numbers=numbers,
+            answer_scores=scores,
         )
 
     def advantages(self, rows: RewardedRollout, step: int) -> Experience:
-        """Advantages, factors of the token losses and selected tokens of N rows; then adapts the KL coefficient for the
-        next step. The rewards, and what a group compares, include the KL penalty. The tokens of the covariance losses
-        are chosen among all tokens of the PPO step, by the log-probs of the policy that sampled them, so the choice
-        depends neither on micro-batches nor on ranks."""
+        """Advantages, factors of the token losses and selected tokens of N rows; then adapts the KL
+        coefficient for the next step. The rewards, and what a group compares, include the KL
+        penalty. The tokens of the covariance losses are chosen among all tokens of the PPO step, by
+        the log-probs of the policy that sampled them, so the choice depends neither on
+        micro-batches nor on ranks."""
         flags, mask = self.flags, rows.response_mask
         assert rows.answer_scores is not None
         baselines = None if rows.baselines is None else self.shaped(rows.baselines)
         inputs = AdvantageInputs(
-            rows.rewards, rows.values, mask, rows.groups, baselines, flags.gamma, flags.gae_lambda,
-            flags.normalize_group_std, flags.group_std == "batch", source_scores=rows.source_scores,
-            source_weights=torch.tensor(self.source_weights, dtype=torch.float64, device=mask.device),
+            rows.rewards,
+            rows.values,
+            mask,
+            rows.groups,
+            baselines,
+            flags.gamma,
+            flags.gae_lambda,
+            flags.normalize_group_std,
+            flags.group_std == "batch",
+            source_scores=rows.source_scores,
+            source_weights=torch.tensor(
+                self.source_weights, dtype=torch.float64, device=mask.device
+            ),
             scores=rows.scores if flags.advantage_estimator == "gdpo" else rows.answer_scores,
-        )  # fmt: skip
+        )
         with block("advantages"):
             if self.to_go_weight is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
-                advantages, returns = by_turn(self.estimate, inputs, self._at_turns(rows))  # (N, R) each
+                advantages, returns = by_turn(
+                    self.estimate, inputs, self._at_turns(rows)
+                )  # (N, R) each
             else:
                 advantages, returns = self.estimate(inputs)
             if flags.whitens:
                 advantages = masked_whiten(advantages, mask)
-            if rows.teacher_logprobs is not None:  # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
+            if (
+                rows.teacher_logprobs is not None
+            ):  # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
                 kl = torch.where(mask, kl_k1(rows.policy_logprobs, rows.teacher_logprobs), 0.0)
-                taught = torch.ones_like(mask[:, :1]) if rows.teachers is None else (rows.teachers >= 0).unsqueeze(1)
+                taught = (
+                    torch.ones_like(mask[:, :1])
+                    if rows.teachers is None
+                    else (rows.teachers >= 0).unsqueeze(1)
+                )
                 advantages = advantages - self.distill_coef * kl * taught
         weights = mask.float()  # (N, R)
         if flags.importance_correction != "none":
             assert rows.old_logprobs is not None
             weights = weights * importance_weights(
-                rows.old_logprobs, rows.rollout_logprobs, mask, flags.importance_correction, flags.importance_mode,
-                flags.importance_cap, flags.importance_floor,
-            )  # fmt: skip
+                rows.old_logprobs,
+                rows.rollout_logprobs,
+                mask,
+                flags.importance_correction,
+                flags.importance_mode,
+                flags.importance_cap,
+                flags.importance_floor,
+            )
         if flags.high_entropy_share < 1:
             assert rows.entropies is not None
-            weights = weights * high_entropy_tokens(rows.entropies, rows.loss_mask, flags.high_entropy_share)
+            weights = weights * high_entropy_tokens(
+                rows.entropies, rows.loss_mask, flags.high_entropy_share
+            )
         selected = None  # (N, R) bool
         if flags.selects_tokens:
             assert rows.old_logprobs is not None
@@ -137,11 +188,21 @@ class AdvantageComputation:
             else:
                 generator = shared_generator(self.seed, step, 0, SELECTION)
                 share = flags.covariance_share
-                selected = clip_cov_tokens(covariances, rows.loss_mask, share, *CLIP_COV_BOUNDS, generator)
+                selected = clip_cov_tokens(
+                    covariances, rows.loss_mask, share, *CLIP_COV_BOUNDS, generator
+                )
         if step > self.warmup_rollouts and rows.ref_logprobs is not None:
-            mean_kl = masked_sum(kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask) / mask.sum().clamp_min(1)
+            mean_kl = masked_sum(
+                kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask
+            ) / mask.sum().clamp_min(1)
             self.kl_coef.update(float(mean_kl), len(rows.groups))
-        return Experience(**vars(rows), advantages=advantages, returns=returns, loss_weights=weights, selected=selected)
+        return Experience(
+            **vars(rows),
+            advantages=advantages,
+            returns=returns,
+            loss_weights=weights,
+            selected=selected,
+        )
 
     def _at_turns(self, rows: ScoredRollout) -> Tensor:
         """(N, R) fp32, the part of the scores that is received at the ends of turns."""
@@ -170,4 +231,6 @@ class AdvantageComputation:
         if self.flags.kl_target is not None:
             load_saved("--kl_target", state["kl_coef"], self.kl_coef.load_state_dict)
         if self.flags.normalize_rewards == "running":
-            load_saved("--normalize_rewards running", state["running"], self.running.load_state_dict)
+            load_saved(
+                "--normalize_rewards running", state["running"], self.running.load_state_dict
+            )

@@ -1,4 +1,5 @@
-"""Step 3 before its models are loaded: checks of flags, reward sources and model folders; prompts; the batch plan."""
+"""Step 3 before its models are loaded: checks of flags, reward sources and model folders; prompts;
+the batch plan."""
 
 from __future__ import annotations
 
@@ -60,11 +61,16 @@ def model_folders(config: PPOConfig) -> ModelFolders:
     return ModelFolders(actor, local.get("critic"), local.get("reward"), other, teachers)
 
 
-def check_models(config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the folders hold models that their roles can use. An error names the flag and the folder."""
+def check_models(
+    config: PPOConfig, folders: ModelFolders, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that the folders hold models that their roles can use. An error names the flag and the
+    folder."""
     longest = config.ppo.max_prompt_seq_len + config.ppo.max_answer_seq_len
     adapter = adapter_settings(config.lora, config.adapters, "actor_")
-    actor_config = check_language_model(config, ACTOR, folders.actor, tokenizer, longest, LIMITS, adapter)
+    actor_config = check_language_model(
+        config, ACTOR, folders.actor, tokenizer, longest, LIMITS, adapter
+    )
     if config.algorithm.router_loss_coef > 0:
         router_top_k(actor_config, f"{ACTOR} {folders.actor}")
     if folders.reference is not None:
@@ -95,8 +101,14 @@ def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
     reason = reason_not_to_divide(actor, lora_dim)
     if size > 1 and reason is not None:
         at_zero_3 = "one layer at a time, as with --unpin_actor_parameters"
-        instead = at_zero_3 if config.ppo.actor_zero_stage == 3 else "the whole model (at ZeRO-3 one layer at a time)"
-        logger().info(f"note: --inference_tp_size {size}: {reason}; each rank generates with {instead}")
+        instead = (
+            at_zero_3
+            if config.ppo.actor_zero_stage == 3
+            else "the whole model (at ZeRO-3 one layer at a time)"
+        )
+        logger().info(
+            f"note: --inference_tp_size {size}: {reason}; each rank generates with {instead}"
+        )
 
 
 def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
@@ -109,17 +121,21 @@ def check_shared_base(config: PPOConfig, folders: ModelFolders) -> None:
         base = Path(base_folder(folder, flag)).resolve()
         if base != actor_base:
             raise UserError(
-                f"--share_base: the base of {flag} {folder} is {base}, but that of {ACTOR} {folders.actor} is "
-                f"{actor_base}; train both as adapters over one base, or omit --share_base"
+                f"--share_base: the base of {flag} {folder} is {base}, but that of {ACTOR}"
+                f" {folders.actor} is {actor_base}; train both as adapters over one base, or omit"
+                " --share_base"
             )
     if folders.reward is not None and not is_adapter_folder(folders.reward):
         raise UserError(
-            f"--share_base: {config.models['reward'][0]} {folders.reward} is a whole model; train it as an adapter "
-            "over the actor's base (step 2 with --lora_dim and --only_optimize_lora), or omit --share_base"
+            f"--share_base: {config.models['reward'][0]} {folders.reward} is a whole model; train"
+            " it as an adapter over the actor's base (step 2 with --lora_dim and"
+            " --only_optimize_lora), or omit --share_base"
         )
 
 
-def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+def _check_reward_model(
+    config: PPOConfig, folder: str, tokenizer: PreTrainedTokenizerBase, longest: int
+) -> None:
     flag, _ = config.models["reward"]
     with naming(flag):
         check_sequence_classifier(folder, new_head=False)
@@ -130,13 +146,16 @@ def _check_reward_model(config: PPOConfig, folder: str, tokenizer: PreTrainedTok
     if config.rewards.process_reward is not None:
         saved_separator(model_config, folder)
     own = reward_tokenizer(config, folder, tokenizer)
-    check_vocabulary(own or tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary)
+    check_vocabulary(
+        own or tokenizer, model_config, flag, folder, resize=config.run.resize_vocabulary
+    )
     if own is not None:
         return
     if read_tokenizer(folder, flag).chat_template != tokenizer.chat_template:
         logger().warning(
-            f"{flag} {folder}: its chat template differs from the actor's, but it reads the actor's token ids, "
-            "rendered with the actor's template; for chat messages, train both with the same template (--chat_template)"
+            f"{flag} {folder}: its chat template differs from the actor's, but it reads the actor's"
+            " token ids, rendered with the actor's template; for chat messages, train both with"
+            " the same template (--chat_template)"
         )
     require_length(folder, longest, LIMITS)
 
@@ -164,14 +183,19 @@ class BegunPPO:
 
 
 def begin_ppo(config: PPOConfig) -> BegunPPO:
-    """Do everything that comes before the models are loaded. Collective. `StopRequested` if the run was asked to stop,
-    or is already complete."""
+    """Do everything that comes before the models are loaded. Collective. `StopRequested` if the run
+    was asked to stop, or is already complete."""
     ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validate_only
 
     def check_functions() -> None:
         logger().info(
-            f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss {algorithm.policy_loss}, "
-            + (f"scores clipped to +- {config.score_clip:g}" if config.score_clip else "scores not clipped")
+            f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss"
+            f" {algorithm.policy_loss}, "
+            + (
+                f"scores clipped to +- {config.score_clip:g}"
+                if config.score_clip
+                else "scores not clipped"
+            )
         )
         check_own_functions(config)
         check_sources(config.rewards)
@@ -182,7 +206,9 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
 
     device, output = begin_run(config, check_functions)
     require_agreement(config, dist.world_size())
-    check_zero_plus_plus(config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type)
+    check_zero_plus_plus(
+        config.memory, config.ppo_memory.enable_mixed_precision_lora, dist.world_size(), device.type
+    )
     folders = model_folders(config)
     tokenizer = with_template_flags(load_tokenizer(folders.actor, ACTOR), config.data)
     check_models(config, folders, tokenizer)
@@ -192,50 +218,76 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     tools = described_tools(config.environment, tokenizer, ppo.max_prompt_seq_len)
     rows = prepare(replace(config.step_data, tools=tools), tokenizer)
     if config.validation.eval_data_path and rows.eval is None:
-        raise UserError("--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use --truncation left")
+        raise UserError(
+            "--eval_data_path: no prompt is within --max_prompt_seq_len; raise it or use"
+            " --truncation left"
+        )
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     check_routes(
-        config.rewards, rows.sources, rows.at_hand["row"], len(rows.at_hand) == len(rows.train), config.teacher.routes
+        config.rewards,
+        rows.sources,
+        rows.at_hand["row"],
+        len(rows.at_hand) == len(rows.train),
+        config.teacher.routes,
     )
     plan = plan_ppo(
-        ppo, len(rows.train), dist.world_size(), algorithm.critic_warmup_rollouts,
+        ppo,
+        len(rows.train),
+        dist.world_size(),
+        algorithm.critic_warmup_rollouts,
         config.memory.sequence_parallel_size,
-        config.schedule.max_steps, dist.on_gpu(),
-    )  # fmt: skip
+        config.schedule.max_steps,
+        dist.on_gpu(),
+    )
     texts = plain_texts(config, plan, tokenizer, device)
     if not validate_only:
         show_batches(config, plan)
     end_dry_run(config.run, config.safety.resume, None if validate_only else plan.ppo_steps)
     started = time.perf_counter()
-    session = None if validate_only else open_session(
-        output, config, inputs_of(config, folders, rows, texts), derived_batch_sizes(config, plan), plan.ppo_steps
-    )  # fmt: skip
+    session = (
+        None
+        if validate_only
+        else open_session(
+            output,
+            config,
+            inputs_of(config, folders, rows, texts),
+            derived_batch_sizes(config, plan),
+            plan.ppo_steps,
+        )
+    )
     return BegunPPO(output, folders, tokenizer, rows, plan, texts, session, started)
 
 
 def show_batches(config: PPOConfig, plan: PPOPlan) -> None:
     """Log batch sizes and warm-up."""
-    totals = (plan.actor_updates, plan.total_updates) if config.algorithm.has_critic else (plan.actor_updates,)
+    totals = (
+        (plan.actor_updates, plan.total_updates)
+        if config.algorithm.has_critic
+        else (plan.actor_updates,)
+    )
     warmups = [(config.warmup_steps(total), total) for total in totals]
     show_plan("PPO: batches", plan.table(), *dict.fromkeys(warmups))
     if plan.warmup_rollouts < config.algorithm.critic_warmup_rollouts:
         logger().info(
-            f"note: --critic_warmup_rollouts is {plan.warmup_rollouts} in place of "
-            f"{config.algorithm.critic_warmup_rollouts}, so that the last of {counted(plan.ppo_steps, 'PPO step')} "
-            "trains the actor"
+            f"note: --critic_warmup_rollouts is {plan.warmup_rollouts} in place of"
+            f" {config.algorithm.critic_warmup_rollouts}, so that the last of"
+            f" {counted(plan.ppo_steps, 'PPO step')} trains the actor"
         )
 
 
 def derived_batch_sizes(config: PPOConfig, plan: PPOPlan) -> dict[str, int]:
-    """Batch sizes that the flags result in, for a checkpoint's manifest. Each round of dynamic sampling takes the same
-    number of prompts on every rank. So the number of ranks decides how many prompts a round takes in all, and which
-    prompts later steps see."""
+    """Batch sizes that the flags result in, for a checkpoint's manifest. Each round of dynamic
+    sampling takes the same number of prompts on every rank. So the number of ranks decides how many
+    prompts a round takes in all, and which prompts later steps see."""
     sizes = {"rows_per_update": plan.global_batch, "rows_per_step": plan.rollout_prompts}
     return sizes | ({"ranks": plan.world_size} if config.algorithm.dynamic_sampling else {})
 
 
-def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None) -> RunInputs:
-    """The inputs of step 3. Without --ref_model_name_or_path, the reference is loaded from the actor's folder."""
+def inputs_of(
+    config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: TextBatches | None
+) -> RunInputs:
+    """The inputs of step 3. Without --ref_model_name_or_path, the reference is loaded from the
+    actor's folder."""
     taught = zip(config.teacher.teachers, folders.teachers, strict=True)
     evaluated_by = config.validation.eval_reward_function
     return RunInputs(
@@ -248,7 +300,10 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
                     for role, folder in vars(folders).items()
                     if isinstance(folder, str)
                 ),
-                *((" ".join([TEACHER, *map(str, routed)]), folder) for (routed, _), folder in taught),
+                *(
+                    (" ".join([TEACHER, *map(str, routed)]), folder)
+                    for (routed, _), folder in taught
+                ),
             ]
         ),
         [
@@ -268,16 +323,25 @@ def inputs_of(config: PPOConfig, folders: ModelFolders, rows: TokenRows, texts: 
 def plain_texts(
     config: PPOConfig, plan: PPOPlan, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> TextBatches | None:
-    """Plain text for the PTX loss, in blocks as long as the longest row; None if the flags name none."""
+    """Plain text for the PTX loss, in blocks as long as the longest row; None if the flags name
+    none."""
     ppo = config.ppo
     if ppo.unsupervised_dataset_name is None:
         return None
     length = ppo.max_prompt_seq_len + ppo.max_answer_seq_len
     blocks: Dataset = text_blocks(
-        ppo.unsupervised_dataset_name, ppo.unsupervised_dataset_config_name, tokenizer, length, config.data
+        ppo.unsupervised_dataset_name,
+        ppo.unsupervised_dataset_config_name,
+        tokenizer,
+        length,
+        config.data,
     )
-    micro_batch = max(1, min(plan.flags.per_device_training_batch_size, plan.micro_batch_tokens // length))
-    return TextBatches(blocks, plan.global_batch, micro_batch, config.run.seed, filler_id(tokenizer), device)
+    micro_batch = max(
+        1, min(plan.flags.per_device_training_batch_size, plan.micro_batch_tokens // length)
+    )
+    return TextBatches(
+        blocks, plan.global_batch, micro_batch, config.run.seed, filler_id(tokenizer), device
+    )
 
 
 def evaluation_reward(config: PPOConfig) -> FunctionReward:
@@ -285,5 +349,10 @@ def evaluation_reward(config: PPOConfig) -> FunctionReward:
     rewards, text = config.rewards, config.validation.eval_reward_function or ""
     spec = parse_function(text, "--eval_reward_function")
     if spec.weight != 1 or spec.sources:
-        raise UserError(f"{spec.flag} {text}: it alone scores the evaluation, so it takes no weight and no route")
-    return FunctionReward(spec, rewards.reward_workers, rewards.reward_timeout, rewards.reward_default)
+        raise UserError(
+            f"{spec.flag} {text}: it alone scores the evaluation, so it takes no weight and no"
+            " route"
+        )
+    return FunctionReward(
+        spec, rewards.reward_workers, rewards.reward_timeout, rewards.reward_default
+    )

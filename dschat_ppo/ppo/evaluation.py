@@ -42,17 +42,25 @@ class Answered:
     answers: list[str]
     scores: list[float]
     lengths: list[int]  # in tokens
-    ended: list[str]  # "eos", "stop" (a stop token or stop string) or "length" (the limit cut the answer)
+    ended: list[
+        str
+    ]  # "eos", "stop" (a stop token or stop string) or "length" (the limit cut the answer)
     kl: list[float] | None  # sum over the tokens of each answer; None without a reference
-    scores_by_source: dict[str, list[float]] = field(default_factory=dict)  # NaN where the source does not score
-    numbers: dict[str, list[float]] = field(default_factory=dict)  # see `Scores`; NaN where an answer has none
+    scores_by_source: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # NaN where the source does not score
+    numbers: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # see `Scores`; NaN where an answer has none
     data_source: str | None = None  # name of the prompt's data set; None if there is only one
-    turns: list[list[dict[str, Any]]] = field(default_factory=list)  # `turns_of` the answers; [] if none has several
+    turns: list[list[dict[str, Any]]] = field(
+        default_factory=list
+    )  # `turns_of` the answers; [] if none has several
 
 
 def final_answer(text: str) -> str:
-    """The part of an answer that a majority vote compares: the last boxed expression, else the text after `####`, else
-    the last line."""
+    """The part of an answer that a majority vote compares: the last boxed expression, else the text
+    after `####`, else the last line."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
@@ -61,11 +69,12 @@ def final_answer(text: str) -> str:
 
 
 def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
-    """Metrics over all prompts (at least one), each with n answers; `pass@k` for powers of two up to n answers,
-    `majority@n` where n is above 1. An answer passes with a score of `pass_score` or more.
+    """Metrics over all prompts (at least one), each with n answers; `pass@k` for powers of two up
+    to n answers, `majority@n` where n is above 1. An answer passes with a score of `pass_score` or
+    more.
 
-    With several reward sources also `reward/NAME_mean`, the mean score of a source over the answers that it scores, and
-    `reward/NAME_share`, their share, if it is below 1.
+    With several reward sources also `reward/NAME_mean`, the mean score of a source over the answers
+    that it scores, and `reward/NAME_share`, their share, if it is below 1.
     """
     scores = torch.tensor([row.scores for row in rows], dtype=torch.float64)  # (prompts, n)
     lengths = torch.tensor([row.lengths for row in rows], dtype=torch.float64)
@@ -73,49 +82,73 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     metrics = {
         "eval/score": float(scores.mean()),
         "eval/length_mean": float(lengths.mean()),
-        "eval/ended_share": sum(reason != CUT for row in rows for reason in row.ended) / scores.numel(),
+        "eval/ended_share": sum(reason != CUT for row in rows for reason in row.ended)
+        / scores.numel(),
     }
     for k in (2**power for power in range(samples.bit_length())):
         metrics[f"eval/pass@{k}"] = float(pass_at_k(passed, k).mean())
-    if samples > 1:  # whether the most frequent final answer passes; of equally frequent ones the first counts
+    if (
+        samples > 1
+    ):  # whether the most frequent final answer passes; of equally frequent ones the first counts
         finals = [[final_answer(answer) for answer in row.answers] for row in rows]
         first = [own.index(Counter(own).most_common(1)[0][0]) for own in finals]
-        voted = sum(row.scores[number] >= pass_score for row, number in zip(rows, first, strict=True))
+        voted = sum(
+            row.scores[number] >= pass_score for row, number in zip(rows, first, strict=True)
+        )
         metrics[f"eval/majority@{samples}"] = voted / len(rows)
     if rows[0].kl is not None:
         total = sum(value for row in rows for value in row.kl or [])
         metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))
     if len(rows[0].scores_by_source) > 1:
         for name in rows[0].scores_by_source:
-            known = [value for row in rows for value in row.scores_by_source[name] if not math.isnan(value)]
+            known = [
+                value
+                for row in rows
+                for value in row.scores_by_source[name]
+                if not math.isnan(value)
+            ]
             if known:
                 metrics[f"eval/reward/{name}_mean"] = math.fsum(known) / len(known)
             if len(known) < scores.numel():
                 metrics[f"eval/reward/{name}_share"] = len(known) / scores.numel()
     for name in sorted({name for row in rows for name in row.numbers}):
-        known = [value for row in rows for value in row.numbers.get(name, []) if not math.isnan(value)]
+        known = [
+            value for row in rows for value in row.numbers.get(name, []) if not math.isnan(value)
+        ]
         if known:
             metrics[f"eval/{name}"] = math.fsum(known) / len(known)
     return metrics
 
 
 def summary_by_source(rows: list[Answered], pass_score: float) -> dict[str, float]:
-    """`summary` of each data set, with `/NAME` after each name; {} if there is only one data set."""
+    """`summary` of each data set, with `/NAME` after each name; {} if there is only one data
+    set."""
     names = sorted({row.data_source for row in rows if row.data_source is not None})
     return {
         f"{metric}/{name}": value
         for name in names
-        for metric, value in summary([row for row in rows if row.data_source == name], pass_score).items()
+        for metric, value in summary(
+            [row for row in rows if row.data_source == name], pass_score
+        ).items()
     }
 
 
 def answered_rows(
-    requests: RewardRequests, indices: Sequence[int], rollout: Rollout, responses: Sequence[str], scores: Scores,
-    data_sources: Sequence[str], kl: list[float] | None = None,
-) -> list[Answered]:  # fmt: skip
-    """One record for each of the prompts at `indices`, whose column `source` numbers the `data_sources`. `rollout` has
-    the n answers to a prompt one after another; `kl` is that of each answer, see `Answered`."""
-    samples, prompts = len(rollout.response_ids) // len(indices), requests.shown_prompts(rollout, len(indices))
+    requests: RewardRequests,
+    indices: Sequence[int],
+    rollout: Rollout,
+    responses: Sequence[str],
+    scores: Scores,
+    data_sources: Sequence[str],
+    kl: list[float] | None = None,
+) -> list[Answered]:
+    """One record for each of the prompts at `indices`, whose column `source` numbers the
+    `data_sources`. `rollout` has the n answers to a prompt one after another; `kl` is that of each
+    answer, see `Answered`."""
+    samples, prompts = (
+        len(rollout.response_ids) // len(indices),
+        requests.shown_prompts(rollout, len(indices)),
+    )
     names: list[str | None] = [None] * len(indices)
     if len(data_sources) > 1:
         names = [data_sources[number] for number in requests.prompts[indices]["source"]]
@@ -123,25 +156,36 @@ def answered_rows(
     ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
     by_source = dict(zip(requests.mixture.names, scores.by_source.T.tolist(), strict=True))
     turns = turns_of(requests.tokenizer, rollout)
-    parts = [slice(start, start + samples) for start in range(0, len(totals), samples)]  # a prompt's answers
+    parts = [
+        slice(start, start + samples) for start in range(0, len(totals), samples)
+    ]  # a prompt's answers
     return [
         Answered(
-            index, prompt, list(responses[own]), totals[own], lengths[own], ended[own],
-            None if kl is None else kl[own], {source: values[own] for source, values in by_source.items()},
-            {key: values[own].tolist() for key, values in scores.numbers.items()}, name,
+            index,
+            prompt,
+            list(responses[own]),
+            totals[own],
+            lengths[own],
+            ended[own],
+            None if kl is None else kl[own],
+            {source: values[own] for source, values in by_source.items()},
+            {key: values[own].tolist() for key, values in scores.numbers.items()},
+            name,
             turns[own] if any(turns[own]) else [],
         )
         for index, prompt, own, name in zip(indices, prompts, parts, names, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:
     """The metrics of an evaluation in one line, for the log."""
     return "  ".join(
-        f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()
-        if name.count("/") == 1 or name.startswith("eval/score/")  # of one data set: the score only
+        f"{name.removeprefix('eval/')} {value:.4g}"
+        for name, value in metrics.items()
+        if name.count("/") == 1
+        or name.startswith("eval/score/")  # of one data set: the score only
         or (name.startswith("eval/reward/") and name.count("/") == 2)
-    )  # fmt: skip
+    )
 
 
 @dataclass(eq=False)
@@ -151,14 +195,20 @@ class Evaluation:
     flags: EvaluationFlags
     generator: RolloutGenerator
     requests: RewardRequests
-    passes: ForwardPasses | None  # log-probs under actor and reference; None where there is no reference
+    passes: (
+        ForwardPasses | None
+    )  # log-probs under actor and reference; None where there is no reference
     folder: Path
     save_best: Callable[[], None]  # saves the models of the best evaluation; collective
-    data_sources: Sequence[str] = ()  # names of the data sets, which the column `source` of the prompts numbers
+    data_sources: Sequence[
+        str
+    ] = ()  # names of the data sets, which the column `source` of the prompts numbers
     best: tuple[float, int] | None = None  # (score, PPO step)
 
     def __post_init__(self) -> None:
-        config = greedily(self.generator.config) if self.flags.eval_greedy else self.generator.config
+        config = (
+            greedily(self.generator.config) if self.flags.eval_greedy else self.generator.config
+        )
         self.config = replace(config, samples=self.flags.eval_samples)
 
     def close(self) -> None:
@@ -171,14 +221,19 @@ class Evaluation:
         return step in (0, last_step) or (every > 0 and step % every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Answer all prompts, write the answers, and save models that are trained and the best so far. Collective."""
+        """Answer all prompts, write the answers, and save models that are trained and the best so
+        far. Collective."""
         mine: list[Answered] = []
         prompts, size = self.requests.prompts, self.flags.eval_batch_size
-        for [indices] in optimizer_steps(range(len(prompts)), size, 1, dist.world_size(), dist.rank()):
+        for [indices] in optimizer_steps(
+            range(len(prompts)), size, 1, dist.world_size(), dist.rank()
+        ):
             real = [index != PADDING_ROW for index in indices]
             answered = self._answer(prompts, [max(index, 0) for index in indices], step)
             mine += [row for row, counts in zip(answered, real, strict=True) if counts]
-        rows = sorted((row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index)
+        rows = sorted(
+            (row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index
+        )
         faults = self.requests.count_failed_rows()
         score = self.flags.eval_pass_score
         metrics = summary(rows, score) | summary_by_source(rows, score)
@@ -194,8 +249,9 @@ class Evaluation:
         return metrics
 
     def require_best_models(self, before: Mapping[str, float]) -> None:
-        """Forget the best evaluation of a resumed run if its models are not there, so that the best ones from here on
-        are kept; `before`, the metrics before training, is to be beaten. Collective."""
+        """Forget the best evaluation of a resumed run if its models are not there, so that the best
+        ones from here on are kept; `before`, the metrics before training, is to be beaten.
+        Collective."""
         if self.best is None or self.best[1] == 0 or not self.flags.save_best:
             return
         if best_is_lost(self.folder / BEST, self.best[1]):
@@ -213,14 +269,21 @@ class Evaluation:
         scores = self.requests.mixture(request, rollout)
         kl = None
         if self.passes is not None:
-            groups = torch.arange(len(indices), device=scores.total.device).repeat_interleave(samples)
+            groups = torch.arange(len(indices), device=scores.total.device).repeat_interleave(
+                samples
+            )
             scored = self.passes(rollout, scores, groups)
             assert scored.old_logprobs is not None and scored.ref_logprobs is not None
-            kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()  # one sum per answer
-        return answered_rows(self.requests, indices, rollout, request.responses, scores, self.data_sources, kl)
+            kl = (
+                kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()
+            )  # one sum per answer
+        return answered_rows(
+            self.requests, indices, rollout, request.responses, scores, self.data_sources, kl
+        )
 
     def _write(self, rows: list[Answered], step: int) -> str | None:
-        """Write the answers; returns why they cannot be written, so that all ranks stop, or None."""
+        """Write the answers; returns why they cannot be written, so that all ranks stop, or
+        None."""
         path = self.folder / "eval" / f"step_{step:06d}.jsonl"
         try:
             make_folder(path.parent)
@@ -231,8 +294,8 @@ class Evaluation:
 
 
 def json_line(row: Answered) -> str:
-    """One line of JSON, without what only some rows have where it is empty. NaN and infinity become null, as in
-    metrics.jsonl."""
+    """One line of JSON, without what only some rows have where it is empty. NaN and infinity become
+    null, as in metrics.jsonl."""
     sometimes = ("data_source", "numbers", "turns")
     line = {name: value for name, value in asdict(row).items() if value or name not in sometimes}
     return json.dumps(finite_or_null(line), allow_nan=False)

@@ -1,9 +1,12 @@
-"""PPO: `run`, `make_experience` and `update` are the algorithm; the rest of the package holds what each line does.
+"""PPO: `run`, `make_experience` and `update` are the algorithm; the rest of the package holds what
+each line does.
 
-On-policy, where a PPO step makes one optimizer step, its forward passes give what scoring would: the critic's pass the
-values (`critic_pass`), from which advantages follow, and the actor's pass in `update` the old log-probs.
+On-policy, where a PPO step makes one optimizer step, its forward passes give what scoring would:
+the critic's pass the values (`critic_pass`), from which advantages follow, and the actor's pass in
+`update` the old log-probs.
 
-Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R response tokens, K reward sources.
+Shapes: B rows (answers) of this rank, N rows of all ranks, P prompt tokens, R response tokens, K
+reward sources.
 """
 
 from __future__ import annotations
@@ -17,14 +20,23 @@ from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.types import Experience
 
 
-def run(ppo: PPOComponents, report: PPOReport, checkpointer: CheckpointManager, trace: StepTrace = NO_TRACE) -> None:
-    """Run the PPO steps that are left, starting at the position in `ppo.state`; `trace` records one of them. After
-    `StopRequested` and `UnhealthyRun` the state is saved."""
+def run(
+    ppo: PPOComponents,
+    report: PPOReport,
+    checkpointer: CheckpointManager,
+    trace: StepTrace = NO_TRACE,
+) -> None:
+    """Run the PPO steps that are left, starting at the position in `ppo.state`; `trace` records one
+    of them. After `StopRequested` and `UnhealthyRun` the state is saved."""
     first = ppo.state.steps + 1  # a resumed run may enter in the middle of a step
     for step in trace.around(range(first, ppo.plan.ppo_steps + 1), first):
         announce_step(step)
-        experience = ppo.state.experience or make_experience(ppo, step, checkpointer)  # (N, R); None if not finite
-        for minibatch in ppo.minibatches_left(experience, step):  # shuffled in each of the PPO epochs
+        experience = ppo.state.experience or make_experience(
+            ppo, step, checkpointer
+        )  # (N, R); None if not finite
+        for minibatch in ppo.minibatches_left(
+            experience, step
+        ):  # shuffled in each of the PPO epochs
             update(ppo, minibatch, step)
             checkpointer.save_if_due()
         ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
@@ -33,30 +45,50 @@ def run(ppo: PPOComponents, report: PPOReport, checkpointer: CheckpointManager, 
         report.health.stop_if_due(checkpointer)  # --stop_on_health
 
 
-def make_experience(ppo: PPOComponents, step: int, checkpointer: CheckpointManager) -> Experience | None:
-    """Sample answers with the current policy and score them; the same rows on every rank. None if a number is not
-    finite and the updates of this PPO step are skipped."""
+def make_experience(
+    ppo: PPOComponents, step: int, checkpointer: CheckpointManager
+) -> Experience | None:
+    """Sample answers with the current policy and score them; the same rows on every rank. None if a
+    number is not finite and the updates of this PPO step are skipped."""
     collection, rows = ppo.collection, None
     with collection.cancelled_on_stop(checkpointer):
         while rows is None:  # one round; several with --dynamic_sampling
             prompts = collection.next_prompts()  # those of this rank
-            rollout = collection.sample(prompts, step, checkpointer)  # prompts (B, P), responses and log-probs (B, R)
-            scores = collection.reward(rollout, prompts, step)  # functions begin; later (B,), and (B, K) by source
-            scored = collection.forward_passes(rollout, scores, prompts)  # reference; if needed, actor, critic: (B, R)
-            rows = collection.add(gather_rows(scored), step)  # (N, R) of all ranks; None: too few, another round
-    rewarded = ppo.shaping.with_rewards(rows)  # clipped score on the last token, KL penalty on each: (N, R)
-    valued = ppo.critic_pass(rewarded, step)  # values, where scoring gives none: the critic's forward and backward
-    experience = ppo.shaping.advantages(valued, step)  # GAE or a group's baseline, whitening: (N, R)
+            rollout = collection.sample(
+                prompts, step, checkpointer
+            )  # prompts (B, P), responses and log-probs (B, R)
+            scores = collection.reward(
+                rollout, prompts, step
+            )  # functions begin; later (B,), and (B, K) by source
+            scored = collection.forward_passes(
+                rollout, scores, prompts
+            )  # reference; if needed, actor, critic: (B, R)
+            rows = collection.add(
+                gather_rows(scored), step
+            )  # (N, R) of all ranks; None: too few, another round
+    rewarded = ppo.shaping.with_rewards(
+        rows
+    )  # clipped score on the last token, KL penalty on each: (N, R)
+    valued = ppo.critic_pass(
+        rewarded, step
+    )  # values, where scoring gives none: the critic's forward and backward
+    experience = ppo.shaping.advantages(
+        valued, step
+    )  # GAE or a group's baseline, whitening: (N, R)
     return ppo.keep_if_finite(experience, step)
 
 
 def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
-    """Make one optimizer step of actor and critic; each micro-batch holds (b, R) tensors of this rank's rows."""
+    """Make one optimizer step of actor and critic; each micro-batch holds (b, R) tensors of this
+    rank's rows."""
     objectives = []
     if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
-        objectives.append(ppo.updates.actor_objective(minibatch))  # clipped ratio x advantage, entropy, KL, PTX
+        objectives.append(
+            ppo.updates.actor_objective(minibatch)
+        )  # clipped ratio x advantage, entropy, KL, PTX
     if ppo.engines.critic is not None:
-        # clipped squared error of the values; on-policy the pass that is already made, with its gradients
+        # clipped squared error of the values; on-policy the pass that is already made, with its
+        # gradients
         objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch))
     outcome = ppo.updates.minimise(objectives, step)  # forward, backward, clipping, AdamW
     if "actor" in outcome.grad_norms and ppo.engines.actor_average is not None:

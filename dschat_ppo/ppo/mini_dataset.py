@@ -1,4 +1,5 @@
-"""The rows of all ranks, and the mini-batches that optimizer steps train on; plain text for the PTX loss."""
+"""The rows of all ranks, and the mini-batches that optimizer steps train on; plain text for the PTX
+loss."""
 
 from __future__ import annotations
 
@@ -42,23 +43,30 @@ class MiniBatch(Generic[Rewarded]):
 
 @dataclass(frozen=True)
 class MiniDataset:
-    """Experience of one PPO step, served in shuffled mini-batches for several epochs. Every rank holds the rows of all
-    ranks and shuffles them in the same way, so the rows of an optimizer step, its denominators and the moments for
-    whitening do not depend on the number of ranks."""
+    """Experience of one PPO step, served in shuffled mini-batches for several epochs. Every rank
+    holds the rows of all ranks and shuffles them in the same way, so the rows of an optimizer step,
+    its denominators and the moments for whitening do not depend on the number of ranks."""
 
     rows_per_update: int  # of one optimizer step over all ranks
     micro_batch_tokens: int  # budget of `split_by_tokens`
     max_length: int  # longest answer in tokens, for the constant denominator
     seed: int
-    shares_prompts: bool = False  # the models run the prompt of several rows once: its answers stay together
+    shares_prompts: bool = (
+        False  # the models run the prompt of several rows once: its answers stay together
+    )
 
-    def minibatches(self, rows: Rewarded, ppo_epochs: int, step: int) -> Iterator[MiniBatch[Rewarded]]:
-        """This rank's share of each mini-batch of `rows`, which are those of all ranks and a multiple of
-        `rows_per_update`, shuffled again in each of `ppo_epochs` passes. Every rank computes the shares of all ranks,
-        so ranks with fewer micro-batches add empty ones without a collective: the shortest row, its response empty."""
+    def minibatches(
+        self, rows: Rewarded, ppo_epochs: int, step: int
+    ) -> Iterator[MiniBatch[Rewarded]]:
+        """This rank's share of each mini-batch of `rows`, which are those of all ranks and a
+        multiple of `rows_per_update`, shuffled again in each of `ppo_epochs` passes. Every rank
+        computes the shares of all ranks, so ranks with fewer micro-batches add empty ones without a
+        collective: the shortest row, its response empty."""
         count = rows.response_ids.shape[0]
         if count % self.rows_per_update:
-            raise ValueError(f"{count} rows are not a multiple of {self.rows_per_update} rows per update")
+            raise ValueError(
+                f"{count} rows are not a multiple of {self.rows_per_update} rows per update"
+            )
         for epoch in range(ppo_epochs):
             order = torch.randperm(count, generator=shared_generator(self.seed, step, epoch))
             for index in order.to(rows.response_ids.device).split(self.rows_per_update):
@@ -68,7 +76,12 @@ class MiniDataset:
                 shares = deal(lengths, dist.data_ranks(), prompts)
                 budget = self.micro_batch_tokens
                 splits = [
-                    [share[part] for part in split_by_tokens(lengths[share], budget, prompts and prompts.at(share))]
+                    [
+                        share[part]
+                        for part in split_by_tokens(
+                            lengths[share], budget, prompts and prompts.at(share)
+                        )
+                    ]
                     for share in shares
                 ]
                 micro_batches = [select_rows(chosen, part) for part in splits[dist.data_rank()]]
@@ -78,10 +91,16 @@ class MiniDataset:
                 empty = replace(shortest, response_mask=nothing, loss_mask=nothing)
                 micro_batches += (most - len(micro_batches)) * [empty]
                 counted = chosen.loss_mask.sum(dim=1)  # (n,) tokens in the policy loss
-                numbers = torch.stack([counted.sum(), (counted > 0).sum(), chosen.response_mask.sum()]).tolist()
+                numbers = torch.stack(
+                    [counted.sum(), (counted > 0).sum(), chosen.response_mask.sum()]
+                ).tolist()
                 tokens, rows_counted, value_tokens = (max(1.0, float(number)) for number in numbers)
-                denominators = Denominators(tokens, rows_counted, constant=float(len(counted) * self.max_length))
-                yield MiniBatch(micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks()))
+                denominators = Denominators(
+                    tokens, rows_counted, constant=float(len(counted) * self.max_length)
+                )
+                yield MiniBatch(
+                    micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks())
+                )
 
 
 def prompts_of(rows: ScoredRollout) -> RowPrompts:
@@ -90,10 +109,13 @@ def prompts_of(rows: ScoredRollout) -> RowPrompts:
 
 
 def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
-    """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and (N, R). Collective.
-    With `of_group` only of the ranks that share rows in training, where several do."""
+    """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and
+    (N, R). Collective. With `of_group` only of the ranks that share rows in training, where several
+    do."""
     group = dist.sequence_group() if of_group else None
-    lengths = torch.tensor([rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device)
+    lengths = torch.tensor(
+        [rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device
+    )
     prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)
     named = tensors_of(padded)
@@ -117,9 +139,16 @@ class TextBatches:
         self.stream = IndexStream(self.rows, self.seed)
 
     def take(self) -> tuple[list[SFTBatch], Tensor]:
-        """This rank's micro-batches of the next optimizer step, and the number of tokens of all ranks. Collective."""
+        """This rank's micro-batches of the next optimizer step, and the number of tokens of all
+        ranks. Collective."""
         taken = self.stream.take(self.rows_per_update)[dist.data_rank() :: dist.data_ranks()]
-        parts = [taken[start : start + self.micro_batch] for start in range(0, len(taken), self.micro_batch)]
-        batches = [to_device(collate_sft(self.rows, part, self.pad_id, True), self.device) for part in parts]
+        parts = [
+            taken[start : start + self.micro_batch]
+            for start in range(0, len(taken), self.micro_batch)
+        ]
+        batches = [
+            to_device(collate_sft(self.rows, part, self.pad_id, True), self.device)
+            for part in parts
+        ]
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
         return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()  # each block once

@@ -1,4 +1,5 @@
-"""Estimators, policy losses, metrics and samplers of one's own: tried on made-up rows before a model is loaded."""
+"""Estimators, policy losses, metrics and samplers of one's own: tried on made-up rows before a
+model is loaded."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ _B, _R = 4, 3
 
 
 def check_own_functions(config: PPOConfig) -> None:
-    """Run each estimator, policy loss and metric of one's own once, on four made-up rows. `UserError` if it does not
-    return what docs/extending.md asks for."""
+    """Run each estimator, policy loss and metric of one's own once, on four made-up rows.
+    `UserError` if it does not return what docs/extending.md asks for."""
     estimator, loss = config.algorithm.advantage_estimator, config.algorithm.policy_loss
     rows = made_up_rows()
     if estimator != "gae":
@@ -51,8 +52,9 @@ def check_own_functions(config: PPOConfig) -> None:
 
 
 class OwnSampler:
-    """Chooses prompts by the class of `--sampler`, in place of an `IndexStream`. What its methods return on rank 0
-    holds for all ranks. `rows`: the data row of each prompt. Its methods are collective."""
+    """Chooses prompts by the class of `--sampler`, in place of an `IndexStream`. What its methods
+    return on rank 0 holds for all ranks. `rows`: the data row of each prompt. Its methods are
+    collective."""
 
     def __init__(self, name: str, rows: Sequence[dict[str, Any]], seed: int):
         self.name, self.count = name, len(rows)
@@ -69,7 +71,9 @@ class OwnSampler:
         with running_own(f"{SAMPLER} {self.name}: take({count}):", self.name):
             found = [int(index) for index in self.own.take(count)]
             if len(found) != count or not all(0 <= index < self.count for index in found):
-                raise ValueError(f"it must return {count} numbers from 0 to {self.count - 1}, got {found[:8]}")
+                raise ValueError(
+                    f"it must return {count} numbers from 0 to {self.count - 1}, got {found[:8]}"
+                )
         found = dist.broadcast_object(found)
         self.order += found
         return found
@@ -95,7 +99,8 @@ class OwnSampler:
 
 
 def own_metrics(names: Sequence[str], rows: Experience) -> dict[str, float]:
-    """The numbers that the functions of `--metrics` give for the N rows of a PPO step, by `own/NAME`."""
+    """The numbers that the functions of `--metrics` give for the N rows of a PPO step, by
+    `own/NAME`."""
     found: dict[str, float] = {}
     for name in names:
         found |= _try(METRICS, name, partial(_numbers_of, name), rows)
@@ -107,15 +112,20 @@ def _numbers_of(name: str, function: Callable[..., Any], rows: Experience) -> di
     found = function(rows)
     by_name = found if isinstance(found, Mapping) else {name.rpartition(":")[2]: found}
     for key, value in by_name.items():
-        is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
+        is_number = isinstance(value, numbers.Real) or (
+            isinstance(value, Tensor) and value.numel() == 1
+        )
         if not (isinstance(key, str) and is_number):
             raise TypeError(
-                f"it must return a number or a dict of numbers by name, not {key!r}: {type(value).__name__}"
+                f"it must return a number or a dict of numbers by name, not {key!r}:"
+                f" {type(value).__name__}"
             )
     return {f"own/{key}": float(value) for key, value in by_name.items()}
 
 
-def _try(flag: str, name: str, check: Callable[[Callable[..., Any], Experience], Any], rows: Experience) -> Any:
+def _try(
+    flag: str, name: str, check: Callable[[Callable[..., Any], Experience], Any], rows: Experience
+) -> Any:
     function = own_function(flag, name)
     with running_own(f"{flag} {name}:", name):
         return check(function, rows)
@@ -123,9 +133,17 @@ def _try(flag: str, name: str, check: Callable[[Callable[..., Any], Experience],
 
 def _check_estimator(function: Callable[..., Any], rows: Experience) -> None:
     inputs = AdvantageInputs(
-        rows.rewards, None, rows.response_mask, rows.groups, None, 0.9, 0.9, scores=rows.scores,
-        source_scores=rows.source_scores, source_weights=torch.ones(1).double(),
-    )  # fmt: skip
+        rows.rewards,
+        None,
+        rows.response_mask,
+        rows.groups,
+        None,
+        0.9,
+        0.9,
+        scores=rows.scores,
+        source_scores=rows.source_scores,
+        source_weights=torch.ones(1).double(),
+    )
     found = function(inputs)
     if not (isinstance(found, tuple) and len(found) == 2):
         raise TypeError(f"it must return (advantages, returns), not {type(found).__name__}")
@@ -153,7 +171,11 @@ def _check_loss(function: Callable[..., Any], rows: Experience) -> None:
 
 def _require_per_token(word: str, values: Any, like: Tensor) -> None:
     if not isinstance(values, Tensor) or values.shape != like.shape or values.dtype != like.dtype:
-        got = f"{tuple(values.shape)} {values.dtype}" if isinstance(values, Tensor) else type(values).__name__
+        got = (
+            f"{tuple(values.shape)} {values.dtype}"
+            if isinstance(values, Tensor)
+            else type(values).__name__
+        )
         raise ValueError(f"{word} must be a tensor {tuple(like.shape)} {like.dtype}, got {got}")
     if values.is_floating_point() and not bool(values.isfinite().all()):
         raise ValueError(f"{word} are not finite")
@@ -165,13 +187,23 @@ def made_up_rows() -> Experience:
     scores = torch.tensor([1.0, 0.0, -1.0, 2.0])  # (B,)
     per_token = torch.where(mask, torch.linspace(-1.0, -0.1, _B * _R).view(_B, _R), 0.0)  # (B, R)
     made: dict[str, Tensor] = {
-        field.name: per_token for field in fields(Experience) if field.default is MISSING and field.name != "selected"
+        field.name: per_token
+        for field in fields(Experience)
+        if field.default is MISSING and field.name != "selected"
     }
     made |= {
-        "prompt_ids": torch.ones(_B, 2, dtype=torch.int64), "prompt_mask": torch.ones(_B, 2, dtype=torch.bool),
-        "response_ids": torch.ones(_B, _R, dtype=torch.int64), "response_mask": mask, "loss_mask": mask,
+        "prompt_ids": torch.ones(_B, 2, dtype=torch.int64),
+        "prompt_mask": torch.ones(_B, 2, dtype=torch.bool),
+        "response_ids": torch.ones(_B, _R, dtype=torch.int64),
+        "response_mask": mask,
+        "loss_mask": mask,
         "finish_reason": torch.full((_B,), FinishReason.EOS, dtype=torch.int8),
-        "source_scores": scores.unsqueeze(1), "scores": scores, "baselines": scores, "answer_scores": scores,
-        "groups": torch.tensor([0, 0, 1, 1]), "numbers": torch.arange(_B), "loss_weights": mask.float(),
-    }  # fmt: skip
+        "source_scores": scores.unsqueeze(1),
+        "scores": scores,
+        "baselines": scores,
+        "answer_scores": scores,
+        "groups": torch.tensor([0, 0, 1, 1]),
+        "numbers": torch.arange(_B),
+        "loss_weights": mask.float(),
+    }
     return Experience(**made, selected=None)

@@ -1,4 +1,5 @@
-"""Answers of training with their scores: in `samples.jsonl` and on the terminal, every few PPO steps."""
+"""Answers of training with their scores: in `samples.jsonl` and on the terminal, every few PPO
+steps."""
 
 from __future__ import annotations
 
@@ -27,14 +28,17 @@ class Samples:
     count: int
     tokenizer: PreTrainedTokenizerBase
     sources: Sequence[str]  # names of the reward sources in the order of `source_scores`
-    data_sources: Sequence[str] = ()  # names of the data sets in the order of their numbers in the rows
+    data_sources: Sequence[
+        str
+    ] = ()  # names of the data sets in the order of their numbers in the rows
 
     def is_due(self, step: int) -> bool:
         """Whether answers of PPO step `step` are written."""
         return self.every > 0 and (step == 1 or step % self.every == 0)
 
     def write(self, step: int, rows: ScoredRollout) -> list[dict[str, Any]]:
-        """Write answers of PPO step `step`, of the rows of all ranks, and return them; only rank 0 does anything."""
+        """Write answers of PPO step `step`, of the rows of all ranks, and return them; only rank 0
+        does anything."""
         if not dist.is_main():
             return []
         index = shown_rows(rows.groups.tolist(), rows.scores.tolist(), self.count)
@@ -45,9 +49,9 @@ class Samples:
 
 
 def shown_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> list[int]:
-    """At most `count` rows: of each prompt, in the order of the run, the answer with the highest and the one with the
-    lowest score. Of equal scores, the first row is the highest and the last the lowest. `groups`: the number of each
-    row's prompt."""
+    """At most `count` rows: of each prompt, in the order of the run, the answer with the highest
+    and the one with the lowest score. Of equal scores, the first row is the highest and the last
+    the lowest. `groups`: the number of each row's prompt."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
@@ -61,9 +65,13 @@ def shown_rows(groups: Sequence[int], scores: Sequence[float], count: int) -> li
 
 
 def sample_lines(
-    rows: ScoredRollout, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], data_sources: Sequence[str] = ()
+    rows: ScoredRollout,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[str],
+    data_sources: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """What `samples.jsonl` says of each row (on the CPU), without the step; for the names, see `Samples`."""
+    """What `samples.jsonl` says of each row (on the CPU), without the step; for the names, see
+    `Samples`."""
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
     answers = answers_of(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
@@ -72,14 +80,23 @@ def sample_lines(
     if rows.ref_logprobs is not None:
         kl = (kl_k1(rows.policy_logprobs, rows.ref_logprobs).sum(dim=1) / lengths).tolist()
     lines = []
-    for row, (prompt, answer, turns) in enumerate(zip(prompts, answers, turns_of(tokenizer, rows), strict=True)):
+    for row, (prompt, answer, turns) in enumerate(
+        zip(prompts, answers, turns_of(tokenizer, rows), strict=True)
+    ):
         named = zip(sources, rows.source_scores[row].tolist(), strict=True)
-        by_source = {name: score for name, score in named if not math.isnan(score)}  # only those that score it
+        by_source = {
+            name: score for name, score in named if not math.isnan(score)
+        }  # only those that score it
         line = {
-            "prompt": prompt, "answer": answer, "tokens": int(tokens[row]), "score": float(rows.scores[row]),
-            "scores": by_source, "kl": kl[row], "length": int(lengths[row]),
+            "prompt": prompt,
+            "answer": answer,
+            "tokens": int(tokens[row]),
+            "score": float(rows.scores[row]),
+            "scores": by_source,
+            "kl": kl[row],
+            "length": int(lengths[row]),
             "ended": FinishReason(int(rows.finish_reason[row])).name.lower(),
-        }  # fmt: skip
+        }
         if len(data_sources) > 1 and rows.data_sources is not None:
             line["data_source"] = data_sources[int(rows.data_sources[row])]
         if turns:
@@ -90,7 +107,11 @@ def sample_lines(
 
 def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
     """The answers of PPO step `step`, given as `sample_lines`, as text for a terminal."""
-    ended = {"eos": "ended by EOS", "stop": "ended by a stop string", "length": "cut at the length limit"}
+    ended = {
+        "eos": "ended by EOS",
+        "stop": "ended by a stop string",
+        "length": "cut at the length limit",
+    }
     parts = [f"PPO step {step}: {len(lines)} answers"]
     for number, line in enumerate(lines, start=1):
         by_source = ", ".join(f"{name} {score:.3f}" for name, score in line["scores"].items())
@@ -103,7 +124,11 @@ def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _indented(name: str, text: str) -> str:
-    """The text after its name. Control characters, which could move the cursor or change colours, are replaced."""
+    """The text after its name. Control characters, which could move the cursor or change colours,
+    are replaced."""
     lines = text.expandtabs().split("\n")
-    safe = ["".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line) for line in lines]
+    safe = [
+        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+        for line in lines
+    ]
     return f"    {name}: " + f"\n{' ' * (len(name) + 6)}".join(safe)

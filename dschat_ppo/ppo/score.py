@@ -1,4 +1,5 @@
-"""What a rollout gets before its update: scores of the reward sources, log-probs of actor and reference, values."""
+"""What a rollout gets before its update: scores of the reward sources, log-probs of actor and
+reference, values."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ from dschat_ppo.types import (
 _CONTEXT = 16  # tokens of a prompt before which its answer is decoded
 
 
-def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool) -> list[str]:
+def texts_of(
+    tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool
+) -> list[str]:
     """The real tokens of each row, `ids` and `mask` (B, T), as text."""
     ids, mask = ids.cpu(), mask.cpu()  # at once, not two waits for each row
     rows = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
@@ -46,14 +49,23 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip
 
 
 def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The text of each answer, without special tokens and without the EOS that ended it. It is decoded where it stands:
-    tokenizers such as Llama's drop the space with which a text begins."""
+    """The text of each answer, without special tokens and without the EOS that ended it. It is
+    decoded where it stands: tokenizers such as Llama's drop the space with which a text begins."""
     lengths = rollout.response_lengths - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
-    is_text = torch.arange(rollout.response_mask.shape[1], device=lengths.device) < lengths.unsqueeze(1)  # (B, R)
-    near = slice(max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None)  # prompts are padded on the left
+    is_text = torch.arange(
+        rollout.response_mask.shape[1], device=lengths.device
+    ) < lengths.unsqueeze(1)  # (B, R)
+    near = slice(
+        max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None
+    )  # prompts are padded on the left
     ids, mask = rollout.prompt_ids[:, near], rollout.prompt_mask[:, near]
     before = texts_of(tokenizer, ids, mask, skip_special_tokens=True)
-    both = texts_of(tokenizer, torch.cat([ids, rollout.response_ids], dim=1), torch.cat([mask, is_text], dim=1), True)
+    both = texts_of(
+        tokenizer,
+        torch.cat([ids, rollout.response_ids], dim=1),
+        torch.cat([mask, is_text], dim=1),
+        True,
+    )
     alone = texts_of(tokenizer, rollout.response_ids, is_text, skip_special_tokens=True)
     return [
         whole.removeprefix(prompt) if whole.startswith(prompt) else text
@@ -71,11 +83,11 @@ class RewardRequests:
     _has_counted: bool = False
 
     def request(self, rollout: Rollout, indices: list[int], steps_done: int) -> RewardRequest:
-        """The request that the sources receive, for answers to the prompts at `indices`: the same number to each, one
-        prompt after another.
+        """The request that the sources receive, for answers to the prompts at `indices`: the same
+        number to each, one prompt after another.
 
-        Prompts keep the special tokens of a chat template, but not the actor's BOS. Responses lose the EOS that ended
-        them.
+        Prompts keep the special tokens of a chat template, but not the actor's BOS. Responses lose
+        the EOS that ended them.
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
@@ -84,20 +96,27 @@ class RewardRequests:
             ids, mask, bos = rollout.prompt_ids, rollout.prompt_mask, self.tokenizer.bos_token_id
             if bos is not None:  # with it, tokenizers such as Llama's put a space before the text
                 mask = mask & ~((ids == bos) & (mask.cumsum(dim=1) == 1))
-            return texts_of(self.tokenizer, ids, mask, skip_special_tokens=False), answers_of(self.tokenizer, rollout)
+            return texts_of(self.tokenizer, ids, mask, skip_special_tokens=False), answers_of(
+                self.tokenizer, rollout
+            )
 
         return RewardRequest([row for row in data for _ in range(samples)], decode, steps_done)
 
     def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
         """The `count` prompts of a rollout, without special tokens."""
         each = slice(None, None, len(rollout.prompt_ids) // count)
-        return texts_of(self.tokenizer, rollout.prompt_ids[each], rollout.prompt_mask[each], skip_special_tokens=True)
+        return texts_of(
+            self.tokenizer,
+            rollout.prompt_ids[each],
+            rollout.prompt_mask[each],
+            skip_special_tokens=True,
+        )
 
     def count_failed_rows(self) -> int:
         """Answers of all ranks that got the default score since the last count. Collective.
 
-        The first count raises `RewardFunctionError` if a function failed on every answer or no source scored any: then
-        the function itself or its route is wrong.
+        The first count raises `RewardFunctionError` if a function failed on every answer or no
+        source scored any: then the function itself or its route is wrong.
         """
         refuse_all, self._has_counted = not self._has_counted, True
         return self.mixture.count_failed_rows(refuse_all)
@@ -112,7 +131,9 @@ class ForwardPasses:
     critic: Model | None  # None: scoring computes no values
     temperature: float  # of sampling; log-probs are computed at it
     micro_batch_tokens: int  # budget of one forward pass
-    old_logprobs: OldLogprobs  # "recompute" also gives entropies; with "update", rows have no old log-probs
+    old_logprobs: (
+        OldLogprobs  # "recompute" also gives entropies; with "update", rows have no old log-probs
+    )
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
     late_ends: LateEnds | None = None  # of sampling
     teachers: Teachers | None = None  # whose log-probs advantages need; None: no advantage does
@@ -122,26 +143,42 @@ class ForwardPasses:
     def __call__(
         self, rollout: Rollout, scores: Scores, groups: Tensor, teachers: Tensor | None = None
     ) -> ScoredRollout:
-        """B rows with the numbers of one forward pass of each model, in eval mode from here on; `groups` (B,) int64 is
-        the number of each row's prompt, `teachers` (B,) int64 that of its teacher where there are several. Collective;
-        ranks with fewer micro-batches run their last one again. Ranks that share rows (`--sequence_parallel_size`) run
-        those of all of them together."""
+        """B rows with the numbers of one forward pass of each model, in eval mode from here on;
+        `groups` (B,) int64 is the number of each row's prompt, `teachers` (B,) int64 that of its
+        teacher where there are several. Collective; ranks with fewer micro-batches run their last
+        one again. Ranks that share rows (`--sequence_parallel_size`) run those of all of them
+        together."""
         for model in (self.actor, self.reference, self.critic):
             if model is not None:
                 model.eval()
         batch = ScoredRollout(
-            **tensors_of(rollout), old_logprobs=None, entropies=None, ref_logprobs=None, kl=None,
-            values=None, source_scores=scores.by_source, scores=scores.total, baselines=scores.baselines, groups=groups,
+            **tensors_of(rollout),
+            old_logprobs=None,
+            entropies=None,
+            ref_logprobs=None,
+            kl=None,
+            values=None,
+            source_scores=scores.by_source,
+            scores=scores.total,
+            baselines=scores.baselines,
+            groups=groups,
             teachers=teachers,
-        )  # fmt: skip
+        )
         if dist.sequence_ranks() > 1:
             batch = gather_rows(batch, of_group=True)
         shares = share_prompts(self.actor, self.reference, self.critic)
         prompts = prompts_of(batch) if shares else None
         parts, own = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
-        part, temperature, late_ends, done = self.clock.part, self.temperature, self.late_ends, list[ScoredRollout]()
+        part, temperature, late_ends, done = (
+            self.clock.part,
+            self.temperature,
+            self.late_ends,
+            list[ScoredRollout](),
+        )
         full = self.kl_estimator == "full" and self.reference is not None
-        for number, own_rows in enumerate(parts, start=1):  # one forward pass of each model; every tensor is (b, R)
+        for number, own_rows in enumerate(
+            parts, start=1
+        ):  # one forward pass of each model; every tensor is (b, R)
             heartbeat()
             rows = select_rows(batch, own_rows)
             mask = rows.response_mask
@@ -156,7 +193,11 @@ class ForwardPasses:
             if self.old_logprobs == "recompute":
                 with part("actor"):
                     actor = response_logprobs(
-                        self.actor, rows, temperature, late_ends=late_ends, teachings=[teaching] if teaching else []
+                        self.actor,
+                        rows,
+                        temperature,
+                        late_ends=late_ends,
+                        teachings=[teaching] if teaching else [],
                     )
                 rows = replace(
                     rows,
@@ -167,7 +208,11 @@ class ForwardPasses:
             elif self.old_logprobs == "rollout":
                 rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
             if reference is not None:
-                kl = rows.kl if full else KL_ESTIMATORS[self.kl_estimator](rows.policy_logprobs, reference.logprobs)
+                kl = (
+                    rows.kl
+                    if full
+                    else KL_ESTIMATORS[self.kl_estimator](rows.policy_logprobs, reference.logprobs)
+                )
                 rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
             if self.teachers is not None:
                 with part("teacher"):
@@ -178,17 +223,22 @@ class ForwardPasses:
             done.append(rows)
             report_phase(number, len(parts), "batches")
         order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
-        return select_rows(concat_rows(done[:own]), order.chunk(dist.sequence_ranks())[dist.sequence_rank()])
+        return select_rows(
+            concat_rows(done[:own]), order.chunk(dist.sequence_ranks())[dist.sequence_rank()]
+        )
 
     @torch.no_grad()
     def actor_logprobs(self, rollout: Rollout) -> Tensor:
-        """Log-probs of the response tokens under the actor in eval mode, (B, R) fp32. Collective."""
+        """Log-probs of the response tokens under the actor in eval mode, (B, R) fp32.
+        Collective."""
         self.actor.eval()
         parts, own = even_passes(row_lengths(rollout), self.micro_batch_tokens)
         whole = torch.zeros(rollout.response_mask.shape, device=rollout.response_mask.device)
         for number, part in enumerate(parts):
             rows = select_rows(rollout, part)
-            found = response_logprobs(self.actor, rows, self.temperature, late_ends=self.late_ends).logprobs
+            found = response_logprobs(
+                self.actor, rows, self.temperature, late_ends=self.late_ends
+            ).logprobs
             if number < own:
                 whole[part, : found.shape[1]] = found
         return whole

@@ -1,4 +1,5 @@
-"""The state of step 3, the components that its loop (`loop.py`) uses, and what a checkpoint holds of them."""
+"""The state of step 3, the components that its loop (`loop.py`) uses, and what a checkpoint holds
+of them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,16 @@ from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of, to_device
 
-SAVED = ("steps", "updates", "applied", "ended", "metrics", "evaluated", "first", "last")  # of `PPOState`, as they are
+SAVED = (
+    "steps",
+    "updates",
+    "applied",
+    "ended",
+    "metrics",
+    "evaluated",
+    "first",
+    "last",
+)  # of `PPOState`, as they are
 
 
 @dataclass
@@ -53,11 +63,19 @@ class PPOState:
     updates: int = 0  # optimizer steps of the PPO step in flight
     applied: int = 0  # those of them that updated the actor
     ended: bool = False  # a limit ended the updates of the PPO step in flight
-    experience: Experience | None = None  # of all ranks; None between two PPO steps, or if not finite
-    critic_pass: Objective | None = None  # of the experience in flight, with gradients that wait for its only update
-    metrics: dict[str, float] = field(default_factory=dict)  # of the PPO step in flight, known so far
+    experience: Experience | None = (
+        None  # of all ranks; None between two PPO steps, or if not finite
+    )
+    critic_pass: Objective | None = (
+        None  # of the experience in flight, with gradients that wait for its only update
+    )
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # of the PPO step in flight, known so far
     sums: MetricSums = field(default_factory=MetricSums)  # metrics of the updates, this rank's part
-    evaluated: dict[str, float] | None = None  # metrics before the first PPO step; None: not evaluated yet
+    evaluated: dict[str, float] | None = (
+        None  # metrics before the first PPO step; None: not evaluated yet
+    )
     first: dict[str, float] = field(default_factory=dict)  # metrics of the first finished PPO step
     last: dict[str, float] = field(default_factory=dict)  # of the last one
 
@@ -69,23 +87,29 @@ class PPOState:
         self.updates, self.applied, self.ended = 0, 0, False
 
     def count_update(self, outcome: Outcome) -> None:
-        """Count an optimizer step and its metrics, and keep the old log-probs that it has computed. Collective in the
-        first one of a PPO step."""
+        """Count an optimizer step and its metrics, and keep the old log-probs that it has computed.
+        Collective in the first one of a PPO step."""
         self.critic_pass = None
         if outcome.logprobs is not None and self.experience is not None:
             old_logprobs = outcome.logprobs.gathered(self.experience)  # (N, R)
             self.experience = replace(self.experience, old_logprobs=old_logprobs)
         for sums in outcome.sums:
-            self.sums.merge(sums.scaled(1 / dist.sequence_ranks()))  # ranks that share rows count each of them once
+            self.sums.merge(
+                sums.scaled(1 / dist.sequence_ranks())
+            )  # ranks that share rows count each of them once
         device = dist.device()
-        once = torch.tensor([dist.is_main()], device=device)  # every rank knows the norm; only one counts it
+        once = torch.tensor(
+            [dist.is_main()], device=device
+        )  # every rank knows the norm; only one counts it
         for role, norm in outcome.grad_norms.items():
             self.sums.add_mean(f"optim/grad_norm/{role}", torch.tensor([norm], device=device), once)
         if self.updates == 0:
             first = self.sums.reduce()
             for name in ("mean", "max"):
                 if f"policy/log_ratio_abs_{name}" in first:
-                    self.metrics[f"policy/first_log_ratio_abs_{name}"] = first[f"policy/log_ratio_abs_{name}"]
+                    self.metrics[f"policy/first_log_ratio_abs_{name}"] = first[
+                        f"policy/log_ratio_abs_{name}"
+                    ]
         self.updates += 1
         self.applied += "actor" in outcome.grad_norms
         self.ended = outcome.ends_step
@@ -99,10 +123,15 @@ class PPOState:
     def state_dict(self) -> dict[str, Any]:
         """The part that all ranks have in common; `sums` are not in it."""
         saved = {name: copy(getattr(self, name)) for name in SAVED}
-        return saved | {"experience": None if self.experience is None else tensors_of(self.experience)}
+        return saved | {
+            "experience": None if self.experience is None else tensors_of(self.experience)
+        }
 
-    def load_state_dict(self, state: dict[str, Any], sums: MetricSums, device: torch.device) -> None:
-        """Restore `state_dict()`, with this rank's part of the sums, and the experience on `device`."""
+    def load_state_dict(
+        self, state: dict[str, Any], sums: MetricSums, device: torch.device
+    ) -> None:
+        """Restore `state_dict()`, with this rank's part of the sums, and the experience on
+        `device`."""
         for name in SAVED:
             setattr(self, name, state[name])
         self.sums = sums
@@ -112,14 +141,20 @@ class PPOState:
 
 
 class PPOComponents:
-    """The components that `run`, `make_experience` and `update` use. Constructing it is collective. `tokenizer`: of the
-    actor; `texts`: blocks of plain text for the PTX loss."""
+    """The components that `run`, `make_experience` and `update` use. Constructing it is collective.
+    `tokenizer`: of the actor; `texts`: blocks of plain text for the PTX loss."""
 
     def __init__(
-        self, config: PPOConfig, plan: PPOPlan, rows: TokenRows, tokenizer: PreTrainedTokenizerBase,
-        engines: RLHFEngine, rewards: RewardMixture, texts: TextBatches | None = None,
+        self,
+        config: PPOConfig,
+        plan: PPOPlan,
+        rows: TokenRows,
+        tokenizer: PreTrainedTokenizerBase,
+        engines: RLHFEngine,
+        rewards: RewardMixture,
+        texts: TextBatches | None = None,
         episodes: EpisodeRollouts | None = None,
-    ):  # fmt: skip
+    ):
         ppo, algorithm, seed = config.ppo, config.algorithm, config.run.seed
         self.config = config
         self.plan = plan
@@ -136,44 +171,73 @@ class PPOComponents:
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
         logger().info(f"old log-probs: {describe(self.old_logprobs, reason)}")
         self.shaping = AdvantageComputation(
-            algorithm, ppo.max_answer_seq_len, seed, config.score_clip, plan.warmup_rollouts,
-            config.environment.to_go_weight, config.distill_coef if config.teacher_gives_rewards else 0.0,
+            algorithm,
+            ppo.max_answer_seq_len,
+            seed,
+            config.score_clip,
+            plan.warmup_rollouts,
+            config.environment.to_go_weight,
+            config.distill_coef if config.teacher_gives_rewards else 0.0,
             [weight for _, weight in rewards.sources],
-        )  # fmt: skip
+        )
         late_ends = generator.config.stopping.late_ends
         reference = engines.reference if algorithm.has_reference else None
         teachers = teachers_of(config, engines.teachers, engines.reference, late_ends)
         passes = ForwardPasses(
-            engines.actor, reference, None if self.old_logprobs == "update" else engines.critic,
-            ppo.temperature, plan.micro_batch_tokens, self.old_logprobs, algorithm.kl_estimator, late_ends,
-            teachers if config.teacher_gives_rewards else None, self.clock,
-        )  # fmt: skip
+            engines.actor,
+            reference,
+            None if self.old_logprobs == "update" else engines.critic,
+            ppo.temperature,
+            plan.micro_batch_tokens,
+            self.old_logprobs,
+            algorithm.kl_estimator,
+            late_ends,
+            teachers if config.teacher_gives_rewards else None,
+            self.clock,
+        )
         pool = None
         if algorithm.dynamic_sampling:
             pool = GroupPool(
-                plan.rollout_rows, self.shaping.shaped, algorithm.dynamic_sampling_range,
+                plan.rollout_rows,
+                self.shaping.shaped,
+                algorithm.dynamic_sampling_range,
                 self.shaping.source_weights if algorithm.advantage_estimator == "gdpo" else (),
-            )  # fmt: skip
+            )
         self.collection = ExperienceCollection(
-            config, plan, generator, RewardRequests(rewards, rows.train, tokenizer), passes, pool, self.clock,
+            config,
+            plan,
+            generator,
+            RewardRequests(rewards, rows.train, tokenizer),
+            passes,
+            pool,
+            self.clock,
             len(self.data_sources) > 1,
-        )  # fmt: skip
+        )
         self.mini_dataset = MiniDataset(
-            plan.global_batch, plan.micro_batch_tokens, ppo.max_answer_seq_len, seed,
+            plan.global_batch,
+            plan.micro_batch_tokens,
+            ppo.max_answer_seq_len,
+            seed,
             share_prompts(engines.actor, engines.critic),
-        )  # fmt: skip
-        self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(algorithm.entropy_coef)
+        )
+        self.entropy_coef: AdaptiveEntropy | FixedCoefficient = FixedCoefficient(
+            algorithm.entropy_coef
+        )
         if algorithm.entropy_target is not None:
             self.entropy_coef = AdaptiveEntropy(
-                algorithm.entropy_coef, algorithm.entropy_target, algorithm.entropy_delta, algorithm.entropy_coef_max
+                algorithm.entropy_coef,
+                algorithm.entropy_target,
+                algorithm.entropy_delta,
+                algorithm.entropy_coef_max,
             )
         self.updates = PPOUpdate(
             config, late_ends, engines, texts, self.entropy_coef, self.nonfinite, self.clock
-        )  # fmt: skip
+        )
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:
-        """The rows with their values (N, R), if there is a critic. Where the PPO step makes one update, the forward and
-        backward pass of that update gives them here, and its gradients wait in `state.critic_pass`. Collective."""
+        """The rows with their values (N, R), if there is a critic. Where the PPO step makes one
+        update, the forward and backward pass of that update gives them here, and its gradients wait
+        in `state.critic_pass`. Collective."""
         if rows.values is not None or self.engines.critic is None:
             return rows
         self.engines.train()
@@ -186,18 +250,29 @@ class PPOComponents:
         return replace(rows, values=values.gathered(rows))
 
     def keep_if_finite(self, experience: Experience, step: int) -> Experience | None:
-        """Start the updates of a PPO step, with the metrics of its experience, which is returned. None if a
-        number is not finite: then the step has no updates, or the run stops (`NonFiniteError`), and nothing adapts to
-        its rows. Collective in that case."""
+        """Start the updates of a PPO step, with the metrics of its experience, which is returned.
+        None if a number is not finite: then the step has no updates, or the run stops
+        (`NonFiniteError`), and nothing adapts to its rows. Collective in that case."""
         metrics, kept = dict(self.collection.metrics), None
         if self.nonfinite.is_finite(experience, step):
-            kl_coef, names, clip = self.shaping.used_kl_coef, self.collection.requests.mixture.names, None
+            kl_coef, names, clip = (
+                self.shaping.used_kl_coef,
+                self.collection.requests.mixture.names,
+                None,
+            )
             if self.shaping.score_clip:
-                clip = self.shaping.scaled(experience.scores), self.shaping.shaped(experience.scores)
-            metrics |= experience_metrics(experience, kl_coef, names, self.data_sources, clip) | {"kl/coef": kl_coef}
+                clip = (
+                    self.shaping.scaled(experience.scores),
+                    self.shaping.shaped(experience.scores),
+                )
+            metrics |= experience_metrics(experience, kl_coef, names, self.data_sources, clip) | {
+                "kl/coef": kl_coef
+            }
             metrics |= own_metrics(self.config.ppo.metrics, experience)
             for role, engine in self.engines.trained.items():
-                metrics |= {f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()}
+                metrics |= {
+                    f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()
+                }
             metrics["policy/entropy_coef"] = self.entropy_coef.value
             kept = experience
         else:
@@ -208,15 +283,16 @@ class PPOComponents:
         return kept
 
     def sync_reference(self, step: int) -> None:
-        """Move the reference towards the actor, if that is due after PPO step `step`. `NonFiniteError` if a weight of
-        the actor is not finite. Collective."""
+        """Move the reference towards the actor, if that is due after PPO step `step`.
+        `NonFiniteError` if a weight of the actor is not finite. Collective."""
         sync = self.engines.reference_sync
         if sync is not None and step % self.config.reference.ref_sync_interval == 0:
             with self.clock.phase("sync"):
                 self.state.metrics["kl/reference_moved"] = sync.update()
 
     def minibatches_left(self, experience: Experience | None, step: int) -> Iterator[MiniBatch]:
-        """The mini-batches of a PPO step that no update has used yet; none once a limit has ended its updates."""
+        """The mini-batches of a PPO step that no update has used yet; none once a limit has ended
+        its updates."""
         if experience is None:
             return
         self.engines.train()
@@ -282,10 +358,14 @@ class ResumablePPO:
         ppo = self.ppo
         ppo.state.load_state_dict(shared["progress"], self._sums_of(ranks), ppo.device)
         average, sync = ppo.engines.actor_average, ppo.engines.reference_sync
-        if average is not None and not average.restore(state["actor_average"] or {} for state in ranks.read_all()):
+        if average is not None and not average.restore(
+            state["actor_average"] or {} for state in ranks.read_all()
+        ):
             log_starts_from_scratch("--enable_ema")
             average.begin()
-        if sync is not None and not sync.restore(state["reference"] or {} for state in ranks.read_all()):
+        if sync is not None and not sync.restore(
+            state["reference"] or {} for state in ranks.read_all()
+        ):
             log_starts_from_scratch("--ref_sync_interval")
         ppo.collection.load_state_dict(shared["collector"], ppo.device)
         ppo.shaping.load_state_dict(shared["shaping"])
@@ -294,15 +374,18 @@ class ResumablePPO:
         self.health.load_state_dict(shared["health"])
         ppo.nonfinite.load_state_dict(shared["guard"])
         if ppo.texts is not None:
-            load_saved("--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict)
+            load_saved(
+                "--unsupervised_dataset_name", shared["texts"], ppo.texts.stream.load_state_dict
+            )
         if self.evaluation is not None and shared["best"] is not None:
             self.evaluation.best = tuple(shared["best"])
         for file in self.files:
             file.offset = shared["files"].get(file.path.name, 0)
 
     def _sums_of(self, ranks: RankStates) -> MetricSums:
-        """This rank's part of the metric sums. On another number of ranks, rank 0 takes the sums of all ranks; the
-        others take the same names with nothing counted, so that `reduce` is the same collective on every rank."""
+        """This rank's part of the metric sums. On another number of ranks, rank 0 takes the sums of
+        all ranks; the others take the same names with nothing counted, so that `reduce` is the same
+        collective on every rank."""
         device = self.ppo.device
         if ranks.own is not None:
             return MetricSums.restored([ranks.own["sums"]], device)

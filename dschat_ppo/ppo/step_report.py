@@ -18,12 +18,18 @@ from dschat_ppo.ppo.samples import Samples
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.run.output_folder import KeptModels
 
-RESULT = (*(c.metric for c in PPO_COLUMNS), "reward/total_mean", "rollout/ended_share", "rollout/distinct_share")
+RESULT = (
+    *(c.metric for c in PPO_COLUMNS),
+    "reward/total_mean",
+    "rollout/ended_share",
+    "rollout/distinct_share",
+)
 
 
 @dataclass(eq=False)
 class PPOReport:
-    """Finishes PPO steps: reduces metrics, adapts the entropy coefficient, evaluates, saves models, and logs."""
+    """Finishes PPO steps: reduces metrics, adapts the entropy coefficient, evaluates, saves models,
+    and logs."""
 
     ppo: PPOComponents
     evaluation: Evaluation | None
@@ -36,7 +42,8 @@ class PPOReport:
         self.bar = Progress("PPO", self.ppo.plan.ppo_steps, self.ppo.state.steps)
 
     def evaluate_before_training(self) -> None:
-        """Evaluate the untrained actor, or, if the run resumes after that, look for the best models so far."""
+        """Evaluate the untrained actor, or, if the run resumes after that, look for the best models
+        so far."""
         state = self.ppo.state
         if state.evaluated is None:
             state.evaluated = self._evaluate(0)
@@ -61,7 +68,9 @@ class PPOReport:
             with ppo.clock.phase("save"):
                 self.kept.save_step(step)
         metrics |= phase_metrics(ppo.clock, ppo.device)
-        answers = [Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in shown]
+        answers = [
+            Answer(line["prompt"], line["answer"], line["score"], line["length"]) for line in shown
+        ]
         self.writer.write(step, metrics, answers)
         self.bar.advance()
         show_step(PPO_COLUMNS, metrics, self.bar, ppo.config.console)
@@ -69,7 +78,8 @@ class PPOReport:
         state.finish_step(metrics)
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the held-out prompts, if they are due after PPO step `step`; else {}. Collective."""
+        """Metrics of the held-out prompts, if they are due after PPO step `step`; else {}.
+        Collective."""
         ppo, evaluation = self.ppo, self.evaluation
         if evaluation is None or not evaluation.is_due(step, ppo.plan.ppo_steps):
             return {}
@@ -80,10 +90,18 @@ class PPOReport:
         return metrics
 
     def result(self) -> dict[str, Any]:
-        """For `result.json`: `RESULT` and the evaluations, `_before` of the first step and `_after` of the last."""
-        first, last = {**self.ppo.state.first, **(self.ppo.state.evaluated or {})}, self.ppo.state.last
-        shown = [name for name in last if name in first and (name in RESULT or name.startswith("eval/"))]
-        result = {f"{name}_before": first[name] for name in shown} | {f"{name}_after": last[name] for name in shown}
+        """For `result.json`: `RESULT` and the evaluations, `_before` of the first step and `_after`
+        of the last."""
+        first, last = (
+            {**self.ppo.state.first, **(self.ppo.state.evaluated or {})},
+            self.ppo.state.last,
+        )
+        shown = [
+            name for name in last if name in first and (name in RESULT or name.startswith("eval/"))
+        ]
+        result = {f"{name}_before": first[name] for name in shown} | {
+            f"{name}_after": last[name] for name in shown
+        }
         if self.evaluation is not None and self.evaluation.best is not None:
             score, step = self.evaluation.best
             result |= {"best_eval_score": score, "best_step": step}
@@ -91,10 +109,10 @@ class PPOReport:
 
 
 def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, float]:
-    """Drift between sampling and training in the PPO step in flight, and the share of its updates that were applied.
-    Rollout log-probs are compared with those of a training forward pass: over all tokens if `old_logprobs` come from
-    one, and then the KL to the reference is measured with them again; else over the first optimizer step, whose pass
-    precedes every update."""
+    """Drift between sampling and training in the PPO step in flight, and the share of its updates
+    that were applied. Rollout log-probs are compared with those of a training forward pass: over
+    all tokens if `old_logprobs` come from one, and then the KL to the reference is measured with
+    them again; else over the first optimizer step, whose pass precedes every update."""
     state, epochs = ppo.state, ppo.config.ppo.ppo_epochs
     experience = state.experience
     assert experience is not None
@@ -104,8 +122,14 @@ def update_metrics(ppo: PPOComponents, metrics: dict[str, float]) -> dict[str, f
     if ppo.old_logprobs != "rollout" and experience.old_logprobs is not None:
         found = kl_metrics(experience, ppo.data_sources) | drift_metrics(experience)
     elif ppo.old_logprobs == "rollout":
-        first = {name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")}
-        found = {f"rollout/logprob_diff_{name}": value for name, value in first.items() if value is not None}
+        first = {
+            name: metrics.get(f"policy/first_log_ratio_abs_{name}") for name in ("mean", "max")
+        }
+        found = {
+            f"rollout/logprob_diff_{name}": value
+            for name, value in first.items()
+            if value is not None
+        }
     if state.steps >= ppo.plan.warmup_rollouts:
         rows_used = state.applied * ppo.plan.global_batch
         found["policy/updates_done_share"] = rows_used / (len(experience.scores) * epochs)

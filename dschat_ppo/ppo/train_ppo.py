@@ -39,15 +39,28 @@ from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
 from dschat_ppo.run.run_models import model_card
-from dschat_ppo.run.start_and_end import changes_of, show_end, show_models, tool_command, write_validation
+from dschat_ppo.run.start_and_end import (
+    changes_of,
+    show_end,
+    show_models,
+    tool_command,
+    write_validation,
+)
 
-SAMPLES_PER_STEP = 8  # answers in samples.jsonl: of the first prompts, the one with the highest and the lowest score
+# answers in samples.jsonl: of the first prompts, the one with the highest and the lowest score
+SAMPLES_PER_STEP = 8
 
 
 def train_ppo(config: PPOConfig) -> dict[str, Any]:
     """Run step 3; returns the contents of `result.json`."""
     begun = begin_ppo(config)
-    output, rows, plan, tokenizer, session = begun.output, begun.rows, begun.plan, begun.tokenizer, begun.session
+    output, rows, plan, tokenizer, session = (
+        begun.output,
+        begun.rows,
+        begun.plan,
+        begun.tokenizer,
+        begun.session,
+    )
 
     announce("load models")
     folders = begun.folders if session is not None else replace(begun.folders, critic=None)
@@ -61,15 +74,21 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             at_end.enter_context(closing(episodes))
         others = [] if episodes is None else episodes.reward_sources
         rewards = at_end.enter_context(closing(build_sources(config.rewards, learned, others)))
-        components = PPOComponents(config, plan, rows, tokenizer, engines, rewards, begun.texts, episodes)
+        components = PPOComponents(
+            config, plan, rows, tokenizer, engines, rewards, begun.texts, episodes
+        )
         show_roles(config, components, begun.folders, output)
         evaluation, health = None, HealthWatch(config.health)
         kept = KeptModels(
-            output, config.safety.save_hf_steps, config.validation.save_best,
+            output,
+            config.safety.save_hf_steps,
+            config.validation.save_best,
             lambda folder: save_models(config, engines, tokenizer, folder),
-        )  # fmt: skip
+        )
         if rows.eval is not None:
-            held_out = evaluation_of(config, components, rows.eval, rows.eval_sources, tokenizer, kept)
+            held_out = evaluation_of(
+                config, components, rows.eval, rows.eval_sources, tokenizer, kept
+            )
             evaluation = at_end.enter_context(closing(held_out))
         if session is None:
             assert evaluation is not None  # --validate_only needs --eval_data_path
@@ -80,7 +99,14 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             return write_validation(output, found, time.perf_counter() - begun.started)
 
         lines = JsonLines(output / SAMPLES)
-        samples = Samples(lines, config.ppo.sample_interval, SAMPLES_PER_STEP, tokenizer, rewards.names, rows.sources)
+        samples = Samples(
+            lines,
+            config.ppo.sample_interval,
+            SAMPLES_PER_STEP,
+            tokenizer,
+            rewards.names,
+            rows.sources,
+        )
         announce("train")
         resumable = ResumablePPO(components, evaluation, health, [lines])
         with session.training(resumable) as (writer, checkpointer):
@@ -94,7 +120,11 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
 
     announce("save models")
     save_models(config, engines, tokenizer, output)
-    result |= {"ppo_steps": plan.ppo_steps, "optimizer_steps": plan.total_updates, "world_size": dist.world_size()}
+    result |= {
+        "ppo_steps": plan.ppo_steps,
+        "optimizer_steps": plan.total_updates,
+        "world_size": dist.world_size(),
+    }
     result["seconds"] = round(time.perf_counter() - begun.started, 2)
     write_result(output, result)
     if dist.is_main() and not config.safety.keep_final_checkpoint:
@@ -107,17 +137,27 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
     """Log the models, the generation engine and the output folder."""
     engines, reference = ppo.engines, folders.reference or folders.actor
     roles = {
-        "actor": (engines.actor, folders.actor), "reference": (engines.reference, reference),
-        "critic": (engines.critic, folders.critic), "reward model": (engines.reward, folders.reward),
-        **dict(zip(config.teacher.models, zip(engines.teachers, folders.teachers, strict=True), strict=True)),
-    }  # fmt: skip
+        "actor": (engines.actor, folders.actor),
+        "reference": (engines.reference, reference),
+        "critic": (engines.critic, folders.critic),
+        "reward model": (engines.reward, folders.reward),
+        **dict(
+            zip(
+                config.teacher.models,
+                zip(engines.teachers, folders.teachers, strict=True),
+                strict=True,
+            )
+        ),
+    }
     rollout = ("rollout", ppo.collection.generator.engine_text)
     show_models(roles, config.run.dtype, output, [rollout], trains=not config.validate_only)
 
 
-def save_models(config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the actor, its moving average and the critic, where they exist, as Hugging Face folders; nothing if a
-    weight is not finite (`NonFiniteError`). Collective."""
+def save_models(
+    config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path
+) -> None:
+    """Write the actor, its moving average and the critic, where they exist, as Hugging Face
+    folders; nothing if a weight is not finite (`NonFiniteError`). Collective."""
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
     ends, merge, card = answer_ends(tokenizer), engines.saves_merged, model_card(config, "actor")
@@ -126,20 +166,34 @@ def save_models(config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTok
         average = engines.actor_average.gathered()
         save_model(engines.actor, tokenizer, output / "actor_ema", None, average, ends, merge, card)
     if engines.critic is not None:
-        # A critic that started from a reward model does not keep what describes that model's scores.
+        # A critic that started from a reward model does not keep what describes that model's
+        # scores.
         described = dict.fromkeys((*STATISTICS, SEPARATOR))
         save_model(
-            engines.critic, tokenizer, output / "critic", described, None, ends, merge, model_card(config, "critic")
+            engines.critic,
+            tokenizer,
+            output / "critic",
+            described,
+            None,
+            ends,
+            merge,
+            model_card(config, "critic"),
         )
 
 
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:
-    """Log what the run has reached. `result` is that of `result.json`, `start` the actor's folder before training."""
-    names = {column.metric: column.label for column in PPO_COLUMNS} | {"eval/score": "held-out score"}
+    """Log what the run has reached. `result` is that of `result.json`, `start` the actor's folder
+    before training."""
+    names = {column.metric: column.label for column in PPO_COLUMNS} | {
+        "eval/score": "held-out score"
+    }
     del names["value/explained_variance"]  # whose last value alone says little
     saved = [output / role for role in ("actor", "critic", "actor_ema") if (output / role).is_dir()]
     chat = tool_command("chat", ["--model", str(output / "actor"), "--compare", start])
-    steps = f"{counted(result['ppo_steps'], 'PPO step')}, {counted(result['optimizer_steps'], 'update')}"
+    steps = (
+        f"{counted(result['ppo_steps'], 'PPO step')},"
+        f" {counted(result['optimizer_steps'], 'update')}"
+    )
     show_end("PPO", steps, result["seconds"], changes_of(result, names), saved, chat, resumed)
 
 
@@ -156,14 +210,24 @@ def learned_reward(
         logger().info("the reward model has its own tokenizer: answers are tokenised again for it")
     standardise = config.algorithm.normalize_rewards == "model"
     return model_reward(
-        engines.reward, folder, tokenizer, own, config.rewards.process_reward, batch_tokens, standardise
+        engines.reward,
+        folder,
+        tokenizer,
+        own,
+        config.rewards.process_reward,
+        batch_tokens,
+        standardise,
     )
 
 
 def evaluation_of(
-    config: PPOConfig, ppo: PPOComponents, rows: Dataset, data_sources: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase, kept: KeptModels,
-) -> Evaluation:  # fmt: skip
+    config: PPOConfig,
+    ppo: PPOComponents,
+    rows: Dataset,
+    data_sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    kept: KeptModels,
+) -> Evaluation:
     """Evaluation over the held-out prompts, whose column `source` numbers the `data_sources`."""
     flags, collection = config.validation, ppo.collection
     rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
@@ -176,4 +240,6 @@ def evaluation_of(
         scorer = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
 
     requests = RewardRequests(mixture, rows, tokenizer)
-    return Evaluation(flags, collection.generator, requests, scorer, kept.output, kept.save_best, data_sources)
+    return Evaluation(
+        flags, collection.generator, requests, scorer, kept.output, kept.save_best, data_sources
+    )

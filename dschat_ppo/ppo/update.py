@@ -1,4 +1,5 @@
-"""One optimizer step of actor and critic: the losses of a micro-batch, and the reasons to skip the update.
+"""One optimizer step of actor and critic: the losses of a micro-batch, and the reasons to skip the
+update.
 
 The loss of a micro-batch is its part of the loss of the whole optimizer step, so the parts add up.
 """
@@ -13,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.actor_critic_losses import POLICY_LOSSES, PolicyLossSettings, PolicyTerms, value_losses
+from dschat_ppo.algorithms.actor_critic_losses import (
+    POLICY_LOSSES,
+    PolicyLossSettings,
+    PolicyTerms,
+    value_losses,
+)
 from dschat_ppo.algorithms.advantage_estimators import AdvantageInputs, gae
 from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, FixedCoefficient
@@ -26,7 +32,13 @@ from dschat_ppo.common.phases import PhaseClock, block
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.batches import SFTBatch
-from dschat_ppo.engine.optimizer_step import Gradients, StepResult, accumulate, apply, apply_together
+from dschat_ppo.engine.optimizer_step import (
+    Gradients,
+    StepResult,
+    accumulate,
+    apply,
+    apply_together,
+)
 from dschat_ppo.engine.rlhf_engine import RLHFEngine
 from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.models.wrapped_models import response_logprobs, response_values
@@ -44,25 +56,29 @@ class RecordedTokens:
         self._parts: dict[int, tuple[RewardedRollout, Tensor]] = {}
 
     def record(self, rows: RewardedRollout, numbers: Tensor) -> None:
-        """Keep the numbers of a micro-batch, (b, R) fp32. A second pass over the same one replaces them."""
+        """Keep the numbers of a micro-batch, (b, R) fp32. A second pass over the same one replaces
+        them."""
         self._parts[id(rows)] = (rows, numbers.detach())
 
     def gathered(self, rows: Rollout) -> Tensor:
-        """The numbers of all ranks, (N, R) fp32 on the device of `rows`, 0 outside their mask. `rows` are the N rows
-        that the micro-batches of all ranks were taken from. Collective."""
+        """The numbers of all ranks, (N, R) fp32 on the device of `rows`, 0 outside their mask.
+        `rows` are the N rows that the micro-batches of all ranks were taken from. Collective."""
         device = next(iter(self._parts.values()))[1].device
         found = torch.zeros(rows.response_mask.shape, device=device)
         for part, numbers in self._parts.values():
             assert part.numbers is not None
             columns = slice(numbers.shape[1])
             # a micro-batch that fills up this rank's share repeats a row, with no token in its mask
-            found[part.numbers, columns] = torch.where(part.response_mask, numbers, found[part.numbers, columns])
+            found[part.numbers, columns] = torch.where(
+                part.response_mask, numbers, found[part.numbers, columns]
+            )
         if dist.sequence_rank() > 0:  # another rank has recorded the same rows
             found.zero_()
         return dist.all_reduce(found).to(rows.response_mask.device)
 
 
-# Metrics that compare the policy in training with the one at scoring, over the tokens that the policy loss counts.
+# Metrics that compare the policy in training with the one at scoring, over the tokens that the
+# policy loss counts.
 KL_OF_UPDATE = "policy/kl_k3"
 LARGEST_LOG_RATIO = "policy/counted_log_ratio_abs_max"
 
@@ -81,7 +97,8 @@ class ActorLoss:
 
     def __post_init__(self) -> None:
         flags = self.flags
-        # without an estimator the loss of the teachers is the only one, unless they are in the advantages
+        # without an estimator the loss of the teachers is the only one, unless they are in the
+        # advantages
         self.has_policy_loss = flags.advantage_estimator != "none" or self.teachers is None
         self.policy_loss = named("--policy_loss", flags.policy_loss, POLICY_LOSSES)
         self.settings = PolicyLossSettings(
@@ -93,19 +110,30 @@ class ActorLoss:
         )
 
     def __call__(
-        self, rows: Experience, minibatch: MiniBatch, entropy_coef: float, sums: MetricSums,
+        self,
+        rows: Experience,
+        minibatch: MiniBatch,
+        entropy_coef: float,
+        sums: MetricSums,
         recorded: RecordedTokens | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The loss of one micro-batch (b, R), a scalar with gradient. Without `rows.old_logprobs`, the log-probs of
-        this pass are the old ones: the ratio is exactly 1, and its gradient is that of the log-probs. `minibatch` holds
-        the denominators."""
+    ) -> Tensor:
+        """The loss of one micro-batch (b, R), a scalar with gradient. Without `rows.old_logprobs`,
+        the log-probs of this pass are the old ones: the ratio is exactly 1, and its gradient is
+        that of the log-probs. `minibatch` holds the denominators."""
         flags, mask = self.flags, rows.loss_mask
         aggregation, denominators = flags.aggregation, minibatch.denominators
-        own_prompts = replace(rows, teachers=None, teacher_prompt_ids=None, teacher_prompt_mask=None)
+        own_prompts = replace(
+            rows, teachers=None, teacher_prompt_ids=None, teacher_prompt_mask=None
+        )
         of_reference = [] if self.reference is None else self.reference.teachings(own_prompts)
         of_teachers = [] if self.teachers is None else self.teachers.teachings(rows)
         current = response_logprobs(
-            self.actor, rows, self.temperature, entropy_coef > 0, self.late_ends, teachings=of_reference + of_teachers
+            self.actor,
+            rows,
+            self.temperature,
+            entropy_coef > 0,
+            self.late_ends,
+            teachings=of_reference + of_teachers,
         )
         old_logprobs = current.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
         if recorded is not None:
@@ -114,7 +142,9 @@ class ActorLoss:
         policy = self.policy_loss(terms, self.settings)  # losses (b, R)
         weights = rows.loss_weights  # (b, R)
         if flags.off_policy_delta is not None:
-            keep = off_policy_rows(current.logprobs, old_logprobs, rows.advantages, mask, flags.off_policy_delta)
+            keep = off_policy_rows(
+                current.logprobs, old_logprobs, rows.advantages, mask, flags.off_policy_delta
+            )
             sums.add_mean("policy/off_policy_share", 1 - keep.float(), mask.any(dim=1))
             weights = weights * keep.unsqueeze(1)
         loss = aggregate(policy.losses * weights, mask, aggregation, denominators)
@@ -144,7 +174,9 @@ class ActorLoss:
             sums.add_sum("policy/kl_loss", kl, weight)
             loss = loss + flags.kl_loss_coef * kl
         if of_teachers:
-            divergence = torch.stack([*current.divergences[len(of_reference) :]]).sum(dim=0)  # (b, R)
+            divergence = torch.stack([*current.divergences[len(of_reference) :]]).sum(
+                dim=0
+            )  # (b, R)
             divergence = aggregate(divergence, mask, aggregation, denominators)
             sums.add_sum("distill/divergence", divergence, weight)
             loss = loss + self.distill_coef * divergence
@@ -152,13 +184,19 @@ class ActorLoss:
 
 
 def critic_loss(
-    critic: Model, rows: RewardedRollout, minibatch: MiniBatch, flags: AlgorithmFlags, sums: MetricSums,
+    critic: Model,
+    rows: RewardedRollout,
+    minibatch: MiniBatch,
+    flags: AlgorithmFlags,
+    sums: MetricSums,
     recorded: RecordedTokens | None = None,
-) -> Tensor:  # fmt: skip
-    """Clipped or plain value loss, averaged over the response tokens of the optimizer step; scalar with gradient.
+) -> Tensor:
+    """Clipped or plain value loss, averaged over the response tokens of the optimizer step; scalar
+    with gradient.
 
-    If the micro-batch `rows` (b, R) is no `Experience`, the values of this pass are the old ones, and the targets are
-    computed from them: generalised advantage estimation needs no other rows. `minibatch` holds the denominator.
+    If the micro-batch `rows` (b, R) is no `Experience`, the values of this pass are the old ones,
+    and the targets are computed from them: generalised advantage estimation needs no other rows.
+    `minibatch` holds the denominator.
     """
     mask, values = rows.response_mask, response_values(critic, rows)
     if recorded is not None:
@@ -168,7 +206,9 @@ def critic_loss(
         old_values, returns = rows.values, rows.returns
     else:
         old_values = values.detach()
-        inputs = AdvantageInputs(rows.rewards, old_values, mask, rows.groups, None, flags.gamma, flags.gae_lambda)
+        inputs = AdvantageInputs(
+            rows.rewards, old_values, mask, rows.groups, None, flags.gamma, flags.gae_lambda
+        )
         _, returns = gae(inputs)
     losses, clipped = value_losses(values, old_values, returns, mask, flags.value_clip_eps)
     loss = losses.sum() / minibatch.value_tokens
@@ -178,7 +218,8 @@ def critic_loss(
 
 
 def ptx_loss(actor: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums) -> Tensor:
-    """Sum of `-log p(token)` of plain text, divided by `num_tokens` of the optimizer step; scalar with gradient."""
+    """Sum of `-log p(token)` of plain text, divided by `num_tokens` of the optimizer step; scalar
+    with gradient."""
     logprobs = actor(batch.input_ids, batch.loss_mask)[0]
     sums.add_mean("policy/ptx_loss", -logprobs.detach())
     return -logprobs.sum() / num_tokens
@@ -194,7 +235,9 @@ class Objective:
     loss: Callable[[Any], Tensor]  # a micro-batch's part of the loss
     sums: MetricSums  # metrics that the loss records, of this optimizer step alone
     constants: dict[str, Any]  # what a replay needs besides the micro-batches
-    recorded: RecordedTokens | None = None  # log-probs or values of the pass, where scoring has computed none
+    recorded: RecordedTokens | None = (
+        None  # log-probs or values of the pass, where scoring has computed none
+    )
     gradients: Gradients[Any] | None = None  # of a pass that is already made
 
 
@@ -205,7 +248,9 @@ class Outcome:
     grad_norms: dict[str, float]  # by role, of the updates that were applied
     sums: list[MetricSums]  # metrics of the updates that were applied
     ends_step: bool = False  # a limit ends the updates of this PPO step
-    logprobs: RecordedTokens | None = None  # of the actor's pass, where scoring has computed none and all are finite
+    logprobs: RecordedTokens | None = (
+        None  # of the actor's pass, where scoring has computed none and all are finite
+    )
 
 
 @dataclass(eq=False)
@@ -221,22 +266,35 @@ class PPOUpdate:
     clock: PhaseClock
 
     def __post_init__(self) -> None:
-        flags, temperature, actor = self.config.algorithm, self.config.ppo.temperature, self.engines.actor
+        flags, temperature, actor = (
+            self.config.algorithm,
+            self.config.ppo.temperature,
+            self.engines.actor,
+        )
         coef = flags.router_loss_coef
         self.router = router_settings(coef, actor.module) if coef > 0 else None
         reference, teachers = self.engines.reference, None
         if self.config.distill_loss_coef > 0:
             teachers = teachers_of(self.config, self.engines.teachers, reference, self.late_ends)
         self.actor_loss = ActorLoss(
-            actor, full_kl_reference(self.config, reference, self.late_ends), flags, temperature, self.late_ends,
-            teachers, self.config.distill_loss_coef,
-        )  # fmt: skip
+            actor,
+            full_kl_reference(self.config, reference, self.late_ends),
+            flags,
+            temperature,
+            self.late_ends,
+            teachers,
+            self.config.distill_loss_coef,
+        )
 
     def actor_objective(self, minibatch: MiniBatch[Experience]) -> Objective:
-        """The policy loss of the experience and, with PTX, the loss of plain text in the same optimizer step.
-        Collective with `--router_loss_coef`, whose term is over the experience."""
+        """The policy loss of the experience and, with PTX, the loss of plain text in the same
+        optimizer step. Collective with `--router_loss_coef`, whose term is over the experience."""
         texts, text_tokens = self.texts.take() if self.texts else ([], torch.ones(()))
-        actor, ptx_coef, entropy_coef = self.engines.actor, self.config.ppo.unsup_coef, self.entropy_coef.value
+        actor, ptx_coef, entropy_coef = (
+            self.engines.actor,
+            self.config.ppo.unsup_coef,
+            self.entropy_coef.value,
+        )
         sums = MetricSums()
         recorded = RecordedTokens() if minibatch.micro_batches[0].old_logprobs is None else None
 
@@ -247,9 +305,13 @@ class PPOUpdate:
         if self.router is not None:
             with self.clock.phase("train"):
                 with_router = with_router_term(
-                    self.router, "policy/router_loss", minibatch.micro_batches, policy_loss,
-                    lambda rows: rows.response_mask.any(dim=1), sums,
-                )  # fmt: skip
+                    self.router,
+                    "policy/router_loss",
+                    minibatch.micro_batches,
+                    policy_loss,
+                    lambda rows: rows.response_mask.any(dim=1),
+                    sums,
+                )
 
         def loss(rows: Experience | SFTBatch) -> Tensor:
             if isinstance(rows, SFTBatch):
@@ -259,28 +321,37 @@ class PPOUpdate:
         constants = {**_constants(minibatch), "entropy_coef": entropy_coef}
         constants["text_tokens"] = text_tokens
         constants["late_ends"] = self.late_ends and (self.late_ends.ids, self.late_ends.minimum)
-        return Objective("actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded)
+        return Objective(
+            "actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded
+        )
 
     def critic_objective(
-        self, minibatch: MiniBatch[RewardedRollout] | MiniBatch[Experience], recorded: RecordedTokens | None = None
+        self,
+        minibatch: MiniBatch[RewardedRollout] | MiniBatch[Experience],
+        recorded: RecordedTokens | None = None,
     ) -> Objective:
-        """The value loss of the experience. `recorded` receives the values, of rows that have none."""
+        """The value loss of the experience. `recorded` receives the values, of rows that have
+        none."""
         critic, flags, sums = self.engines.critic, self.config.algorithm, MetricSums()
         assert critic is not None
 
         def loss(rows: RewardedRollout) -> Tensor:
             return critic_loss(critic, rows, minibatch, flags, sums, recorded)
 
-        return Objective("critic", critic, minibatch.micro_batches, loss, sums, _constants(minibatch), recorded)
+        return Objective(
+            "critic", critic, minibatch.micro_batches, loss, sums, _constants(minibatch), recorded
+        )
 
     def minimise(self, objectives: Sequence[Objective], step: int) -> Outcome:
-        """Forward, backward and one update of each engine; the actor's objective, if there is one, is the first.
-        `NonFiniteError` if a loss or gradient is not finite, and the run is to stop. Collective.
+        """Forward, backward and one update of each engine; the actor's objective, if there is one,
+        is the first. `NonFiniteError` if a loss or gradient is not finite, and the run is to stop.
+        Collective.
 
-        An actor's update that `--max_log_ratio` forbids skips the critic's as well; `--target_kl` makes an update the
-        PPO step's last one. Both compare the policy in this forward pass with the one that scored the answers, over the
-        tokens of all ranks, so every rank decides alike. With `--align_overflow`, the gradients of both engines are
-        computed before either update; otherwise those that wait are applied first, so that one engine's are in memory.
+        An actor's update that `--max_log_ratio` forbids skips the critic's as well; `--target_kl`
+        makes an update the PPO step's last one. Both compare the policy in this forward pass with
+        the one that scored the answers, over the tokens of all ranks, so every rank decides alike.
+        With `--align_overflow`, the gradients of both engines are computed before either update;
+        otherwise those that wait are applied first, so that one engine's are in memory.
         """
         outcome, flags = Outcome({}, []), self.config.algorithm
         logprobs: RecordedTokens | None = None
@@ -288,9 +359,14 @@ class PPOUpdate:
         with self.clock.phase("train"):
             for objective in sorted(objectives, key=lambda objective: objective.gradients is None):
                 with block(f"train {objective.role}"), self.clock.part(objective.role):
-                    gradients = objective.gradients or accumulate(objective.engine, objective.batches, objective.loss)
+                    gradients = objective.gradients or accumulate(
+                        objective.engine, objective.batches, objective.loss
+                    )
                 if objective.role == "actor" and gradients.fault is None:
-                    logprobs, refused = objective.recorded, "--max_log_ratio: the update is not applied"
+                    logprobs, refused = (
+                        objective.recorded,
+                        "--max_log_ratio: the update is not applied",
+                    )
                     if _is_above(flags.max_log_ratio, LARGEST_LOG_RATIO, objective.sums, refused):
                         for unused in (gradients, *(waits for _, waits in waiting)):
                             apply(unused, refused=True)
@@ -306,20 +382,28 @@ class PPOUpdate:
             for (objective, _), result in zip(waiting, results, strict=True):
                 self._record_result(objective, result, step, outcome)
             ends = "actor" in outcome.grad_norms and _is_above(
-                flags.target_kl, KL_OF_UPDATE, objectives[0].sums, "--target_kl: it was the PPO step's last update"
+                flags.target_kl,
+                KL_OF_UPDATE,
+                objectives[0].sums,
+                "--target_kl: it was the PPO step's last update",
             )
         return Outcome(outcome.grad_norms, outcome.sums, ends, logprobs)
 
-    def _record_result(self, objective: Objective, result: StepResult, step: int, outcome: Outcome) -> None:
+    def _record_result(
+        self, objective: Objective, result: StepResult, step: int, outcome: Outcome
+    ) -> None:
         """Record an update that was applied; handle a number that is not finite."""
-        self.nonfinite.handle(objective.role, step, result, objective.engine, objective.batches, objective.constants)
+        self.nonfinite.handle(
+            objective.role, step, result, objective.engine, objective.batches, objective.constants
+        )
         if result.applied:
             outcome.grad_norms[objective.role] = result.grad_norm
             outcome.sums.append(objective.sums)
 
 
 def _is_above(limit: float | None, name: str, sums: MetricSums, consequence: str) -> bool:
-    """Whether the metric `name` is above a limit, if one is set; logs it. Collective with a limit."""
+    """Whether the metric `name` is above a limit, if one is set; logs it. Collective with a
+    limit."""
     if limit is None:
         return False
     measured = sums.reduce()[name]
@@ -329,7 +413,8 @@ def _is_above(limit: float | None, name: str, sums: MetricSums, consequence: str
 
 
 def _constants(minibatch: MiniBatch) -> dict[str, Any]:
-    """The numbers of a mini-batch that belong to the whole optimizer step, under their names in repro bundles."""
+    """The numbers of a mini-batch that belong to the whole optimizer step, under their names in
+    repro bundles."""
     return {
         "over": asdict(minibatch.denominators),
         "value_tokens": minibatch.value_tokens,

@@ -18,8 +18,9 @@ MOST_ROWS, MOST_SHOWN = 2000, 8
 
 
 def check_sources(flags: RewardSourceFlags) -> None:
-    """Check the reward sources before any model is loaded; warn about what the sandbox lacks. Each function is imported
-    once in a worker process that ends again. Remote services are not contacted."""
+    """Check the reward sources before any model is loaded; warn about what the sandbox lacks. Each
+    function is imported once in a worker process that ends again. Remote services are not
+    contacted."""
     usable_urls(flags.remote_urls)
     specs = [parse_function(text) for text in flags.reward_function]
     for spec in specs:
@@ -31,7 +32,8 @@ def check_sources(flags: RewardSourceFlags) -> None:
 
 
 def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> None:
-    """Check what the machine offers to isolate `code_tests`, if it is one of the functions, and its limits."""
+    """Check what the machine offers to isolate `code_tests`, if it is one of the functions, and its
+    limits."""
     sandboxed = [spec for spec in specs if spec.rule == "code_tests"]
     if not sandboxed:
         return
@@ -43,8 +45,9 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
     if not found.bwrap:
         if not flags.allow_weak_sandbox:
             raise UserError(
-                f"{name}: {found.missing}. docs/rewards.md says what it needs (apt-get install bubblewrap, and the "
-                "permission to create namespaces), or accept this with --allow_weak_sandbox"
+                f"{name}: {found.missing}. docs/rewards.md says what it needs (apt-get install"
+                " bubblewrap, and the permission to create namespaces), or accept this with"
+                " --allow_weak_sandbox"
             )
         deny_access_to_memory()
         logger().warning(f"{name}: {found.missing} (docs/rewards.md)")
@@ -52,20 +55,25 @@ def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> No
         wall = float(dict(spec.settings).get("wall_seconds", Limits.wall_seconds))
         if wall >= flags.reward_timeout:
             raise UserError(
-                f"{spec}: wall_seconds={wall:g} must be below --reward_timeout {flags.reward_timeout:g}, "
-                "or a program that takes too long would get --reward_default"
+                f"{spec}: wall_seconds={wall:g} must be below --reward_timeout"
+                f" {flags.reward_timeout:g}, or a program that takes too long would get"
+                " --reward_default"
             )
 
 
 def check_routes(
-    flags: RewardSourceFlags, names: Sequence[str], rows: Sequence[str], are_all_rows: bool = True,
+    flags: RewardSourceFlags,
+    names: Sequence[str],
+    rows: Sequence[str],
+    are_all_rows: bool = True,
     others: Sequence[tuple[str, Sequence[str]]] = (),
-) -> None:  # fmt: skip
-    """Check that each route of a reward source, and of `others` (flag, data sources), leads to prompts.
+) -> None:
+    """Check that each route of a reward source, and of `others` (flag, data sources), leads to
+    prompts.
 
-    `names`: of the data sets. `rows`: the data row of each training prompt, as JSON; at most `MOST_ROWS`, evenly
-    spaced, are read. A route without prompts is an error only if all rows were read and `are_all_rows` (not with
-    `--streaming`), else a warning.
+    `names`: of the data sets. `rows`: the data row of each training prompt, as JSON; at most
+    `MOST_ROWS`, evenly spaced, are read. A route without prompts is an error only if all rows were
+    read and `are_all_rows` (not with `--streaming`), else a warning.
     """
     specs = map(parse_function, flags.reward_function)
     routes: list[tuple[str, Sequence[str]]] = [(str(spec), spec.sources) for spec in specs]
@@ -75,28 +83,45 @@ def check_routes(
     if not any(sources for _, sources in routes):
         return
     count = min(len(rows), MOST_ROWS)
-    found = {str(json.loads(rows[number * len(rows) // count]).get(DATA_SOURCE)) for number in range(count)}
+    found = {
+        str(json.loads(rows[number * len(rows) // count]).get(DATA_SOURCE))
+        for number in range(count)
+    }
     shown = ", ".join(sorted(found)[:MOST_SHOWN]) + (", ..." if len(found) > MOST_SHOWN else "")
-    for flag, source in [(flag, source) for flag, sources in routes for source in sources if source not in found]:
+    for flag, source in [
+        (flag, source) for flag, sources in routes for source in sources if source not in found
+    ]:
         if are_all_rows and len(rows) <= MOST_ROWS:
-            raise UserError(f"{flag}: no training prompt has the data source '{source}'; there are: {shown}")
+            raise UserError(
+                f"{flag}: no training prompt has the data source '{source}'; there are: {shown}"
+            )
         if source not in names:
-            logger().warning(f"{flag}: none of {count} training prompts has the data source '{source}', but: {shown}")
+            logger().warning(
+                f"{flag}: none of {count} training prompts has the data source '{source}', but:"
+                f" {shown}"
+            )
 
 
 def build_sources(
-    flags: RewardSourceFlags, model_source: RewardSource | None, others: Sequence[tuple[RewardSource, float]] = ()
+    flags: RewardSourceFlags,
+    model_source: RewardSource | None,
+    others: Sequence[tuple[RewardSource, float]] = (),
 ) -> RewardMixture:
-    """All reward sources with their weights: the learned reward (`model_source`), functions, the remote service, and
-    `others`. Starts the worker processes of the functions; `RewardMixture.close` ends them."""
+    """All reward sources with their weights: the learned reward (`model_source`), functions, the
+    remote service, and `others`. Starts the worker processes of the functions;
+    `RewardMixture.close` ends them."""
     sources: list[tuple[RewardSource, float]] = []
     if model_source is not None:
         sources.append((model_source, flags.reward_model_weight))
     for spec in map(parse_function, flags.reward_function):
-        function = FunctionReward(spec, flags.reward_workers, flags.reward_timeout, flags.reward_default)
+        function = FunctionReward(
+            spec, flags.reward_workers, flags.reward_timeout, flags.reward_default
+        )
         sources.append((function, spec.weight))
     if flags.remote_urls:
-        remote = RemoteReward(flags.remote_urls, flags.remote_reward_timeout, sources=flags.remote_reward_sources)
+        remote = RemoteReward(
+            flags.remote_urls, flags.remote_reward_timeout, sources=flags.remote_reward_sources
+        )
         sources.append((remote, flags.remote_reward_weight))
     sources += others
     routes = {"model": flags.reward_model_sources, RemoteReward.name: flags.remote_reward_sources}

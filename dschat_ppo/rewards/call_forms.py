@@ -1,6 +1,7 @@
-"""The forms in which people write reward functions: which one a function has, what it is called with, and what it may
-return: a score, None, or a dict with `score` and other numbers; for a batch, a list of these, or OpenRLHF's dict of
-lists. Worker processes import this module, so it imports no large library.
+"""The forms in which people write reward functions: which one a function has, what it is called
+with, and what it may return: a score, None, or a dict with `score` and other numbers; for a batch,
+a list of these, or OpenRLHF's dict of lists. Worker processes import this module, so it imports no
+large library.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class Answer:
-    """One response to score; `row`: columns of its data row; `token_ids`: to its end, if the function takes them."""
+    """One response to score; `row`: columns of its data row; `token_ids`: to its end, if the
+    function takes them."""
 
     prompt: str
     response: str
@@ -39,10 +41,16 @@ class CallForm:
     description: str
     per_row: bool  # gets single values and returns one score, rather than lists and a list
     marks: tuple[str, ...]  # parameter names that only functions of this form have
-    texts: dict[str, Callable[[Answer], Any]]  # argument -> its value for an answer; they take precedence over columns
-    columns: dict[str, str] = field(default_factory=dict)  # argument -> the column that it is, if it is named otherwise
+    texts: dict[
+        str, Callable[[Answer], Any]
+    ]  # argument -> its value for an answer; they take precedence over columns
+    columns: dict[str, str] = field(
+        default_factory=dict
+    )  # argument -> the column that it is, if it is named otherwise
     of_call: tuple[str, ...] = ()  # arguments with one value for a call
-    hidden: tuple[str, ...] = ()  # what `**kwargs` does not receive, besides what data preparation adds to rows
+    hidden: tuple[
+        str, ...
+    ] = ()  # what `**kwargs` does not receive, besides what data preparation adds to rows
     only_needed: bool = False  # columns reach only parameters without a default, and no `**kwargs`
 
 
@@ -63,30 +71,49 @@ def _extra_info(answer: Answer) -> Any:
 
 
 CALL_FORMS = {
-    "responses": CallForm("called once per batch", False, ("responses",), {"prompts": PROMPT, "responses": RESPONSE}),
-    "response": CallForm("called once per response", True, ("response",), {"prompt": PROMPT, "response": RESPONSE}),
+    "responses": CallForm(
+        "called once per batch", False, ("responses",), {"prompts": PROMPT, "responses": RESPONSE}
+    ),
+    "response": CallForm(
+        "called once per response", True, ("response",), {"prompt": PROMPT, "response": RESPONSE}
+    ),
     "trl": CallForm(
-        "called once per batch, as TRL's GRPOTrainer does", False,
+        "called once per batch, as TRL's GRPOTrainer does",
+        False,
         ("completions", "completion_ids", "completions_ids", "trainer_state", *LOGGERS),
-        {"prompts": _messages, "completions": _reply, "completion_ids": TOKEN_IDS,
-         "completions_ids": TOKEN_IDS},  # the name in some versions of TRL's documentation
-        of_call=("trainer_state", *LOGGERS), hidden=("prompt", "completion", "completions_ids"),
+        {
+            "prompts": _messages,
+            "completions": _reply,
+            "completion_ids": TOKEN_IDS,
+            "completions_ids": TOKEN_IDS,
+        },  # the name in some versions of TRL's documentation
+        of_call=("trainer_state", *LOGGERS),
+        hidden=("prompt", "completion", "completions_ids"),
     ),
     "verl": CallForm(
-        "called once per response, as verl does", True, ("solution_str",),
+        "called once per response, as verl does",
+        True,
+        ("solution_str",),
         {"solution_str": RESPONSE, "extra_info": _extra_info},
-        {"data_source": "data_source", "ground_truth": "ground_truth"}, only_needed=True,
+        {"data_source": "data_source", "ground_truth": "ground_truth"},
+        only_needed=True,
     ),
     "verl_batch": CallForm(
-        "called once per batch, as verl's batch reward manager does", False, ("solution_strs",),
+        "called once per batch, as verl's batch reward manager does",
+        False,
+        ("solution_strs",),
         {"solution_strs": RESPONSE, "extra_infos": _extra_info},
-        {"data_sources": "data_source", "ground_truths": "ground_truth"}, only_needed=True,
+        {"data_sources": "data_source", "ground_truths": "ground_truth"},
+        only_needed=True,
     ),
     "openrlhf": CallForm(
-        "called once per batch, as OpenRLHF's remote reward function", False, ("queries",),
-        {"queries": lambda answer: answer.prompt + answer.response, "prompts": PROMPT}, {"labels": "ground_truth"},
+        "called once per batch, as OpenRLHF's remote reward function",
+        False,
+        ("queries",),
+        {"queries": lambda answer: answer.prompt + answer.response, "prompts": PROMPT},
+        {"labels": "ground_truth"},
     ),
-}  # fmt: skip
+}
 _NO_SETTINGS = {*CALL_FORMS["responses"].texts, *CALL_FORMS["response"].texts}
 
 
@@ -116,10 +143,14 @@ class Signature:
 
 
 def form_of(names: Iterable[str]) -> str:
-    """The form of a function with these parameters; "responses" if no name marks another; `TypeError` if several do. A
-    function with `response` and `responses` is called per batch."""
+    """The form of a function with these parameters; "responses" if no name marks another;
+    `TypeError` if several do. A function with `response` and `responses` is called per batch."""
     names = set(names)
-    found = {form: marks for form, call in CALL_FORMS.items() if (marks := [n for n in call.marks if n in names])}
+    found = {
+        form: marks
+        for form, call in CALL_FORMS.items()
+        if (marks := [n for n in call.marks if n in names])
+    }
     if set(found) == {"responses", "response"}:
         return "responses"
     if len(found) > 1:
@@ -132,12 +163,17 @@ def form_of(names: Iterable[str]) -> str:
 
 
 def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signature:
-    """How to call a function; `TypeError` or `ValueError` if it cannot be called so, or a setting does not fit."""
+    """How to call a function; `TypeError` or `ValueError` if it cannot be called so, or a setting
+    does not fit."""
     parameters = inspect.signature(function).parameters
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise TypeError(f"its argument {name} is positional only, but the function is called by keywords")
-    defaults = {name: each.default for name, each in parameters.items() if each.kind != each.VAR_KEYWORD}
+            raise TypeError(
+                f"its argument {name} is positional only, but the function is called by keywords"
+            )
+    defaults = {
+        name: each.default for name, each in parameters.items() if each.kind != each.VAR_KEYWORD
+    }
     form, takes_any = form_of(defaults), len(defaults) < len(parameters)
     call = CALL_FORMS[form]
     given = {*_NO_SETTINGS, *call.texts, *call.columns, *call.of_call}
@@ -145,7 +181,9 @@ def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signatur
         if name in given or (name not in defaults and not takes_any):
             raise TypeError(f"it has no setting '{name}'; its arguments are {', '.join(defaults)}")
     needs = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
-    converted = {name: _converted(name, text, defaults.get(name)) for name, text in settings.items()}
+    converted = {
+        name: _converted(name, text, defaults.get(name)) for name, text in settings.items()
+    }
     return Signature(form, list(defaults), needs, takes_any, converted)
 
 
@@ -158,44 +196,69 @@ def _converted(name: str, text: str, default: Any) -> Any:
         try:
             return type(default)(text)
         except ValueError:
-            raise ValueError(f"its setting {name} must be a number ({type(default).__name__}), not '{text}'") from None
+            raise ValueError(
+                f"its setting {name} must be a number ({type(default).__name__}), not '{text}'"
+            ) from None
     return text
 
 
-def arguments_of(signature: Signature, answers: Sequence[Answer], columns: Iterable[str], step: int) -> dict[str, Any]:
-    """Keyword arguments of a call for some answers: lists for a batch function, single values for a per-row function.
-    Settings precede texts, and texts columns. What a row, or an argument without a default, lacks is None. `columns`:
-    of all answers that the function scores."""
+def arguments_of(
+    signature: Signature, answers: Sequence[Answer], columns: Iterable[str], step: int
+) -> dict[str, Any]:
+    """Keyword arguments of a call for some answers: lists for a batch function, single values for a
+    per-row function. Settings precede texts, and texts columns. What a row, or an argument without
+    a default, lacks is None. `columns`: of all answers that the function scores."""
     form, count = signature.call, len(answers)
-    wanted = [name for name in columns if (name in signature.needs if form.only_needed else signature.wants(name))]
-    sources = {name: name for name in wanted} | {n: column for n, column in form.columns.items() if signature.wants(n)}
-    values = {name: [answer.row.get(column) for answer in answers] for name, column in sources.items()}
+    wanted = [
+        name
+        for name in columns
+        if (name in signature.needs if form.only_needed else signature.wants(name))
+    ]
+    sources = {name: name for name in wanted} | {
+        n: column for n, column in form.columns.items() if signature.wants(n)
+    }
+    values = {
+        name: [answer.row.get(column) for answer in answers] for name, column in sources.items()
+    }
     texts = {name: text for name, text in form.texts.items() if signature.wants(name)}
     values |= {name: [text(answer) for answer in answers] for name, text in texts.items()}
-    values |= {name: [None] * count for name in signature.needs if name not in values and name not in form.of_call}
-    arguments: dict[str, Any] = {name: value[0] for name, value in values.items()} if form.per_row else dict(values)
+    values |= {
+        name: [None] * count
+        for name in signature.needs
+        if name not in values and name not in form.of_call
+    }
+    arguments: dict[str, Any] = (
+        {name: value[0] for name, value in values.items()} if form.per_row else dict(values)
+    )
     if "trainer_state" in form.of_call and signature.wants("trainer_state"):
         arguments["trainer_state"] = SimpleNamespace(global_step=step)
     return arguments | signature.settings
 
 
 def missing_columns(signature: Signature, columns: Iterable[str]) -> set[str]:
-    """Columns for arguments without a default that no row has, and that are neither texts nor settings."""
+    """Columns for arguments without a default that no row has, and that are neither texts nor
+    settings."""
     form = signature.call
     given = {*form.texts, *form.of_call, *signature.settings}
-    return {form.columns.get(name, name) for name in signature.needs if name not in given} - set(columns)
+    return {form.columns.get(name, name) for name in signature.needs if name not in given} - set(
+        columns
+    )
 
 
 class Returned(NamedTuple):
-    """The result for one response. `score` is a finite number, None if the function leaves the response to other
-    sources, or the reason why there is none. `numbers`: other finite numbers to log, by name."""
+    """The result for one response. `score` is a finite number, None if the function leaves the
+    response to other sources, or the reason why there is none. `numbers`: other finite numbers to
+    log, by name."""
 
     score: float | str | None
     numbers: dict[str, float]
 
 
-def returned_rows(result: Any, per_row: bool, logged: dict[str, Any] | None = None) -> list[Returned]:
-    """What a function returned and (TRL) `logged`, for each response; `TypeError` for another form."""
+def returned_rows(
+    result: Any, per_row: bool, logged: dict[str, Any] | None = None
+) -> list[Returned]:
+    """What a function returned and (TRL) `logged`, for each response; `TypeError` for another
+    form."""
     if per_row:
         return [_returned(result)]
     if logged:
@@ -203,22 +266,35 @@ def returned_rows(result: Any, per_row: bool, logged: dict[str, Any] | None = No
     if isinstance(result, dict) and "rewards" in result:
         result = _rows_of_openrlhf(result)
     if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
-        keys = f", nor a dict with 'rewards' (its keys: {list(result)[:8]})" if isinstance(result, dict) else ""
+        keys = (
+            f", nor a dict with 'rewards' (its keys: {list(result)[:8]})"
+            if isinstance(result, dict)
+            else ""
+        )
         raise TypeError(f"returned {type(result).__name__}, not a list of numbers{keys}")
     return [_returned(value) for value in result]
 
 
 def _rows_of_openrlhf(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """`{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or number}}` as a dict for each row."""
+    """`{"rewards": (B,), "scores": (B,), "extra_logs": {name: (B,) or number}}` as a dict for each
+    row."""
     scores = {"scores": result["scores"]} if "scores" in result else {}
     columns = {**(result.get("extra_logs") or {}), **scores, "score": result["rewards"]}
-    has_rows = {name: isinstance(column, list | tuple) or getattr(column, "ndim", 0) > 0
-                for name, column in columns.items()}  # fmt: skip
+    has_rows = {
+        name: isinstance(column, list | tuple) or getattr(column, "ndim", 0) > 0
+        for name, column in columns.items()
+    }
     if not has_rows["score"]:
         raise TypeError("returned 'rewards' that is not a list of numbers")
     count = len(columns["score"])
-    lists = {name: list(column) if has_rows[name] else [column] * count for name, column in columns.items()}
-    return [{name: values[row] for name, values in lists.items() if len(values) == count} for row in range(count)]
+    lists = {
+        name: list(column) if has_rows[name] else [column] * count
+        for name, column in columns.items()
+    }
+    return [
+        {name: values[row] for name, values in lists.items() if len(values) == count}
+        for row in range(count)
+    ]
 
 
 def _returned(value: Any) -> Returned:
@@ -232,7 +308,9 @@ def _returned(value: Any) -> Returned:
     if isinstance(number, float) and not abs(number) <= LARGEST:
         number = f"returned {number}, which is not a finite fp32 number"
     others = {clean_name(key): _number(other) for key, other in value.items() if key != "score"}
-    finite = {name: other for name, other in others.items() if other is not None and math.isfinite(other)}
+    finite = {
+        name: other for name, other in others.items() if other is not None and math.isfinite(other)
+    }
     return Returned(NO_NUMBER if number is None and score is not None else number, finite)
 
 
@@ -247,5 +325,6 @@ def _number(value: Any) -> float | None:
 
 
 def clean_name(key: Any) -> str:
-    """A key of the user as a part of a metric's name: ASCII letters, digits, `_`, `.`, `-` and `@`."""
+    """A key of the user as a part of a metric's name: ASCII letters, digits, `_`, `.`, `-` and
+    `@`."""
     return re.sub(r"[^A-Za-z0-9_.@-]", "_", str(key)[:_LONGEST_NAME]) or "_"

@@ -25,16 +25,21 @@ from dschat_ppo.rewards.worker_pool import CallError, WorkerPool
 from dschat_ppo.types import Rollout
 
 FLAG = "--reward_function"
-_IN_RULES = "exact_match numeric_match boxed_math format_match length length_penalty json_valid".split()
-RULES = dict.fromkeys(_IN_RULES, "dschat_ppo.rewards.rules") | {"code_tests": "dschat_ppo.rewards.sandbox"}
+_IN_RULES = (
+    "exact_match numeric_match boxed_math format_match length length_penalty json_valid".split()
+)
+RULES = dict.fromkeys(_IN_RULES, "dschat_ppo.rewards.rules") | {
+    "code_tests": "dschat_ppo.rewards.sandbox"
+}
 MODULES = {"boxed_math": "math_verify"}  # rule -> module of an extra that it imports
 MOST_WARNINGS = 3
 
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """One `--reward_function`: a file `*.py` or a dotted module, the function's name in it, its weight and settings.
-    `flag` is the flag that named it. With `sources`, the function scores only rows of these data sources."""
+    """One `--reward_function`: a file `*.py` or a dotted module, the function's name in it, its
+    weight and settings. `flag` is the flag that named it. With `sources`, the function scores only
+    rows of these data sources."""
 
     path: str
     name: str
@@ -54,14 +59,17 @@ class FunctionSpec:
 
 
 def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
-    """Read `path.py:name`, `module.path:name` or `rule`, each with optional `?key=value&key=value`, percent-decoded
-    (`+` stays a plus), and `:weight`; `source=` or `source,source=` in front routes: only rows of these data sources
-    are scored. A `:` before a number at the end of a setting must be `%3A`. Messages name `flag`."""
+    """Read `path.py:name`, `module.path:name` or `rule`, each with optional `?key=value&key=value`,
+    percent-decoded (`+` stays a plus), and `:weight`; `source=` or `source,source=` in front
+    routes: only rows of these data sources are scored. A `:` before a number at the end of a
+    setting must be `%3A`. Messages name `flag`."""
     given = f"{flag} {spec}"
     sources, unrouted = _split_route(spec, given)
     head, mark, tail = unrouted.partition("?")
     rest, weight = split_weight(tail if mark else head)
-    place, settings = (head, parse_qsl(rest.replace("+", "%2B"), keep_blank_values=True)) if mark else (rest, [])
+    place, settings = (
+        (head, parse_qsl(rest.replace("+", "%2B"), keep_blank_values=True)) if mark else (rest, [])
+    )
     if len(dict(settings)) < len(settings):
         raise UserError(f"{given}: a setting is given twice")
     if not math.isfinite(weight):
@@ -69,13 +77,15 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
     path, colon, name = place.partition(":")
     if not colon and place not in RULES and not place.endswith(".py"):
         raise UserError(
-            f"{given}: there is no rule '{place}', but: {', '.join(RULES)}; name your own function as path.py:name or "
-            "module.path:name"
+            f"{given}: there is no rule '{place}', but: {', '.join(RULES)}; name your own function"
+            " as path.py:name or module.path:name"
         )
     if not colon and place in RULES:
         path, name = RULES[place], place
     if not path or not name.isidentifier():
-        raise UserError(f"{given}: expected path.py:name, module.path:name or a rule, and an optional :weight")
+        raise UserError(
+            f"{given}: expected path.py:name, module.path:name or a rule, and an optional :weight"
+        )
     if path.endswith(".py"):
         if not os.path.isfile(path):  # `Path.is_file` raises for a name that is too long
             raise UserError(f"{given}: there is no file {path}")
@@ -86,7 +96,9 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
         require_extra(MODULES[found.rule], given)
     for key, value in settings:
         if value == HIDDEN:
-            raise UserError(f"{given}: *** stands for credentials, which are not saved: give the flag with them")
+            raise UserError(
+                f"{given}: *** stands for credentials, which are not saved: give the flag with them"
+            )
         if (found.rule, key) == ("format_match", "pattern"):
             try:
                 re.compile(value)
@@ -96,20 +108,24 @@ def parse_function(spec: str, flag: str = FLAG) -> FunctionSpec:
 
 
 def _split_route(spec: str, given: str) -> tuple[tuple[str, ...], str]:
-    """`"math,gsm8k=my.py:score"` -> (("math", "gsm8k"), "my.py:score"); a path that contains `=` is no route."""
+    """`"math,gsm8k=my.py:score"` -> (("math", "gsm8k"), "my.py:score"); a path that contains `=` is
+    no route."""
     head = spec.partition("?")[0]
     names, mark, _ = head.partition("=")
     if not mark or os.path.isfile(head.partition(".py:")[0] + ".py"):
         return (), spec
     sources = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
     if not all(sources):
-        raise UserError(f"{given}: expected a data source before '=', or several separated by commas")
+        raise UserError(
+            f"{given}: expected a data source before '=', or several separated by commas"
+        )
     return sources, spec[len(names) + 1 :]
 
 
 class FunctionReward:
-    """Scores responses with a function that runs in `workers` processes. A failed call costs a response, never the run.
-    Such a response gets the score `default`. `timeout`: seconds for each call."""
+    """Scores responses with a function that runs in `workers` processes. A failed call costs a
+    response, never the run. Such a response gets the score `default`. `timeout`: seconds for each
+    call."""
 
     scores_elsewhere = True
 
@@ -117,8 +133,12 @@ class FunctionReward:
         self.spec = spec
         self.default = default
         self.counts = CallCounts()
-        self.numbers: dict[str, Tensor] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
-        self.missing: set[str] = set()  # arguments without a column, for which a warning was printed
+        self.numbers: dict[
+            str, Tensor
+        ] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
+        self.missing: set[str] = (
+            set()
+        )  # arguments without a column, for which a warning was printed
         try:
             start = spec.path, spec.name, json.dumps(dict(spec.settings))
             self.pool = WorkerPool(start, workers, timeout)
@@ -132,11 +152,16 @@ class FunctionReward:
         return self.spec.name
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32 on the CPU; NaN where the function returned None or its route names other data sources. A response
-        gets the default score if its call raises, times out, crashes its process, or returns no finite fp32 number. A
-        failed call for the whole batch is repeated row by row: at most `(1 + ceil(B / workers)) * timeout`, plus one
-        start of a worker for each call that has to be killed."""
-        rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.spec.sources, row)]
+        """(B,) fp32 on the CPU; NaN where the function returned None or its route names other data
+        sources. A response gets the default score if its call raises, times out, crashes its
+        process, or returns no finite fp32 number. A failed call for the whole batch is repeated row
+        by row: at most `(1 + ceil(B / workers)) * timeout`, plus one start of a worker for each
+        call that has to be killed."""
+        rows = [
+            number
+            for number, row in enumerate(request.rows)
+            if is_routed_to(self.spec.sources, row)
+        ]
         answers = [self._answer(request, rollout, row) for row in rows]
         columns = list(dict.fromkeys(name for answer in answers for name in answer.row))
         self._warn_of_missing(answers, columns)
@@ -149,21 +174,29 @@ class FunctionReward:
             if found.score is not None:
                 scores[row] = self.default if isinstance(found.score, str) else found.score
             for name, number in found.numbers.items():
-                column = self.numbers.setdefault(name, torch.full((len(request),), math.nan, dtype=torch.float64))
+                column = self.numbers.setdefault(
+                    name, torch.full((len(request),), math.nan, dtype=torch.float64)
+                )
                 column[row] = number
         for row, cause in list(causes.items())[:MOST_WARNINGS]:
             self._warn(f"row {row}: {cause}; its score is {self.default:g} (--reward_default)")
         if len(causes) > MOST_WARNINGS:
-            self._warn(f"{len(causes) - MOST_WARNINGS} more of {len(rows)} rows got {self.default:g}")
+            self._warn(
+                f"{len(causes) - MOST_WARNINGS} more of {len(rows)} rows got {self.default:g}"
+            )
         first = next(iter(causes.values()), None)
         if first is not None and self.missing:
             first += f" (no row has a column {_either(self.missing)})"
-        self.counts = self.counts.plus(sum(found.score is not None for found in results), len(causes), first)
+        self.counts = self.counts.plus(
+            sum(found.score is not None for found in results), len(causes), first
+        )
         return scores
 
     def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
         row, ids = request.rows[number], list[int]()
-        if self.spec.rule is not None and TRUTH in row:  # other functions see the columns as they are
+        if (
+            self.spec.rule is not None and TRUTH in row
+        ):  # other functions see the columns as they are
             row = row | {"answer": row[TRUTH]}
         if self.signature.takes_token_ids:
             ids = rollout.response_ids[number][rollout.real_mask[number]].tolist()
@@ -177,7 +210,9 @@ class FunctionReward:
             remedy = ""
             for name, other in (("ground_truth", "answer"), ("answer", "ground_truth")):
                 if name in new and any(answer.row.get(other) is not None for answer in answers):
-                    remedy = f"; --answer_column {other} passes the column '{other}' under both names"
+                    remedy = (
+                        f"; --answer_column {other} passes the column '{other}' under both names"
+                    )
             self._warn(f"no row has a column {_either(new)}: its argument is None{remedy}")
 
     def _results(self, answers: list[Answer], columns: list[str], step: int) -> list[Returned]:
@@ -187,12 +222,18 @@ class FunctionReward:
             if not isinstance(reply, CallError) and len(reply) == len(answers):
                 return [Returned(*row) for row in reply]
             cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores"
-            self._warn(f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row")
+            self._warn(
+                f"a call for {len(answers)} rows failed ({cause}); it is repeated row by row"
+            )
         calls = [arguments_of(self.signature, [answer], columns, step) for answer in answers]
         results = []
         for reply in self.pool.map(calls):
             if isinstance(reply, CallError) or len(reply) != 1:
-                cause = reply if isinstance(reply, CallError) else f"returned {len(reply)} scores for one row"
+                cause = (
+                    reply
+                    if isinstance(reply, CallError)
+                    else f"returned {len(reply)} scores for one row"
+                )
                 results.append(Returned(str(cause), {}))
             else:
                 results.append(Returned(*reply[0]))

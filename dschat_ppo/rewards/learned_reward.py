@@ -32,17 +32,19 @@ SEPARATOR = "step_separator"  # key of the config of a process reward model, wri
 
 @dataclass(frozen=True)
 class StepScoring:
-    """How scores of an answer's steps, which `separator` divides, become one, by `aggregate_steps`."""
+    """How scores of an answer's steps, which `separator` divides, become one, by
+    `aggregate_steps`."""
 
     tokenizer: PreTrainedTokenizerBase
     separator: str
     how: StepAggregation
 
     def mask(self, answers: Sequence[list[int]], input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """(B, T) bool, True at the token that ends each step; for an empty answer at the last token of its prompt.
+        """(B, T) bool, True at the token that ends each step; for an empty answer at the last token
+        of its prompt.
 
-        `input_ids` (B, T), right-padded, end with the answers after `lengths` (B,) tokens. `answers` are their ids; a
-        row that lost its start may hold only the end of its answer.
+        `input_ids` (B, T), right-padded, end with the answers after `lengths` (B,) tokens.
+        `answers` are their ids; a row that lost its start may hold only the end of its answer.
         """
         found = torch.zeros(input_ids.shape, dtype=torch.bool)
         for row, (answer, length) in enumerate(zip(answers, lengths.tolist(), strict=True)):
@@ -59,14 +61,18 @@ class ModelReward:
     engine: Model  # around a `ScalarModel`, or the model itself
     batch_tokens: int = BATCH_TOKENS  # most tokens of a forward pass when called as a reward source
     steps: StepScoring | None = None  # of an answer's steps; None takes the score at the last token
-    own: PreTrainedTokenizerBase | None = None  # encodes texts again, for another vocabulary than the actor's
+    own: PreTrainedTokenizerBase | None = (
+        None  # encodes texts again, for another vocabulary than the actor's
+    )
     max_length: int = sys.maxsize  # with `own`, longer sequences lose their start
-    moments: tuple[float, float] | None = None  # mean and standard deviation by which scores are standardised
+    moments: tuple[float, float] | None = (
+        None  # mean and standard deviation by which scores are standardised
+    )
     name = "model"
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32. Collective: all ranks run equally many passes, and raise `RewardServiceError` if the tokenizer or
-        the template of the reward model rejects a row of one."""
+        """(B,) fp32. Collective: all ranks run equally many passes, and raise `RewardServiceError`
+        if the tokenizer or the template of the reward model rejects a row of one."""
         if self.own is None:
             (input_ids, lengths), answers = full_sequences(rollout), list[list[int]]()
             if self.steps is not None:
@@ -77,15 +83,18 @@ class ModelReward:
             input_ids, lengths = right_padded(sequences, filler_id(self.own))
             device = rollout.response_ids.device
             input_ids, lengths = input_ids.to(device), lengths.to(device)
-        scores = scores_in_batches(self.engine, input_ids, lengths, self.batch_tokens, self.steps, answers)
+        scores = scores_in_batches(
+            self.engine, input_ids, lengths, self.batch_tokens, self.steps, answers
+        )
         return scores if self.moments is None else (scores - self.moments[0]) / self.moments[1]
 
     def _encoded_again(
         self, own: PreTrainedTokenizerBase, request: RewardRequest, rollout: Rollout
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """The token ids of each prompt with its response, and of the response alone, without a final token if the
-        length limit cut it. Chat messages of the row (`_messages`, which data preparation adds) are rendered by the
-        template of the reward model's tokenizer, if it has one; otherwise the prompt's text is used."""
+        """The token ids of each prompt with its response, and of the response alone, without a
+        final token if the length limit cut it. Chat messages of the row (`_messages`, which data
+        preparation adds) are rendered by the template of the reward model's tokenizer, if it has
+        one; otherwise the prompt's text is used."""
         rows = zip(request.prompts, request.responses, request.rows, strict=True)
         sequences, answers, too_long, problem = list[list[int]](), list[list[int]](), 0, None
         for (prompt, response, row), ended in zip(rows, rollout.ended.tolist(), strict=True):
@@ -102,49 +111,68 @@ class ModelReward:
         raise_on_any_rank(problem)  # otherwise the other ranks would wait in the forward passes
         if too_long:
             print_line(
-                f"warning: rank {dist.rank()}: {too_long} of {len(sequences)} sequences exceed the reward model's "
-                f"{self.max_length} tokens (its max_position_embeddings); their start was cut off"
+                f"warning: rank {dist.rank()}: {too_long} of {len(sequences)} sequences exceed the"
+                f" reward model's {self.max_length} tokens (its max_position_embeddings); their"
+                " start was cut off"
             )
         return sequences, answers
 
 
-def _example(own: PreTrainedTokenizerBase, prompt: str, response: str, row: dict[str, Any]) -> Example:
-    """What the reward model reads: the row's chat messages, if it has a template for them, or the prompt's text."""
+def _example(
+    own: PreTrainedTokenizerBase, prompt: str, response: str, row: dict[str, Any]
+) -> Example:
+    """What the reward model reads: the row's chat messages, if it has a template for them, or the
+    prompt's text."""
     messages = row.get(MESSAGES)
     if messages is None or own.chat_template is None:
         return Example(prompt, [response])
-    # The space that some templates write before an answer is not a part of it; thinking that they open is.
+    # The space that some templates write before an answer is not a part of it; thinking that they
+    # open is.
     opened = "<think>\n" if prompt.rstrip().endswith("<think>") else ""
     return Example(messages, [opened + response.removeprefix(" ")], tools=row.get(TOOLS))
 
 
 def model_reward(
-    engine: Model, folder: str, tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase | None,
-    how: StepAggregation | None, batch_tokens: int, standardise: bool = False,
-) -> ModelReward:  # fmt: skip
-    """The reward model in `folder` as a reward source. `tokenizer` is the actor's; `own` is the reward model's if its
-    vocabulary differs. `how`: of a process reward model. `standardise`: by the moments of its scores on the evaluation
-    data of step 2."""
+    engine: Model,
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+    own: PreTrainedTokenizerBase | None,
+    how: StepAggregation | None,
+    batch_tokens: int,
+    standardise: bool = False,
+) -> ModelReward:
+    """The reward model in `folder` as a reward source. `tokenizer` is the actor's; `own` is the
+    reward model's if its vocabulary differs. `how`: of a process reward model. `standardise`: by
+    the moments of its scores on the evaluation data of step 2."""
     config = load_config(folder, "--reward_model_name_or_path")
-    steps = None if how is None else StepScoring(own or tokenizer, saved_separator(config, folder), how)
+    steps = (
+        None if how is None else StepScoring(own or tokenizer, saved_separator(config, folder), how)
+    )
     moments = saved_statistics(config, folder) if standardise else None
     return ModelReward(engine, batch_tokens, steps, own, most_tokens(config), moments)
 
 
 @torch.no_grad()
 def scores_in_batches(
-    engine: Model, input_ids: Tensor, lengths: Tensor, batch_tokens: int, steps: StepScoring | None = None,
+    engine: Model,
+    input_ids: Tensor,
+    lengths: Tensor,
+    batch_tokens: int,
+    steps: StepScoring | None = None,
     answers: Sequence[list[int]] = (),
-) -> Tensor:  # fmt: skip
-    """Scores at the last tokens, or those of `steps`, (B,) fp32, in passes over right-padded rows of similar length.
-    Collective: all ranks run equally many passes. `input_ids` (B, T), B above 0; `batch_tokens` counts padding, and a
-    longer sequence gets its own pass; `steps` needs the B answers."""
+) -> Tensor:
+    """Scores at the last tokens, or those of `steps`, (B,) fp32, in passes over right-padded rows
+    of similar length. Collective: all ranks run equally many passes. `input_ids` (B, T), B above 0;
+    `batch_tokens` counts padding, and a longer sequence gets its own pass; `steps` needs the B
+    answers."""
     step_mask = None if steps is None else steps.mask(answers, input_ids, lengths)  # (B, T)
     if dist.sequence_ranks() > 1:  # these ranks score their rows together
         longest = int(dist.all_reduce(lengths.max(), "max"))
 
         def joined(part: Tensor) -> Tensor:
-            padded = torch.nn.functional.pad(part[:, :longest], (0, max(0, longest - part.shape[1])))
+            padded = torch.nn.functional.pad(
+                part[:, :longest], (0, max(0, longest - part.shape[1]))
+            )
             return dist.gather_sequence_cat(padded)
 
         input_ids, lengths = joined(input_ids), dist.gather_sequence_cat(lengths)
@@ -172,18 +200,19 @@ def saved_statistics(config: PretrainedConfig, folder: str) -> tuple[float, floa
     mean, std = (config.to_dict().get(name) for name in STATISTICS)
     if mean is None or std is None or not std > 0:
         raise UserError(
-            f"--normalize_rewards model: {folder}/config.json has no {' and '.join(STATISTICS)} above 0; train the "
-            "reward model with step 2, or use --normalize_rewards running"
+            f"--normalize_rewards model: {folder}/config.json has no {' and '.join(STATISTICS)}"
+            " above 0; train the reward model with step 2, or use --normalize_rewards running"
         )
     return float(mean), float(std)
 
 
 def saved_separator(config: PretrainedConfig, folder: str) -> str:
-    """Text between the steps of answers that step 2 saved with the process reward model in `folder`."""
+    """Text between the steps of answers that step 2 saved with the process reward model in
+    `folder`."""
     separator = config.to_dict().get(SEPARATOR)
     if not separator or not isinstance(separator, str):
         raise UserError(
-            f"--process_reward: {folder}/config.json has no {SEPARATOR}; train the reward model with step 2, "
-            "--objective process, or omit the flag"
+            f"--process_reward: {folder}/config.json has no {SEPARATOR}; train the reward model"
+            " with step 2, --objective process, or omit the flag"
         )
     return separator

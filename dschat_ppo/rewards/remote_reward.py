@@ -1,4 +1,5 @@
-"""A remote reward service with the API of OpenRLHF: POST `{"query", "prompts", "labels"}`, reply `{"rewards"}`."""
+"""A remote reward service with the API of OpenRLHF: POST `{"query", "prompts", "labels"}`, reply
+`{"rewards"}`."""
 
 from __future__ import annotations
 
@@ -34,39 +35,51 @@ LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _SHOWN = 200  # characters of what a service sends
 _HEARTBEAT_SECONDS = 1.0
-logging.getLogger(httpx.__name__).setLevel(logging.WARNING)  # it logs addresses with their credentials
+logging.getLogger(httpx.__name__).setLevel(
+    logging.WARNING
+)  # it logs addresses with their credentials
 
 
 def usable_urls(urls: list[str]) -> list[str]:
-    """The addresses; those with `***` in place of credentials must be in the environment and are taken from it."""
-    known = {without_credentials(url): url for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))}
+    """The addresses; those with `***` in place of credentials must be in the environment and are
+    taken from it."""
+    known = {
+        without_credentials(url): url
+        for url in map(str.strip, os.environ.get(VARIABLE, "").split(","))
+    }
     found = [known.get(url, url) for url in urls]
     for url in found:
         if HIDDEN in url and url == without_credentials(url):
             raise UserError(
-                f"{FLAG} {url}: *** stands for credentials, which are not saved: give the flag with them, or set "
-                f"{VARIABLE} to the whole address"
+                f"{FLAG} {url}: *** stands for credentials, which are not saved: give the flag with"
+                f" them, or set {VARIABLE} to the whole address"
             )
         parts = httpx.URL("")
         with suppress(httpx.InvalidURL):
             parts = httpx.URL(url)
         if parts.scheme not in ("http", "https") or not parts.host or (parts.port or 80) >= 2**16:
             raise UserError(  # without credentials: a password with a slash makes it invalid
-                f"{FLAG} {url.rpartition('@')[2]}: must be an address such as http://host:5000/get_reward (a Python "
-                "file: --reward_function FILE.py:FUNCTION)"
+                f"{FLAG} {url.rpartition('@')[2]}: must be an address such as"
+                " http://host:5000/get_reward (a Python file: --reward_function FILE.py:FUNCTION)"
             )
     return found
 
 
 class RemoteReward:
-    """Scores text with one or several services that return the same scores. Batches go to them in turn, with one
-    request at a time to each, of at most `timeout` seconds; a failed one is repeated `retries` times, each time at the
-    next address. Rows of other data sources than `sources` are not sent, unless that is ()."""
+    """Scores text with one or several services that return the same scores. Batches go to them in
+    turn, with one request at a time to each, of at most `timeout` seconds; a failed one is repeated
+    `retries` times, each time at the next address. Rows of other data sources than `sources` are
+    not sent, unless that is ()."""
 
     name, scores_elsewhere = "remote", True
 
     def __init__(
-        self, urls: list[str], timeout: float, retries: int = 5, batch_size: int = 64, sources: Sequence[str] = ()
+        self,
+        urls: list[str],
+        timeout: float,
+        retries: int = 5,
+        batch_size: int = 64,
+        sources: Sequence[str] = (),
     ):
         self.urls, self.timeout, self.retries = usable_urls(urls), timeout, retries
         self.batch_size, self.sources = batch_size, sources
@@ -74,10 +87,13 @@ class RemoteReward:
         self._client()  # fails here, before models are loaded
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent. `RewardServiceError` if the
-        service rejects a request (a status below 500 other than 429), replies with anything but one finite number per
-        response, or does not reply in `1 + retries` attempts."""
-        rows = [number for number, row in enumerate(request.rows) if is_routed_to(self.sources, row)]
+        """(B,) fp32 on the CPU; NaN for rows of other data sources, which are not sent.
+        `RewardServiceError` if the service rejects a request (a status below 500 other than 429),
+        replies with anything but one finite number per response, or does not reply in `1 + retries`
+        attempts."""
+        rows = [
+            number for number, row in enumerate(request.rows) if is_routed_to(self.sources, row)
+        ]
         request, every = request.select(rows), torch.full((len(request),), torch.nan)
         every[rows] = torch.tensor(asyncio.run(self._score(request)), dtype=torch.float32)
         return every
@@ -87,14 +103,17 @@ class RemoteReward:
             return httpx.AsyncClient(verify=self.certificates, timeout=None)
 
     async def _score(self, request: RewardRequest) -> list[float]:
-        """Scores of all batches. Connections are closed at the end: a service may restart before the next call."""
+        """Scores of all batches. Connections are closed at the end: a service may restart before
+        the next call."""
         free = asyncio.Semaphore(len(self.urls))
         client = self._client()
 
         async def score(start: int) -> list[float]:
             async with free:
                 batch = request.select(range(start, min(start + self.batch_size, len(request))))
-                return await self._score_batch(client, batch, dist.rank() + start // self.batch_size)
+                return await self._score_batch(
+                    client, batch, dist.rank() + start // self.batch_size
+                )
 
         async with client:
             scoring = asyncio.gather(*map(score, range(0, len(request), self.batch_size)))
@@ -102,19 +121,32 @@ class RemoteReward:
                 heartbeat()  # a service that hangs is found by the time limit of the request
             return [score for batch in await scoring for score in batch]
 
-    async def _score_batch(self, client: httpx.AsyncClient, batch: RewardRequest, first: int) -> list[float]:
-        """Scores of one batch, which goes to the address of number `first`, then to the next. The wait doubles from
-        attempt to attempt. Each is shortened at random by up to a half, so that ranks do not retry at the same time."""
+    async def _score_batch(
+        self, client: httpx.AsyncClient, batch: RewardRequest, first: int
+    ) -> list[float]:
+        """Scores of one batch, which goes to the address of number `first`, then to the next. The
+        wait doubles from attempt to attempt. Each is shortened at random by up to a half, so that
+        ranks do not retry at the same time."""
         query = {
-            "query": [prompt + response for prompt, response in zip(batch.prompts, batch.responses, strict=True)],
+            "query": [
+                prompt + response
+                for prompt, response in zip(batch.prompts, batch.responses, strict=True)
+            ],
             "prompts": batch.prompts,
             "labels": [label_of(row) for row in batch.rows],
         }
-        body, headers = json.dumps(query, default=str).encode(), {"Content-Type": "application/json"}
+        body, headers = (
+            json.dumps(query, default=str).encode(),
+            {"Content-Type": "application/json"},
+        )
         for attempt in range(self.retries + 1):
             url = self.urls[(first + attempt) % len(self.urls)]
-            try:  # the library's own limits are for each read: a service that sends a byte now and then exceeds none
-                reply = await asyncio.wait_for(client.post(url, content=body, headers=headers), self.timeout)
+            # the library's own limits are for each read: a service that sends a byte now and then
+            # exceeds none
+            try:
+                reply = await asyncio.wait_for(
+                    client.post(url, content=body, headers=headers), self.timeout
+                )
             except asyncio.TimeoutError:
                 cause = f"no complete reply in {self.timeout:g} s (--remote_reward_timeout)"
             except httpx.RequestError as problem:
@@ -128,25 +160,38 @@ class RemoteReward:
             if attempt < self.retries:
                 longest = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2**attempt)
                 await asyncio.sleep(longest * random.uniform(0.5, 1.0))
-        raise RewardServiceError(f"{FLAG} {url}: no reply in {self.retries + 1} attempts; the last: {cause}")
+        raise RewardServiceError(
+            f"{FLAG} {url}: no reply in {self.retries + 1} attempts; the last: {cause}"
+        )
 
 
 def label_of(row: dict[str, Any]) -> Any:
-    """The row's correct answer, which a flag or its form names, or its `label` or `answer` column, or None."""
+    """The row's correct answer, which a flag or its form names, or its `label` or `answer` column,
+    or None."""
     return next((row[name] for name in LABELS if row.get(name) is not None), None)
 
 
 def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
-    """`{"rewards": [number, ...]}` -> the numbers; `RewardServiceError` unless `rows` of them are finite in fp32."""
+    """`{"rewards": [number, ...]}` -> the numbers; `RewardServiceError` unless `rows` of them are
+    finite in fp32."""
     try:
         rewards = json.loads(content)["rewards"]
-        scores = [float(value) for value in rewards if type(value) in (int, float) and abs(value) <= LARGEST]
+        scores = [
+            float(value)
+            for value in rewards
+            if type(value) in (int, float) and abs(value) <= LARGEST
+        ]
         if len(scores) == len(rewards) == rows:
             return scores
-        problem = f"has {len(rewards)} rewards, of which {len(scores)} are finite numbers, for {rows} responses"
+        problem = (
+            f"has {len(rewards)} rewards, of which {len(scores)} are finite numbers, for {rows}"
+            " responses"
+        )
     except (ValueError, TypeError, LookupError, RecursionError):
         problem = "is not JSON with a list 'rewards'"
-    raise RewardServiceError(f"{FLAG} {url}: its reply {problem} (it starts with '{_start(content)}')")
+    raise RewardServiceError(
+        f"{FLAG} {url}: its reply {problem} (it starts with '{_start(content)}')"
+    )
 
 
 def _start(content: bytes) -> str:

@@ -1,4 +1,5 @@
-"""Reward sources: request, protocol, failures and their counts; several sources and their weights as one."""
+"""Reward sources: request, protocol, failures and their counts; several sources and their weights
+as one."""
 
 from __future__ import annotations
 
@@ -27,16 +28,18 @@ TAKEN_ALONE, TAKEN = ("equal_groups", "clipped"), ("equal_groups", "clipped", "s
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """B responses to score. `rows`: for each the row of the data set that its prompt comes from, with all columns.
-    `decode` gives texts once a source reads them: prompts, and responses without special tokens. `step`: finished PPO
-    steps."""
+    """B responses to score. `rows`: for each the row of the data set that its prompt comes from,
+    with all columns. `decode` gives texts once a source reads them: prompts, and responses without
+    special tokens. `step`: finished PPO steps."""
 
     rows: list[dict[str, Any]]
     decode: Callable[[], tuple[list[str], list[str]]]
     step: int = 0
 
     @classmethod
-    def of(cls, prompts: list[str], responses: list[str], rows: list[dict[str, Any]], step: int = 0) -> RewardRequest:
+    def of(
+        cls, prompts: list[str], responses: list[str], rows: list[dict[str, Any]], step: int = 0
+    ) -> RewardRequest:
         """A request whose texts are known."""
         return cls(rows, lambda: (prompts, responses), step)
 
@@ -74,9 +77,11 @@ class RewardSource(Protocol):
     def name(self) -> str:
         """The name of the source in metrics."""
 
-    # an attribute `scores_elsewhere = True` says that other processes do the work, and the call is not collective
+    # an attribute `scores_elsewhere = True` says that other processes do the work, and the call is
+    # not collective
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32, on the CPU or the rollout's device. For the meaning of NaN see `HasWorkers`."""
+        """(B,) fp32, on the CPU or the rollout's device. For the meaning of NaN see
+        `HasWorkers`."""
 
 
 class RewardServiceError(UserError):
@@ -84,12 +89,14 @@ class RewardServiceError(UserError):
 
 
 class RewardFunctionError(UserError):
-    """A reward function failed on every response, or no source scored any. The message names count and cause."""
+    """A reward function failed on every response, or no source scored any. The message names count
+    and cause."""
 
 
 @dataclass(frozen=True)
 class CallCounts:
-    """How many responses a source had to score, how many of them it failed to, and the cause of the first failure."""
+    """How many responses a source had to score, how many of them it failed to, and the cause of the
+    first failure."""
 
     rows: int = 0
     failed: int = 0
@@ -101,24 +108,26 @@ class CallCounts:
 
 
 def raise_on_any_rank(problem: str | None) -> None:
-    """Raise `RewardServiceError` on every rank, for the first problem of any. Collective. Rank 0 prints it."""
+    """Raise `RewardServiceError` on every rank, for the first problem of any. Collective. Rank 0
+    prints it."""
     first = dist.first_problem(problem)
     if first is not None:
         raise RewardServiceError(first)
 
 
 def is_routed_to(sources: Sequence[str], row: dict[str, Any]) -> bool:
-    """Whether a source with the route `sources` scores responses to this data row. An empty route leads everywhere. A
-    data source that is a number has the name that it is written with."""
+    """Whether a source with the route `sources` scores responses to this data row. An empty route
+    leads everywhere. A data source that is a number has the name that it is written with."""
     return not sources or str(row.get(DATA_SOURCE)) in sources
 
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """A reward source with worker processes. A failed call gives its response a default score and is counted.
+    """A reward source with worker processes. A failed call gives its response a default score and
+    is counted.
 
-    NaN in its scores means that it leaves the response to other sources, and it does not count such a response. From
-    any other source NaN is a numerical fault.
+    NaN in its scores means that it leaves the response to other sources, and it does not count such
+    a response. From any other source NaN is a numerical fault.
     """
 
     spec: object  # the source as the user named it
@@ -135,8 +144,11 @@ class Scores:
 
     total: Tensor  # (B,) fp32, the weighted sum of the sources
     by_source: Tensor  # (B, K) fp32, unweighted; NaN where the source does not score the response
-    baselines: Tensor | None = None  # (B,) fp32, the score of the greedy answer to the same prompt (ReMax)
-    # "SOURCE/NAME" -> (B,) fp64 on the CPU, other numbers that functions returned; NaN where they returned none
+    baselines: Tensor | None = (
+        None  # (B,) fp32, the score of the greedy answer to the same prompt (ReMax)
+    )
+    # "SOURCE/NAME" -> (B,) fp64 on the CPU, other numbers that functions returned; NaN where they
+    # returned none
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -155,15 +167,18 @@ def _in_thread(call: Callable[[], Tensor]) -> Future[Tensor]:
 
 
 class RewardMixture:
-    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`. `sources`: (source,
-    weight). A source of weight 0 is called and reported, but never enters the sum. The second source of a name is
-    `name_2`, as is the first one of a name that the run's own metrics have. `routes`: its own name -> the data sources
-    of which it scores rows, for sources without workers."""
+    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`.
+    `sources`: (source, weight). A source of weight 0 is called and reported, but never enters the
+    sum. The second source of a name is `name_2`, as is the first one of a name that the run's own
+    metrics have. `routes`: its own name -> the data sources of which it scores rows, for sources
+    without workers."""
 
     def __init__(
-        self, sources: Sequence[tuple[RewardSource, float]], default: float = 0.0,
+        self,
+        sources: Sequence[tuple[RewardSource, float]],
+        default: float = 0.0,
         routes: Mapping[str, Sequence[str]] | None = None,
-    ):  # fmt: skip
+    ):
         self.sources = list(sources)
         self.default = default
         self.routes = routes or {}
@@ -171,17 +186,22 @@ class RewardMixture:
         self.names, seen = list[str](), Counter(TAKEN if len(sources) > 1 else TAKEN_ALONE)
         for source, _ in self.sources:
             seen[source.name] += 1
-            self.names.append(source.name if seen[source.name] == 1 else f"{source.name}_{seen[source.name]}")
+            self.names.append(
+                source.name if seen[source.name] == 1 else f"{source.name}_{seen[source.name]}"
+            )
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Scores:
-        """Scores of B responses, given as text and as tokens, on the device of `rollout`, by every source. Collective.
-        All ranks call the same sources in the same order. If a source fails on some rank, the others still run, because
-        they may be collective; then every rank raises `RewardServiceError`."""
+        """Scores of B responses, given as text and as tokens, on the device of `rollout`, by every
+        source. Collective. All ranks call the same sources in the same order. If a source fails on
+        some rank, the others still run, because they may be collective; then every rank raises
+        `RewardServiceError`."""
         return self.begin(request, rollout)()
 
     def begin(self, request: RewardRequest, rollout: Rollout) -> Callable[[], Scores]:
-        """Let the sources that score in other processes begin, each in a thread. The function that is returned calls
-        the others, waits, and gives what a call gives. It is collective; models may run meanwhile."""
+        """Let the sources that score in other processes begin, each in a thread. The function that
+        is returned calls the others, waits, and gives what a call gives. It is collective; models
+        may run meanwhile.
+        """
         elsewhere, here = dict[str, Callable[[], Tensor]](), dict[str, Callable[[], Tensor]]()
         for name, (source, _) in zip(self.names, self.sources, strict=True):
             if getattr(source, "scores_elsewhere", False):
@@ -191,19 +211,28 @@ class RewardMixture:
                 here[name] = partial(source, request, rollout)
         return partial(self._scores, request, rollout, here | elsewhere)
 
-    def _scores(self, request: RewardRequest, rollout: Rollout, calls: Mapping[str, Callable[[], Tensor]]) -> Scores:
+    def _scores(
+        self, request: RewardRequest, rollout: Rollout, calls: Mapping[str, Callable[[], Tensor]]
+    ) -> Scores:
         device, problem, found = rollout.response_ids.device, None, dict[str, Tensor]()
         if not self.sources:  # distillation alone
-            return Scores(torch.zeros(len(request), device=device), torch.zeros(len(request), 0, device=device))
+            return Scores(
+                torch.zeros(len(request), device=device),
+                torch.zeros(len(request), 0, device=device),
+            )
         for name, call in calls.items():
             try:
                 found[name] = call()
             except RewardServiceError as failure:
                 problem = problem or str(failure)
         raise_on_any_rank(problem)
-        columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source does not score the response
+        columns: list[
+            Tensor
+        ] = []  # (B,) fp32 each; NaN where the source does not score the response
         weighted = [torch.zeros(len(request), device=device)]
-        scored = torch.zeros(len(request), dtype=torch.bool, device=device)  # by a source with a weight, if one has any
+        scored = torch.zeros(
+            len(request), dtype=torch.bool, device=device
+        )  # by a source with a weight, if one has any
         numbers: dict[str, Tensor] = {}
         any_weight = any(weight != 0 for _, weight in self.sources)
         for name, (source, weight) in zip(self.names, self.sources, strict=True):
@@ -213,43 +242,62 @@ class RewardMixture:
                 numbers |= {f"{name}/{key}": values for key, values in source.numbers.items()}
             else:
                 route = self.routes.get(source.name, ())
-                own = torch.tensor([is_routed_to(route, row) for row in request.rows], dtype=torch.bool, device=device)
+                own = torch.tensor(
+                    [is_routed_to(route, row) for row in request.rows],
+                    dtype=torch.bool,
+                    device=device,
+                )
             columns.append(column.where(own, torch.nan))
             if weight != 0:
                 weighted.append((weight * column).where(own, 0.0))
             if weight != 0 or not any_weight:
                 scored |= own
-        rows = [row for row, is_scored in zip(request.rows, scored.tolist(), strict=True) if not is_scored]
+        rows = [
+            row
+            for row, is_scored in zip(request.rows, scored.tolist(), strict=True)
+            if not is_scored
+        ]
         where = ", ".join(sorted({repr(row.get(DATA_SOURCE)) for row in rows})[:MOST_NAMES])
         if rows:
             print_line(
-                f"warning: rank {dist.rank()}: no reward source scored {len(rows)} of {len(request)} responses "
-                f"(data_source {where}); their score is {self.default:g} (--reward_default)"
+                f"warning: rank {dist.rank()}: no reward source scored {len(rows)} of"
+                f" {len(request)} responses (data_source {where}); their score is {self.default:g}"
+                " (--reward_default)"
             )
-        self.unscored = self.unscored.plus(len(request), len(rows), f"data_source {where}" if rows else None)
+        self.unscored = self.unscored.plus(
+            len(request), len(rows), f"data_source {where}" if rows else None
+        )
         total = torch.stack(weighted[1:] or weighted).sum(dim=0).where(scored, self.default)
         return Scores(total, torch.stack(columns, dim=1), numbers=numbers)
 
     def count_failed_rows(self, refuse_all: bool) -> int:
-        """Responses of all ranks that got the default score since the last count, because a function failed or no
-        source scored them. Collective. With `refuse_all` every rank raises `RewardFunctionError` if a function failed
-        on every response that it did not leave to other sources, or if no source scored any."""
+        """Responses of all ranks that got the default score since the last count, because a
+        function failed or no source scored them. Collective. With `refuse_all` every rank raises
+        `RewardFunctionError` if a function failed on every response that it did not leave to other
+        sources, or if no source scored any."""
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
         ranks = dist.gather_objects([*(function.counts for function in functions), self.unscored])
         self.unscored, failures = CallCounts(), 0
         for function in functions:
             function.counts = CallCounts()
         for number, of_ranks in enumerate(zip(*ranks, strict=True)):
-            rows, failed = sum(counts.rows for counts in of_ranks), sum(counts.failed for counts in of_ranks)
+            rows, failed = (
+                sum(counts.rows for counts in of_ranks),
+                sum(counts.failed for counts in of_ranks),
+            )
             failures += failed
             if refuse_all and rows and failed == rows:
                 cause = next(counts.cause for counts in of_ranks if counts.cause)
                 raise RewardFunctionError(
-                    f"{functions[number].spec}: failed on every one of the first {rows} answers; the first cause: "
-                    f"{cause}; correct the function, its settings or the columns of the data"
+                    f"{functions[number].spec}: failed on every one of the first {rows} answers;"
+                    f" the first cause: {cause}; correct the function, its settings or the columns"
+                    " of the data"
                     if number < len(functions)
-                    else f"no reward source scored any of the first {rows} answers ({cause}): every function returned "
-                    "None or is routed to other data; correct --reward_function or the data_source of the rows"
+                    else (
+                        f"no reward source scored any of the first {rows} answers ({cause}): every"
+                        " function returned None or is routed to other data; correct"
+                        " --reward_function or the data_source of the rows"
+                    )
                 )
         return failures
 
@@ -261,9 +309,20 @@ class RewardMixture:
 
 
 def number_means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """ "SOURCE/NAME" -> mean over all responses, of all ranks, that have it. `parts`: of this rank. Collective."""
-    joined = {name: torch.cat([part[name] for part in parts if name in part]) for name in set().union(*parts)}
+    """ "SOURCE/NAME" -> mean over all responses, of all ranks, that have it. `parts`: of this rank.
+    Collective."""
+    joined = {
+        name: torch.cat([part[name] for part in parts if name in part])
+        for name in set().union(*parts)
+    }
     known = {name: column[~column.isnan()].tolist() for name, column in joined.items()}
-    ranks = dist.gather_objects({name: (math.fsum(own), len(own)) for name, own in known.items() if own})
-    pairs = {name: [rank[name] for rank in ranks if name in rank] for name in sorted(set().union(*ranks))}
-    return {name: math.fsum(t for t, _ in own) / sum(count for _, count in own) for name, own in pairs.items()}
+    ranks = dist.gather_objects(
+        {name: (math.fsum(own), len(own)) for name, own in known.items() if own}
+    )
+    pairs = {
+        name: [rank[name] for rank in ranks if name in rank] for name in sorted(set().union(*ranks))
+    }
+    return {
+        name: math.fsum(t for t, _ in own) / sum(count for _, count in own)
+        for name, own in pairs.items()
+    }

@@ -1,8 +1,8 @@
 """The shipped rules: functions that score one response, written as users write theirs.
 
-`response` is the text to score; other arguments are columns of the data row or settings (`rule?key=value`). A rule
-raises if the row lacks a column that it needs; the response then gets the default score. The module imports only the
-standard library, so that workers start fast.
+`response` is the text to score; other arguments are columns of the data row or settings
+(`rule?key=value`). A rule raises if the row lacks a column that it needs; the response then gets
+the default score. The module imports only the standard library, so that workers start fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from decimal import Decimal
 from typing import Any, NoReturn
 
 _NUMBER = re.compile(
-    r"""(?: (?<![\w)])-\$? | (?<![\w)])\$- | (?<!\w)\$ | (?<![\w.]) )  # a minus after a word or `)` is no sign
+    r"""(?: (?<![\w)])-\$? | (?<![\w)])\$- | (?<!\w)\$ | (?<![\w.]) )
+        # a minus after a word or `)` is no sign
         (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ | (?=\.\d) )
         (?: \.\d+ )?
         (?: [eE][+-]?\d{1,3}(?!\w) )?""",
@@ -25,16 +26,20 @@ _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 
 
 def exact_match(response: str, answer: Any, ignore_case: bool = False) -> bool:
-    """1 if the response equals the `answer` column (or an item of it, if it is a list), without outer whitespace."""
+    """1 if the response equals the `answer` column (or an item of it, if it is a list), without
+    outer whitespace."""
     given = response.strip()
-    accepted = [str(item).strip() for item in (answer if isinstance(answer, list) else [_needed(answer)])]
+    accepted = [
+        str(item).strip() for item in (answer if isinstance(answer, list) else [_needed(answer)])
+    ]
     if ignore_case:
         return given.casefold() in [item.casefold() for item in accepted]
     return given in accepted
 
 
 def numeric_match(response: str, answer: Any) -> bool:
-    """1 if response and `answer` column hold the same decimal number: `$1,234.50.` equals `1234.5`."""
+    """1 if response and `answer` column hold the same decimal number: `$1,234.50.` equals
+    `1234.5`."""
     gold = final_number(str(_needed(answer)))
     if gold is None:
         raise ValueError(f"the column 'answer' holds no number: {str(answer)[:80]!r}")
@@ -42,40 +47,50 @@ def numeric_match(response: str, answer: Any) -> bool:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last `####` that has one (the format of GSM8K, Cobbe et al. 2021), else `last_number`. Only
-    whitespace and asterisks may come between: `#### Step 1` is a heading."""
+    """The number after the last `####` that has one (the format of GSM8K, Cobbe et al. 2021), else
+    `last_number`. Only whitespace and asterisks may come between: `#### Step 1` is a heading."""
     stated = _AFTER_HASHES.findall(text.replace("\N{MINUS SIGN}", "-"))
     return last_number(stated[-1] if stated else text)
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, with optional sign, `$`, thousands separators, decimals and exponent; None if none."""
+    """The last number of a text, with optional sign, `$`, thousands separators, decimals and
+    exponent; None if none."""
     found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(re.sub(r"[$,]", "", found[-1])) if found else None
 
 
 def boxed_math(response: str, answer: Any) -> bool:
-    r"""1 if the last `\boxed{...}` of the response is mathematically equal to the `answer` column, by `math_verify`.
+    r"""1 if the last `\boxed{...}` of the response is mathematically equal to the `answer` column,
+    by `math_verify`.
 
     The column may be boxed or not. A response without a closed box scores 0.
     """
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about calls without its timeout
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns about calls without its timeout
     gold = str(_needed(answer))
     boxed = last_boxed(gold)
     found = last_boxed(response)
     if found is None:
         return False
     # without the timeouts of math_verify, which use SIGALRM: every call has a time limit already
-    sides = [parse(rf"\boxed{{{side}}}", parsing_timeout=None) for side in (gold if boxed is None else boxed, found)]
+    sides = [
+        parse(rf"\boxed{{{side}}}", parsing_timeout=None)
+        for side in (gold if boxed is None else boxed, found)
+    ]
     if not sides[0]:
-        raise ValueError(f"the column 'answer' holds nothing that math_verify can parse: {gold[:80]!r}")
+        raise ValueError(
+            f"the column 'answer' holds nothing that math_verify can parse: {gold[:80]!r}"
+        )
     return bool(verify(*sides, timeout_seconds=None))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`, with balanced braces; None if there is no closed box."""
+    r"""The content of the last `\boxed{...}`, with balanced braces; None if there is no closed
+    box."""
     start = text.rfind(r"\boxed{")
     depth, begin = 0, start + len(r"\boxed{")
     for place in range(begin - 1, len(text) if start >= 0 else 0):
@@ -87,28 +102,34 @@ def last_boxed(text: str) -> str | None:
 
 
 def format_match(response: str, pattern: Any = None) -> bool:
-    """1 if the whole stripped response matches the setting or column `pattern`; `.` matches line breaks."""
+    """1 if the whole stripped response matches the setting or column `pattern`; `.` matches line
+    breaks."""
     if pattern is None:
         raise ValueError("needs a column or a setting 'pattern'")
     return re.fullmatch(str(pattern), response.strip(), re.DOTALL) is not None
 
 
 def length(response: str, unit: str = "characters") -> float:
-    """The response's length in `characters` or `words`. Use a negative weight to penalise long responses."""
+    """The response's length in `characters` or `words`. Use a negative weight to penalise long
+    responses."""
     if unit not in ("characters", "words"):
         raise ValueError(f"unit must be characters or words, not '{unit}'")
     return float(len(response) if unit == "characters" else len(response.split()))
 
 
-def length_penalty(response: str, most: int = 2000, buffer: int = 500, unit: str = "characters") -> float:
-    """0 up to length `most - buffer`, then linear down to -1 at `most`, and -1 beyond (DAPO, eq. 13)."""
+def length_penalty(
+    response: str, most: int = 2000, buffer: int = 500, unit: str = "characters"
+) -> float:
+    """0 up to length `most - buffer`, then linear down to -1 at `most`, and -1 beyond (DAPO, eq.
+    13)."""
     if not 0 < buffer <= most:
         raise ValueError(f"buffer must be above 0 and at most {most}, got {buffer}")
     return -min(1.0, max(0.0, (length(response, unit) - (most - buffer)) / buffer))
 
 
 def json_valid(response: str) -> bool:
-    """1 if the response, or the single ```json fence that it consists of, is JSON (without NaN and Infinity)."""
+    """1 if the response, or the single ```json fence that it consists of, is JSON (without NaN and
+    Infinity)."""
     text = response.strip()
     fenced = _FENCE.fullmatch(text)
     try:

@@ -1,7 +1,7 @@
 """Run the code in a response against the row's tests in an isolated process with resource limits.
 
-`bwrap` (bubblewrap) isolates it; without, only the resource limits hold. docs/rewards.md describes the protection and
-its limits. The module imports little, so that workers start fast.
+`bwrap` (bubblewrap) isolates it; without, only the resource limits hold. docs/rewards.md describes
+the protection and its limits. The module imports little, so that workers start fast.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _INSIDE = "1000"  # user and group number that the program sees
 _WEAK = (
-    "programs of the model can write and delete the files of this user, see its processes and, past Python, reach the "
-    "network; only time and memory are limited"
+    "programs of the model can write and delete the files of this user, see its processes and, past"
+    " Python, reach the network; only time and memory are limited"
 )
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program with all tests. `processes` includes threads; `file_mb` is for a file, and with bwrap for all."""
+    """Of one program with all tests. `processes` includes threads; `file_mb` is for a file, and
+    with bwrap for all."""
 
     cpu_seconds: int = 4
     wall_seconds: float = 6.0
@@ -58,7 +59,9 @@ class Isolation:
     """What isolates programs on a machine."""
 
     bwrap: bool  # bubblewrap does; False leaves the resource limits
-    has_proc: bool  # it mounts its own /proc; containers that hide parts of /proc do not permit this
+    has_proc: (
+        bool  # it mounts its own /proc; containers that hide parts of /proc do not permit this
+    )
     leaves_root: bool  # a run as root gives up its user number for programs
     missing: str = ""  # a sentence about what is not protected, for the log; "" with bwrap
 
@@ -72,8 +75,9 @@ def code_tests(
 ) -> float:
     """Share of the `tests` column that the response's code passes.
 
-    `tests` is Python source (one test) or a list of such sources; a test passes if it does not raise. The code is the
-    last ```python fence of the response, else its last fence, else the whole response.
+    `tests` is Python source (one test) or a list of such sources; a test passes if it does not
+    raise. The code is the last ```python fence of the response, else its last fence, else the whole
+    response.
     """
     cases = [tests] if isinstance(tests, str) else tests
     if not isinstance(cases, list) or not cases or not all(isinstance(case, str) for case in cases):
@@ -83,7 +87,8 @@ def code_tests(
 
 
 def code_of(response: str) -> str:
-    """The code in a response; a ```python fence without an end (cut by the length limit) extends to the end."""
+    """The code in a response; a ```python fence without an end (cut by the length limit) extends to
+    the end."""
     for fence in _FENCES:
         if found := fence.findall(response):
             return found[-1]
@@ -95,7 +100,9 @@ def isolation() -> Isolation:
     """The best isolation that works on this machine, found by trying."""
     may_leave_root = os.geteuid() == 0 and others_may_run(sys.executable)
     said = [] if shutil.which("bwrap") else ["bubblewrap is not installed"]
-    for bwrap, has_proc in ((False, False),) if said else ((True, True), (True, False), (False, False)):
+    for bwrap, has_proc in (
+        ((False, False),) if said else ((True, True), (True, False), (False, False))
+    ):
         for leaves_root in (True, False) if may_leave_root else (False,):
             found = Isolation(bwrap, has_proc, leaves_root)
             words = bwrap_words(Limits(), found) if bwrap else []
@@ -114,15 +121,43 @@ def isolation() -> Isolation:
 
 
 def bwrap_words(limits: Limits, how: Isolation) -> list[str]:
-    """The start of a command: no network and no other processes; files read-only, but for an empty /tmp in memory."""
-    devices = [word for name in _DEVICES for word in ("--dev-bind-try", f"/dev/{name}", f"/dev/{name}")]
+    """The start of a command: no network and no other processes; files read-only, but for an empty
+    /tmp in memory."""
+    devices = [
+        word for name in _DEVICES for word in ("--dev-bind-try", f"/dev/{name}", f"/dev/{name}")
+    ]
     return [
-        "bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", _INSIDE, "--gid", _INSIDE,
-        "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--ro-bind", "/", "/",
-        "--proc" if how.has_proc else "--tmpfs", "/proc", "--remount-ro", "/proc",
-        "--tmpfs", "/dev", *devices, "--remount-ro", "/dev",
-        "--size", str(limits.file_mb * 2**20), "--tmpfs", "/tmp", "--chdir", "/tmp",
-    ]  # fmt: skip
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--uid",
+        _INSIDE,
+        "--gid",
+        _INSIDE,
+        "--die-with-parent",
+        "--as-pid-1",
+        "--cap-drop",
+        "ALL",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc" if how.has_proc else "--tmpfs",
+        "/proc",
+        "--remount-ro",
+        "/proc",
+        "--tmpfs",
+        "/dev",
+        *devices,
+        "--remount-ro",
+        "/dev",
+        "--size",
+        str(limits.file_mb * 2**20),
+        "--tmpfs",
+        "/tmp",
+        "--chdir",
+        "/tmp",
+    ]
 
 
 def others_may_run(python: str) -> bool:
@@ -138,10 +173,12 @@ def _user(how: Isolation) -> dict[str, Any]:
     return {"user": number, "group": number, "extra_groups": []} if how.leaves_root else {}
 
 
-def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | None = None) -> list[bool]:
-    """Run `program`, then each test (both Python source), in one isolated process under `limits` of the whole run; then
-    kill it and everything that it started. Returns which tests passed. `RuntimeError` if the process could not run the
-    program."""
+def run_tests(
+    program: str, tests: list[str], limits: Limits, how: Isolation | None = None
+) -> list[bool]:
+    """Run `program`, then each test (both Python source), in one isolated process under `limits` of
+    the whole run; then kill it and everything that it started. Returns which tests passed.
+    `RuntimeError` if the process could not run the program."""
     how, token = how or isolation(), secrets.token_hex(16)
     job = {**asdict(limits), **asdict(how), "program": program, "tests": tests, "token": token}
     job["cpu_seconds"] = math.ceil(limits.cpu_seconds)
@@ -150,9 +187,14 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
         if user:
             os.chown(folder, user["user"], user["group"])
         process = subprocess.Popen(
-            [*bwrap_words(limits, how), *words] if how.bwrap else words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=_ENVIRONMENT, cwd=folder, start_new_session=True, **user,
-        )  # fmt: skip
+            [*bwrap_words(limits, how), *words] if how.bwrap else words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_ENVIRONMENT,
+            cwd=folder,
+            start_new_session=True,
+            **user,
+        )
         assert process.stdin is not None and process.stdout is not None
         try:
             with suppress(BrokenPipeError):
@@ -160,7 +202,9 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
                 process.stdin.flush()
             text = _report(process.stdout.fileno(), limits.wall_seconds)
         finally:
-            with suppress(BrokenPipeError):  # its watcher then kills the program with all that it started, and ends
+            with suppress(
+                BrokenPipeError
+            ):  # its watcher then kills the program with all that it started, and ends
                 process.stdin.close()
             process.stdout.close()
             try:
@@ -170,7 +214,9 @@ def run_tests(program: str, tests: list[str], limits: Limits, how: Isolation | N
                 process.wait()
     lines = [line for line in text.decode(errors="replace").splitlines() if line.startswith(token)]
     if not lines:
-        raise RuntimeError("the sandbox could not run the program (too little memory or time, or see above)")
+        raise RuntimeError(
+            "the sandbox could not run the program (too little memory or time, or see above)"
+        )
     return [f"{token} {number}" in lines for number in range(len(tests))]
 
 

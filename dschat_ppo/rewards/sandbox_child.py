@@ -1,11 +1,14 @@
-"""Run one program and its tests under resource limits, watched by another process. Started by `sandbox.py`.
+"""Run one program and its tests under resource limits, watched by another process. Started by
+`sandbox.py`.
 
-`python -I -c SOURCE`, with the job as JSON on standard input. It writes lines to standard output that start with the
-job's token: one when the program starts, then one with the number of each test that passed. Without the token, the
-program could forge these lines. What the program prints goes nowhere.
+`python -I -c SOURCE`, with the job as JSON on standard input. It writes lines to standard output
+that start with the job's token: one when the program starts, then one with the number of each test
+that passed. Without the token, the program could forge these lines. What the program prints goes
+nowhere.
 
-The script imports only the standard library and nothing of this project: it must start fast and not read the run's
-files. With bwrap, it is process 1 of a namespace: programs cannot signal it, and all of them end when it ends.
+The script imports only the standard library and nothing of this project: it must start fast and not
+read the run's files. With bwrap, it is process 1 of a namespace: programs cannot signal it, and all
+of them end when it ends.
 """
 
 import contextlib
@@ -21,8 +24,15 @@ import types
 SET_DUMPABLE, SET_SUBREAPER, SET_NO_NEW_PRIVILEGES = 4, 36, 38  # prctl(2)
 WATCH_MILLISECONDS = 100
 PROCESS_EVENTS = (
-    "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "pty.spawn", "subprocess.Popen",
-)  # fmt: skip
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.system",
+    "pty.spawn",
+    "subprocess.Popen",
+)
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,7 +42,8 @@ def prctl(option: int, value: int) -> None:
 
 
 def memory_of(process: str) -> int:
-    """The proportional set size of a process in KiB; infinite if it hides its memory, 0 if it has ended."""
+    """The proportional set size of a process in KiB; infinite if it hides its memory, 0 if it has
+    ended."""
     try:
         with open(f"/proc/{process}/smaps_rollup") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
@@ -43,7 +54,8 @@ def memory_of(process: str) -> int:
 
 
 def is_within_limits(job: dict) -> bool:
-    """Whether all processes of the namespace are few and hold little memory; True without its own /proc."""
+    """Whether all processes of the namespace are few and hold little memory; True without its own
+    /proc."""
     if not job["has_proc"]:
         return True
     inside = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
@@ -52,20 +64,24 @@ def is_within_limits(job: dict) -> bool:
 
 
 def watch(child: int, job: dict) -> None:
-    """Wait for the end of the program; kill it and all that it started if they exceed the limits, or when the caller
-    closes standard input: at its time limit, or by its own end."""
+    """Wait for the end of the program; kill it and all that it started if they exceed the limits,
+    or when the caller closes standard input: at its time limit, or by its own end."""
     program, poll = os.pidfd_open(child), select.poll()
     poll.register(program, select.POLLIN)
     poll.register(0, 0)  # without events `poll` reports only that the other end closed
     while not poll.poll(WATCH_MILLISECONDS) and is_within_limits(job):
         with contextlib.suppress(ChildProcessError):  # none is left
             while os.waitpid(-1, os.WNOHANG)[0]:
-                pass  # programs that end count until their parent asks, which is now this process: a subreaper
+                # programs that end count until their parent asks, which is now this process: a
+                # subreaper
+                pass
     if job["bwrap"]:
         os._exit(0)  # ends the namespace
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(program, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # none is left: the children of what ends become this process's own
+    with contextlib.suppress(
+        ChildProcessError
+    ):  # none is left: the children of what ends become this process's own
         while True:
             with open("/proc/thread-self/children") as file:
                 for process in file.read().split():
@@ -91,13 +107,15 @@ def set_limits(job: dict) -> None:
 
 
 def refuse(event: str, arguments: tuple) -> None:
-    """Let Python refuse network and processes where nothing else does: a program can circumvent that."""
+    """Let Python refuse network and processes where nothing else does: a program can circumvent
+    that."""
     if event.startswith("socket.") or event in PROCESS_EVENTS:
         raise PermissionError(f"{event} is not permitted here")
 
 
 def run(program: str, tests: list[str], token: str, report: int) -> None:
-    """Execute the program as a module and each test in its namespace; report the tests that do not raise."""
+    """Execute the program as a module and each test in its namespace; report the tests that do not
+    raise."""
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
     exec(compile(program, "answer.py", "exec"), module.__dict__)
@@ -108,8 +126,9 @@ def run(program: str, tests: list[str], token: str, report: int) -> None:
 
 
 def outlive_signals() -> None:
-    """Handle SIGTERM and SIGINT by doing nothing: DeepSpeed's launcher sends SIGTERM to all its descendants when the
-    run is to stop. SIGKILL ends this process at the time limit. `SIG_IGN` would be inherited by other programs."""
+    """Handle SIGTERM and SIGINT by doing nothing: DeepSpeed's launcher sends SIGTERM to all its
+    descendants when the run is to stop. SIGKILL ends this process at the time limit. `SIG_IGN`
+    would be inherited by other programs."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 

@@ -1,11 +1,14 @@
-"""Worker processes that run a reward function, with a time limit for each call. They import no large library.
+"""Worker processes that run a reward function, with a time limit for each call. They import no
+large library.
 
-Standard input and output of a worker are one socket. Requests arrive there: pickled keyword arguments, one call after
-another. Replies leave, a line of JSON each: the trainer unpickles nothing that a worker wrote. The function itself gets
-an empty standard input, and its prints go to standard error.
+Standard input and output of a worker are one socket. Requests arrive there: pickled keyword
+arguments, one call after another. Replies leave, a line of JSON each: the trainer unpickles nothing
+that a worker wrote. The function itself gets an empty standard input, and its prints go to standard
+error.
 
-The kernel kills the process when the trainer ends for any reason. It ignores SIGTERM and SIGINT: DeepSpeed's launcher
-sends SIGTERM to all its descendants when the run is to stop, and the trainer still needs the rewards of its last step.
+The kernel kills the process when the trainer ends for any reason. It ignores SIGTERM and SIGINT:
+DeepSpeed's launcher sends SIGTERM to all its descendants when the run is to stop, and the trainer
+still needs the rewards of its last step.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class WorkerDiedError(CallError):
 
 
 class Worker:
-    """One process. It starts at the first call, and again, without its state, after a timeout or crash."""
+    """One process. It starts at the first call, and again, without its state, after a timeout or
+    crash."""
 
     def __init__(self, function: Sequence[str], seconds: float):
         self.function = function  # arguments of `main`
@@ -62,14 +66,23 @@ class Worker:
         self.channel, inside = socket.socketpair()
         with inside:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START_CODE, json.dumps([*sys.path, os.getcwd()]), *self.function],
-                stdin=inside.fileno(), stdout=inside.fileno(), start_new_session=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-c",
+                    _START_CODE,
+                    json.dumps([*sys.path, os.getcwd()]),
+                    *self.function,
+                ],
+                stdin=inside.fileno(),
+                stdout=inside.fileno(),
+                start_new_session=True,
+            )
         return self._exchange(b"", START_SECONDS, f"was not imported within {START_SECONDS:g} s")
 
     def call(self, arguments: dict[str, Any]) -> Any:
-        """Call the function with keyword arguments; its reply, or `CallError`. A call whose process ends is repeated
-        once in a new one, because the kernel may kill any process when memory runs out."""
+        """Call the function with keyword arguments; its reply, or `CallError`. A call whose process
+        ends is repeated once in a new one, because the kernel may kill any process when memory runs
+        out."""
         request = pickle.dumps(arguments)
         try:
             return self._reply(request)
@@ -87,14 +100,16 @@ class Worker:
         if self.process is None:
             return
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # `wait` comes later, so no other process has this id
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # `wait` comes later, so no other process has this id
         self.process.wait()
         self.channel.close()
         self.process = None
 
     def _exchange(self, request: bytes, seconds: float, late: str) -> Any:
-        """Write a request and read a line, the reply. The process may end or hang at any byte of them. A reported error
-        leaves the worker alive, others end it."""
+        """Write a request and read a line, the reply. The process may end or hang at any byte of
+        them. A reported error leaves the worker alive, others end it."""
         end, line = time.monotonic() + seconds, bytearray()
         try:
             self.channel.settimeout(seconds)
@@ -108,7 +123,9 @@ class Worker:
             [(kind, value)] = json.loads(line).items()
         except ConnectionError:
             self.stop()
-            raise WorkerDiedError("its process ended (a crash, os._exit, or out of memory)") from None
+            raise WorkerDiedError(
+                "its process ended (a crash, os._exit, or out of memory)"
+            ) from None
         except TimeoutError:
             self.stop()
             raise CallError(late) from None
@@ -121,7 +138,8 @@ class Worker:
 
 
 class WorkerPool:
-    """`size` workers with the same `function` (arguments of `main`). `ready`: what the first said when it was."""
+    """`size` workers with the same `function` (arguments of `main`). `ready`: what the first said
+    when it was."""
 
     def __init__(self, function: Sequence[str], size: int, seconds: float):
         self.workers = [Worker(function, seconds) for _ in range(size)]
@@ -141,9 +159,9 @@ class WorkerPool:
         return [future.result() for future in futures]
 
     def map(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """Reply or `CallError` of each call, in order. Each worker takes the next call when it is free. Takes at most
-        `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if every worker is replaced, and both once
-        more for calls whose worker dies."""
+        """Reply or `CallError` of each call, in order. Each worker takes the next call when it is
+        free. Takes at most `ceil(len(calls) / size) * seconds`, plus `START_SECONDS` per round if
+        every worker is replaced, and both once more for calls whose worker dies."""
         results: list[Any] = [None] * len(calls)
         waiting = iter(range(len(calls)))  # shared by the threads
 
@@ -168,19 +186,24 @@ class WorkerPool:
 
 
 def main(where: str, name: str, settings: str) -> None:
-    """In a worker: serve the function `name` of a file or module. `settings`: as JSON. It writes a line of JSON when it
-    is ready and for each call: {"value": ...} or {"error": cause}."""
+    """In a worker: serve the function `name` of a file or module. `settings`: as JSON. It writes a
+    line of JSON when it is ready and for each call: {"value": ...} or {"error": cause}."""
     signal_when_parent_ends(signal.SIGKILL)
     outlive_signals()
     os.register_at_fork(after_in_child=restore_signals)
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")  # descriptors are not inherited
+    requests, replies = (
+        os.fdopen(os.dup(0), "rb"),
+        os.fdopen(os.dup(1), "w"),
+    )  # descriptors are not inherited
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     process = os.getpid()
 
     def reply(kind: str, value: Any) -> None:
-        if os.getpid() != process:  # a fork of the function returned: its reply would shift later ones
+        if (
+            os.getpid() != process
+        ):  # a fork of the function returned: its reply would shift later ones
             os._exit(1)
         print(json.dumps({kind: value}), file=replies, flush=True)
 
@@ -205,7 +228,10 @@ def main(where: str, name: str, settings: str) -> None:
 
 
 def _call(
-    function: Callable[..., Any], signature: Signature, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop
+    function: Callable[..., Any],
+    signature: Signature,
+    arguments: dict[str, Any],
+    loop: asyncio.AbstractEventLoop,
 ) -> list[Returned]:
     logged: dict[str, Any] = {}
     if signature.form == "trl":
@@ -217,12 +243,14 @@ def _call(
 
 
 def outlive_signals() -> None:
-    """Handle SIGTERM and SIGINT by doing nothing. `SIG_IGN` would be inherited by programs started from here."""
+    """Handle SIGTERM and SIGINT by doing nothing. `SIG_IGN` would be inherited by programs started
+    from here."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
 
 def restore_signals() -> None:
-    """Default handlers in processes that the function forks: `multiprocessing` ends its pools by SIGTERM."""
+    """Default handlers in processes that the function forks: `multiprocessing` ends its pools by
+    SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,5 @@
-"""The default engine: continuous batching over a preallocated KV cache, with the model's own layers."""
+"""The default engine: continuous batching over a preallocated KV cache, with the model's own
+layers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ from dschat_ppo.types import FinishReason
 MaxOverRanks = Callable[[int], int]
 
 MAX_PREFILL_TOKENS = 8192  # of one forward pass
-MIN_SHARED_TOKENS = 32  # shorter prompts are copied for each sample; longer ones are read from one copy
+MIN_SHARED_TOKENS = (
+    32  # shorter prompts are copied for each sample; longer ones are read from one copy
+)
 MAX_EXTEND_PAIRS = 2**21  # of a token and a key that it attends to, in one pass over observations
 POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
 CPU_POLL = 1  # the same for episodes on a CPU, where a check costs nothing
@@ -47,25 +50,37 @@ def never() -> bool:
 
 
 class Turns(Protocol):
-    """The environments of the sequences, see `episodes/turns.py`. A sequence is in their hands from `end_turn` until
-    `observed` returns it."""
+    """The environments of the sequences, see `episodes/turns.py`. A sequence is in their hands from
+    `end_turn` until `observed` returns it."""
 
-    def end_turn(self, sequence: int, ids: list[int], end: int) -> None: ...  # `ids`: an action; `end`: its last token
-    def observed(self, wait: bool) -> list[tuple[int, list[int]]]: ...  # tokens to go on with; []: the episode is over
-    def cut(self, sequence: int, end: int) -> None: ...  # the limit of tokens ended an action at token `end`
+    def end_turn(
+        self, sequence: int, ids: list[int], end: int
+    ) -> None: ...  # `ids`: an action; `end`: its last token
+    def observed(
+        self, wait: bool
+    ) -> list[tuple[int, list[int]]]: ...  # tokens to go on with; []: the episode is over
+    def cut(
+        self, sequence: int, end: int
+    ) -> None: ...  # the limit of tokens ended an action at token `end`
     def stop(self, sequence: int) -> None: ...  # an observation leaves no token for another action
 
 
 class ContinuousBatching:
-    """Generates all sequences of `buffers`, at most `rows` at a time. The model is in eval mode and has whole weights,
-    or ZeRO-3 hooks that gather each layer. `max_over_ranks`, `cancelled`: see `generate`. `memory`: of decode steps at
-    fixed addresses, of a poll of tokens each time; None: steps over growing batches. `turns`: of episodes, with
-    `memory`."""
+    """Generates all sequences of `buffers`, at most `rows` at a time. The model is in eval mode and
+    has whole weights, or ZeRO-3 hooks that gather each layer. `max_over_ranks`, `cancelled`: see
+    `generate`. `memory`: of decode steps at fixed addresses, of a poll of tokens each time; None:
+    steps over growing batches. `turns`: of episodes, with `memory`."""
 
     def __init__(
-        self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, max_over_ranks: MaxOverRanks | None = None,
-        cancelled: Callable[[], bool] = never, memory: StaticMemory | None = None, turns: Turns | None = None,
-    ):  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        buffers: SequenceBuffers,
+        rows: int,
+        max_over_ranks: MaxOverRanks | None = None,
+        cancelled: Callable[[], bool] = never,
+        memory: StaticMemory | None = None,
+        turns: Turns | None = None,
+    ):
         self.model = model
         self.buffers = buffers
         self.rows = rows
@@ -79,19 +94,34 @@ class ContinuousBatching:
         self.memory = memory
         self.turns = turns
         self.prompt_lengths = lengths = buffers.prompt_lengths[:-1].cpu().numpy()
-        self.given = lengths.copy()  # tokens of each sequence before its current action: it can start again after them
-        self.asked = np.zeros(buffers.count, dtype=bool)  # whether a sequence is in the hands of `turns`
+        self.given = (
+            lengths.copy()
+        )  # tokens of each sequence before its current action: it can start again after them
+        self.asked = np.zeros(
+            buffers.count, dtype=bool
+        )  # whether a sequence is in the hands of `turns`
         self.away = set[int]()  # sequences that lost their rows meanwhile
         self.answers = list[tuple[int, list[int]]]()  # of `turns`, that are not in the buffers yet
-        self.waiting = np.argsort(-lengths, kind="stable")  # longest prompts first; sequences of one prompt together
+        self.waiting = np.argsort(
+            -lengths, kind="stable"
+        )  # longest prompts first; sequences of one prompt together
         prompts = np.arange(buffers.count) // buffers.samples
-        self.running: RunningBatches | RunningPool = RunningBatches(lengths, prompts, MIN_SHARED_TOKENS)
+        self.running: RunningBatches | RunningPool = RunningBatches(
+            lengths, prompts, MIN_SHARED_TOKENS
+        )
         self.graphed: GraphedDecoder | None = None
         if memory is not None:
             limits = buffers.limits[:-1].cpu().numpy()
             poll = CPU_POLL if turns is not None and self.device.type == "cpu" else POLL
             self.running = RunningPool(
-                lengths, prompts, limits, memory.pool, memory.most_slots, poll, MIN_SHARED_TOKENS, self.given
+                lengths,
+                prompts,
+                limits,
+                memory.pool,
+                memory.most_slots,
+                poll,
+                MIN_SHARED_TOKENS,
+                self.given,
             )
             self.graphed = GraphedDecoder(
                 self._generate_tokens, lengths, memory, poll, lambda: self.attention.reads_all_slots
@@ -99,9 +129,9 @@ class ContinuousBatching:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Generate until every sequence is finished, or generation is cancelled. When memory runs out, the running
-        sequences start again from their prompts, or their last observations, with half the rows, and a pool with as
-        many slots a row as before."""
+        """Generate until every sequence is finished, or generation is cancelled. When memory runs
+        out, the running sequences start again from their prompts, or their last observations, with
+        half the rows, and a pool with as many slots a row as before."""
         try:
             with installed(self.model, self.attention):
                 while self.max_over_ranks(int(self._unfinished() > 0 and not self.cancelled())):
@@ -111,7 +141,8 @@ class ContinuousBatching:
                     except RuntimeError as problem:
                         if self.synchronised or not ran_out_of_memory(problem) or self.rows == 1:
                             raise
-                    # Outside the handler nothing refers to the tensors of the failed step: their memory is free again.
+                    # Outside the handler nothing refers to the tensors of the failed step: their
+                    # memory is free again.
                     before, self.rows = self.rows, max(1, self.rows // 2)
                     sequences, self.attention.metadata = self.running.rows.sequences, []
                     if self.memory is not None and isinstance(self.running, RunningPool):
@@ -120,24 +151,35 @@ class ContinuousBatching:
                     self.running.clear()
                     if self.states is not None:
                         self.states, self.cache = RowStates(), RolloutCache()
-                    self._return_to_queue(sequences)  # takes a little memory, so not before there is some
+                    self._return_to_queue(
+                        sequences
+                    )  # takes a little memory, so not before there is some
                     warn_of_memory(before, self.rows)
                 self.attention.metadata = []
         finally:
-            self.graphed = None  # it refers to this object and the cache: the cycle would keep the memory for a while
+            # it refers to this object and the cache: the cycle would keep the memory for a while
+            self.graphed = None
 
     def _unfinished(self) -> int:
         """How many sequences are not finished."""
         return len(self.running) + len(self.waiting) + len(self.away)
 
-    def _step(self) -> None:
-        """Prefill the prompts of new sequences, generate for every running sequence, and drop the finished ones."""
+    def _step(self) -> None:  # noqa: PLR0915
+        """Prefill the prompts of new sequences, generate for every running sequence, and drop the
+        finished ones."""
         heartbeat()
         unread = self._observe(self.turns) if self.turns is not None else dict[int, int]()
         # Start a wave of sequences if enough rows are free.
-        running, lengths, samples, waves = self.running, self.prompt_lengths, self.buffers.samples, list[Prefill]()
+        running, lengths, samples, waves = (
+            self.running,
+            self.prompt_lengths,
+            self.buffers.samples,
+            list[Prefill](),
+        )
         free = self.rows - len(running)
-        usual = self.rows if self.graphed is None else len(running)  # a pool may have slots for fewer rows
+        usual = (
+            self.rows if self.graphed is None else len(running)
+        )  # a pool may have slots for fewer rows
         worthwhile = min(max(4, usual // 8, samples), self.rows, len(self.waiting))
         if len(self.waiting) and free >= worthwhile:
             whole_groups = free - free % samples if free >= samples else free
@@ -147,9 +189,11 @@ class ContinuousBatching:
                 wave, self.waiting = self.waiting[:count], self.waiting[count:]
                 waves = running.start(wave)
                 replayed = self.given[wave] - lengths[wave]
-                unread |= zip(wave[replayed > 0].tolist(), replayed[replayed > 0].tolist(), strict=True)
-        # Each forward pass is over the first tokens of prompts, longest first: all but the last token of each, which
-        # the first decode step feeds, but at least one.
+                unread |= zip(
+                    wave[replayed > 0].tolist(), replayed[replayed > 0].tolist(), strict=True
+                )
+        # Each forward pass is over the first tokens of prompts, longest first: all but the last
+        # token of each, which the first decode step feeds, but at least one.
         passes = list[Callable[[], None]]()
         for prefill in waves:
             prompts = np.unique(prefill.sequences)
@@ -183,7 +227,9 @@ class ContinuousBatching:
                 self.cache = self.states.of(rows.sequences)
             finished = self._generate_tokens(*inputs).cpu().numpy()
         if self.buffers.stopping.stop_strings:
-            counts = rows.positions + 1 - lengths[rows.sequences]  # response tokens before the new ones
+            counts = (
+                rows.positions + 1 - lengths[rows.sequences]
+            )  # response tokens before the new ones
             finished = finished | self.buffers.find_stop_strings(
                 rows.sequences, counts, tokens, self.given[rows.sequences] - lengths[rows.sequences]
             )
@@ -195,10 +241,12 @@ class ContinuousBatching:
         report_phase(self.buffers.count - self._unfinished(), self.buffers.count, "answers")
 
     def _end_turns(self, sequences: list[int], turns: Turns) -> None:
-        """Hand sequences that ended an action to their environments; let those go that a limit cut."""
+        """Hand sequences that ended an action to their environments; let those go that a limit
+        cut."""
         assert isinstance(self.running, RunningPool)
         counts, reasons = (
-            part[sequences].tolist() for part in (self.buffers.response_lengths, self.buffers.finish_reasons)
+            part[sequences].tolist()
+            for part in (self.buffers.response_lengths, self.buffers.finish_reasons)
         )
         for sequence, count, reason in zip(sequences, counts, reasons, strict=True):
             if reason == FinishReason.LENGTH:
@@ -212,9 +260,10 @@ class ContinuousBatching:
             turns.end_turn(sequence, ids, count - 1)
 
     def _observe(self, turns: Turns) -> dict[int, int]:
-        """Let the sequences go on whose environments have answered; those whose rows have stopped start again. Returns
-        how many tokens of each row are new to the cache: those before its new position, which the next decode step
-        feeds. When memory runs out, no answer is lost: it stays in `answers` until the sequence has it."""
+        """Let the sequences go on whose environments have answered; those whose rows have stopped
+        start again. Returns how many tokens of each row are new to the cache: those before its new
+        position, which the next decode step feeds. When memory runs out, no answer is lost: it
+        stays in `answers` until the sequence has it."""
         running, buffers, counts = self.running, self.buffers, dict[int, int]()
         assert isinstance(running, RunningPool)
         is_idle = not len(running.active) and (len(running) > 0 or not len(self.waiting))
@@ -243,57 +292,85 @@ class ContinuousBatching:
         return counts
 
     def _reserve_slots(self, running: RunningPool) -> None:
-        """Give each running sequence slots for its next tokens; those for which there are none go back to the queue."""
+        """Give each running sequence slots for its next tokens; those for which there are none go
+        back to the queue."""
         if stopped := running.stop_for_slots():
             self._return_to_queue(np.array(stopped[::-1]))
         running.reserve_slots()
 
     def _extends(self, counts: dict[int, int]) -> list[Callable[[], None]]:
-        """Forward passes over the last `counts` tokens before the positions of these sequences: one, unless they are
-        very many."""
+        """Forward passes over the last `counts` tokens before the positions of these sequences:
+        one, unless they are very many."""
         rows, passes = self.running.rows, list[Callable[[], None]]()
         assert isinstance(rows, PooledRows)
         rows = rows.select(np.isin(rows.sequences, list(counts)))
-        numbers = np.array([counts[sequence] for sequence in rows.sequences.tolist()], dtype=np.int64)
+        numbers = np.array(
+            [counts[sequence] for sequence in rows.sequences.tolist()], dtype=np.int64
+        )
         order = np.argsort(-numbers, kind="stable")
         while len(order):
-            tokens = max(1, min(MAX_PREFILL_TOKENS, MAX_EXTEND_PAIRS // int(rows.positions[order].max())))
+            tokens = max(
+                1, min(MAX_PREFILL_TOKENS, MAX_EXTEND_PAIRS // int(rows.positions[order].max()))
+            )
             longest = int(numbers[order[0]])
             columns = min(longest, tokens)
             chosen, order = np.split(order, [tokens // columns])
             part = rows.select(chosen), numbers[chosen]
-            passes += [partial(self._extend, *part, first, columns) for first in range(0, longest, columns)]
+            passes += [
+                partial(self._extend, *part, first, columns) for first in range(0, longest, columns)
+            ]
         return passes
 
     def _extend(self, rows: PooledRows, numbers: np.ndarray, first: int, columns: int) -> None:
-        """A forward pass over tokens `first .. first + columns - 1` of the last `numbers` (n,) tokens before the
-        positions of n rows. A row with fewer tokens repeats its last one, which is not written to the cache again."""
+        """A forward pass over tokens `first .. first + columns - 1` of the last `numbers` (n,)
+        tokens before the positions of n rows. A row with fewer tokens repeats its last one, which
+        is not written to the cache again."""
         assert isinstance(self.running, RunningPool)
-        token, pool, width = np.arange(first, first + columns), self.running.pool, self.buffers.width
-        numbers, sequences, ends = numbers[:, None], rows.sequences[:, None], rows.positions[:, None]
-        starts, prefixes, shared = rows.starts[:, None], rows.prefixes[:, None], rows.prefix_lengths[:, None]
+        token, pool, width = (
+            np.arange(first, first + columns),
+            self.running.pool,
+            self.buffers.width,
+        )
+        numbers, sequences, ends = (
+            numbers[:, None],
+            rows.sequences[:, None],
+            rows.positions[:, None],
+        )
+        starts, prefixes, shared = (
+            rows.starts[:, None],
+            rows.prefixes[:, None],
+            rows.prefix_lengths[:, None],
+        )
         places = ends - numbers + np.minimum(token, numbers - 1)  # (n, L)
         source, column = np.nonzero(token < numbers)
         slots = (starts + places - shared)[source, column]
         history, written = (
             [torch.from_numpy(part).to(self.device) for part in parts]
-            for parts in ((places - shared, starts, prefixes, shared), (np.zeros_like(slots), slots, source, column))
+            for parts in (
+                (places - shared, starts, prefixes, shared),
+                (np.zeros_like(slots), slots, source, column),
+            )
         )
         before = PooledMetadata(pool, *history, length=int(ends.max()), shares=bool(shared.any()))
         self.attention.metadata = PrefillMetadata(pool, *written, history=before)
-        ids = self.buffers.token_ids.view(-1)[torch.from_numpy(sequences * width + places).to(self.device)]
+        ids = self.buffers.token_ids.view(-1)[
+            torch.from_numpy(sequences * width + places).to(self.device)
+        ]
         self._forward(ids, torch.from_numpy(places).to(self.device), self.cache)
 
     def _return_to_queue(self, sequences: np.ndarray) -> None:
-        """Forget the current actions of these sequences; they are the next ones that start. Those in the hands of their
-        environments start when these have answered."""
+        """Forget the current actions of these sequences; they are the next ones that start. Those
+        in the hands of their environments start when these have answered."""
         self.away.update(sequences[self.asked[sequences]].tolist())
         sequences = sequences[~self.asked[sequences]]
         self.waiting = np.concatenate([sequences, self.waiting])
-        self.buffers.reset(sequences.tolist(), (self.given[sequences] - self.prompt_lengths[sequences]).tolist())
+        self.buffers.reset(
+            sequences.tolist(), (self.given[sequences] - self.prompt_lengths[sequences]).tolist()
+        )
 
     def _prefill(self, prefill: Prefill, prompts: np.ndarray, tokens: int) -> None:
-        """A forward pass over the prompts of sequences `prompts`, all but the last token of each; `tokens` columns."""
+        """A forward pass over the prompts of sequences `prompts`, all but the last token of each;
+        `tokens` columns."""
         samples, device = self.buffers.samples, self.device
         row_of = np.full(self.buffers.count // samples, -1)  # of the pass, by number of the prompt
         row_of[prompts // samples] = np.arange(len(prompts))
@@ -311,7 +388,8 @@ class ContinuousBatching:
         if self.states is None:
             self._forward(ids, positions, self.cache)
             return
-        # Padding on the right would change states; on the left it does not where the layers mask it.
+        # Padding on the right would change states; on the left it does not where the layers mask
+        # it.
         padding = torch.from_numpy(tokens + 1 - self.prompt_lengths[prompts]).to(device)
         positions = positions - padding.unsqueeze(1)
         metadata.columns, metadata.padding = metadata.columns + padding[metadata.source], padding
@@ -324,18 +402,23 @@ class ContinuousBatching:
         self.states.add(cache, started, np.where(fed, row_of[started // samples], -1))
 
     def _idle_pass(self) -> None:
-        """Take part in a collective forward pass of other ranks; nothing to do if ranks are not synchronised."""
+        """Take part in a collective forward pass of other ranks; nothing to do if ranks are not
+        synchronised."""
         if self.synchronised:
             zero = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.attention.metadata = PrefillMetadata(KVCache(1, 1), zero, zero, zero, zero)
             self._forward(zero.unsqueeze(0), zero.unsqueeze(0), RolloutCache(self.model.config))
 
     def _generate_tokens(
-        self, sequences: Tensor, positions: Tensor, metadata: Sequence[DecodeMetadata | PooledMetadata],
+        self,
+        sequences: Tensor,
+        positions: Tensor,
+        metadata: Sequence[DecodeMetadata | PooledMetadata],
         search: NucleusSearch = ASK_DEVICE,
-    ) -> Tensor:  # fmt: skip
-        """Generate one token for each of n `sequences` (n,) int64, after the one at `positions` (n,) int64; returns
-        which are finished, (n,) bool. Asks the device nothing if `search` does not."""
+    ) -> Tensor:
+        """Generate one token for each of n `sequences` (n,) int64, after the one at `positions`
+        (n,) int64; returns which are finished, (n,) bool. Asks the device nothing if `search` does
+        not."""
         buffers = self.buffers
         self.attention.metadata = metadata
         counts = positions + 1 - buffers.prompt_lengths[sequences]
@@ -343,7 +426,9 @@ class ContinuousBatching:
         logits = self._forward(ids.unsqueeze(1), positions.unsqueeze(1), self.cache)
         return buffers.append(sequences, counts, *buffers.draw(logits, sequences, counts, search))
 
-    def _forward(self, ids: Tensor, positions: Tensor, cache: RolloutCache, **mask: Tensor) -> Tensor:
+    def _forward(
+        self, ids: Tensor, positions: Tensor, cache: RolloutCache, **mask: Tensor
+    ) -> Tensor:
         """(n, L) ids -> (n, V) logits of the last column."""
         output = self.model(
             input_ids=ids,

@@ -1,4 +1,5 @@
-"""Decode steps at fixed addresses: on a GPU, a CUDA graph for each bucket of rows and length, kept between rollouts."""
+"""Decode steps at fixed addresses: on a GPU, a CUDA graph for each bucket of rows and length, kept
+between rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 
 from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.phases import largest_peak
-from dschat_ppo.rollout.kv_cache import LOGITS_BYTES, SPARE, KVCache, PooledMetadata, release_if_short
+from dschat_ppo.rollout.kv_cache import (
+    LOGITS_BYTES,
+    SPARE,
+    KVCache,
+    PooledMetadata,
+    release_if_short,
+)
 from dschat_ppo.rollout.running_batches import PooledRows
 from dschat_ppo.rollout.sampling import NUCLEUS_STATIC, NucleusSearch
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -25,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 LENGTH_STEP = 256  # slots between two length buckets
 SMALL_ROWS = (4, 16)  # buckets below 32 rows: with fewer rows a step on a GPU takes as long
-OVERFLOWS = 2  # polls that needed the whole vocabulary, after which the rest of the rollout searches it at once
+# polls that needed the whole vocabulary, after which the rest of the rollout searches it at once
+OVERFLOWS = 2
 # Shares of a GPU's memory.
 KEPT_SHARE = 0.02  # is kept in any case; more would be missing in training,
 MOST_KEPT_SHARE = 0.05  # which is kept if it and the largest update
@@ -37,8 +45,9 @@ Step = Callable[[Tensor, Tensor, list[PooledMetadata], NucleusSearch], Tensor]
 
 
 class Bucket(NamedTuple):
-    """What a recorded step is made for: at most `rows` rows of at most `length` tokens. `shares`: whether some share
-    their prompt; `whole`: whether the nucleus is searched in the whole vocabulary."""
+    """What a recorded step is made for: at most `rows` rows of at most `length` tokens. `shares`:
+    whether some share their prompt; `whole`: whether the nucleus is searched in the whole
+    vocabulary."""
 
     rows: int
     length: int
@@ -48,12 +57,14 @@ class Bucket(NamedTuple):
 
 def row_bucket(count: int, most: int) -> int:
     """Rows of the bucket for `count` rows: 4, 16, then the next power of two, at most `most`."""
-    return min(next((rows for rows in SMALL_ROWS if count <= rows), 1 << (count - 1).bit_length()), most)
+    return min(
+        next((rows for rows in SMALL_ROWS if count <= rows), 1 << (count - 1).bit_length()), most
+    )
 
 
 class GraphRecorder:
-    """Records decode steps as CUDA graphs, on one stream. One object serves all rollouts of a run. `refusal` is the
-    reason why nothing is recorded any more, or ""; `captures` counts graphs."""
+    """Records decode steps as CUDA graphs, on one stream. One object serves all rollouts of a run.
+    `refusal` is the reason why nothing is recorded any more, or ""; `captures` counts graphs."""
 
     def __init__(self) -> None:
         self.refusal = ""
@@ -62,11 +73,12 @@ class GraphRecorder:
         self._tried = False
 
     def warm_up(self, step: Callable[[], None], pool: Any) -> None:
-        """Run `step` on the recording stream, with memory of `pool`, so that its capture needs hardly any other.
+        """Run `step` on the recording stream, with memory of `pool`, so that its capture needs
+        hardly any other.
 
-        The first time, `step` runs twice more before: libraries choose kernels and allocate memory that they keep. A
-        capture that fails half-way may leave the allocator unable to release memory (before PyTorch 2.12; pytorch issue
-        180395).
+        The first time, `step` runs twice more before: libraries choose kernels and allocate memory
+        that they keep. A capture that fails half-way may leave the allocator unable to release
+        memory (before PyTorch 2.12; pytorch issue 180395).
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -100,15 +112,18 @@ class GraphRecorder:
     def record(self, step: Callable[[], None], pool: Any) -> Any:
         """Record `step`, which `warm_up` ran with the same `pool`, as a graph.
 
-        Unlike the context manager `torch.cuda.graph`, this leaves the recording stream whatever fails, and keeps the
-        memory that the allocator has cached. If the capture fails, this raises a `RuntimeError`; unless memory ran out
-        and the capture ended in order, nothing is recorded any more.
+        Unlike the context manager `torch.cuda.graph`, this leaves the recording stream whatever
+        fails, and keeps the memory that the allocator has cached. If the capture fails, this raises
+        a `RuntimeError`; unless memory ran out and the capture ended in order, nothing is recorded
+        any more.
         """
         graph, ended, collects = torch.cuda.CUDAGraph(), False, gc.isenabled()
-        gc.disable()  # it might free memory of older graphs, which CUDA does not allow during a capture
+        # it might free memory of older graphs, which CUDA does not allow during a capture
+        gc.disable()
         try:
             with torch.cuda.stream(self._stream):
-                # Only calls of this thread matter: NCCL's watchdog and pinning threads may call CUDA meanwhile.
+                # Only calls of this thread matter: NCCL's watchdog and pinning threads may call
+                # CUDA meanwhile.
                 graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
                 try:
                     step()
@@ -132,13 +147,19 @@ class GraphRecorder:
 
 
 class StaticMemory:
-    """What recorded steps refer to by address, and their graphs. `entries` (6, rows) int64 are the inputs: sequences,
-    positions, and `own`, `starts`, `prefix_starts` and `prefix_lengths` of `PooledMetadata`. `marks` (2, rows) bool are
-    finished rows and rows whose nucleus overflowed. `most_slots` is the largest capacity of the pool. Without a
-    `recorder` steps run without graphs, as on the CPU."""
+    """What recorded steps refer to by address, and their graphs. `entries` (6, rows) int64 are the
+    inputs: sequences, positions, and `own`, `starts`, `prefix_starts` and `prefix_lengths` of
+    `PooledMetadata`. `marks` (2, rows) bool are finished rows and rows whose nucleus overflowed.
+    `most_slots` is the largest capacity of the pool. Without a `recorder` steps run without graphs,
+    as on the CPU."""
 
     def __init__(
-        self, buffers: SequenceBuffers, pool: KVCache, rows: int, most_slots: int, recorder: GraphRecorder | None = None
+        self,
+        buffers: SequenceBuffers,
+        pool: KVCache,
+        rows: int,
+        most_slots: int,
+        recorder: GraphRecorder | None = None,
     ):
         device = buffers.token_ids.device
         self.recorder = recorder
@@ -147,7 +168,9 @@ class StaticMemory:
         self.most_slots = most_slots
         self.entries = torch.zeros(6, rows, dtype=torch.int64, device=device)
         self.marks = torch.zeros(2, rows, dtype=torch.bool, device=device)
-        self.key: Hashable = None  # of the rollout that left it to the next one, see `RolloutGraphs`
+        self.key: Hashable = (
+            None  # of the rollout that left it to the next one, see `RolloutGraphs`
+        )
         self.addresses: tuple[int, ...] = ()  # of the weights then
         self.graph_pool: Any = None  # memory for what the steps of all graphs compute
         self._graphs: dict[Bucket, Any] = {}
@@ -155,7 +178,8 @@ class StaticMemory:
 
     @property
     def graphs(self) -> dict[Bucket, Any]:
-        """The graphs by bucket, without those of a pool that has grown since, and so has other addresses."""
+        """The graphs by bucket, without those of a pool that has grown since, and so has other
+        addresses."""
         if self._recorded_capacity != self.pool.capacity:
             self._graphs, self._recorded_capacity = {}, self.pool.capacity
         return self._graphs
@@ -170,37 +194,46 @@ class StaticMemory:
 class GraphedDecoder:
     """Generates `poll` tokens for every running row before the host checks which are finished.
 
-    Buffers and pool do not move meanwhile. Entries beyond the running rows are idle: all their numbers are 0, so they
-    write to the spare slot of the pool, and to the spare row of `SequenceBuffers`.
+    Buffers and pool do not move meanwhile. Entries beyond the running rows are idle: all their
+    numbers are 0, so they write to the spare slot of the pool, and to the spare row of
+    `SequenceBuffers`.
 
-    Top-p needs the likeliest tokens in order, and a graph cannot choose how many. So steps look at a fixed number of
-    them and mark the rows for which these are too few; the host then repeats the `poll` tokens over the whole
-    vocabulary.
+    Top-p needs the likeliest tokens in order, and a graph cannot choose how many. So steps look at
+    a fixed number of them and mark the rows for which these are too few; the host then repeats the
+    `poll` tokens over the whole vocabulary.
     """
 
     step: Step  # generates one token for every entry of its inputs
     prompt_lengths: np.ndarray  # (A,) int64, of all sequences
     memory: StaticMemory
     poll: int
-    reads_all_slots: Callable[[], bool]  # as many for each row as for the longest one: short rows need own buckets
+    reads_all_slots: Callable[
+        [], bool
+    ]  # as many for each row as for the longest one: short rows need own buckets
     overflows: int = 0  # polls that were repeated
 
     def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
-        """Generate `poll` tokens for every running row, of at most `most_rows`; (n,) bool, True for finished ones."""
+        """Generate `poll` tokens for every running row, of at most `most_rows`; (n,) bool, True for
+        finished ones."""
         whole = self.overflows >= OVERFLOWS
         finished, overflow = self._generate(rows, most_rows, whole)
         if overflow.any() and not whole:
             self.overflows += 1
             counts = rows.positions + 1 - self.prompt_lengths[rows.sequences]
-            self.memory.buffers.reset(rows.sequences.tolist(), counts.tolist())  # without the tokens of this poll
+            self.memory.buffers.reset(
+                rows.sequences.tolist(), counts.tolist()
+            )  # without the tokens of this poll
             finished, _ = self._generate(rows, most_rows, True)
         return finished
 
     def _generate(self, rows: PooledRows, most_rows: int, whole: bool) -> np.ndarray:
-        """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens searched."""
+        """(2, n) bool: finished rows, and rows whose nucleus was larger than the tokens
+        searched."""
         length = self.memory.buffers.width  # most tokens of a row, of prompt and answer
         # a check after each token makes steps of any size worthwhile
-        count, step = (len(rows), 1) if self.poll == 1 else (row_bucket(len(rows), most_rows), LENGTH_STEP)
+        count, step = (
+            (len(rows), 1) if self.poll == 1 else (row_bucket(len(rows), most_rows), LENGTH_STEP)
+        )
         if self.reads_all_slots():
             length = min(-(-(int(rows.positions.max()) + self.poll) // step) * step, length)
         shares = bool(rows.prefix_lengths.any())
@@ -216,7 +249,14 @@ class GraphedDecoder:
         entries = np.zeros(self.memory.entries.shape, dtype=np.int64)
         entries[0] = self.memory.buffers.count
         if rows is not None:
-            numbers = rows.sequences, rows.positions, rows.slots, rows.starts, rows.prefixes, rows.prefix_lengths
+            numbers = (
+                rows.sequences,
+                rows.positions,
+                rows.slots,
+                rows.starts,
+                rows.prefixes,
+                rows.prefix_lengths,
+            )
             entries[:, : len(rows)] = numbers
         self.memory.entries.copy_(torch.from_numpy(entries))
         self.memory.marks.zero_()
@@ -227,19 +267,27 @@ class GraphedDecoder:
         sequences, positions, own, starts, prefix_starts, prefix_lengths = entries
         idle, overflow = sequences == spare, torch.zeros_like(marks[1])
         metadata = PooledMetadata(
-            memory.pool, own, starts, prefix_starts, prefix_lengths, length=bucket.length, shares=bucket.shares
-        )  # fmt: skip
+            memory.pool,
+            own,
+            starts,
+            prefix_starts,
+            prefix_lengths,
+            length=bucket.length,
+            shares=bucket.shares,
+        )
         search = NucleusSearch(None if bucket.whole else NUCLEUS_STATIC, overflow)
         finished = self.step(sequences, positions, [metadata], search)
         marks[0] |= finished
         marks[1] |= overflow & ~idle
-        # A finished entry is idle until the next check: its next position may be beyond the model's last one.
+        # A finished entry is idle until the next check: its next position may be beyond the model's
+        # last one.
         sequences.masked_fill_(finished, spare)
         entries[1:3].add_(1)
         entries[1:].mul_(sequences != spare)
 
     def _advance_of(self, bucket: Bucket) -> Callable[[], None]:
-        """The step for one bucket; where it can be recorded, as a CUDA graph, recorded while all entries are idle."""
+        """The step for one bucket; where it can be recorded, as a CUDA graph, recorded while all
+        entries are idle."""
 
         def eager() -> None:
             self._advance(bucket)
@@ -252,7 +300,9 @@ class GraphedDecoder:
             return eager
         logits = bucket.rows * len(self.memory.buffers.is_end) * LOGITS_BYTES
         release_if_short(self.memory.entries.device, logits)
-        if not graphs:  # PyTorch does not record another graph with a pool whose graphs are all gone
+        if (
+            not graphs
+        ):  # PyTorch does not record another graph with a pool whose graphs are all gone
             self.memory.graph_pool = torch.cuda.MemPool()
         self._load(None)
         recorder.warm_up(eager, self.memory.graph_pool)
@@ -268,25 +318,29 @@ class GraphedDecoder:
 
 
 class RolloutGraphs:
-    """Records the decode steps of the rollouts of a run, and keeps the graphs of the last rollout if they stay valid:
-    where weights stay where they are (ZeRO stages 0 to 2), and where the KV pool is a small part of the GPU's memory,
-    because it stays allocated while the model trains. A pool that is not kept begins with the capacity that the last
-    rollout of the kind needed: graphs are recorded once, and not again after each growth."""
+    """Records the decode steps of the rollouts of a run, and keeps the graphs of the last rollout
+    if they stay valid: where weights stay where they are (ZeRO stages 0 to 2), and where the KV
+    pool is a small part of the GPU's memory, because it stays allocated while the model trains. A
+    pool that is not kept begins with the capacity that the last rollout of the kind needed: graphs
+    are recorded once, and not again after each growth."""
 
     def __init__(self) -> None:
         self.recorder = GraphRecorder()
         self._kept: StaticMemory | None = None
         self._weights_move = False
         self._capacities: dict[Hashable, int] = {}
-        self._is_beside_training = False  # what is kept was counted in the peaks of updates, if they are the largest
+        self._is_beside_training = (
+            False  # what is kept was counted in the peaks of updates, if they are the largest
+        )
 
     def capacity(self, key: Hashable, most: int) -> int:
-        """The first capacity of a pool: what the last rollout with this key needed, at most `most` slots."""
+        """The first capacity of a pool: what the last rollout with this key needed, at most `most`
+        slots."""
         return max(SPARE + 1, min(self._capacities.get(key, 0), most))
 
     def take(self, key: Hashable, width: int, model: nn.Module) -> StaticMemory | None:
-        """The memory of the last rollout, or None, after which it is released. `key`: all that is part of a recorded
-        step of `model`, and the number of sequences. `width`: of the prompts."""
+        """The memory of the last rollout, or None, after which it is released. `key`: all that is
+        part of a recorded step of `model`, and the number of sequences. `width`: of the prompts."""
         kept, self._kept = self._kept, None
         if kept is None or kept.key != key or kept.buffers.prompt_width < width:
             return None
@@ -296,7 +350,8 @@ class RolloutGraphs:
         return kept
 
     def keep(self, key: Hashable, model: nn.Module, memory: StaticMemory) -> None:
-        """Keep what a rollout used for the next one, if it is small and its graphs will be valid."""
+        """Keep what a rollout used for the next one, if it is small and its graphs will be
+        valid."""
         self._capacities[key], buffers = memory.pool.capacity, memory.buffers
         if not memory.graphs or self._weights_move:
             return
@@ -305,11 +360,16 @@ class RolloutGraphs:
             memory.key, memory.addresses, self._kept = key, _addresses(model), memory
 
     def _fits(self, size: int, device: torch.device) -> bool:
-        """Whether updates leave `size` bytes for what is kept. The largest one is known after the first PPO step."""
+        """Whether updates leave `size` bytes for what is kept. The largest one is known after the
+        first PPO step."""
         total, peak = torch.cuda.mem_get_info(device)[1], largest_peak("train")
         is_small = size <= KEPT_SHARE * total
         beside = 0 if self._is_beside_training else size
-        fits = peak is not None and size <= MOST_KEPT_SHARE * total and peak + beside <= (1 - LEFT_SHARE) * total
+        fits = (
+            peak is not None
+            and size <= MOST_KEPT_SHARE * total
+            and peak + beside <= (1 - LEFT_SHARE) * total
+        )
         self._is_beside_training = fits and not is_small
         return is_small or fits
 

@@ -1,8 +1,9 @@
 """Fewer operations while generating: decoder layers of Llama's form by four products.
 
-Where few sequences run, a decode step is mostly small operations and calls of modules. A layer here multiplies by one
-matrix for queries, keys and values and one for gate and up, and rotates queries and keys together. On a CPU the weights
-are laid out for few rows once. On a GPU they are one matrix where they lie side by side, as in DeepSpeed's flat groups.
+Where few sequences run, a decode step is mostly small operations and calls of modules. A layer here
+multiplies by one matrix for queries, keys and values and one for gate and up, and rotates queries
+and keys together. On a CPU the weights are laid out for few rows once. On a GPU they are one matrix
+where they lie side by side, as in DeepSpeed's flat groups.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from dschat_ppo.models.backbone import check_attention_call, forward_replaced, u
 from dschat_ppo.models.fast_layers import kernels_for
 from dschat_ppo.rollout.attention import causal_attention, installed
 
-# The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does not have that form.
+# The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does
+# not have that form.
 LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -34,15 +36,20 @@ ROWS, COLUMNS = 4, 3  # of the comparison with a model's own layer
 TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
 SMALL = 2.0**-7  # of its states: the residual connection must not hide what the layer adds to them
 
-_AGREED: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()  # settings of layers that were compared
+_AGREED: WeakKeyDictionary[nn.Module, dict[str, Any]] = (
+    WeakKeyDictionary()
+)  # settings of layers that were compared
 
 Product = Callable[[Tensor], Tensor]
-Pack = Callable[[list[nn.Linear]], Product]  # (rows, in) -> (rows, out of all): their outputs one after another
+Pack = Callable[
+    [list[nn.Linear]], Product
+]  # (rows, in) -> (rows, out of all): their outputs one after another
 
 
 class FusedLayer:
-    """The forward function of a decoder `layer` of Llama's form. `pack` makes one product of several linear layers with
-    the same input. `settings`: keyword arguments that the layer gives to its attention function."""
+    """The forward function of a decoder `layer` of Llama's form. `pack` makes one product of
+    several linear layers with the same input. `settings`: keyword arguments that the layer gives to
+    its attention function."""
 
     def __init__(self, layer: Any, pack: Pack, settings: dict[str, Any]):
         attention, mlp, self._own = layer.self_attn, layer.mlp, layer.forward
@@ -55,7 +62,9 @@ class FusedLayer:
         self._gate_and_up, self._down = pack([mlp.gate_proj, mlp.up_proj]), pack([mlp.down_proj])
         self._activation = mlp.act_fn
         self._is_swiglu = isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation))
-        self._eager: Any = vars(sys.modules[type(attention).__module__]).get("eager_attention_forward")
+        self._eager: Any = vars(sys.modules[type(attention).__module__]).get(
+            "eager_attention_forward"
+        )
 
     def __call__(
         self,
@@ -65,52 +74,69 @@ class FusedLayer:
         past_key_values: Cache | None = None,
         **others: Any,
     ) -> Tensor:
-        """As the layer: (n, L, H) -> (n, L, H); cosines and sines are (n, L, head_dim) or (1, L, head_dim)."""
+        """As the layer: (n, L, H) -> (n, L, H); cosines and sines are (n, L, head_dim) or (1, L,
+        head_dim)."""
         assert position_embeddings is not None
         rows, length, _ = hidden_states.shape
         attention = self._attention
         if position_embeddings[0].shape[-1] != attention.head_dim:  # a part of each head is rotated
             own: Tensor = self._own(
-                hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings,
-                past_key_values=past_key_values, **others,
-            )  # fmt: skip
+                hidden_states,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                **others,
+            )
             return own
         qkv = self._qkv(self._first_norm(hidden_states)).view(rows, length, -1, attention.head_dim)
         query, key, value = self._rotated(qkv, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
-        attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, self._eager)
+        attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
+            attention.config._attn_implementation, self._eager
+        )
         mixed, _ = attend(attention, query, key, value, attention_mask, **self._settings)
         states = hidden_states + self._output(mixed.reshape(rows, length, -1))
         gate, up = self._gate_and_up(self._second_norm(states)).chunk(2, dim=2)
         kernels = kernels_for(gate) if self._is_swiglu else None
-        return states + self._down(kernels.swiglu(gate, up) if kernels else self._activation(gate) * up)
+        return states + self._down(
+            kernels.swiglu(gate, up) if kernels else self._activation(gate) * up
+        )
 
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """(n, L, all heads, d) -> queries, keys and values, (n, heads of each, L, d); may change `qkv`."""
+        """(n, L, all heads, d) -> queries, keys and values, (n, heads of each, L, d); may change
+        `qkv`."""
         kernels, rotated = kernels_for(qkv, cos, sin), self._heads + self._kv_heads
         if kernels and cos.is_contiguous() and sin.is_contiguous() and len(cos) == len(qkv):
             lines, angles = qkv.flatten(0, 1), (cos.flatten(0, 1), sin.flatten(0, 1))
             if hasattr(kernels, "rotated_parts"):
                 parts = kernels.rotated_parts(lines, *angles, self._heads, self._kv_heads)
-                return tuple(part.view(*qkv.shape[:2], -1, qkv.shape[3]).transpose(1, 2) for part in parts)
+                return tuple(
+                    part.view(*qkv.shape[:2], -1, qkv.shape[3]).transpose(1, 2) for part in parts
+                )
             kernels.rotate_(lines, *angles, rotated)
         else:
             both = qkv[:, :, :rotated]
             first, second = both.chunk(2, dim=3)
-            both.copy_((both * cos.unsqueeze(2)).add_(torch.cat([-second, first], dim=3).mul_(sin.unsqueeze(2))))
+            both.copy_(
+                (both * cos.unsqueeze(2)).add_(
+                    torch.cat([-second, first], dim=3).mul_(sin.unsqueeze(2))
+                )
+            )
         return qkv.transpose(1, 2).split([self._heads, self._kv_heads, self._kv_heads], dim=1)
 
 
 def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, FusedLayer]]:
-    """The decoder layers of `model` that `FusedLayer` can replace, each with its forward function. Each is compared
-    once with the layer's own forward function on random states: a layer may have Llama's form and compute something
-    else (a factor of the residual connection, no rotation)."""
+    """The decoder layers of `model` that `FusedLayer` can replace, each with its forward function.
+    Each is compared once with the layer's own forward function on random states: a layer may have
+    Llama's form and compute something else (a factor of the residual connection, no rotation)."""
     found = []
     for layer in model.modules():
         if _has_the_form(layer):
             known = _AGREED.get(layer)
-            fused = _agreeing(model, layer, pack) if known is None else FusedLayer(layer, pack, known)
+            fused = (
+                _agreeing(model, layer, pack) if known is None else FusedLayer(layer, pack, known)
+            )
             if fused is not None:
                 found.append((layer, fused))
     return found
@@ -120,11 +146,17 @@ def _has_the_form(layer: Any) -> bool:
     def has(module: nn.Module, names: set[str]) -> bool:
         children = dict(module.named_children())
         linear = [child for name, child in children.items() if name.endswith("_proj")]
-        return children.keys() == names and all(type(x) is nn.Linear and "forward" not in vars(x) for x in linear)
+        return children.keys() == names and all(
+            type(x) is nn.Linear and "forward" not in vars(x) for x in linear
+        )
 
     if "forward" in vars(layer) or not has(layer, LAYER):
         return False
-    return has(layer.self_attn, ATTENTION) and has(layer.mlp, MLP) and hasattr(layer.self_attn, "head_dim")
+    return (
+        has(layer.self_attn, ATTENTION)
+        and has(layer.mlp, MLP)
+        and hasattr(layer.self_attn, "head_dim")
+    )
 
 
 class _Seen:
@@ -135,24 +167,37 @@ class _Seen:
         self.settings: dict[str, Any] = {}
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **settings: Any,
     ) -> tuple[Tensor, None]:
         check_attention_call(module, mask, {})
         self.states, self.settings = [query, key, value], settings
-        return causal_attention(query, key, value, query.shape[3] ** -0.5, None, None).transpose(1, 2), None
+        return causal_attention(query, key, value, query.shape[3] ** -0.5, None, None).transpose(
+            1, 2
+        ), None
 
 
 @torch.no_grad()
 def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | None:
-    """`layer`, fused, if it computes what the layer computes: queries, keys, values and the states after it."""
+    """`layer`, fused, if it computes what the layer computes: queries, keys, values and the states
+    after it."""
     weight, generator = layer.self_attn.q_proj.weight, torch.Generator().manual_seed(0)
     states = torch.randn(ROWS, COLUMNS, weight.shape[1], generator=generator).to(weight) * SMALL
-    angles = torch.randn(ROWS, COLUMNS, layer.self_attn.head_dim // 2, generator=generator).repeat(1, 1, 2)
+    angles = torch.randn(ROWS, COLUMNS, layer.self_attn.head_dim // 2, generator=generator).repeat(
+        1, 1, 2
+    )
     turns = angles.cos().to(weight), angles.sin().to(weight)
     own, ours = _Seen(), _Seen()
     with attempt() as tried, installed(model, own):
         expected = layer(states, position_embeddings=turns)
-    if unfit(tried) or not isinstance(expected, Tensor):  # other arguments, though names of children are the same
+    if unfit(tried) or not isinstance(
+        expected, Tensor
+    ):  # other arguments, though names of children are the same
         return None
     fused = FusedLayer(layer, pack, own.settings)
     with installed(model, ours):
@@ -167,33 +212,46 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     """Whether two results differ by rounding at most: in fp32 by sums in another order."""
     if found.shape != expected.shape:
         return False
-    difference, size = (found.float() - expected.float()).abs().mean(), expected.float().abs().mean()
+    difference, size = (
+        (found.float() - expected.float()).abs().mean(),
+        expected.float().abs().mean(),
+    )
     most = 64 if found.dtype == torch.float32 else 0.5  # fp32: 10 were seen with 4096 columns
     return bool(difference <= most * torch.finfo(found.dtype).eps * size)
 
 
 def can_prepack(model: nn.Module) -> bool:
-    """Whether the weights are on a CPU, in fp32, or in bf16 where the processor and PyTorch's (private) operators take
-    packed ones."""
+    """Whether the weights are on a CPU, in fp32, or in bf16 where the processor and PyTorch's
+    (private) operators take packed ones."""
     weight = next(model.parameters())
     if weight.device.type != "cpu" or weight.dtype == torch.float32:
         return weight.device.type == "cpu"
     packs = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return packs and weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return (
+        packs
+        and weight.dtype == torch.bfloat16
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 def packed_product(layers: list[nn.Linear]) -> Product:
-    """A product with a copy of the weights of `layers`, whose outputs come one after another: packed for oneDNN in
-    bf16. In fp32 it is transposed, with which MKL takes a quarter of the time for few rows, and less for many."""
+    """A product with a copy of the weights of `layers`, whose outputs come one after another:
+    packed for oneDNN in bf16. In fp32 it is transposed, with which MKL takes a quarter of the time
+    for few rows, and less for many."""
     weights, biases = zip(*((layer.weight.detach(), layer.bias) for layer in layers), strict=True)
     whole = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = None
     if any(part is not None for part in biases):
-        parts = [w.new_zeros(len(w)) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
+        parts = [
+            w.new_zeros(len(w)) if b is None else b.detach()
+            for w, b in zip(weights, biases, strict=True)
+        ]
         bias = torch.cat(parts)
     if whole.dtype == torch.float32:
         return partial(torch._C._nn.linear, weight=whole.t().contiguous().t(), bias=bias)
-    return partial(packed_linear, torch.ops.mkldnn._reorder_linear_weight(whole, TYPICAL_ROWS), bias)
+    return partial(
+        packed_linear, torch.ops.mkldnn._reorder_linear_weight(whole, TYPICAL_ROWS), bias
+    )
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
@@ -202,7 +260,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
 
 
 def joint_product(layers: list[nn.Linear]) -> Product:
-    """One product with the weights of `layers`, if these lie side by side in memory; else one product each."""
+    """One product with the weights of `layers`, if these lie side by side in memory; else one
+    product each."""
     if len(layers) == 1:
         return layers[0]
     weight = side_by_side([layer.weight.detach() for layer in layers])
@@ -214,11 +273,16 @@ def joint_product(layers: list[nn.Linear]) -> Product:
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor | None:
-    """`parts` (n_i, ...) as one tensor over the same memory, (sum of n_i, ...), if they follow one another in it."""
+    """`parts` (n_i, ...) as one tensor over the same memory, (sum of n_i, ...), if they follow one
+    another in it."""
     first = parts[0]
     memory, place = first.untyped_storage().data_ptr(), first.storage_offset()
     for part in parts:
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != place or not part.is_contiguous():
+        if (
+            part.untyped_storage().data_ptr() != memory
+            or part.storage_offset() != place
+            or not part.is_contiguous()
+        ):
             return None
         place += part.numel()
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
@@ -226,9 +290,9 @@ def side_by_side(parts: list[Tensor]) -> Tensor | None:
 
 @contextmanager
 def fused(model: PreTrainedModel) -> Iterator[None]:
-    """Run decoder layers of Llama's form as `FusedLayer`. The whole weights of `model` must not change inside the
-    context. On a CPU every plain `nn.Linear` multiplies with a copy of its weight, so their memory is taken
-    twice."""
+    """Run decoder layers of Llama's form as `FusedLayer`. The whole weights of `model` must not
+    change inside the context. On a CPU every plain `nn.Linear` multiplies with a copy of its
+    weight, so their memory is taken twice."""
     on_cpu = next(model.parameters()).device.type == "cpu"
     with ExitStack() as replaced:
         layers = fused_layers(model, packed_product if on_cpu else joint_product)
@@ -236,18 +300,25 @@ def fused(model: PreTrainedModel) -> Iterator[None]:
             replaced.enter_context(forward_replaced(layer, forward))
         inside = {id(module) for layer, _ in layers for module in layer.modules()}
         for module in model.modules() if on_cpu else ():
-            if type(module) is nn.Linear and "forward" not in vars(module) and id(module) not in inside:
+            if (
+                type(module) is nn.Linear
+                and "forward" not in vars(module)
+                and id(module) not in inside
+            ):
                 replaced.enter_context(forward_replaced(module, packed_product([module])))
         yield
 
 
 def fp32_logits(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Make a plain head give fp32 logits, as training computes them: bf16 would round a logit of 16 by 0.06."""
+    """Make a plain head give fp32 logits, as training computes them: bf16 would round a logit of 16
+    by 0.06."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear or "forward" in vars(head):
         return nullcontext()
 
     def forward(states: Tensor) -> Tensor:
-        return fp32_product(states.flatten(0, -2), head.weight, head.bias).unflatten(0, states.shape[:-1])
+        return fp32_product(states.flatten(0, -2), head.weight, head.bias).unflatten(
+            0, states.shape[:-1]
+        )
 
     return forward_replaced(head, forward)

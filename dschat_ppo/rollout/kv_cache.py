@@ -1,8 +1,10 @@
-"""What a model keeps of the tokens before: preallocated keys and values with the metadata by which attention writes and
-finds them, and the states of layers that carry one from token to token (convolutions, linear attention, Mamba).
+"""What a model keeps of the tokens before: preallocated keys and values with the metadata by which
+attention writes and finds them, and the states of layers that carry one from token to token
+(convolutions, linear attention, Mamba).
 
-A model computes a row's state after a prefill if padding is on the left and masked: the layers make it zero, and zeros
-leave a state of zero as it is. Steps of one token find the states of their rows where transformers' cache has them.
+A model computes a row's state after a prefill if padding is on the left and masked: the layers make
+it zero, and zeros leave a state of zero as it is. Steps of one token find the states of their rows
+where transformers' cache has them.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ SPARE = 0  # the slot of a pool that idle rows of a step read and write
 
 
 class KVCache:
-    """Keys and values per layer, `(rows, kv_heads, capacity, head_dim)`, written in place: token t of sequence r is in
-    slot t of row r. A pool has one row, of whose slots each sequence has a segment. The first write to a layer
-    allocates it, like the keys and values written. Memory is zeroed: a masked slot has a weight of 0, and 0 x NaN would
-    be NaN."""
+    """Keys and values per layer, `(rows, kv_heads, capacity, head_dim)`, written in place: token t
+    of sequence r is in slot t of row r. A pool has one row, of whose slots each sequence has a
+    segment. The first write to a layer allocates it, like the keys and values written. Memory is
+    zeroed: a masked slot has a weight of 0, and 0 x NaN would be NaN."""
 
     def __init__(self, rows: int, capacity: int):
         self.rows = rows
@@ -46,10 +48,13 @@ class KVCache:
         return sum(cached.nbytes for cached in (*self.keys.values(), *self.values.values()))
 
     def layer(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole cache of a layer, for keys and values like these, (n, kv_heads, L, head_dim)."""
+        """The whole cache of a layer, for keys and values like these, (n, kv_heads, L,
+        head_dim)."""
         if layer not in self.keys:
             for cached, like in ((self.keys, keys), (self.values, values)):
-                cached[layer] = like.new_zeros(self.rows, like.shape[1], self.capacity, like.shape[3])
+                cached[layer] = like.new_zeros(
+                    self.rows, like.shape[1], self.capacity, like.shape[3]
+                )
         return self.keys[layer], self.values[layer]
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -61,13 +66,16 @@ class KVCache:
                 tensor[rows[1]] = tensor[rows[0]]
 
     def move_slots(self, sources: np.ndarray, targets: np.ndarray, capacity: int) -> None:
-        """Copy slots `sources` of all rows to `targets`, both (T,) int64, and change the capacity. All sources are read
-        before a target is written. With the same capacity all tensors stay where they are; with another one, slots that
-        are not targets are 0. At most one layer is in memory twice. After an error the contents are lost."""
+        """Copy slots `sources` of all rows to `targets`, both (T,) int64, and change the capacity.
+        All sources are read before a target is written. With the same capacity all tensors stay
+        where they are; with another one, slots that are not targets are 0. At most one layer is in
+        memory twice. After an error the contents are lost."""
         for cached in (self.keys, self.values):
             for layer in list(cached):
                 held = cached.pop(layer)
-                read, written = (torch.from_numpy(slots).to(held.device) for slots in (sources, targets))
+                read, written = (
+                    torch.from_numpy(slots).to(held.device) for slots in (sources, targets)
+                )
                 moved = held[:, :, read]
                 if capacity != self.capacity:
                     del held
@@ -77,8 +85,8 @@ class KVCache:
         self.capacity = capacity
 
     def grow(self, rows: int, capacity: int) -> None:
-        """Keep only the first `rows` rows, and give them `capacity` slots. At most one layer is in memory twice. After
-        an error the contents are lost."""
+        """Keep only the first `rows` rows, and give them `capacity` slots. At most one layer is in
+        memory twice. After an error the contents are lost."""
         self.rows, self.capacity = rows, capacity
         for cached in (self.keys, self.values):
             for layer in list(cached):
@@ -90,8 +98,9 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prompts that a `cache` gets: that of `sequences[i]` from slot `starts[i]` of row `rows[i]` on, all (m,) int64. A
-    prompt that several sequences begin with is that of the same one of them, so it is computed once."""
+    """Prompts that a `cache` gets: that of `sequences[i]` from slot `starts[i]` of row `rows[i]`
+    on, all (m,) int64. A prompt that several sequences begin with is that of the same one of them,
+    so it is computed once."""
 
     cache: KVCache
     sequences: np.ndarray
@@ -101,9 +110,10 @@ class Prefill:
 
 @dataclass
 class PrefillMetadata:
-    """A prefill: token `columns[i]` of row `source[i]` of the forward pass goes to slot `slots[i]` of row `rows[i]` of
-    `cache`. All are (m,) int64. `padding` (n,) int64: columns before the first token of each row; None: 0. `history`:
-    the rows of the pass go on after tokens in the cache, and attend to these too."""
+    """A prefill: token `columns[i]` of row `source[i]` of the forward pass goes to slot `slots[i]`
+    of row `rows[i]` of `cache`. All are (m,) int64. `padding` (n,) int64: columns before the first
+    token of each row; None: 0. `history`: the rows of the pass go on after tokens in the cache, and
+    attend to these too."""
 
     cache: KVCache
     rows: Tensor
@@ -113,10 +123,13 @@ class PrefillMetadata:
     _: KW_ONLY
     padding: Tensor | None = None
     history: PooledMetadata | None = None
-    kept: dict[Any, Any] = field(default_factory=dict, init=False)  # what the layers of a step share
+    kept: dict[Any, Any] = field(
+        default_factory=dict, init=False
+    )  # what the layers of a step share
 
     def to_the_left(self, part: Tensor) -> Tensor:
-        """(n, heads, L, d) with the tokens of each row from column 0 on, and copies of its last one behind them."""
+        """(n, heads, L, d) with the tokens of each row from column 0 on, and copies of its last one
+        behind them."""
         return part if self.padding is None else self._moved(part, self.padding)
 
     def to_the_right(self, part: Tensor) -> Tensor:
@@ -132,9 +145,10 @@ class PrefillMetadata:
 
 @dataclass
 class SharedPrefix:
-    """Keys and values of prompts that several rows of a decode batch share. `cache` holds one row per prompt. `lengths`
-    (n,) int64 is the prefix length of each row of the batch. `grid` (prompts, width) int64 lists the rows of each
-    prompt (any row in unused cells); `cells` (n,) int64 is the index of each row in the flattened grid."""
+    """Keys and values of prompts that several rows of a decode batch share. `cache` holds one row
+    per prompt. `lengths` (n,) int64 is the prefix length of each row of the batch. `grid` (prompts,
+    width) int64 lists the rows of each prompt (any row in unused cells); `cells` (n,) int64 is the
+    index of each row in the flattened grid."""
 
     cache: KVCache
     lengths: Tensor
@@ -144,8 +158,9 @@ class SharedPrefix:
 
 @dataclass
 class DecodeMetadata:
-    """The rows of a decode step from `first` on that are the first rows of `cache`. `slots` (count,) int64 is where the
-    new token of each row goes; a row attends to slots up to and including its own, after its `prefix`."""
+    """The rows of a decode step from `first` on that are the first rows of `cache`. `slots`
+    (count,) int64 is where the new token of each row goes; a row attends to slots up to and
+    including its own, after its `prefix`."""
 
     first: int
     cache: KVCache
@@ -178,7 +193,8 @@ class DecodeMetadata:
         return self.cache.keys[layer][: self.count], self.cache.values[layer][: self.count]
 
     def segments(self, heads: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """The start and the number of the keys that each row and head attends to, (count * heads,) int64."""
+        """The start and the number of the keys that each row and head attends to, (count * heads,)
+        int64."""
         hidden, used = _last(self.slots + 1, window)
         starts = torch.arange(self.count * heads, device=used.device) * self.cache.capacity
         return starts + hidden.repeat_interleave(heads), used.repeat_interleave(heads)
@@ -193,11 +209,13 @@ class DecodeMetadata:
 class PooledMetadata:
     """A decode step of rows in a pool, a `KVCache` of one row. All tensors are (count,) int64.
 
-    The tokens of a row are `prefix_lengths` tokens from slot `prefix_starts` on, which other rows may share (0: none),
-    then tokens of the row alone, from slot `starts` on; the new token is number `own` of these. No row has more than
-    `length` tokens. An idle row has 0 everywhere. `shares` is whether some row has a prefix.
+    The tokens of a row are `prefix_lengths` tokens from slot `prefix_starts` on, which other rows
+    may share (0: none), then tokens of the row alone, from slot `starts` on; the new token is
+    number `own` of these. No row has more than `length` tokens. An idle row has 0 everywhere.
+    `shares` is whether some row has a prefix.
 
-    With L new tokens of each row, `own` is (count, L), not descending, and the others are (count, 1).
+    With L new tokens of each row, `own` is (count, L), not descending, and the others are (count,
+    1).
     """
 
     cache: KVCache
@@ -233,8 +251,8 @@ class PooledMetadata:
         return self.prefix_lengths + self.own
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `length` tokens, (count, kv_heads, length, head_dim), copied from the pool.
-        Places after the last new token repeat it."""
+        """Keys and values of the first `length` tokens, (count, kv_heads, length, head_dim), copied
+        from the pool. Places after the last new token repeat it."""
         keys, values = self.cache.keys[layer][0], self.cache.values[layer][0]
         heads = len(keys)
         if heads not in self.kept:
@@ -244,23 +262,35 @@ class PooledMetadata:
             )
             token = torch.arange(self.length, device=last.device).minimum(last)
             own = starts + token - prefix_lengths
-            slots = torch.where(token < prefix_lengths, prefix_starts + token, own)  # (count, length)
+            slots = torch.where(
+                token < prefix_lengths, prefix_starts + token, own
+            )  # (count, length)
             planes = torch.arange(heads, device=slots.device).view(-1, 1) * self.cache.capacity
             self.kept[heads] = (slots.unsqueeze(1) + planes).flatten()  # count, head, token
-        keys, values = (part.flatten(0, 1).index_select(0, self.kept[heads]) for part in (keys, values))
+        keys, values = (
+            part.flatten(0, 1).index_select(0, self.kept[heads]) for part in (keys, values)
+        )
         shape = self.count, heads, self.length, -1
         return keys.view(shape), values.view(shape)
 
     def segments(self, heads: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """The start and the number of the keys that each row and head attends to, int64. They are (count * heads,), or
-        with shared prefixes (2 * count * heads,): own tokens, then those of the prefix. A row that sees no prefix has
-        its own tokens there again, because attention to no key has no result."""
+        """The start and the number of the keys that each row and head attends to, int64. They are
+        (count * heads,), or with shared prefixes (2 * count * heads,): own tokens, then those of
+        the prefix. A row that sees no prefix has its own tokens there again, because attention to
+        no key has no result."""
         hidden, used = _last(self.own + 1, window)
         starts = self.starts + hidden
         if self.shares:
-            seen = self.prefix_lengths if window is None else (window - used).clamp_min(0).minimum(self.prefix_lengths)
+            seen = (
+                self.prefix_lengths
+                if window is None
+                else (window - used).clamp_min(0).minimum(self.prefix_lengths)
+            )
             start = torch.where(seen > 0, self.prefix_starts + self.prefix_lengths - seen, starts)
-            starts, used = torch.cat([starts, start]), torch.cat([used, torch.where(seen > 0, seen, used)])
+            starts, used = (
+                torch.cat([starts, start]),
+                torch.cat([used, torch.where(seen > 0, seen, used)]),
+            )
         planes = torch.arange(heads, device=starts.device) * self.cache.capacity
         return (starts.unsqueeze(1) + planes).flatten(), used.repeat_interleave(heads)
 
@@ -270,18 +300,22 @@ class PooledMetadata:
 
 
 def _last(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """How many of the first tokens are outside the window, and how many of the last ones are in it."""
+    """How many of the first tokens are outside the window, and how many of the last ones are in
+    it."""
     if window is None:
         return torch.zeros_like(tokens), tokens
     return (tokens - window).clamp_min(0), tokens.clamp_max(window)
 
 
 class RolloutCache(Cache):
-    """Passes new keys and values through to the attention function, which writes them to the KV cache itself. Layers
-    that carry a state have transformers' own cache layer for it: empty, so the next forward pass is a prefill."""
+    """Passes new keys and values through to the attention function, which writes them to the KV
+    cache itself. Layers that carry a state have transformers' own cache layer for it: empty, so the
+    next forward pass is a prefill."""
 
     def __init__(self, config: PreTrainedConfig | None = None) -> None:
-        super().__init__(layers=DynamicCache(config=config).layers if config and has_states(config) else [])
+        super().__init__(
+            layers=DynamicCache(config=config).layers if config and has_states(config) else []
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -308,7 +342,8 @@ def states_of(cache: Any) -> Iterator[tuple[State, Tensor]]:
 
 
 class RowStates:
-    """The states of running sequences, one row for each: the first rows of a table for each state of the model."""
+    """The states of running sequences, one row for each: the first rows of a table for each state
+    of the model."""
 
     def __init__(self) -> None:
         self._sequences = np.array([], dtype=np.int64)  # of the rows
@@ -316,8 +351,9 @@ class RowStates:
         self._cache = RolloutCache()
 
     def add(self, prefilled: RolloutCache, sequences: np.ndarray, source: np.ndarray) -> None:
-        """Add rows for those of `sequences` (m,) that have none, after the prefill of their prompts, which were rows
-        `source` (m,) int64 of it; -1: no token was fed, and the states are zero."""
+        """Add rows for those of `sequences` (m,) that have none, after the prefill of their
+        prompts, which were rows `source` (m,) int64 of it; -1: no token was fed, and the states are
+        zero."""
         if not self._tables:
             self._cache = prefilled  # its layers know all but the states of a step
         new = ~np.isin(sequences, self._sequences)
@@ -329,7 +365,9 @@ class RowStates:
                 getattr(self._cache.layers[key[0]], key[1])[key[2]] = None
             table = state.new_zeros(len(self._sequences), *state.shape[1:])
             table[:before] = old[:before]
-            rows, sources = (torch.from_numpy(part).to(state.device) for part in (before + fed, source[new][fed]))
+            rows, sources = (
+                torch.from_numpy(part).to(state.device) for part in (before + fed, source[new][fed])
+            )
             self._tables[key] = table.index_copy_(0, rows, state[sources])
 
     def of(self, sequences: np.ndarray) -> RolloutCache:
@@ -340,7 +378,9 @@ class RowStates:
         self._sequences = sequences
         for (number, name, index), table in self._tables.items():
             if len(moved):
-                rows, sources = (torch.from_numpy(part).to(table.device) for part in (moved, source[moved]))
+                rows, sources = (
+                    torch.from_numpy(part).to(table.device) for part in (moved, source[moved])
+                )
                 table[rows] = table[sources]
             getattr(self._cache.layers[number], name)[index] = table[: len(sequences)]
         return self._cache
@@ -351,14 +391,18 @@ _log = logging.getLogger(__name__)
 MAX_ROWS = 256  # on a CPU, more rows make a step longer and no token cheaper
 MAX_ROWS_GPU = 1024  # on a GPU, rows share the time of reading the weights
 MEMORY_SHARE = 0.5  # share of a CPU's free memory that the KV cache may take
-RESERVE_SHARE, RESERVE_BYTES = 0.1, 2 * 2**30  # of a GPU's free memory: the larger of both is left for everything else
+RESERVE_SHARE, RESERVE_BYTES = (
+    0.1,
+    2 * 2**30,
+)  # of a GPU's free memory: the larger of both is left for everything else
 LOGITS_SHARE = 0.1  # share of a GPU's free memory that the logits of a step may take
 LOGITS_BYTES = 6 * 4  # per row and token of the vocabulary: sampling holds about six fp32 copies
 
 
 @torch.no_grad()
 def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """Bytes of the keys and values of one token, and of the states of one row, measured by caching one token."""
+    """Bytes of the keys and values of one token, and of the states of one row, measured by caching
+    one token."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -367,8 +411,8 @@ def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def rows_for_memory(model: PreTrainedModel, length: int) -> int:
-    """How many sequences of `length` tokens fit into the free memory, at least 1. On a CPU they get `MEMORY_SHARE` of
-    it; on a GPU all but a reserve, because generation needs little else."""
+    """How many sequences of `length` tokens fit into the free memory, at least 1. On a CPU they get
+    `MEMORY_SHARE` of it; on a GPU all but a reserve, because generation needs little else."""
     device, (per_token, states) = next(model.parameters()).device, cache_bytes(model)
     per_row = per_token * length + 2 * states  # those of a prefill are copied
     if device.type != "cuda":
@@ -380,9 +424,9 @@ def rows_for_memory(model: PreTrainedModel, length: int) -> int:
 
 
 def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, int]:
-    """The largest number of running rows, `rows` if it is not 0, and the most slots of their KV pool. On a GPU the rows
-    do not depend on `length`, the most tokens of a sequence, because a row takes slots as it grows; as many start as
-    have room."""
+    """The largest number of running rows, `rows` if it is not 0, and the most slots of their KV
+    pool. On a GPU the rows do not depend on `length`, the most tokens of a sequence, because a row
+    takes slots as it grows; as many start as have room."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         rows = rows or rows_for_memory(model, length)
@@ -394,16 +438,17 @@ def pool_limits(model: PreTrainedModel, rows: int, length: int) -> tuple[int, in
 
 
 def _free_on_gpu(device: torch.device) -> tuple[int, int]:
-    """Free bytes, and those that the KV cache may take of them: prefill, CUDA graphs and libraries need some."""
+    """Free bytes, and those that the KV cache may take of them: prefill, CUDA graphs and libraries
+    need some."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + unused
     return free, free - max(RESERVE_BYTES, int(RESERVE_SHARE * free))
 
 
 def release_if_short(device: torch.device, needed: int) -> None:
-    """Give cached memory back to the device if less than `needed` + `RESERVE_BYTES` is free there. A CUDA graph needs
-    its own memory, and the allocator gives nothing back for it when the device has too little. (pytorch issue
-    159674)"""
+    """Give cached memory back to the device if less than `needed` + `RESERVE_BYTES` is free there.
+    A CUDA graph needs its own memory, and the allocator gives nothing back for it when the device
+    has too little. (pytorch issue 159674)"""
     if torch.cuda.mem_get_info(device)[0] < RESERVE_BYTES + needed:
         torch.cuda.empty_cache()
 

@@ -1,4 +1,5 @@
-"""The engine for all architectures: left-padded batches, with the model's own cache interface and masks."""
+"""The engine for all architectures: left-padded batches, with the model's own cache interface and
+masks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ GROWTH_TOKENS = 64  # by which a cache grows
 
 
 class InPlaceLayer(DynamicLayer):
-    """A cache layer that appends in place, into spare capacity. transformers' own layer copies all tokens each time."""
+    """A cache layer that appends in place, into spare capacity. transformers' own layer copies all
+    tokens each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,9 @@ class InPlaceLayer(DynamicLayer):
         first, self.length = self.length, self.length + key_states.shape[2]
         if self.length > self.buffers[0].shape[2]:
             spare = self.length + GROWTH_TOKENS - self.buffers[0].shape[2]
-            self.buffers = [torch.nn.functional.pad(part, (0, 0, 0, spare)) for part in self.buffers]
+            self.buffers = [
+                torch.nn.functional.pad(part, (0, 0, 0, spare)) for part in self.buffers
+            ]
         for part, states in zip(self.buffers, new, strict=True):
             part[:, :, first : self.length] = states
         keys, values = (part[:, :, : self.length] for part in self.buffers)
@@ -51,22 +55,28 @@ class InPlaceLayer(DynamicLayer):
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
-    """An empty cache that grows in place, or transformers' own for models with layers other than plain attention."""
+    """An empty cache that grows in place, or transformers' own for models with layers other than
+    plain attention."""
     own = DynamicCache(config=model.config)
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in own.layers)
     return Cache(layer_class_to_replicate=InPlaceLayer) if plain else own
 
 
 class PaddedBatches:
-    """Generates all sequences of `buffers` in batches of at most `rows`, each until its last sequence is finished.
-    Arguments as in `ContinuousBatching`. Without `cached`, each token is a forward pass of whole right-padded rows, as
-    in training: some models have no cache under transformers' usual name, or padding on the left changes their
-    numbers."""
+    """Generates all sequences of `buffers` in batches of at most `rows`, each until its last
+    sequence is finished. Arguments as in `ContinuousBatching`. Without `cached`, each token is a
+    forward pass of whole right-padded rows, as in training: some models have no cache under
+    transformers' usual name, or padding on the left changes their numbers."""
 
     def __init__(
-        self, model: PreTrainedModel, buffers: SequenceBuffers, rows: int, max_over_ranks: MaxOverRanks | None = None,
-        cancelled: Callable[[], bool] = never, cached: bool = True,
-    ):  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        buffers: SequenceBuffers,
+        rows: int,
+        max_over_ranks: MaxOverRanks | None = None,
+        cancelled: Callable[[], bool] = never,
+        cached: bool = True,
+    ):
         self.model = model
         self.cached = cached
         self.buffers = buffers
@@ -77,7 +87,8 @@ class PaddedBatches:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Generate until all are finished or it is cancelled; without memory again, with half the rows."""
+        """Generate until all are finished or it is cancelled; without memory again, with half the
+        rows."""
         waiting = torch.argsort(self.buffers.prompt_lengths[:-1], descending=True, stable=True)
         while self.max_over_ranks(0 if self.cancelled() else len(waiting)):
             batch = waiting[: self.rows]
@@ -90,20 +101,23 @@ class PaddedBatches:
             except RuntimeError as problem:
                 if self.synchronised or not ran_out_of_memory(problem) or self.rows == 1:
                     raise
-            # Outside the handler nothing refers to the tensors of the failed batch, so their memory is free again.
+            # Outside the handler nothing refers to the tensors of the failed batch, so their memory
+            # is free again.
             self.buffers.reset(batch.tolist())
             before, self.rows = self.rows, max(1, self.rows // 2)
             warn_of_memory(before, self.rows)
 
     def tokens(self, sequences: Tensor) -> Iterator[Tensor]:
-        """Generate all tokens of n sequences, (n,) int64; yields the newest ones, (n,) int64, also of finished rows.
-        Without any sequence, make the same passes with the spare row."""
+        """Generate all tokens of n sequences, (n,) int64; yields the newest ones, (n,) int64, also
+        of finished rows. Without any sequence, make the same passes with the spare row."""
         buffers, device = self.buffers, sequences.device
         spare = torch.full((1,), buffers.count, device=device)
         rows = sequences if len(sequences) else spare
         lengths = buffers.prompt_lengths[rows].unsqueeze(1)
         longest = int(lengths.max())
-        columns = torch.arange(longest, device=device) - (longest - lengths)  # negative in the left padding
+        columns = torch.arange(longest, device=device) - (
+            longest - lengths
+        )  # negative in the left padding
         ids, mask = buffers.token_ids[rows].gather(1, columns.clamp_min(0)), (columns >= 0).long()
         cache = new_cache(self.model)
         running = torch.full_like(rows, len(sequences) > 0, dtype=torch.bool)
@@ -124,14 +138,22 @@ class PaddedBatches:
             else:
                 whole = buffers.token_ids[rows, : mask.shape[1]]
                 arguments = slot_arguments(self.model, whole)
-                output = self.model(input_ids=whole, attention_mask=None, use_cache=False, **arguments)
-                logits = output.logits[torch.arange(len(rows), device=device), lengths.squeeze(1) + counts - 1]
-            tokens, logprobs = buffers.draw(logits, rows, counts.clamp_max(buffers.response_width - 1))
+                output = self.model(
+                    input_ids=whole, attention_mask=None, use_cache=False, **arguments
+                )
+                logits = output.logits[
+                    torch.arange(len(rows), device=device), lengths.squeeze(1) + counts - 1
+                ]
+            tokens, logprobs = buffers.draw(
+                logits, rows, counts.clamp_max(buffers.response_width - 1)
+            )
             targets = torch.where(running, rows, spare)
             finished = buffers.append(targets, torch.where(running, counts, 0), tokens, logprobs)
             if buffers.stopping.stop_strings:
                 checked = rows[running].cpu().numpy(), counts[running].cpu().numpy()
-                finished[running] |= torch.from_numpy(buffers.find_stop_strings(*checked, 1)).to(device)
+                finished[running] |= torch.from_numpy(buffers.find_stop_strings(*checked, 1)).to(
+                    device
+                )
             running = running & ~finished
             ids, counts = tokens.unsqueeze(1), counts + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)

@@ -1,5 +1,5 @@
-"""Drawing the next token, and when a response ends. All settings are explicit; a model's own generation config is
-ignored."""
+"""Drawing the next token, and when a response ends. All settings are explicit; a model's own
+generation config is ignored."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
 from dschat_ppo.types import LateEnds
 
 BLOCK = 128  # tokens of one block of the two-level search
-NUCLEUS_GUESS = 1024  # the nucleus is first searched among this many of the likeliest tokens, then among all
+NUCLEUS_GUESS = (
+    1024  # the nucleus is first searched among this many of the likeliest tokens, then among all
+)
 NUCLEUS_STATIC = 4096  # the same number in steps that cannot ask whether it was enough
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """temperature > 0; top_k 0 = off, 1 = greedy; top_p 1 = off; min_p 0 = off; repetition_penalty 1 = off."""
+    """temperature > 0; top_k 0 = off, 1 = greedy; top_p 1 = off; min_p 0 = off; repetition_penalty
+    1 = off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -30,24 +33,29 @@ class SamplingParameters:
 
     @property
     def changes_distribution(self) -> bool:
-        """Whether tokens are drawn from another distribution than `softmax(logits / temperature)`."""
+        """Whether tokens are drawn from another distribution than `softmax(logits /
+        temperature)`."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
 
 
 def row_uniforms(seeds: Tensor, count: int) -> Tensor:
-    """(B, count) fp32 in [0, 1), multiples of 2**-24: the t-th number of a row depends only on its seed and on t. The
-    streams are SplitMix64: the state is the seed, `seeds` (B,) int64, plus t times an odd constant."""
+    """(B, count) fp32 in [0, 1), multiples of 2**-24: the t-th number of a row depends only on its
+    seed and on t. The streams are SplitMix64: the state is the seed, `seeds` (B,) int64, plus t
+    times an odd constant."""
     steps = np.arange(1, count + 1, dtype=np.uint64) * SPLITMIX_STEP
     z = splitmix64(seeds.cpu().numpy().view(np.uint64)[:, None] + steps[None, :])
-    return torch.from_numpy((z >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).to(seeds.device)
+    return torch.from_numpy((z >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).to(
+        seeds.device
+    )
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one index per row, (B,) int64, with probability proportional to its weight, by inverting the distribution.
+    """Draw one index per row, (B,) int64, with probability proportional to its weight, by inverting
+    the distribution.
 
-    The search has two levels: the block of `BLOCK` weights in which the cumulative weight passes `uniform * total`,
-    then the index inside it. An index of weight 0 is never drawn. `weights` (B, V) fp32, at least 0, one above 0 in
-    each row; `uniforms` (B,) fp32 in [0, 1).
+    The search has two levels: the block of `BLOCK` weights in which the cumulative weight passes
+    `uniform * total`, then the index inside it. An index of weight 0 is never drawn. `weights` (B,
+    V) fp32, at least 0, one above 0 in each row; `uniforms` (B,) fp32 in [0, 1).
     """
     spare = -weights.shape[1] % BLOCK
     if spare:
@@ -58,21 +66,26 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         ends = _running_sums(candidates)
         if level == "block":
             target = target * ends[:, -1:]
-        # Rounding may put the target at the end or past it; a parallel sum does not always grow where a weight does.
+        # Rounding may put the target at the end or past it; a parallel sum does not always grow
+        # where a weight does.
         positive = candidates > 0
         last = torch.where(positive, ends, 0.0).amax(dim=1, keepdim=True)
         above = ends > torch.minimum(target, last * (1 - 2.0**-23))
         found = (above & positive).to(torch.uint8).argmax(dim=1, keepdim=True)  # (B, 1)
         if level == "block":
-            block, before = found, torch.where(found > 0, ends.gather(1, (found - 1).clamp_min(0)), 0.0)
+            block, before = (
+                found,
+                torch.where(found > 0, ends.gather(1, (found - 1).clamp_min(0)), 0.0),
+            )
             target = target - before
             candidates = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
     return (block * BLOCK + found).squeeze(1)
 
 
 def _running_sums(weights: Tensor) -> Tensor:
-    """Cumulative sums of weights (B, n) fp32, as `cumsum` computes them. PyTorch has no deterministic cumsum of floats
-    on a GPU, so `--deterministic` adds integers: multiples of 2^-40 of the largest weight of the row."""
+    """Cumulative sums of weights (B, n) fp32, as `cumsum` computes them. PyTorch has no
+    deterministic cumsum of floats on a GPU, so `--deterministic` adds integers: multiples of 2^-40
+    of the largest weight of the row."""
     if not torch.are_deterministic_algorithms_enabled():
         return weights.cumsum(dim=1)
     unit = weights.amax(dim=1, keepdim=True).double() * 2.0**-40
@@ -81,9 +94,10 @@ def _running_sums(weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NucleusSearch:
-    """Where a step looks for the nucleus of `top_p`: among the likeliest `tokens`; None: among all. `overflow` (B,)
-    bool is set for rows whose nucleus is larger, and their result is then wrong. Without `overflow`, such rows are
-    searched again among all tokens, which needs an answer from the device."""
+    """Where a step looks for the nucleus of `top_p`: among the likeliest `tokens`; None: among all.
+    `overflow` (B,) bool is set for rows whose nucleus is larger, and their result is then wrong.
+    Without `overflow`, such rows are searched again among all tokens, which needs an answer from
+    the device."""
 
     tokens: int | None = NUCLEUS_GUESS
     overflow: Tensor | None = None
@@ -93,7 +107,8 @@ ASK_DEVICE = NucleusSearch()
 
 
 def _nucleus_floor(weights: Tensor, top_p: float, search: NucleusSearch) -> Tensor:
-    """Least weight (B, 1) in the smallest set of likeliest tokens with a share of `top_p`. (Holtzman et al. 2020)"""
+    """Least weight (B, 1) in the smallest set of likeliest tokens with a share of `top_p`.
+    (Holtzman et al. 2020)"""
     mass = top_p * weights.sum(dim=1, keepdim=True)
     if search.tokens is None or search.tokens >= weights.shape[1]:
         ordered = weights.sort(dim=1, descending=True).values
@@ -116,14 +131,20 @@ def sample(
     forbidden: Tensor | None = None,
     search: NucleusSearch = ASK_DEVICE,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, from `logits` (B, V) of any floating dtype. `uniforms` (B,) fp32 in [0, 1) are the only
-    source of randomness. `seen` (B, V) bool: True for tokens already in the row; needed for a repetition penalty.
-    `forbidden` (B, V) bool: True for tokens that must not be drawn.
+    """Draw one token per row, from `logits` (B, V) of any floating dtype. `uniforms` (B,) fp32 in
+    [0, 1) are the only source of randomness. `seen` (B, V) bool: True for tokens already in the
+    row; needed for a repetition penalty. `forbidden` (B, V) bool: True for tokens that must not be
+    drawn.
 
-    Returns (tokens (B,) int64, their logprobs (B,) fp32 under `softmax(logits / temperature)` without the forbidden
-    ones). That is the policy's distribution before penalty and truncation, the one that training differentiates.
+    Returns (tokens (B,) int64, their logprobs (B,) fp32 under `softmax(logits / temperature)`
+    without the forbidden ones). That is the policy's distribution before penalty and truncation,
+    the one that training differentiates.
     """
-    plain = logits.float() if forbidden is None else logits.float().masked_fill(forbidden, float("-inf"))
+    plain = (
+        logits.float()
+        if forbidden is None
+        else logits.float().masked_fill(forbidden, float("-inf"))
+    )
     scaled = plain / sampling.temperature if sampling.temperature != 1 else plain
     top = scaled.amax(dim=1, keepdim=True)
     weights = (scaled - top).exp_()
@@ -134,14 +155,20 @@ def sample(
         weights = torch.softmax(steered / sampling.temperature, dim=1)
     if sampling.top_k == 1:
         tokens = weights.argmax(dim=1)
-    else:  # 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`; ties stay together
+    else:
+        # 0 for all tokens but the `top_k` likeliest; of those, the nucleus; of those, `min_p`; ties
+        # stay together
         if 0 < sampling.top_k < weights.shape[1]:
             floor = weights.topk(sampling.top_k, dim=1).values[:, -1:]
             weights = torch.where(weights >= floor, weights, 0.0)
         if sampling.top_p < 1:
-            weights = torch.where(weights >= _nucleus_floor(weights, sampling.top_p, search), weights, 0.0)
+            weights = torch.where(
+                weights >= _nucleus_floor(weights, sampling.top_p, search), weights, 0.0
+            )
         if sampling.min_p > 0:
-            weights = torch.where(weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0)
+            weights = torch.where(
+                weights >= sampling.min_p * weights.amax(dim=1, keepdim=True), weights, 0.0
+            )
         tokens = draw(weights, uniforms)
     chosen = scaled.gather(1, tokens.unsqueeze(1))
     return tokens, (chosen - top).squeeze(1) - log_total
@@ -149,14 +176,16 @@ def sample(
 
 Decode = Callable[[list[list[int]]], list[str]]
 
-TAIL = 8  # tokens decoded beyond those that a stop string can span, for tokens that are no text by themselves
+# tokens decoded beyond those that a stop string can span, for tokens that are no text by themselves
+TAIL = 8
 
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """What ends a response. The token that ends it belongs to the response. `max_new_tokens` is at least 1. Tokens of
-    `eos_ids` and `stop_ids` cannot be sampled before `min_new_tokens` tokens. `stop_strings` end a response once its
-    decoded text contains one of them; they need `decode` (rows of ids -> texts)."""
+    """What ends a response. The token that ends it belongs to the response. `max_new_tokens` is at
+    least 1. Tokens of `eos_ids` and `stop_ids` cannot be sampled before `min_new_tokens` tokens.
+    `stop_strings` end a response once its decoded text contains one of them; they need `decode`
+    (rows of ids -> texts)."""
 
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
@@ -177,11 +206,13 @@ class StoppingCriteria:
 
     @property
     def reach(self) -> int:
-        """How many of the last tokens can take part in a stop string: at most one per byte, plus `TAIL`."""
+        """How many of the last tokens can take part in a stop string: at most one per byte, plus
+        `TAIL`."""
         return max((len(text.encode()) for text in self.stop_strings), default=0) + TAIL
 
     def found_in_text(self, tails: list[list[int]]) -> list[bool]:
-        """Whether the newest token of each response completed a stop string; `tails`: its last `reach` ids, or all."""
+        """Whether the newest token of each response completed a stop string; `tails`: its last
+        `reach` ids, or all."""
         if self.decode is None or not tails:
             return [False] * len(tails)
         return [any(stop in text for stop in self.stop_strings) for text in self.decode(tails)]

@@ -20,23 +20,33 @@ UNFINISHED = -1
 
 
 class SequenceBuffers:
-    """Buffers of A sequences (B prompts x `samples`), and one spare row for idle rows of a forward pass.
+    """Buffers of A sequences (B prompts x `samples`), and one spare row for idle rows of a forward
+    pass.
 
-    `token_ids` (A+1, `width`) int64 holds prompt and response from column 0. `prompt_lengths`, `limits` (most response
-    tokens) and `response_lengths` (0 until the sequence is finished) are (A+1,) int64. `finish_reasons` (A+1,) int8 is
-    `UNFINISHED` or a `FinishReason`. `logprobs` and `uniforms` are (A+1, `response_width`) fp32. `seen` is (A+1, V)
-    bool, True for tokens in the sequence, or None without a repetition penalty. `is_end` and `is_eos` are (V,) bool.
-    `observed` (A+1, `response_width`) bool marks response tokens that an environment wrote.
+    `token_ids` (A+1, `width`) int64 holds prompt and response from column 0. `prompt_lengths`,
+    `limits` (most response tokens) and `response_lengths` (0 until the sequence is finished) are
+    (A+1,) int64. `finish_reasons` (A+1,) int8 is `UNFINISHED` or a `FinishReason`. `logprobs` and
+    `uniforms` are (A+1, `response_width`) fp32. `seen` is (A+1, V) bool, True for tokens in the
+    sequence, or None without a repetition penalty. `is_end` and `is_eos` are (V,) bool. `observed`
+    (A+1, `response_width`) bool marks response tokens that an environment wrote.
 
-    `seeds`: (A,) int64. `slack`: response columns beyond `max_new_tokens`, for tokens after the end and before the next
-    check. `limits`: (A,) int64; None: `max_new_tokens`. `prompt_width`: columns for prompts; None: as many as needed.
+    `seeds`: (A,) int64. `slack`: response columns beyond `max_new_tokens`, for tokens after the end
+    and before the next check. `limits`: (A,) int64; None: `max_new_tokens`. `prompt_width`: columns
+    for prompts; None: as many as needed.
     """
 
-    def __init__(
-        self, prompts: PromptBatch, seeds: Tensor, samples: int, sampling: SamplingParameters,
-        stopping: StoppingCriteria, vocabulary: int, slack: int, limits: Tensor | None = None,
+    def __init__(  # noqa: PLR0913
+        self,
+        prompts: PromptBatch,
+        seeds: Tensor,
+        samples: int,
+        sampling: SamplingParameters,
+        stopping: StoppingCriteria,
+        vocabulary: int,
+        slack: int,
+        limits: Tensor | None = None,
         prompt_width: int | None = None,
-    ):  # fmt: skip
+    ):
         device = prompts.prompt_ids.device
         self.samples, self.sampling, self.stopping = samples, sampling, stopping
         self.count = len(prompts.prompt_ids) * samples
@@ -48,7 +58,9 @@ class SequenceBuffers:
         self.token_ids = torch.empty(self.count + 1, self.width, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(self.count + 1, self.response_width, device=device)
         self.logprobs = torch.empty(self.count + 1, self.response_width, device=device)
-        self.observed = torch.zeros(self.count + 1, self.response_width, dtype=torch.bool, device=device)
+        self.observed = torch.zeros(
+            self.count + 1, self.response_width, dtype=torch.bool, device=device
+        )
         self.response_lengths = torch.empty(self.count + 1, dtype=torch.int64, device=device)
         self.finish_reasons = torch.empty(self.count + 1, dtype=torch.int8, device=device)
         self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device)
@@ -61,7 +73,8 @@ class SequenceBuffers:
         self.fill(prompts, seeds, limits)
 
     def fill(self, prompts: PromptBatch, seeds: Tensor, limits: Tensor | None) -> None:
-        """Start again with as many prompts, none wider than `prompt_width`. All tensors stay where they are."""
+        """Start again with as many prompts, none wider than `prompt_width`. All tensors stay where
+        they are."""
         self.prompts = repeat_rows(prompts, self.samples)
         longest, device = prompts.prompt_ids.shape[1], self.token_ids.device
         self.prompt_lengths[:-1] = self.prompts.prompt_mask.sum(dim=1)
@@ -81,7 +94,8 @@ class SequenceBuffers:
             self.reset(list(range(self.count)))
 
     def skip(self, seeds: Tensor, drawn: Tensor) -> None:
-        """Draw the tokens of each sequence with the numbers after the first `drawn` (A,) int64 ones of its seed."""
+        """Draw the tokens of each sequence with the numbers after the first `drawn` (A,) int64 ones
+        of its seed."""
         uniforms = row_uniforms(seeds, self.response_width + int(drawn.max()))
         columns = drawn.unsqueeze(1) + torch.arange(self.response_width, device=drawn.device)
         self.uniforms[:-1] = uniforms.gather(1, columns)
@@ -89,10 +103,15 @@ class SequenceBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of the large tensors."""
-        return sum(t.nbytes for t in (self.token_ids, self.uniforms, self.logprobs, self.seen) if t is not None)
+        return sum(
+            t.nbytes
+            for t in (self.token_ids, self.uniforms, self.logprobs, self.seen)
+            if t is not None
+        )
 
     def forbidden(self, counts: Tensor) -> Tensor | None:
-        """(n, V) bool, True for ends that may not come after `counts` (n,) tokens; None without a minimum length."""
+        """(n, V) bool, True for ends that may not come after `counts` (n,) tokens; None without a
+        minimum length."""
         if not self.stopping.min_new_tokens or not self.stopping.ids:
             return None
         return (counts < self.stopping.min_new_tokens).unsqueeze(1) & self.is_end
@@ -100,16 +119,21 @@ class SequenceBuffers:
     def draw(
         self, logits: Tensor, sequences: Tensor, counts: Tensor, search: NucleusSearch = ASK_DEVICE
     ) -> tuple[Tensor, Tensor]:
-        """A token for each of n sequences, and its log-prob (see `sample`), from logits (n, V). See also `append`."""
+        """A token for each of n sequences, and its log-prob (see `sample`), from logits (n, V). See
+        also `append`."""
         return sample(
-            logits, self.sampling, self.uniforms.view(-1)[sequences * self.response_width + counts],
-            seen=None if self.seen is None else self.seen[sequences], forbidden=self.forbidden(counts), search=search,
-        )  # fmt: skip
+            logits,
+            self.sampling,
+            self.uniforms.view(-1)[sequences * self.response_width + counts],
+            seen=None if self.seen is None else self.seen[sequences],
+            forbidden=self.forbidden(counts),
+            search=search,
+        )
 
     def append(self, sequences: Tensor, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        """Append one token, `tokens` (n,) int64 with `logprobs` (n,) fp32, to each of n sequences; (n,) bool, True
-        where that finishes the sequence. `sequences` (n,) int64 are rows of the buffers, `counts` (n,) int64 their
-        response tokens so far."""
+        """Append one token, `tokens` (n,) int64 with `logprobs` (n,) fp32, to each of n sequences;
+        (n,) bool, True where that finishes the sequence. `sequences` (n,) int64 are rows of the
+        buffers, `counts` (n,) int64 their response tokens so far."""
         columns = self.prompt_lengths[sequences] + counts
         self.token_ids.view(-1).index_copy_(0, sequences * self.width + columns, tokens)
         self.logprobs.view(-1).index_copy_(0, sequences * self.response_width + counts, logprobs)
@@ -121,15 +145,18 @@ class SequenceBuffers:
         reason = torch.where(ended, reason, FinishReason.LENGTH).to(torch.int8)
         new = finished & (self.finish_reasons[sequences] == UNFINISHED)
         self.finish_reasons[sequences] = torch.where(new, reason, self.finish_reasons[sequences])
-        self.response_lengths[sequences] = torch.where(new, counts + 1, self.response_lengths[sequences])
+        self.response_lengths[sequences] = torch.where(
+            new, counts + 1, self.response_lengths[sequences]
+        )
         return finished
 
     def find_stop_strings(
         self, sequences: np.ndarray, counts: np.ndarray, new: int, starts: np.ndarray | None = None
     ) -> np.ndarray:
-        """Cut the sequences in which one of the `new` last tokens completed a stop string; (n,) bool, True for these.
-        An EOS or stop token that ended a sequence has precedence over a stop string that it completes. `counts`:
-        response tokens of each before the new ones. `starts`: the first token of the action of each; None: 0."""
+        """Cut the sequences in which one of the `new` last tokens completed a stop string; (n,)
+        bool, True for these. An EOS or stop token that ended a sequence has precedence over a stop
+        string that it completes. `counts`: response tokens of each before the new ones. `starts`:
+        the first token of the action of each; None: 0."""
         device = self.token_ids.device
         rows, before = torch.from_numpy(sequences).to(device), torch.from_numpy(counts).to(device)
         reach = min(self.stopping.reach, self.response_width)
@@ -137,7 +164,10 @@ class SequenceBuffers:
         columns = first.unsqueeze(1) + torch.arange(reach + new - 1, device=device)
         ids = self.token_ids[rows].gather(1, columns.clamp_(0, self.width - 1)).tolist()
         reasons, lengths = self.finish_reasons[rows].tolist(), self.response_lengths[rows].tolist()
-        ends, tails = [], []  # the row of each prefix that a sequence had, its length, and its last tokens
+        ends, tails = (
+            [],
+            [],
+        )  # the row of each prefix that a sequence had, its length, and its last tokens
         for row, count in enumerate(counts.tolist()):
             last = count + new if reasons[row] == UNFINISHED else lengths[row]
             for length in range(count + 1, last + 1):
@@ -155,8 +185,9 @@ class SequenceBuffers:
         return found
 
     def observe(self, sequence: int, tokens: list[int]) -> None:
-        """Go on after the last response token of a finished sequence with tokens that an environment wrote. The numbers
-        from which the policy's own tokens are drawn stay in order, whatever it observes."""
+        """Go on after the last response token of a finished sequence with tokens that an
+        environment wrote. The numbers from which the policy's own tokens are drawn stay in order,
+        whatever it observes."""
         count = int(self.response_lengths[sequence])
         after, start = count + len(tokens), int(self.prompt_lengths[sequence]) + count
         ids = torch.tensor(tokens, device=self.token_ids.device)
@@ -167,7 +198,9 @@ class SequenceBuffers:
             self.seen[sequence] = False
             self.seen[sequence, self.token_ids[sequence, : start + len(tokens)]] = True
         # The last operation that may lack memory: so it can be repeated.
-        self.uniforms[sequence, after:] = self.uniforms[sequence, count : self.response_width - len(tokens)].clone()
+        self.uniforms[sequence, after:] = self.uniforms[
+            sequence, count : self.response_width - len(tokens)
+        ].clone()
         self.response_lengths[sequence], self.finish_reasons[sequence] = 0, UNFINISHED
 
     def reset(self, sequences: list[int], counts: list[int] | None = None) -> None:
@@ -176,12 +209,15 @@ class SequenceBuffers:
         self.response_lengths[sequences] = 0
         if self.seen is not None:
             prompts = self.prompt_lengths[sequences].tolist()
-            for number, prompt, count in zip(sequences, prompts, counts or [0] * len(sequences), strict=True):
+            for number, prompt, count in zip(
+                sequences, prompts, counts or [0] * len(sequences), strict=True
+            ):
                 self.seen[number] = False
                 self.seen[number, self.token_ids[number, : prompt + count]] = True
 
     def rollout(self) -> Rollout:
-        """The finished responses, padded to the longest one; unfinished sequences have no response token."""
+        """The finished responses, padded to the longest one; unfinished sequences have no response
+        token."""
         lengths = self.response_lengths[:-1]
         place = torch.arange(int(lengths.max()), device=lengths.device)
         mask = place < lengths.unsqueeze(1)  # (A, R)

@@ -1,1 +1,2 @@
-"""One run: launch, process group, output folder, lock, resume, watchdog, logs. Skip it at first reading."""
+"""One run: launch, process group, output folder, lock, resume, watchdog, logs. Skip it at first
+reading."""

@@ -1,5 +1,5 @@
-"""The first-failure record of a machine, through which its ranks still communicate when the process group is broken, or
-does not exist yet."""
+"""The first-failure record of a machine, through which its ranks still communicate when the process
+group is broken, or does not exist yet."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from dschat_ppo.common import ranks
 from dschat_ppo.common.processes import find_process
 
 FAILURE, STOP = "failure", "stop"  # files in the folder
-_OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_"  # machines may share TMPDIR, but not processes
+# machines may share TMPDIR, but not processes
+_OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{socket.gethostname()}_"
 NO_FOLDER = Path(os.devnull, "none")  # in which nothing can be read or written
 
 
 @dataclass(frozen=True)
 class FirstFailure:
-    """How a run ends, by the first rank that knows: its rank, the exit code (0: stopped on request), and whether it
-    hangs."""
+    """How a run ends, by the first rank that knows: its rank, the exit code (0: stopped on
+    request), and whether it hangs."""
 
     rank: int
     code: int
@@ -33,9 +34,9 @@ class FirstFailure:
 
 
 class FirstFailureRecord:
-    """A small folder that the ranks of one machine share from start to end. Each running rank has a file in it, and the
-    last one to leave removes it. What cannot be read or written (`NO_FOLDER`, a full disk) costs only what the ranks
-    tell each other: each then reports its own failure."""
+    """A small folder that the ranks of one machine share from start to end. Each running rank has a
+    file in it, and the last one to leave removes it. What cannot be read or written (`NO_FOLDER`, a
+    full disk) costs only what the ranks tell each other: each then reports its own failure."""
 
     def __init__(self, folder: Path = NO_FOLDER):
         self.folder = folder
@@ -47,18 +48,23 @@ class FirstFailureRecord:
         draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
         with suppress(OSError):  # another rank was first
             draft.write_text(json.dumps(asdict(mine)), encoding="ascii")
-            os.link(draft, self.folder / FAILURE)  # fails if it exists, and is never visible half written
+            os.link(
+                draft, self.folder / FAILURE
+            )  # fails if it exists, and is never visible half written
         self._failure = self.read() or mine
         return self._failure
 
     def read(self) -> FirstFailure | None:
         if self._failure is None:
             with suppress(OSError):
-                self._failure = FirstFailure(**json.loads((self.folder / FAILURE).read_text(encoding="ascii")))
+                self._failure = FirstFailure(
+                    **json.loads((self.folder / FAILURE).read_text(encoding="ascii"))
+                )
         return self._failure
 
     def lost_ranks(self) -> list[int]:
-        """Ranks of this machine whose process ended without `leave`. Those of other machines are not known."""
+        """Ranks of this machine whose process ended without `leave`. Those of other machines are
+        not known."""
         return sorted(rank for rank, runs in self._is_running().items() if not runs)
 
     def request_stop(self) -> None:
@@ -94,7 +100,9 @@ class FirstFailureRecord:
         """Rank -> whether its process runs, for all ranks that have not left."""
         found = {}
         for path in self._rank_files():
-            with suppress(OSError, ValueError):  # it leaves at this moment; or a power loss took the content
+            with suppress(
+                OSError, ValueError
+            ):  # it leaves at this moment; or a power loss took the content
                 pid, started = map(int, path.read_text(encoding="ascii").split())
                 process = find_process(pid)
                 runs = process is not None and process.started == started and not process.ended
@@ -108,8 +116,8 @@ class FirstFailureRecord:
 
 
 def open_failure_record() -> FirstFailureRecord:
-    """Add this rank to the record of its machine and launch. Without other ranks, /proc or a temporary folder, each
-    rank reports its own failures."""
+    """Add this rank to the record of its machine and launch. Without other ranks, /proc or a
+    temporary folder, each rank reports its own failures."""
     launcher, own = find_process(os.getppid()), find_process(os.getpid())
     if ranks.world_size() == 1 or launcher is None or own is None:
         return FirstFailureRecord()
@@ -117,7 +125,9 @@ def open_failure_record() -> FirstFailureRecord:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     name = f"{_OWN_FOLDERS}{address}_{port}_{os.getppid()}_{launcher.started}".replace("/", "_")
     try:
-        folder = Path(tempfile.gettempdir(), name)  # raises where no temporary folder can be written
+        folder = Path(
+            tempfile.gettempdir(), name
+        )  # raises where no temporary folder can be written
         folder.mkdir(mode=0o700, exist_ok=True)
         draft = folder / f"draft_{ranks.rank()}"
         draft.write_text(f"{os.getpid()} {own.started}", encoding="ascii")

@@ -13,39 +13,71 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from dschat_ppo.common import phases, ranks, stop_requests
-from dschat_ppo.common.exit_codes import DONE, HOW_TO_RESUME, RANK_LOST, exit_code, peer_disconnected, ran_out_of_memory
+from dschat_ppo.common.exit_codes import (
+    DONE,
+    HOW_TO_RESUME,
+    RANK_LOST,
+    exit_code,
+    peer_disconnected,
+    ran_out_of_memory,
+)
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
-from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, without_credentials
+from dschat_ppo.errors import (
+    NonFiniteError,
+    StopRequested,
+    UnhealthyRun,
+    UserError,
+    without_credentials,
+)
 from dschat_ppo.run import watchdog
 from dschat_ppo.run.first_failure import NO_FOLDER, FirstFailureRecord, open_failure_record
 from dschat_ppo.run.rank_log import log_path, write_to_log
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")  # of deepspeed, of torchrun
-# Only srun sets the third: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one process.
-_SLURM = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+# Only srun sets the third: a batch script also has SLURM_PROCID and SLURM_NTASKS, but is one
+# process.
+_SLURM = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+}
 _FIRST_PORT, _PORTS = 15_000, 10_000  # below the ports that systems use for outgoing connections
 _RANK_0_HEAD_START_SECONDS = 20
-_CHECKPOINTING = "gradient checkpointing (--gradient_checkpointing; step 3: --actor_gradient_checkpointing)"
+_CHECKPOINTING = (
+    "gradient checkpointing (--gradient_checkpointing; step 3: --actor_gradient_checkpointing)"
+)
 _SMALLER = "smaller micro-batches (--per_device_train_batch_size; step 3: --micro_batch_tokens)"
-_DIVIDED = "ZeRO stage 3 (--zero_stage 3; step 3: --actor_zero_stage 3 --critic_zero_stage 3), --offload_optimizer"
+_DIVIDED = (
+    "ZeRO stage 3 (--zero_stage 3; step 3: --actor_zero_stage 3 --critic_zero_stage 3),"
+    " --offload_optimizer"
+)
 _ADVICE = {  # by phase; the cheapest flag first
     "train": f"{_SMALLER}, {_CHECKPOINTING}, {_DIVIDED}",
-    "score": "a smaller --micro_batch_tokens, --actor_zero_stage 3 --critic_zero_stage 3, --offload_reference_model",
-    "rollout": "--sleep_in_rollout, --inference_tp_size with several GPUs, --unpin_actor_parameters at ZeRO stage 3, "
-    "or shorter rows (--max_answer_seq_len)",
-    "load models": f"{_DIVIDED}; for the actor's whole weights, which step 3 generates with, --sleep_in_rollout or "
-    "--unpin_actor_parameters",
+    "score": (
+        "a smaller --micro_batch_tokens, --actor_zero_stage 3 --critic_zero_stage 3,"
+        " --offload_reference_model"
+    ),
+    "rollout": (
+        "--sleep_in_rollout, --inference_tp_size with several GPUs, --unpin_actor_parameters at"
+        " ZeRO stage 3, or shorter rows (--max_answer_seq_len)"
+    ),
+    "load models": (
+        f"{_DIVIDED}; for the actor's whole weights, which step 3 generates with,"
+        " --sleep_in_rollout or --unpin_actor_parameters"
+    ),
 }
 
 
-def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]) -> int:
+def run_step(
+    parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None], argv: Sequence[str]
+) -> int:
     """Parse `argv`, train, and return the exit code (`common/exit_codes.py`).
 
-    For `UserError`, `NonFiniteError` and `UnhealthyRun` rank 0 prints the message of the exception. For any other the
-    first rank that fails prints its rank, phase, step and traceback. Ranks that fail later write theirs to their log
-    file alone, and end with the same exit code.
+    For `UserError`, `NonFiniteError` and `UnhealthyRun` rank 0 prints the message of the exception.
+    For any other the first rank that fails prints its rank, phase, step and traceback. Ranks that
+    fail later write theirs to their log file alone, and end with the same exit code.
     """
     phases.reset_phases()
     faulthandler.enable(2)
@@ -69,7 +101,7 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
         return DONE
     except (UserError, NonFiniteError, UnhealthyRun) as problem:
         return _report_user_error(record, problem)
-    except (Exception, KeyboardInterrupt) as problem:  # noqa: BLE001  the top level: no caller handles it
+    except (Exception, KeyboardInterrupt) as problem:  # noqa: BLE001  nothing above handles it
         return _report_failure(record, problem)
     finally:
         watchdog.stop()
@@ -77,29 +109,38 @@ def run_step(parse: Callable[[Sequence[str]], Any], train: Callable[[Any], None]
 
 
 def _leave_process_group() -> None:
-    """Leave the process group, if there is one; without torch, whose import takes seconds, there is none."""
+    """Leave the process group, if there is one; without torch, whose import takes seconds, there is
+    none."""
     if "torch" in sys.modules:
         from dschat_ppo.common import dist  # not at the top, so that --help does not import torch
 
         dist.shutdown()
 
 
-def _report_user_error(record: FirstFailureRecord, problem: UserError | NonFiniteError | UnhealthyRun) -> int:
-    """Print its message. The other ranks give rank 0 some time first, because it usually has the same error."""
+def _report_user_error(
+    record: FirstFailureRecord, problem: UserError | NonFiniteError | UnhealthyRun
+) -> int:
+    """Print its message. The other ranks give rank 0 some time first, because it usually has the
+    same error."""
     deadline = time.monotonic() + _RANK_0_HEAD_START_SECONDS
     while not ranks.is_main() and record.read() is None and time.monotonic() < deadline:
         heartbeat()
         time.sleep(0.05)
     first = record.record(exit_code(problem))
-    causes = f"\n{''.join(traceback.format_exception(problem)).rstrip()}" if problem.__cause__ else ""
+    causes = (
+        f"\n{''.join(traceback.format_exception(problem)).rstrip()}" if problem.__cause__ else ""
+    )
     write_to_log(f"error: {problem}{causes}")
     if first.rank == ranks.rank() or first.code == DONE:
-        _print_error(f"error: {problem}" if ranks.is_main() else f"error on rank {ranks.rank()}: {problem}")
+        _print_error(
+            f"error: {problem}" if ranks.is_main() else f"error on rank {ranks.rank()}: {problem}"
+        )
     return first.code or exit_code(problem)
 
 
 def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
-    """Print message and traceback if this rank fails first. The loss of another rank needs no traceback."""
+    """Print message and traceback if this rank fails first. The loss of another rank needs no
+    traceback."""
     rank_lost = peer_disconnected(problem) or bool(record.lost_ranks())
     code = RANK_LOST if rank_lost else exit_code(problem)
     first = record.record(code)
@@ -112,7 +153,10 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
     if rank_lost:
         message = f"{me}: another rank is gone ({phases.where()}): the run ends; {HOW_TO_RESUME}"
     elif isinstance(problem, KeyboardInterrupt):
-        message = f"{me} was interrupted a second time ({phases.where()}): the run ends at once; {HOW_TO_RESUME}"
+        message = (
+            f"{me} was interrupted a second time ({phases.where()}): the run ends at once;"
+            f" {HOW_TO_RESUME}"
+        )
     else:
         message = f"{me} failed in {phases.where(' at')}:\n{trace}"
         if ran_out_of_memory(problem):
@@ -120,7 +164,10 @@ def _report_failure(record: FirstFailureRecord, problem: BaseException) -> int:
             message += f"\nout of memory in phase '{phase}'; what helps, the cheapest first: "
             message += _ADVICE.get(phase, f"{_DIVIDED}, smaller batches")
     write_to_log(message if trace in message else f"{message}\n{trace}")
-    _print_error(message + (f"\n(the logs of all ranks are in {logs.parent})" if (logs := log_path()) else ""))
+    _print_error(
+        message
+        + (f"\n(the logs of all ranks are in {logs.parent})" if (logs := log_path()) else "")
+    )
     return code
 
 
@@ -134,8 +181,9 @@ def _print_error(text: str) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, without tearing the interpreter down: DeepSpeed engines hold process groups beyond
-    `destroy_process_group`, and gloo's threads, destroyed during the teardown, sometimes abort a finished process."""
+    """End the process at once, without tearing the interpreter down: DeepSpeed engines hold process
+    groups beyond `destroy_process_group`, and gloo's threads, destroyed during the teardown,
+    sometimes abort a finished process."""
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -143,27 +191,40 @@ def leave(code: int) -> NoReturn:
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> None:
-    """Add the variables that the launcher did not set, and check the others. Without a launcher, add nothing. Slurm's
-    `srun` sets its own, from which those of `deepspeed` and `torchrun` follow. `common/ranks.py` reads them."""
-    if "RANK" not in environment and "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
+    """Add the variables that the launcher did not set, and check the others. Without a launcher,
+    add nothing. Slurm's `srun` sets its own, from which those of `deepspeed` and `torchrun` follow.
+    `common/ranks.py` reads them."""
+    if (
+        "RANK" not in environment
+        and "SLURM_STEP_NUM_TASKS" in environment
+        and "SLURM_PROCID" in environment
+    ):
         environment.update(_from_slurm(environment))
     if not {"RANK", "WORLD_SIZE"} & set(environment):
         return
     missing = [name for name in _NEEDED if name not in environment]
     if missing:
         raise UserError(
-            f"the environment has {', '.join(name for name in _NEEDED if name in environment)}, but not "
-            f"{', '.join(missing)}: start the run with deepspeed, torchrun or srun, or set them all"
+            f"the environment has {', '.join(name for name in _NEEDED if name in environment)}, but"
+            f" not {', '.join(missing)}: start the run with deepspeed, torchrun or srun, or set"
+            " them all"
         )
-    rank, size, local_rank = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    local_size = next((_number(environment, name) for name in _LOCAL_SIZES if name in environment), None)
+    rank, size, local_rank = (
+        _number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
+    local_size = next(
+        (_number(environment, name) for name in _LOCAL_SIZES if name in environment), None
+    )
     if local_size is None and size > 1:
-        raise UserError(f"LOCAL_WORLD_SIZE, the number of ranks of this machine, is not set, but WORLD_SIZE is {size}")
+        raise UserError(
+            "LOCAL_WORLD_SIZE, the number of ranks of this machine, is not set, but WORLD_SIZE is"
+            f" {size}"
+        )
     if local_size and (size % local_size or rank % local_size != local_rank):
         raise UserError(
-            f"rank {rank} of {size} is number {local_rank} of the {local_size} ranks of its machine: each machine must "
-            "have the same number of ranks, in order (hostfile: the same slots; srun: --ntasks-per-node N "
-            "--distribution block)"
+            f"rank {rank} of {size} is number {local_rank} of the {local_size} ranks of its"
+            " machine: each machine must have the same number of ranks, in order (hostfile: the"
+            " same slots; srun: --ntasks-per-node N --distribution block)"
         )
 
 
@@ -178,16 +239,22 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         )
     if environment["SLURM_STEP_NUM_TASKS"] != per_machine[1] and "MASTER_ADDR" not in environment:
         raise UserError(
-            "MASTER_ADDR, the name of the first of several machines, is not set: export MASTER_ADDR=$(scontrol show "
-            'hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun'
+            "MASTER_ADDR, the name of the first of several machines, is not set: export"
+            ' MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun'
         )
     job = environment.get("SLURM_JOB_ID", "")
     return {
-        **{name: environment[of_slurm] for name, of_slurm in _SLURM.items() if of_slurm in environment},
+        **{
+            name: environment[of_slurm]
+            for name, of_slurm in _SLURM.items()
+            if of_slurm in environment
+        },
         "LOCAL_WORLD_SIZE": per_machine[1],
         "MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"),
         # two jobs on one machine use different ports
-        "MASTER_PORT": environment.get("MASTER_PORT", str(_FIRST_PORT + (int(job) % _PORTS if job.isdigit() else 0))),
+        "MASTER_PORT": environment.get(
+            "MASTER_PORT", str(_FIRST_PORT + (int(job) % _PORTS if job.isdigit() else 0))
+        ),
     }
 
 

@@ -1,6 +1,7 @@
-"""The output folder of a run: lock it, check what an earlier run left there, prepare it for this run, remove the
-checkpoints of a finished run, unless `--keep_final_checkpoint` is given, and keep models while the run trains:
-`hf/step_N/` every so many steps, and `best/`; upload the trained model to the hub (`--push_to_hub`)."""
+"""The output folder of a run: lock it, check what an earlier run left there, prepare it for this
+run, remove the checkpoints of a finished run, unless `--keep_final_checkpoint` is given, and keep
+models while the run trains: `hf/step_N/` every so many steps, and `best/`; upload the trained model
+to the hub (`--push_to_hub`)."""
 
 from __future__ import annotations
 
@@ -35,42 +36,78 @@ from dschat_ppo.common.atomic_files import (
 )
 from dschat_ppo.common.heartbeat import watchdog_paused
 from dschat_ppo.common.logging import logger
-from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, REPORT, RESULT, SAMPLES, STARTS, shown_path
+from dschat_ppo.common.paths import (
+    CONFIG,
+    HEALTH,
+    METRICS,
+    MODELS,
+    REPORT,
+    RESULT,
+    SAMPLES,
+    STARTS,
+    shown_path,
+)
 from dschat_ppo.common.phases import announce
 from dschat_ppo.config.run_flags import AUTO, NEVER, RunFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.errors import StopRequested, StorageError, UserError, attempt, in_one_line, reading
-from dschat_ppo.models.model_folders import checkpoint_shapes, is_adapter_folder, read_adapter_config
+from dschat_ppo.models.model_folders import (
+    checkpoint_shapes,
+    is_adapter_folder,
+    read_adapter_config,
+)
 from dschat_ppo.monitor.step_trace import FOLDER as TRACES
 from dschat_ppo.monitor.trackers import RUN_IDS
 from dschat_ppo.monitor.writers import is_finished, write_config
 
 BEST, HF = "best", "hf"
-# In the folder of steps 1 and 2, what is not of the model. The tokenizer may have `additional_chat_templates/`.
-_NOT_OF_THE_MODEL = ("[!a]*/*", "a[!d]*/*", "*.jsonl", CONFIG, RESULT, MODELS, REPORT, RUN_IDS, ".lock")
+# In the folder of steps 1 and 2, what is not of the model. The tokenizer may have
+# `additional_chat_templates/`.
+_NOT_OF_THE_MODEL = (
+    "[!a]*/*",
+    "a[!d]*/*",
+    "*.jsonl",
+    CONFIG,
+    RESULT,
+    MODELS,
+    REPORT,
+    RUN_IDS,
+    ".lock",
+)
 
 
 def refuse_model_folders(folder: Path, models: list[str]) -> None:
-    """Refuse an output folder to which the run would write over a model that it reads, or over an adapter's base."""
+    """Refuse an output folder to which the run would write over a model that it reads, or over an
+    adapter's base."""
     local = [os.path.expanduser(model) for model in models]
     adapters = [model for model in local if is_adapter_folder(model)]
-    bases = [read_adapter_config(folder, "model").get("base_model_name_or_path") for folder in adapters]
+    bases = [
+        read_adapter_config(folder, "model").get("base_model_name_or_path") for folder in adapters
+    ]
     written = [(folder / part).resolve() for part in (".", "actor", "actor_ema", "critic")]
     replaced = [(folder / part).resolve() for part in (BEST, HF)]  # with everything in them
     read = [Path(model).resolve() for model in [*local, *filter(None, bases)]]
-    if any(model in written or any(model.is_relative_to(place) for place in replaced) for model in read):
-        raise UserError(f"--output_dir {folder} would be written over a model that is read; name another folder")
+    if any(
+        model in written or any(model.is_relative_to(place) for place in replaced) for model in read
+    ):
+        raise UserError(
+            f"--output_dir {folder} would be written over a model that is read; name another folder"
+        )
 
 
-_LOCKS: dict[Path, int] = {}  # output folder -> file descriptor of `.lock` in it, which a lock of `lockf` is on
+_LOCKS: dict[
+    Path, int
+] = {}  # output folder -> file descriptor of `.lock` in it, which a lock of `lockf` is on
 
 
 def lock_folder(folder: Path) -> None:
-    """On rank 0: lock `folder`, and make it if it does not exist, until this process ends, however it ends.
+    """On rank 0: lock `folder`, and make it if it does not exist, until this process ends, however
+    it ends.
 
-    `UserError` if another run holds the lock. Call it before the ranks join: a second run of the same command has the
-    same port, and would report only that. Several steps may run one after another in one process, which keeps the
-    locks; its children do not inherit them. Whatever else in it opens and closes `.lock` would release the lock.
+    `UserError` if another run holds the lock. Call it before the ranks join: a second run of the
+    same command has the same port, and would report only that. Several steps may run one after
+    another in one process, which keeps the locks; its children do not inherit them. Whatever else
+    in it opens and closes `.lock` would release the lock.
     """
     if not dist.is_main() or folder.resolve() in _LOCKS:
         return
@@ -83,34 +120,40 @@ def lock_folder(folder: Path) -> None:
         holder = os.read(number, 1000).decode(errors="replace").strip()
         os.close(number)
         raise UserError(
-            f"--output_dir {folder} is being written by another run{f' ({holder})' if holder else ''}; wait for it, "
-            "stop it, or name another folder"
+            f"--output_dir {folder} is being written by another"
+            f" run{f' ({holder})' if holder else ''}; wait for it, stop it, or name another folder"
         ) from None
     except OSError:
         os.close(number)
-        logger().warning(f"--output_dir {folder}: its file system has no locks, so a second run is not kept out")
+        logger().warning(
+            f"--output_dir {folder}: its file system has no locks, so a second run is not kept out"
+        )
         return
     _LOCKS[folder.resolve()] = number
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     with suppress(OSError):  # a full disk; the text is for a second run's message alone
         os.ftruncate(number, 0)
-        os.write(number, f"pid {os.getpid()} on host {socket.gethostname()}; since {since}".encode())
+        os.write(
+            number, f"pid {os.getpid()} on host {socket.gethostname()}; since {since}".encode()
+        )
 
 
 def check_shared_folder(folder: Path) -> None:
-    """Check that the machines share the output folder: rank 0 writes a file in it, and the others look for it.
-    Collective; nothing on one machine."""
+    """Check that the machines share the output folder: rank 0 writes a file in it, and the others
+    look for it. Collective; nothing on one machine."""
     if dist.machines() == 1:
         return
-    path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")  # new: no machine remembers its absence
+    path = folder / dist.broadcast_object(
+        f".shared_{uuid.uuid4().hex}"
+    )  # new: no machine remembers its absence
     dist.on_main(writing(folder)(path.touch))
     hosts = dist.gather_objects(None if path.exists() else os.uname().nodename)
     if dist.is_main():
         path.unlink()
     if unaware := sorted(set(filter(None, hosts))):
         raise UserError(
-            f"--output_dir {folder}: machine {unaware[0]} does not see what the first machine writes there: name a "
-            "folder that all machines share"
+            f"--output_dir {folder}: machine {unaware[0]} does not see what the first machine"
+            " writes there: name a folder that all machines share"
         )
 
 
@@ -120,18 +163,24 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise UserError(f"--output_dir {folder}: cannot be written ({problem.strerror or problem})") from problem
+        raise UserError(
+            f"--output_dir {folder}: cannot be written ({problem.strerror or problem})"
+        ) from problem
 
 
 def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
-    """Accept only outputs from which this run may resume, or of the same run before its first checkpoint.
-    `StopRequested` if the same run has finished there; nothing is left to do. Where there is a checkpoint to resume
-    from, `find_checkpoint` decides. On rank 0."""
+    """Accept only outputs from which this run may resume, or of the same run before its first
+    checkpoint. `StopRequested` if the same run has finished there; nothing is left to do. Where
+    there is a checkpoint to resume from, `find_checkpoint` decides. On rank 0."""
     store = CheckpointFolder(folder)
     store.clear_partials()
     clear_partials(folder)
     checkpoints = store.names()
-    outputs = [name for name in (RESULT, METRICS, "config.json", "adapter_config.json") if (folder / name).exists()]
+    outputs = [
+        name
+        for name in (RESULT, METRICS, "config.json", "adapter_config.json")
+        if (folder / name).exists()
+    ]
     outputs += [path.name for path in folder.glob("*.safetensors")] + checkpoints
     if config.run.overwrite_output_dir or not outputs:
         return
@@ -152,8 +201,8 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
             return
         kept = keep_old_metrics(folder / METRICS)
         logger().warning(
-            f"--output_dir {folder}: an earlier run ended before its first checkpoint; starting over (its metrics are "
-            f"kept as {kept.name})"
+            f"--output_dir {folder}: an earlier run ended before its first checkpoint; starting"
+            f" over (its metrics are kept as {kept.name})"
         )
         return
     changes = differences(saved, flatten(config), defaults_of(type(config)))
@@ -167,7 +216,8 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The flags of the earlier run in an output folder, by name; None if `config.yaml` cannot be read."""
+    """The flags of the earlier run in an output folder, by name; None if `config.yaml` cannot be
+    read."""
     try:
         saved = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):  # ValueError: not UTF-8, or an invalid date
@@ -176,40 +226,51 @@ def read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _done(folder: Path, config: StepConfig, saved: dict[str, Any]) -> str:
-    """Why nothing is left to do in the folder of a finished run of these settings. Removes what a crash left of the
-    removal of its checkpoints."""
+    """Why nothing is left to do in the folder of a finished run of these settings. Removes what a
+    crash left of the removal of its checkpoints."""
     more = "to train longer, start another run from its model; --overwrite_output_dir starts over"
     is_kept = config.safety.keep_final_checkpoint or saved.get("keep_final_checkpoint") is not False
     if CheckpointFolder(folder).names() and is_kept:
         more = (
-            "to train longer, raise --num_train_epochs or --max_steps, and add --resume_force if the learning rate "
-            "depends on the length; --overwrite_output_dir starts over"
+            "to train longer, raise --num_train_epochs or --max_steps, and add --resume_force if"
+            " the learning rate depends on the length; --overwrite_output_dir starts over"
         )
     elif CheckpointFolder(folder).names() and not remove_checkpoints(folder):
-        more = "but a saved model cannot be read: add --resume_force to save it again from the last checkpoint"
+        more = (
+            "but a saved model cannot be read: add --resume_force to save it again from the last"
+            " checkpoint"
+        )
     if config.run.push_to_hub is not None:
         more += f"; to upload its model: {upload_command(config, config.run.push_to_hub)}"
     return f"{folder / RESULT} is there: this run is done ({more})"
 
 
 def prepare_output_folder(folder: Path, config: StepConfig, resumed: Path | None = None) -> None:
-    """Prepare the output folder and save the resolved configuration. On rank 0. A run that starts from scratch removes
-    the outputs of an earlier run; one that resumes, from the checkpoint `resumed` in this folder, restores its metrics.
+    """Prepare the output folder and save the resolved configuration. On rank 0. A run that starts
+    from scratch removes the outputs of an earlier run; one that resumes, from the checkpoint
+    `resumed` in this folder, restores its metrics.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if resumed is not None:
         restore_metrics(folder, resumed)
-    elif config.run.overwrite_output_dir or (folder / CONFIG).exists():  # else another program made the content
+    elif (
+        config.run.overwrite_output_dir or (folder / CONFIG).exists()
+    ):  # else another program made the content
         remove_earlier_outputs(folder, config.run)
-    (folder / RESULT).unlink(missing_ok=True)  # last: it marks the outputs above as those of a finished run
+    (folder / RESULT).unlink(
+        missing_ok=True
+    )  # last: it marks the outputs above as those of a finished run
     write_config(flatten(config), folder)
 
 
 def restore_metrics(output: Path, checkpoint: Path) -> None:
-    """Make `metrics.jsonl` begin with the lines that it had when the checkpoint was saved; a file with other lines is
-    kept under another name. `MetricsWriter` cuts off what follows them, since these steps are repeated."""
+    """Make `metrics.jsonl` begin with the lines that it had when the checkpoint was saved; a file
+    with other lines is kept under another name. `MetricsWriter` cuts off what follows them, since
+    these steps are repeated."""
     path = output / METRICS
-    saved, content = (place.read_bytes() if place.exists() else b"" for place in (checkpoint / METRICS, path))
+    saved, content = (
+        place.read_bytes() if place.exists() else b"" for place in (checkpoint / METRICS, path)
+    )
     if content.startswith(saved):
         return
     kept = keep_old_metrics(path) if content else None
@@ -221,7 +282,8 @@ def restore_metrics(output: Path, checkpoint: Path) -> None:
 
 
 def keep_old_metrics(path: Path) -> Path:
-    """Rename `metrics.jsonl` to the first free `metrics.N.jsonl` in its folder; return that path."""
+    """Rename `metrics.jsonl` to the first free `metrics.N.jsonl` in its folder; return that
+    path."""
     number = next(n for n in count(1) if not (path.parent / f"metrics.{n}.jsonl").exists())
     kept = path.rename(path.parent / f"metrics.{number}.jsonl")
     sync_entries(path.parent)
@@ -231,7 +293,9 @@ def keep_old_metrics(path: Path) -> Path:
 def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
     """Remove the outputs of an earlier run that this run would not write over."""
     if saved := CheckpointFolder(folder).names():
-        logger().warning(f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})")
+        logger().warning(
+            f"--output_dir {folder}: checkpoints of an earlier run are removed ({', '.join(saved)})"
+        )
     for answers in (folder / "eval").glob("step_*.jsonl"):
         answers.unlink()
     for file in (STARTS, REPORT, HEALTH, SAMPLES, RUN_IDS):
@@ -241,15 +305,17 @@ def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
         if (folder / part).is_dir():
             remove_folder(folder / part)
     board = run.tensorboard_folder
-    if board.resolve().is_relative_to(folder.resolve()):  # a TensorBoard folder elsewhere may hold other runs
+    if board.resolve().is_relative_to(
+        folder.resolve()
+    ):  # a TensorBoard folder elsewhere may hold other runs
         for events in board.glob("events.out.tfevents.*"):
             events.unlink()
 
 
 def remove_checkpoints(output: Path) -> bool:
-    """Remove the checkpoints of a run whose `result.json` is written, on rank 0. If the run ends in between, the same
-    command removes the rest (`check_earlier_outputs`). They stay, and False is returned, if a saved model cannot be
-    read: only they can give that model again."""
+    """Remove the checkpoints of a run whose `result.json` is written, on rank 0. If the run ends in
+    between, the same command removes the rest (`check_earlier_outputs`). They stay, and False is
+    returned, if a saved model cannot be read: only they can give that model again."""
     models = [output]
     if not (output / "config.json").is_file() and not is_adapter_folder(str(output)):  # step 3
         models = [output / "actor", *filter(Path.is_dir, (output / "critic", output / "actor_ema"))]
@@ -264,7 +330,9 @@ def remove_checkpoints(output: Path) -> bool:
         with watchdog_paused():
             CheckpointFolder(output).remove_all()
     except OSError as problem:
-        logger().warning(f"{output / 'checkpoints'} cannot be removed ({problem.strerror or problem})")
+        logger().warning(
+            f"{output / 'checkpoints'} cannot be removed ({problem.strerror or problem})"
+        )
     else:
         logger().info("checkpoints: removed (--keep_final_checkpoint keeps them, to train longer)")
     return True
@@ -272,7 +340,8 @@ def remove_checkpoints(output: Path) -> bool:
 
 @dataclass(frozen=True)
 class KeptModels:
-    """Writes the models of a run, whole or not at all; `StorageError` on every rank if they cannot be written."""
+    """Writes the models of a run, whole or not at all; `StorageError` on every rank if they cannot
+    be written."""
 
     output: Path  # `--output_dir`
     every: int  # `--save_hf_steps`; 0 = never
@@ -288,7 +357,8 @@ class KeptModels:
         return self.every > 0 and step % self.every == 0
 
     def save_step(self, step: int) -> None:
-        """Keep the models after `step` steps; a folder that an interrupted run left is replaced. Collective."""
+        """Keep the models after `step` steps; a folder that an interrupted run left is replaced.
+        Collective."""
         folder = self.output / HF / checkpoint_name(step)
         self._replace(folder)
         logger().info(f"models of step {step}: saved to {shown_path(folder)}")
@@ -298,23 +368,28 @@ class KeptModels:
         self._replace(self.best)
 
     def _replace(self, folder: Path) -> None:
-        partial = folder.with_name(f"{folder.name}{PARTIAL}")  # what a crash left of it, the start has removed
+        partial = folder.with_name(
+            f"{folder.name}{PARTIAL}"
+        )  # what a crash left of it, the start has removed
         self.save(partial)
         dist.on_main(storage_errors(folder)(lambda: replace_folder(folder, partial)))
 
 
 def best_is_lost(folder: Path, step: int) -> bool:
-    """Whether a resumed run does not find in `folder` the models of `step`, its best so far: it had another
-    `--output_dir`, or did not keep them. Collective."""
+    """Whether a resumed run does not find in `folder` the models of `step`, its best so far: it had
+    another `--output_dir`, or did not keep them. Collective."""
     is_lost = not dist.broadcast_object(folder.is_dir())
     if is_lost:
-        logger().info(f"{folder} does not hold the models of step {step}, the best so far; looking for the best again")
+        logger().info(
+            f"{folder} does not hold the models of step {step}, the best so far; looking for the"
+            " best again"
+        )
     return is_lost
 
 
 def clear_partials(output: Path) -> None:
-    """Remove what a crash left incomplete in `best/` and `hf/`; a folder that was being replaced gets its name back.
-    Once at the start, on rank 0, with the lock held."""
+    """Remove what a crash left incomplete in `best/` and `hf/`; a folder that was being replaced
+    gets its name back. Once at the start, on rank 0, with the lock held."""
     for left in [*output.glob(f"{BEST}.*"), *(output / HF).glob("step_*.*")]:
         if left.suffix == OLD and not left.with_suffix("").exists():
             left.rename(left.with_suffix(""))
@@ -324,27 +399,34 @@ def clear_partials(output: Path) -> None:
 
 
 def make_repository(name: str) -> None:
-    """Check, before a model is loaded, that `--push_to_hub` can upload to `name`, and make it if it does not exist. On
-    rank 0."""
+    """Check, before a model is loaded, that `--push_to_hub` can upload to `name`, and make it if it
+    does not exist. On rank 0."""
     hub = HfApi(token=True)  # else a missing token would be an answer of the server about passwords
-    with reading(f"--push_to_hub {name}: no upload to {hub.endpoint} is possible; correct this, or omit the flag"):
+    with reading(
+        f"--push_to_hub {name}: no upload to {hub.endpoint} is possible; correct this, or omit the"
+        " flag"
+    ):
         hub.create_repo(name, private=True, exist_ok=True)
-        hub.auth_check(name, write=True)  # to make one that exists, a token that may only read is enough
+        hub.auth_check(
+            name, write=True
+        )  # to make one that exists, a token that may only read is enough
 
 
 def push_to_hub(config: StepConfig, name: str) -> None:
-    """Upload the trained model, after everything else is written. Collective: rank 0 uploads, and all raise the
-    `StorageError`."""
+    """Upload the trained model, after everything else is written. Collective: rank 0 uploads, and
+    all raise the `StorageError`."""
     folder, others = _trained_model(config)
 
     def upload() -> None:
         logger().info(f"--push_to_hub: uploading {shown_path(folder)}")
         with attempt() as tried:  # huggingface_hub, its HTTP library or hf_xet
-            address = HfApi(token=True).upload_folder(repo_id=name, folder_path=folder, ignore_patterns=list(others))
+            address = HfApi(token=True).upload_folder(
+                repo_id=name, folder_path=folder, ignore_patterns=list(others)
+            )
         if tried.problem is not None:
             raise StorageError(
-                f"--push_to_hub {name}: the upload failed ({in_one_line(tried.problem)}). The run is done and its "
-                f"model saved; to upload it: {upload_command(config, name)}"
+                f"--push_to_hub {name}: the upload failed ({in_one_line(tried.problem)}). The run"
+                f" is done and its model saved; to upload it: {upload_command(config, name)}"
             ) from tried.problem
         logger().info(f"--push_to_hub: uploaded to {address}")
 
@@ -361,6 +443,7 @@ def upload_command(config: StepConfig, name: str) -> str:
 
 
 def _trained_model(config: StepConfig) -> tuple[Path, tuple[str, ...]]:
-    """The folder in which the run saves its model, and patterns of the files there that are not the model's."""
+    """The folder in which the run saves its model, and patterns of the files there that are not the
+    model's."""
     folder = Path(config.run.folder)
     return (folder / "actor", ()) if config.kind == "ppo" else (folder, _NOT_OF_THE_MODEL)

@@ -1,4 +1,5 @@
-"""The log file of each rank in the output folder: log lines, warnings, tracebacks, stacks of a crash."""
+"""The log file of each rank in the output folder: log lines, warnings, tracebacks, stacks of a
+crash."""
 
 from __future__ import annotations
 
@@ -16,13 +17,19 @@ from dschat_ppo.common.ranks import rank, world_size
 from dschat_ppo.errors import UserError, without_credentials
 
 _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
-_LIBRARIES = ("DeepSpeed", "transformers", "datasets", "huggingface_hub")  # they print their records themselves
+_LIBRARIES = (
+    "DeepSpeed",
+    "transformers",
+    "datasets",
+    "huggingface_hub",
+)  # they print their records themselves
 _OPEN: list[_RankLog] = []  # one at most
 _EARLY = logging.handlers.MemoryHandler(10_000, flushLevel=sys.maxsize)
 
 
 class _RankLog(logging.Handler):
-    """Writes each record with time and phase, by one unbuffered append: nothing is lost when the process is killed."""
+    """Writes each record with time and phase, by one unbuffered append: nothing is lost when the
+    process is killed."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -34,11 +41,17 @@ class _RankLog(logging.Handler):
     def write(self, text: str) -> None:
         """Write lines, or print once that they cannot be written."""
         try:
-            os.write(self.descriptor, f"{without_credentials(text)}\n".encode("utf-8", errors="backslashreplace"))
+            os.write(
+                self.descriptor,
+                f"{without_credentials(text)}\n".encode("utf-8", errors="backslashreplace"),
+            )
         except OSError as problem:
             if not self.failed:
                 self.failed = True
-                line = f"{self.path} cannot be written ({problem.strerror}); the run continues without it"
+                line = (
+                    f"{self.path} cannot be written ({problem.strerror}); the run continues"
+                    " without it"
+                )
                 print(f"rank {rank()}: {line}", file=sys.stderr, flush=True)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -50,30 +63,38 @@ class _RankLog(logging.Handler):
 
 
 def keep_early_lines() -> None:
-    """Keep this project's lines from here on until `open_log` writes them: a run logs some before it has a folder."""
+    """Keep this project's lines from here on until `open_log` writes them: a run logs some before
+    it has a folder."""
     _EARLY.buffer.clear()
     logger().addHandler(_EARLY)
 
 
 def open_log(folder: Path) -> None:
-    """Append to `folder/logs/rank_R.log` from here on: this project's log lines from INFO on, those of libraries by
-    their level, Python's warnings, the text of `write_to_log`, and the stacks of all threads after a crash."""
+    """Append to `folder/logs/rank_R.log` from here on: this project's log lines from INFO on, those
+    of libraries by their level, Python's warnings, the text of `write_to_log`, and the stacks of
+    all threads after a crash."""
     close_log()
     path = folder / "logs" / f"rank_{rank()}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _RankLog(path)
     except OSError as problem:
-        raise UserError(f"--output_dir {folder}: {path} cannot be written ({problem.strerror})") from None
+        raise UserError(
+            f"--output_dir {folder}: {path} cannot be written ({problem.strerror})"
+        ) from None
     started, host = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.uname().nodename
-    handler.write(f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {host}")
+    handler.write(
+        f"-------- {started}: rank {rank()} of {world_size()}, process {os.getpid()} on {host}"
+    )
     logger().removeHandler(_EARLY)
     _EARLY.setTarget(handler)
     _EARLY.flush()
     _EARLY.setTarget(None)  # which is closed before the process ends
     root = logging.getLogger()
     if not root.handlers and logging.lastResort is not None:
-        root.addHandler(logging.lastResort)  # which Python does not use by itself once the root has a handler
+        root.addHandler(
+            logging.lastResort
+        )  # which Python does not use by itself once the root has a handler
     for name in _LIBRARIES:
         logging.getLogger(name).propagate = False
     for log in _loggers():
@@ -103,8 +124,8 @@ def log_path() -> Path | None:
 
 
 def write_to_log(text: str, stacks: bool = False) -> None:
-    """Write a text, and with `stacks` those of all threads, only to this rank's log, if open, without a lock: the
-    watchdog calls it while a thread may hold any."""
+    """Write a text, and with `stacks` those of all threads, only to this rank's log, if open,
+    without a lock: the watchdog calls it while a thread may hold any."""
     for handler in _OPEN:
         handler.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank()} [{where()}] {text}")
         if stacks:

@@ -1,4 +1,5 @@
-"""One run from its start to the end of its training: locked folder, ranks, checkpoint to resume from, metrics."""
+"""One run from its start to the end of its training: locked folder, ranks, checkpoint to resume
+from, metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from pathlib import Path
 
 import torch
 
-from dschat_ppo.checkpoint.identity import RunIdentity, RunInputs, find_checkpoint, identify_run, is_inside
+from dschat_ppo.checkpoint.identity import (
+    RunIdentity,
+    RunInputs,
+    find_checkpoint,
+    identify_run,
+    is_inside,
+)
 from dschat_ppo.checkpoint.manager import CheckpointManager, Resumable, restore
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name
 from dschat_ppo.common import dist, stop_requests
@@ -40,13 +47,14 @@ from dschat_ppo.run.rank_log import open_log
 
 def begin_run(
     config: StepConfig, check: Callable[[], None] = lambda: None
-) -> tuple[torch.device, Path]:  # fmt: skip
-    """Lock the output folder, join the ranks, check the folder and seed; returns this rank's device and the output
-    folder. Collective. `StopRequested`: the same run has finished in the folder.
+) -> tuple[torch.device, Path]:
+    """Lock the output folder, join the ranks, check the folder and seed; returns this rank's device
+    and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
 
-    If the run trains nothing, it writes to a folder inside `--output_dir`, in place of an earlier validation. `check`
-    checks flags of the step before the folder is compared with them: else a
-    mistake in a flag would be a setting that has changed. `--dry_run` joins no ranks and touches no folder.
+    If the run trains nothing, it writes to a folder inside `--output_dir`, in place of an earlier
+    validation. `check` checks flags of the step before the folder is compared with them: else a
+    mistake in a flag would be a setting that has changed. `--dry_run` joins no ranks and touches no
+    folder.
     """
     run, validate_only = config.run, config.validate_only
     folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
@@ -76,15 +84,16 @@ def begin_run(
 
 
 def end_dry_run(run: RunFlags, resume: str, steps: int | None) -> None:
-    """End a run with `--dry_run` (`StopRequested`), after its last checks; `steps` None: nothing is trained."""
+    """End a run with `--dry_run` (`StopRequested`), after its last checks; `steps` None: nothing is
+    trained."""
     if steps is not None and run.profile is not None and run.profile > steps:
         raise UserError(f"--profile {run.profile}: this run has {steps} steps; name one of them")
     if run.dry_run:
         if resume not in (AUTO, NEVER) and not os.path.isdir(resume):
             raise UserError(f"--resume {resume}: there is no such folder{nearest_path(resume)}")
         raise StopRequested(
-            f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid; no weight was "
-            f"read, and nothing was written to {run.folder}"
+            f"dry run for {counted(dist.world_size(), 'rank')}: flags, models and data are valid;"
+            f" no weight was read, and nothing was written to {run.folder}"
         )
 
 
@@ -92,30 +101,41 @@ def _check_dtype(dtype: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    has_bf16, has_fp16 = accelerator.is_bf16_supported(), accelerator.is_fp16_supported()  # None on some CPUs
+    has_bf16, has_fp16 = (
+        accelerator.is_bf16_supported(),
+        accelerator.is_fp16_supported(),
+    )  # None on some CPUs
     usable = ["bf16"] * bool(has_bf16) + ["fp16"] * bool(has_fp16) + ["fp32"]
     if dtype not in usable:
         raise UserError(
-            f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of {', '.join(usable)}"
+            f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of"
+            f" {', '.join(usable)}"
         )
-    if not dist.on_gpu() and dtype != "fp16":  # compiled here, so that no rank waits for another in a forward pass
+    if (
+        not dist.on_gpu() and dtype != "fp16"
+    ):  # compiled here, so that no rank waits for another in a forward pass
         kernels(torch.bfloat16 if dtype == "bf16" else torch.float32)
     if dtype == "bf16" and not dist.on_gpu():
-        if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        if not (
+            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        ):
             logger().warning(
-                "--dtype bf16: this processor has no bf16 arithmetic (AVX-512 or AMX), and torch emulates it slowly; "
-                "--dtype fp32 is several times as fast"
+                "--dtype bf16: this processor has no bf16 arithmetic (AVX-512 or AMX), and torch"
+                " emulates it slowly; --dtype fp32 is several times as fast"
             )
     elif dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         logger().warning(
-            f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch emulates it slowly; "
-            "use --dtype fp16"
+            f"--dtype bf16: {torch.cuda.get_device_name()} has no bf16 arithmetic, and torch"
+            " emulates it slowly; use --dtype fp16"
         )
 
 
-def open_session(output: Path, config: StepConfig, inputs: RunInputs, derived: dict[str, int], steps: int) -> Session:
-    """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before any model is loaded.
-    `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`: planned ones, in step 3 PPO steps."""
+def open_session(
+    output: Path, config: StepConfig, inputs: RunInputs, derived: dict[str, int], steps: int
+) -> Session:
+    """Find the checkpoint to resume from, and prepare the locked output folder. Collective; before
+    any model is loaded. `derived`: batch sizes, see `checkpoint.identity.PRODUCTS`; `steps`:
+    planned ones, in step 3 PPO steps."""
     _raise_if_stop_requested()
     identity = identify_run(config, inputs, derived)
     overwrite = config.run.overwrite_output_dir
@@ -124,11 +144,13 @@ def open_session(output: Path, config: StepConfig, inputs: RunInputs, derived: d
         saved = Manifest.read(checkpoint)
         if saved.step > steps or (saved.step == steps and saved.update > 0):
             raise UserError(
-                f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise --num_train_epochs or "
-                "--max_steps, or name an earlier checkpoint by --resume"
+                f"{checkpoint} is beyond the end of this run, which has {steps} steps: raise"
+                " --num_train_epochs or --max_steps, or name an earlier checkpoint by --resume"
             )
         if (profiled := config.run.profile) is not None and profiled <= saved.step:
-            logger().info(f"note: --profile {profiled} has no effect: {checkpoint} is beyond that step")
+            logger().info(
+                f"note: --profile {profiled} has no effect: {checkpoint} is beyond that step"
+            )
     resumed = checkpoint if checkpoint is not None and is_inside(checkpoint, output) else None
     dist.on_main(writing(output)(lambda: prepare_output_folder(output, config, resumed)))
     return Session(output, identity, config, checkpoint)
@@ -136,7 +158,8 @@ def open_session(output: Path, config: StepConfig, inputs: RunInputs, derived: d
 
 @dataclass(frozen=True)
 class Session:
-    """A run in its output folder. `checkpoint`: the folder of the checkpoint from which it resumes, or None."""
+    """A run in its output folder. `checkpoint`: the folder of the checkpoint from which it resumes,
+    or None."""
 
     output: Path
     identity: RunIdentity
@@ -149,26 +172,49 @@ class Session:
 
     @contextmanager
     def training(self, trainer: Resumable) -> Iterator[tuple[MetricsWriter, CheckpointManager]]:
-        """Restore the trainer if the run resumes; inside the block it trains, with metrics and checkpoints. Collective.
-        The end of the block saves the last checkpoint."""
+        """Restore the trainer if the run resumes; inside the block it trains, with metrics and
+        checkpoints. Collective. The end of the block saves the last checkpoint."""
         _raise_if_stop_requested()
         resumed = saved = None
         if self.checkpoint is not None:
             manifest = restore(self.checkpoint, trainer, self.config.run.seed)
-            logger().info(f"resuming from {shown_path(self.checkpoint)}: {manifest.step} steps are done")
-            resumed = (manifest.metrics_offset if is_inside(self.checkpoint, self.output) else 0, manifest.step + 1)
-            place = CheckpointFolder(self.output).root / checkpoint_name(manifest.step, manifest.update)
-            saved = (manifest.step, manifest.update) if self.checkpoint.resolve() == place.resolve() else None
+            logger().info(
+                f"resuming from {shown_path(self.checkpoint)}: {manifest.step} steps are done"
+            )
+            resumed = (
+                manifest.metrics_offset if is_inside(self.checkpoint, self.output) else 0,
+                manifest.step + 1,
+            )
+            place = CheckpointFolder(self.output).root / checkpoint_name(
+                manifest.step, manifest.update
+            )
+            saved = (
+                (manifest.step, manifest.update)
+                if self.checkpoint.resolve() == place.resolve()
+                else None
+            )
         if dist.is_main():
             record_start(self.output, resumed[1] if resumed else 1, dist.world_size())
         run, safety, tracking = self.config.run, self.config.safety, None
         if run.trackers:
             flags = flatten(self.config)
-            tracking = Tracking(run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags)
-        command = "the same command again" if safety.resume == AUTO else "the command again with --resume auto"
+            tracking = Tracking(
+                run.trackers, self.output, run.tensorboard_folder, run.project, run.run_name, flags
+            )
+        command = (
+            "the same command again"
+            if safety.resume == AUTO
+            else "the command again with --resume auto"
+        )
         with MetricsWriter(self.output, tracking, resumed) as metrics:
             checkpoints = CheckpointManager(
-                self.output, trainer, safety, self.identity, metrics, saved, f"run {command} to resume"
+                self.output,
+                trainer,
+                safety,
+                self.identity,
+                metrics,
+                saved,
+                f"run {command} to resume",
             )
             yield metrics, checkpoints
             checkpoints.finish()
@@ -183,7 +229,8 @@ def _raise_if_stop_requested() -> None:
 
 @contextmanager
 def naming(flag: str) -> Iterator[None]:
-    """Prefix a `UserError` of the block with the flag, unless it names another, and add a hint about score heads."""
+    """Prefix a `UserError` of the block with the flag, unless it names another, and add a hint
+    about score heads."""
     try:
         yield
     except UserError as problem:

@@ -1,9 +1,10 @@
 """The watchdog: a thread of each rank that ends a hanging run and logs the stacks of all ranks.
 
-It checks whether this rank makes progress (`heartbeat`), and whether another rank of this machine has failed
-(`FirstFailureRecord`) or its process has ended, and it passes stop requests on to them. C code that holds the GIL
-blocks this thread. Then faulthandler's own thread, which needs no GIL, writes the stacks and ends the process a little
-later with exit code 1, the only one that it supports.
+It checks whether this rank makes progress (`heartbeat`), and whether another rank of this machine
+has failed (`FirstFailureRecord`) or its process has ended, and it passes stop requests on to them.
+C code that holds the GIL blocks this thread. Then faulthandler's own thread, which needs no GIL,
+writes the stacks and ends the process a little later with exit code 1, the only one that it
+supports.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from dschat_ppo.run.first_failure import FirstFailureRecord
 from dschat_ppo.run.rank_log import log_path, write_to_log
 
 POLL_SECONDS = 0.5
-_STACKS_SECONDS = 5.0  # for all ranks to notice and to write their stacks: the first one to end ends the others
+_STACKS_SECONDS = (
+    5.0  # for all ranks to notice and to write their stacks: the first one to end ends the others
+)
 _FAULTHANDLER_SECONDS = 10.0  # after the limit, when all other ranks have written
 LOST_SECONDS = 5.0  # for the main thread to notice by itself that a rank is lost
 FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank has failed
@@ -61,28 +64,47 @@ class _Watchdog:
                 first = self.record.record(RANK_LOST, hung=True)
             if first is None:
                 lost = self.record.lost_ranks()
-                if self._has_lasted("lost", bool(lost), LOST_SECONDS):  # and the main thread has not noticed
+                if self._has_lasted(
+                    "lost", bool(lost), LOST_SECONDS
+                ):  # and the main thread has not noticed
                     first = self.record.record(RANK_LOST)
-                    text = f"another rank is gone (rank {', '.join(map(str, lost))}; {where()}): the run ends"
+                    text = (
+                        f"another rank is gone (rank {', '.join(map(str, lost))}; {where()}): the"
+                        " run ends"
+                    )
                     text = f"rank {ranks.rank()}: {text}; {HOW_TO_RESUME}"
                     self._end(first.code, text, prints=first.rank == ranks.rank())
             elif first.hung or (hangs and is_stopping):
-                text = f"rank {ranks.rank()} has made no progress for {heartbeat.idle_seconds():.0f} s: {where()}"
-                self._end(RANK_LOST, text, prints=is_stopping or first.rank == ranks.rank(), hangs=True)
-            elif first.code and first.rank != ranks.rank() and self._has_lasted("failed", True, FAILED_SECONDS):
-                # another rank has failed, and the main thread does not end: it waits in a collective of a GPU
+                text = (
+                    f"rank {ranks.rank()} has made no progress for {heartbeat.idle_seconds():.0f}"
+                    f" s: {where()}"
+                )
+                self._end(
+                    RANK_LOST, text, prints=is_stopping or first.rank == ranks.rank(), hangs=True
+                )
+            elif (
+                first.code
+                and first.rank != ranks.rank()
+                and self._has_lasted("failed", True, FAILED_SECONDS)
+            ):
+                # another rank has failed, and the main thread does not end: it waits in a
+                # collective of a GPU
                 self._end(first.code, f"ends because rank {first.rank} failed")
 
     def _arm_faulthandler(self) -> None:
-        """Restart faulthandler's timer, which expires if this thread cannot run: C code holds the GIL."""
+        """Restart faulthandler's timer, which expires if this thread cannot run: C code holds the
+        GIL."""
         if heartbeat.watchdog_is_paused():
             faulthandler.cancel_dump_traceback_later()
         elif self.limit is not None:
             faulthandler.dump_traceback_later(self.limit + _FAULTHANDLER_SECONDS, exit=True, file=2)
 
     def _pass_on_stop_request(self) -> None:
-        """Needed because the launcher sends its signal to one rank and waits for its end before it signals the next."""
-        if self._stop_is_known or (stop_requests.reason() is None and not self.record.stop_requested()):
+        """Needed because the launcher sends its signal to one rank and waits for its end before it
+        signals the next."""
+        if self._stop_is_known or (
+            stop_requests.reason() is None and not self.record.stop_requested()
+        ):
             return
         self._stop_is_known = True
         self.record.request_stop()
@@ -91,10 +113,13 @@ class _Watchdog:
             then = "the state is saved after this optimizer step"
             if not training_has_started():
                 then = "the run ends before training begins, with nothing to save"
-            logger().info(f"stopping ({stop_requests.reason()}): {then}; a second Ctrl-C ends the run at once")
+            logger().info(
+                f"stopping ({stop_requests.reason()}): {then}; a second Ctrl-C ends the run at once"
+            )
 
     def _hangs(self) -> bool:
-        """Whether no rank of this machine makes progress. A rank may wait for another one that makes progress."""
+        """Whether no rank of this machine makes progress. A rank may wait for another one that
+        makes progress."""
         if self.limit is None:
             return False
         if heartbeat.idle_seconds() < 2 * POLL_SECONDS:
@@ -109,8 +134,9 @@ class _Watchdog:
         return time.monotonic() - self._since.setdefault(name, time.monotonic()) >= seconds
 
     def _end(self, code: int, text: str, prints: bool = False, hangs: bool = False) -> NoReturn:
-        """Write `text` and the stacks of all threads to this rank's log, `text` to stderr too if it `prints`, and end
-        the process. If the run `hangs`, stderr gets the stacks too, and the other ranks have time to write theirs."""
+        """Write `text` and the stacks of all threads to this rank's log, `text` to stderr too if it
+        `prints`, and end the process. If the run `hangs`, stderr gets the stacks too, and the other
+        ranks have time to write theirs."""
         # before anything is written: the disk that holds the log may be the one that hangs
         timer = threading.Timer(_STACKS_SECONDS, self._leave, [code])
         timer.daemon = True
@@ -118,8 +144,14 @@ class _Watchdog:
         if prints:
             with suppress(OSError):  # nobody reads any more (a closed pipe or terminal)
                 sys.stderr.flush()
-                logs = f"(the stacks of all ranks are in {log.parent})\n" if hangs and (log := log_path()) else ""
-                os.write(2, f"{text}\n{logs}".encode(errors="backslashreplace"))  # in one call: lines stay whole
+                logs = (
+                    f"(the stacks of all ranks are in {log.parent})\n"
+                    if hangs and (log := log_path())
+                    else ""
+                )
+                os.write(
+                    2, f"{text}\n{logs}".encode(errors="backslashreplace")
+                )  # in one call: lines stay whole
                 if hangs:
                     faulthandler.dump_traceback(2)
         write_to_log(text, stacks=True)
@@ -143,8 +175,9 @@ def watch_ranks(record: FirstFailureRecord) -> None:
 
 
 def start(seconds: float) -> None:
-    """End the run with exit code 5 when a rank sends no `heartbeat` for this long outside `watchdog_paused`. Every rank
-    of this machine then writes its phase, step and stacks to its log, the first one also to stderr."""
+    """End the run with exit code 5 when a rank sends no `heartbeat` for this long outside
+    `watchdog_paused`. Every rank of this machine then writes its phase, step and stacks to its log,
+    the first one also to stderr."""
     if not _WATCHDOGS:
         watch_ranks(FirstFailureRecord())
     heartbeat.heartbeat()  # the time without progress counts from now on

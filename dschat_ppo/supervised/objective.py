@@ -1,4 +1,5 @@
-"""What a model is trained for in steps 1 and 2: batches, loss, denominator, metrics; its batches one step ahead."""
+"""What a model is trained for in steps 1 and 2: batches, loss, denominator, metrics; its batches
+one step ahead."""
 
 from __future__ import annotations
 
@@ -27,21 +28,25 @@ class Objective(Generic[Batch]):
     """What the model is trained for. `prepare`, `describe` and `complete` are collective."""
 
     collate: Callable[[Dataset, Sequence[int]], Batch]  # (rows, indices) -> a batch on the device
-    units: Callable[[Batch], Tensor]  # bool mask of what the loss is a mean over: tokens (B, T), or pairs, answers (B,)
-    # (model, batch, total, sums) -> the sum over units divided by `total`, the units of the whole optimizer step; adds
-    # the batch's metrics to `sums`
+    units: Callable[
+        [Batch], Tensor
+    ]  # bool mask of what the loss is a mean over: tokens (B, T), or pairs, answers (B,)
+    # (model, batch, total, sums) -> the sum over units divided by `total`, the units of the whole
+    # optimizer step; adds the batch's metrics to `sums`
     loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
     headline: tuple[str, ...]  # names of the metrics in the log line of each step
     answers: int = 1  # rows of a batch for each sample
-    summary: Callable[[dict[str, float]], dict[str, float]] = dict  # adds derived numbers to the reduced metrics
+    summary: Callable[[dict[str, float]], dict[str, float]] = (
+        dict  # adds derived numbers to the reduced metrics
+    )
     # (model, rows) -> rows with columns computed by the untrained model
     prepare: Callable[[Model, TokenRows], TokenRows] | None = None
     # (model, rows) -> entries about the trained model for its config and `result.json`
     describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
     # (model, rows, indices) -> (len(indices), answers of a row): what the model gives each answer
     score: Callable[[Model, Dataset, Sequence[int]], Tensor] | None = None
-    # (model, this rank's batches of an optimizer step, or of an evaluation) -> these with values that depend on those
-    # of all ranks, without gradient
+    # (model, this rank's batches of an optimizer step, or of an evaluation) -> these with values
+    # that depend on those of all ranks, without gradient
     complete: Callable[[Model, list[Batch]], list[Batch]] | None = None
 
     def real_rows(self, batch: Any) -> Tensor:
@@ -50,9 +55,12 @@ class Objective(Generic[Batch]):
         return (units if units.dim() == 1 else units.any(dim=1)).repeat(self.answers)
 
     def counts(self, batch: Any) -> Tensor:
-        """(3,) int64: units of a batch, samples, and their tokens (prompt and answers), without padding."""
+        """(3,) int64: units of a batch, samples, and their tokens (prompt and answers), without
+        padding."""
         real = self.real_rows(batch)
-        return torch.stack([self.units(batch).sum(), real.sum() // self.answers, batch.lengths[real].sum()])
+        return torch.stack(
+            [self.units(batch).sum(), real.sum() // self.answers, batch.lengths[real].sum()]
+        )
 
 
 def on_device(
@@ -64,12 +72,18 @@ def on_device(
 
 @torch.no_grad()
 def score_rows(
-    model: Model, rows: Dataset, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int, title: str
+    model: Model,
+    rows: Dataset,
+    score: Callable[[Dataset, Sequence[int]], Tensor],
+    batch_size: int,
+    title: str,
 ) -> Tensor:
-    """Apply `score`, `(rows, indices)` -> (len(indices), k), to every row, without dropout; the ranks divide the rows,
-    and each gets (len(rows), k) on the CPU, in their order. Collective."""
+    """Apply `score`, `(rows, indices)` -> (len(indices), k), to every row, without dropout; the
+    ranks divide the rows, and each gets (len(rows), k) on the CPU, in their order. Collective."""
     model.eval()
-    batches = list(optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank()))
+    batches = list(
+        optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank())
+    )
     parts = []
     with Progress(title, len(batches), unit="batch") as progress:
         for [indices] in batches:
@@ -84,11 +98,15 @@ MicroBatches = list[list[int]]  # row numbers
 
 
 def collated(
-    collate: Callable[[Dataset, Sequence[int]], Batch], rows: Any, steps: Iterable[MicroBatches], device: torch.device
+    collate: Callable[[Dataset, Sequence[int]], Batch],
+    rows: Any,
+    steps: Iterable[MicroBatches],
+    device: torch.device,
 ) -> Generator[tuple[MicroBatches, Callable[[], list[Batch]]], None, None]:
-    """For each step: the row numbers of its micro-batches, and a function that waits for their batches, or raises an
-    error of `collate`. A thread makes the batches of the next step while the caller uses those before; close the
-    generator to end it. `device`: of the batches; a thread whose copies go to another GPU would use both."""
+    """For each step: the row numbers of its micro-batches, and a function that waits for their
+    batches, or raises an error of `collate`. A thread makes the batches of the next step while the
+    caller uses those before; close the generator to end it. `device`: of the batches; a thread
+    whose copies go to another GPU would use both."""
 
     def make(micro_batches: MicroBatches) -> list[Batch]:
         return [collate(rows, indices) for indices in micro_batches]

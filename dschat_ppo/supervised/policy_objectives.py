@@ -1,12 +1,14 @@
-"""Step 2, objectives of the language model itself: DPO and its variants, KTO on single answers, ORPO, SimPO and CPO.
+"""Step 2, objectives of the language model itself: DPO and its variants, KTO on single answers,
+ORPO, SimPO and CPO.
 
-The reference of DPO and KTO is the model before training. Its log-probs are computed once, before the first update, and
-stored in the rows, so there is no second model in memory.
+The reference of DPO and KTO is the model before training. Its log-probs are computed once, before
+the first update, and stored in the rows, so there is no second model in memory.
 
-KTO compares the reward of an answer with a baseline, the KL from the reference, which it estimates on mismatched rows:
-a prompt with the answer to another prompt. A row keeps its mismatched answer for the whole run, as in TRL, so the
-reference's log-prob of it is computed once too. The estimate is the mean over all rows of an optimizer step, so it does
-not depend on the number of ranks and micro-batches.
+KTO compares the reward of an answer with a baseline, the KL from the reference, which it estimates
+on mismatched rows: a prompt with the answer to another prompt. A row keeps its mismatched answer
+for the whole run, as in TRL, so the reference's log-prob of it is computed once too. The estimate
+is the mean over all rows of an optimizer step, so it does not depend on the number of ranks and
+micro-batches.
 """
 
 from __future__ import annotations
@@ -56,23 +58,31 @@ from dschat_ppo.types import Model
 
 
 def answer_logprobs(engine: Model, input_ids: Tensor, answer_mask: Tensor) -> Tensor:
-    """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if gradients are on.
-    `input_ids` (B, T) right-padded; `answer_mask` (B, T) bool, False in the first column; a row without a True has the
-    sum 0. The sum is in fp64 because training uses small differences of such sums."""
+    """Log-prob of each row's whole answer: the sum over its tokens, (B,) fp64, with gradient if
+    gradients are on. `input_ids` (B, T) right-padded; `answer_mask` (B, T) bool, False in the first
+    column; a row without a True has the sum 0. The sum is in fp64 because training uses small
+    differences of such sums."""
     logprobs, _ = engine(input_ids, answer_mask)
     empty = torch.zeros(answer_mask.shape, dtype=torch.float64, device=input_ids.device)
     return empty.masked_scatter(answer_mask, logprobs.double()).sum(dim=1)
 
 
-def dpo_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
-    """Sum over pairs of the objective's loss of D, the difference between the log-ratios of policy to reference of the
-    chosen and the rejected answer, divided by `num_pairs` of the whole optimizer step."""
+def dpo_loss(
+    model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
+) -> Tensor:
+    """Sum over pairs of the objective's loss of D, the difference between the log-ratios of policy
+    to reference of the chosen and the rejected answer, divided by `num_pairs` of the whole
+    optimizer step."""
     assert batch.ref_logprobs is not None
     real, num_tokens = batch.pair_mask, batch.answer_mask.sum(dim=1)
-    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected
+    logprobs = answer_logprobs(
+        model, batch.input_ids, batch.answer_mask
+    )  # (2 B,): chosen, then rejected
     chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
     lead = chosen - rejected
-    loss = preference_loss(flags.objective, lead, real, num_pairs, flags.strength, flags.label_smoothing)
+    loss = preference_loss(
+        flags.objective, lead, real, num_pairs, flags.strength, flags.label_smoothing
+    )
     chosen_logprobs, rejected_logprobs = logprobs.chunk(2)
     if flags.objective == "dpo_nll":
         nll = chosen_nll_loss(chosen_logprobs, num_tokens.chunk(2)[0], real, num_pairs)
@@ -81,7 +91,9 @@ def dpo_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums
     with torch.no_grad():  # by data set
         losses = PAIR_LOSSES[flags.objective](lead, flags.strength, flags.label_smoothing)  # (B,)
         if flags.objective == "dpo_nll":
-            losses = losses - flags.nll_weight * chosen_logprobs / num_tokens.chunk(2)[0].clamp_min(1)
+            losses = losses - flags.nll_weight * chosen_logprobs / num_tokens.chunk(2)[0].clamp_min(
+                1
+            )
         sums.add_by_source("loss", losses, batch.data_sources, real)
         sums.add_by_source("accuracy", (lead > 0).float(), batch.data_sources, real)
     sums.add_sum("loss", loss * num_pairs, real.sum())
@@ -95,20 +107,31 @@ def dpo_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums
 
 
 def with_references(
-    model: Model, rows: TokenRows, score: Callable[[Model, Dataset, Sequence[int]], Tensor], batch_size: int
+    model: Model,
+    rows: TokenRows,
+    score: Callable[[Model, Dataset, Sequence[int]], Tensor],
+    batch_size: int,
 ) -> TokenRows:
-    """Add to all rows the column of the two log-probs of each under the current model, without dropout: what `score`
-    computes, (B, 2). Collective."""
+    """Add to all rows the column of the two log-probs of each under the current model, without
+    dropout: what `score` computes, (B, 2). Collective."""
 
     def added(part: Any) -> Dataset:
-        logprobs = score_rows(model, part, partial(score, model), batch_size, "reference log-probs").double().cpu()
+        logprobs = (
+            score_rows(model, part, partial(score, model), batch_size, "reference log-probs")
+            .double()
+            .cpu()
+        )
         with main_rank_of_node_first():
             return part.add_column(REF_LOGPROBS, list(logprobs.numpy()))
 
-    return replace(rows, train=added(rows.train), eval=None if rows.eval is None else added(rows.eval))
+    return replace(
+        rows, train=added(rows.train), eval=None if rows.eval is None else added(rows.eval)
+    )
 
 
-def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
+def dpo_objective(
+    pad_id: int, device: torch.device, config: PreferenceConfig
+) -> Objective[PairBatch]:
     """Mean loss over pairs; `prepare` adds the log-probs of the reference to the rows."""
     collate = on_device(collate_pairs, device, pad_id)
 
@@ -117,16 +140,23 @@ def dpo_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
 
     return Objective(
-        collate, lambda batch: batch.pair_mask, partial(dpo_loss, flags=config.reward),
-        ("loss", "accuracy", "margin"), answers=2,
-        prepare=partial(with_references, score=score, batch_size=config.fit.per_device_eval_batch_size),
-    )  # fmt: skip
+        collate,
+        lambda batch: batch.pair_mask,
+        partial(dpo_loss, flags=config.reward),
+        ("loss", "accuracy", "margin"),
+        answers=2,
+        prepare=partial(
+            with_references, score=score, batch_size=config.fit.per_device_eval_batch_size
+        ),
+    )
 
 
 MOST_RATIO = 4 / 3  # of the weights of desirable to undesirable answers, all together
 
 
-def kto_loss(model: Model, batch: LabelledBatch, num_rows: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
+def kto_loss(
+    model: Model, batch: LabelledBatch, num_rows: Tensor, sums: MetricSums, flags: PreferenceFlags
+) -> Tensor:
     """Sum over answers of the KTO loss, divided by `num_rows` of the whole optimizer step."""
     assert batch.ref_logprobs is not None and batch.baseline is not None
     real, desirable = batch.row_mask, batch.desirable
@@ -149,27 +179,34 @@ def kto_loss(model: Model, batch: LabelledBatch, num_rows: Tensor, sums: MetricS
 
 @torch.no_grad()
 def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBatch]:
-    """Add the KL estimate over the mismatched rows of all these batches (equally many on every rank), without dropout:
-    the model is in eval mode meanwhile. Collective."""
+    """Add the KL estimate over the mismatched rows of all these batches (equally many on every
+    rank), without dropout: the model is in eval mode meanwhile. Collective."""
     was_training = getattr(model, "training", True)
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=batches[0].input_ids.device)  # sum of log-ratios, and rows
+    total = torch.zeros(
+        2, dtype=torch.float64, device=batches[0].input_ids.device
+    )  # sum of log-ratios, and rows
     for batch in batches:
         assert batch.ref_logprobs is not None
-        ratios = answer_logprobs(model, batch.other_ids, batch.other_mask) - batch.ref_logprobs[:, 1]
+        ratios = (
+            answer_logprobs(model, batch.other_ids, batch.other_mask) - batch.ref_logprobs[:, 1]
+        )
         total += torch.stack([masked_sum(ratios, batch.row_mask), batch.row_mask.sum().double()])
         heartbeat()
     model.train(was_training)
     log_ratios, rows = dist.all_reduce(total).unbind()
     baseline = kto_baseline(log_ratios, rows.clamp_min(1))
-    return [replace(batch, baseline=baseline.expand(len(batch.row_mask)).clone()) for batch in batches]
+    return [
+        replace(batch, baseline=baseline.expand(len(batch.row_mask)).clone()) for batch in batches
+    ]
 
 
 def mismatched_rows(rows: Dataset) -> np.ndarray:
-    """For each row the row whose answer it borrows: one with another prompt, (n,) int64. In the order of prompts (rows
-    of a prompt together, prompts as they come first) each row borrows from the one so many places before it as the most
-    frequent prompt has rows: every answer is borrowed once. If all rows have one prompt, each borrows from the row
-    before; if more than half have it, some of these borrow from each other."""
+    """For each row the row whose answer it borrows: one with another prompt, (n,) int64. In the
+    order of prompts (rows of a prompt together, prompts as they come first) each row borrows from
+    the one so many places before it as the most frequent prompt has rows: every answer is borrowed
+    once. If all rows have one prompt, each borrows from the row before; if more than half have it,
+    some of these borrow from each other."""
     numbers, prompts = dict[int, int](), list[int]()  # hash of a prompt -> its number
     for part in rows.select_columns(["prompt_ids"]).with_format("numpy").iter(1000):
         keys = [hash(np.asarray(ids, dtype=np.int64).tobytes()) for ids in part["prompt_ids"]]
@@ -181,8 +218,11 @@ def mismatched_rows(rows: Dataset) -> np.ndarray:
 
 
 def log_balance(rows: Dataset, flags: PreferenceFlags) -> None:
-    """Log the numbers of desirable and undesirable answers; warn if the weights do not balance them."""
-    labels = np.concatenate([part["label"] for part in rows.select_columns(["label"]).with_format("numpy").iter(10**6)])
+    """Log the numbers of desirable and undesirable answers; warn if the weights do not balance
+    them."""
+    labels = np.concatenate(
+        [part["label"] for part in rows.select_columns(["label"]).with_format("numpy").iter(10**6)]
+    )
     desirable = int((labels > 0.5).sum())
     undesirable = len(labels) - desirable
     counts = f"kto: {desirable} desirable and {undesirable} undesirable answers"
@@ -196,19 +236,23 @@ def log_balance(rows: Dataset, flags: PreferenceFlags) -> None:
         logger().info(counts)
         return
     logger().warning(
-        f"{counts}; 1 to 1.33 is recommended: --kto_desirable_weight {balanced:.3g} to {MOST_RATIO * balanced:.3g} "
-        f"with --kto_undesirable_weight {weights[1]:g}"
+        f"{counts}; 1 to 1.33 is recommended: --kto_desirable_weight {balanced:.3g} to"
+        f" {MOST_RATIO * balanced:.3g} with --kto_undesirable_weight {weights[1]:g}"
     )
 
 
-def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[LabelledBatch]:
+def kto_objective(
+    pad_id: int, device: torch.device, config: PreferenceConfig
+) -> Objective[LabelledBatch]:
     """Mean loss over answers; `prepare` adds the log-probs of the reference to the rows."""
     collate = on_device(collate_labelled, device, pad_id, config.fit.max_seq_len)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
         own = answer_logprobs(model, batch.input_ids, batch.answer_mask)
-        return torch.stack([own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1)  # (B, 2)
+        return torch.stack(
+            [own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1
+        )  # (B, 2)
 
     def prepare(model: Model, rows: TokenRows) -> TokenRows:
         assert isinstance(rows.train, Dataset)
@@ -227,26 +271,39 @@ def kto_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -
         return {**metrics, "margin": metrics["chosen_reward"] - metrics["rejected_reward"]}
 
     return Objective(
-        collate, lambda batch: batch.row_mask, partial(kto_loss, flags=config.reward), ("loss", "accuracy", "kl"),
-        summary=with_margin, prepare=prepare, complete=with_baseline,
-    )  # fmt: skip
+        collate,
+        lambda batch: batch.row_mask,
+        partial(kto_loss, flags=config.reward),
+        ("loss", "accuracy", "kl"),
+        summary=with_margin,
+        prepare=prepare,
+        complete=with_baseline,
+    )
 
 
 def reference_free_loss(
     model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
 ) -> Tensor:
-    """Sum over pairs of the objective's loss, divided by `num_pairs` of the whole optimizer step. The NLL term is the
-    mean of `-log p` over the tokens of the chosen answer; ORPO always has it, with the factor 1."""
+    """Sum over pairs of the objective's loss, divided by `num_pairs` of the whole optimizer step.
+    The NLL term is the mean of `-log p` over the tokens of the chosen answer; ORPO always has it,
+    with the factor 1."""
     real = batch.pair_mask
-    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)  # (2 B,): chosen, then rejected
+    logprobs = answer_logprobs(
+        model, batch.input_ids, batch.answer_mask
+    )  # (2 B,): chosen, then rejected
     means = logprobs / batch.answer_mask.sum(dim=1).clamp_min(1)
-    used = logprobs if flags.objective == "cpo" else means  # the others divide by the length of an answer
+    used = (
+        logprobs if flags.objective == "cpo" else means
+    )  # the others divide by the length of an answer
     chosen, rejected = used.chunk(2)  # (B,) each
     nll = -means.chunk(2)[0]  # (B,)
     if flags.objective == "orpo":
         contrast, nll_weight = orpo_pair_loss(chosen, rejected, flags.strength), 1.0
     elif flags.objective == "simpo":
-        contrast, nll_weight = simpo_pair_loss(chosen, rejected, flags.strength, flags.simpo_gamma), flags.nll_weight
+        contrast, nll_weight = (
+            simpo_pair_loss(chosen, rejected, flags.strength, flags.simpo_gamma),
+            flags.nll_weight,
+        )
     else:
         contrast, nll_weight = cpo_pair_loss(chosen, rejected, flags.strength), flags.nll_weight
     losses = contrast + nll_weight * nll if nll_weight else contrast  # (B,)
@@ -268,9 +325,14 @@ def reference_free_loss(
     return (masked_sum(losses, real) / num_pairs).float()
 
 
-def reference_free_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
+def reference_free_objective(
+    pad_id: int, device: torch.device, config: PreferenceConfig
+) -> Objective[PairBatch]:
     """Mean loss over pairs; nothing is computed before training."""
     return Objective(
-        on_device(collate_pairs, device, pad_id), lambda batch: batch.pair_mask,
-        partial(reference_free_loss, flags=config.reward), ("loss", "accuracy", "margin"), answers=2,
-    )  # fmt: skip
+        on_device(collate_pairs, device, pad_id),
+        lambda batch: batch.pair_mask,
+        partial(reference_free_loss, flags=config.reward),
+        ("loss", "accuracy", "margin"),
+        answers=2,
+    )

@@ -1,4 +1,5 @@
-"""Step 2, objectives of a reward model: `reward` on pairs of answers, `process` on labels of the steps of answers."""
+"""Step 2, objectives of a reward model: `reward` on pairs of answers, `process` on labels of the
+steps of answers."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ from dschat_ppo.supervised.objective import Objective, on_device, score_rows
 from dschat_ppo.types import Model
 
 
-def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags) -> Tensor:
-    """Sum over pairs of the Bradley-Terry loss of the scores at the last real tokens, divided by `num_pairs` of the
-    whole optimizer step."""
+def reward_loss(
+    model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricSums, flags: PreferenceFlags
+) -> Tensor:
+    """Sum over pairs of the Bradley-Terry loss of the scores at the last real tokens, divided by
+    `num_pairs` of the whole optimizer step."""
     chosen, rejected = model(batch.input_ids, batch.lengths, last_only=True).chunk(2)
     real = batch.pair_mask
     margin = batch.margin if flags.use_margin else None
@@ -50,16 +53,23 @@ def reward_loss(model: Model, batch: PairBatch, num_pairs: Tensor, sums: MetricS
 
 
 def score_statistics(
-    model: Model, rows: TokenRows, score: Callable[[Dataset, Sequence[int]], Tensor], batch_size: int
+    model: Model,
+    rows: TokenRows,
+    score: Callable[[Dataset, Sequence[int]], Tensor],
+    batch_size: int,
 ) -> dict[str, float | str]:
-    """Mean and spread of the scores of the rows for evaluation, or if there are none of those for training."""
+    """Mean and spread of the scores of the rows for evaluation, or if there are none of those for
+    training."""
     measured = rows.at_hand if rows.eval is None else rows.eval
     mean, std = moments(score_rows(model, measured, score, batch_size, "score statistics"))
     return {"reward_mean": mean, "reward_std": std}
 
 
-def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[PairBatch]:
-    """Mean Bradley-Terry loss over pairs; `describe` measures mean and spread of the trained model's scores."""
+def reward_objective(
+    pad_id: int, device: torch.device, config: PreferenceConfig
+) -> Objective[PairBatch]:
+    """Mean Bradley-Terry loss over pairs; `describe` measures mean and spread of the trained
+    model's scores."""
     collate = on_device(collate_pairs, device, pad_id)
 
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
@@ -67,16 +77,24 @@ def reward_objective(pad_id: int, device: torch.device, config: PreferenceConfig
         return model(batch.input_ids, batch.lengths, last_only=True).view(2, -1).T  # (B, 2)
 
     def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
-        return score_statistics(model, rows, partial(score, model), config.fit.per_device_eval_batch_size)
+        return score_statistics(
+            model, rows, partial(score, model), config.fit.per_device_eval_batch_size
+        )
 
     return Objective(
-        collate, lambda batch: batch.pair_mask, partial(reward_loss, flags=config.reward),
-        ("loss", "accuracy", "margin"), answers=2, describe=describe, score=score,
-    )  # fmt: skip
+        collate,
+        lambda batch: batch.pair_mask,
+        partial(reward_loss, flags=config.reward),
+        ("loss", "accuracy", "margin"),
+        answers=2,
+        describe=describe,
+        score=score,
+    )
 
 
 def process_loss(model: Model, batch: StepBatch, num_steps: Tensor, sums: MetricSums) -> Tensor:
-    """Sum of the binary cross-entropy over the labelled steps, divided by `num_steps` of the whole optimizer step."""
+    """Sum of the binary cross-entropy over the labelled steps, divided by `num_steps` of the whole
+    optimizer step."""
     scores = model(batch.input_ids, batch.lengths, wanted=batch.label_mask)  # (N,)
     labels = batch.labels[batch.label_mask]  # (N,)
     losses = step_losses(scores, labels)
@@ -94,9 +112,11 @@ def process_loss(model: Model, batch: StepBatch, num_steps: Tensor, sums: Metric
     return losses.sum() / num_steps
 
 
-def process_objective(pad_id: int, device: torch.device, config: PreferenceConfig) -> Objective[StepBatch]:
-    """Mean loss over labelled steps; `describe` measures mean and spread of the scores at the last tokens, which score
-    an answer unless step 3 aggregates the scores of its steps."""
+def process_objective(
+    pad_id: int, device: torch.device, config: PreferenceConfig
+) -> Objective[StepBatch]:
+    """Mean loss over labelled steps; `describe` measures mean and spread of the scores at the last
+    tokens, which score an answer unless step 3 aggregates the scores of its steps."""
     collate = on_device(collate_steps, device, pad_id)
 
     def describe(model: Model, rows: TokenRows) -> dict[str, float | str]:
@@ -107,4 +127,10 @@ def process_objective(pad_id: int, device: torch.device, config: PreferenceConfi
         found = score_statistics(model, rows, score, config.fit.per_device_eval_batch_size)
         return found | {SEPARATOR: config.reward.separator}
 
-    return Objective(collate, lambda batch: batch.label_mask, process_loss, ("loss", "accuracy"), describe=describe)
+    return Objective(
+        collate,
+        lambda batch: batch.label_mask,
+        process_loss,
+        ("loss", "accuracy"),
+        describe=describe,
+    )

@@ -52,12 +52,18 @@ class SFTTeacher:
 
 
 def sft_loss(
-    model: Model, batch: SFTBatch, num_tokens: Tensor, sums: MetricSums, teacher: SFTTeacher | None = None
+    model: Model,
+    batch: SFTBatch,
+    num_tokens: Tensor,
+    sums: MetricSums,
+    teacher: SFTTeacher | None = None,
 ) -> Tensor:
-    """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole optimizer step. With a
-    `teacher`, the weighted sum of that and of the divergence from it."""
+    """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole
+    optimizer step. With a `teacher`, the weighted sum of that and of the divergence from it."""
     teachings = [] if teacher is None else [teacher.teaching(batch)]
-    logprobs, _, *divergences = model(batch.input_ids, batch.loss_mask, teachings=teachings)  # (N,) tokens of the mask
+    logprobs, _, *divergences = model(
+        batch.input_ids, batch.loss_mask, teachings=teachings
+    )  # (N,) tokens of the mask
     sums.add_mean("loss", -logprobs.detach())
     if len(sums.sources) > 1:
         assert batch.data_sources is not None
@@ -91,7 +97,11 @@ def sft_teacher(config: SFTConfig, run: SupervisedRun) -> SFTTeacher | None:
     if run.teacher is None:
         return None
     teacher, ds_config = frozen_policy(
-        run.teacher, dtype, config.fit.zero_stage, flags.offload_teacher_model, config.run.resize_vocabulary
+        run.teacher,
+        dtype,
+        config.fit.zero_stage,
+        flags.offload_teacher_model,
+        config.run.resize_vocabulary,
     )
     apply_memory_flags(teacher, config.memory)
     engine = eval_engine(teacher, ds_config)
@@ -105,10 +115,14 @@ def train_sft(config: SFTConfig) -> dict[str, Any]:
     fit, flags, title = config.fit, config.run, "step 1: supervised fine-tuning"
     run = begin_supervised_run(config, "SFT", title)
     resize = flags.resize_vocabulary
-    model = PolicyModel(load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter))
+    model = PolicyModel(
+        load_causal_lm(run.folder, flags.dtype, run.ds_config, fit.dropout, resize, run.adapter)
+    )
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     teacher = sft_teacher(config, run)
-    objective = sft_objective(filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, teacher)
+    objective = sft_objective(
+        filler_id(run.tokenizer), config.sft.train_on_prompt, run.device, teacher
+    )
     trainer = SupervisedTrainer(model, run.ds_config, run.rows, objective, config, run.nonfinite)
     if teacher is not None:
         require_whole_distributions([trainer.engine])

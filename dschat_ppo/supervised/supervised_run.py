@@ -29,7 +29,12 @@ from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import StorageError, UserError, counted
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.kernel_selection import check_long_sequences
-from dschat_ppo.models.loading import check_sequence_classifier, check_vocabulary, load_config, require_length
+from dschat_ppo.models.loading import (
+    check_sequence_classifier,
+    check_vocabulary,
+    load_config,
+    require_length,
+)
 from dschat_ppo.models.model_folders import base_folder, checkpoint_shapes, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.monitor.writers import write_result
@@ -47,7 +52,12 @@ from dschat_ppo.run.start_and_end import (
     write_validation,
 )
 from dschat_ppo.supervised.objective import score_rows
-from dschat_ppo.supervised.trainer import SupervisedTrainer, fit_ds_config, plan_batches, show_batches
+from dschat_ppo.supervised.trainer import (
+    SupervisedTrainer,
+    fit_ds_config,
+    plan_batches,
+    show_batches,
+)
 from dschat_ppo.types import Engine
 
 MODEL, LIMIT = "--model_name_or_path", "--max_seq_len"
@@ -57,7 +67,8 @@ _SMALL_MODEL = 1e8  # parameters; smaller models take higher learning rates
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """A run of step 1 or 2 before its model is loaded from `folder`. `name`: in lines about its progress."""
+    """A run of step 1 or 2 before its model is loaded from `folder`. `name`: in lines about its
+    progress."""
 
     name: str
     device: torch.device
@@ -74,8 +85,9 @@ class SupervisedRun:
 
 
 def begin_supervised_run(config: FitConfig, name: str, title: str) -> SupervisedRun:
-    """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to stop, or is already
-    complete. Collective. `name`: in lines about batches and progress; `title`: the first line of the log."""
+    """Do everything that comes before the model is loaded. `StopRequested` if the run was asked to
+    stop, or is already complete. Collective. `name`: in lines about batches and progress; `title`:
+    the first line of the log."""
     fit, named = config.fit, config.best.metric_for_best
     device, output = begin_run(config)
     logger().info(title)
@@ -84,13 +96,17 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     tokenizer = with_template_flags(load_tokenizer(folder, MODEL), config.data)
     if config.has_head:
         model_config = load_config(folder, MODEL)
-        check_vocabulary(tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary)
+        check_vocabulary(
+            tokenizer, model_config, MODEL, folder, resize=config.run.resize_vocabulary
+        )
         with naming(MODEL):
             check_sequence_classifier(folder, True, adapter)
         require_length(folder, fit.max_seq_len, LIMIT)
         check_long_sequences(config.memory, MODEL, folder, scalar=True)
     else:
-        model_config = check_language_model(config, MODEL, folder, tokenizer, fit.max_seq_len, LIMIT, adapter)
+        model_config = check_language_model(
+            config, MODEL, folder, tokenizer, fit.max_seq_len, LIMIT, adapter
+        )
     if fit.router_loss_coef > 0:
         router_top_k(model_config, f"{MODEL} {folder}")
     teacher = None
@@ -103,11 +119,16 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
     rows = prepare(config.step_data, tokenizer)
     if rows.eval is None and (fit.validate_only or named is not None):
         flag = "--validate_only" if fit.validate_only else f"--metric_for_best {named}"
-        raise UserError(f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction above 0")
+        raise UserError(
+            f"{flag}: there are no evaluation rows; give --eval_data_path, or an --eval_fraction"
+            " above 0"
+        )
     report_learning_rate(fit, adapter, folder)
     log_samples(tokenizer, rows.at_hand, rows.sources, 3 if config.run.dry_run else 1)
     packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
-    plan = plan_batches(fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size)
+    plan = plan_batches(
+        fit, rows.train, packing, config.schedule.max_steps, config.memory.sequence_parallel_size
+    )
     if config.run.dry_run and not fit.validate_only:
         show_batches(name, plan, config)
     end_dry_run(config.run, config.safety.resume, None if fit.validate_only else plan.total_steps)
@@ -115,35 +136,63 @@ def begin_supervised_run(config: FitConfig, name: str, title: str) -> Supervised
         ("--deepspeed_config", config.run.deepspeed_config),
         with_bases([(MODEL, folder), *([(TEACHER, teacher)] if teacher else [])]),
     )
-    session = None if fit.validate_only else open_session(
-        output, config, RunInputs(rows.train, {EVAL_ROWS: rows.eval}, bases, [overlay]),
-        {"rows_per_update": plan.global_batch}, plan.total_steps,
-    )  # fmt: skip
+    session = (
+        None
+        if fit.validate_only
+        else open_session(
+            output,
+            config,
+            RunInputs(rows.train, {EVAL_ROWS: rows.eval}, bases, [overlay]),
+            {"rows_per_update": plan.global_batch},
+            plan.total_steps,
+        )
+    )
     announce("load models")
     nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
     return SupervisedRun(
-        name, device, folder, teacher, tokenizer, rows, output, session, ds_config, nonfinite, adapter, config
-    )  # fmt: skip
+        name,
+        device,
+        folder,
+        teacher,
+        tokenizer,
+        rows,
+        output,
+        session,
+        ds_config,
+        nonfinite,
+        adapter,
+        config,
+    )
 
 
-def report_learning_rate(fit: SupervisedFlags, adapter: AdapterSettings | None, folder: str) -> None:
-    """Warn of a learning rate above which training all weights ruins most pretrained models: 1e-4, and more for models
-    of less than 100 M parameters, in inverse proportion to their number. `folder`: of the model."""
+def report_learning_rate(
+    fit: SupervisedFlags, adapter: AdapterSettings | None, folder: str
+) -> None:
+    """Warn of a learning rate above which training all weights ruins most pretrained models: 1e-4,
+    and more for models of less than 100 M parameters, in inverse proportion to their number.
+    `folder`: of the model."""
     if fit.validate_only or (adapter is not None and adapter.freeze_base):
         return
-    parameters = sum(math.prod(shape) for shape in checkpoint_shapes(base_folder(folder, MODEL)).values())
+    parameters = sum(
+        math.prod(shape) for shape in checkpoint_shapes(base_folder(folder, MODEL)).values()
+    )
     if fit.learning_rate > 1e-4 * max(1.0, _SMALL_MODEL / max(1, parameters)):
         logger().warning(
-            f"--learning_rate {fit.learning_rate:g} trains whole weights: that ruins most pretrained models of "
-            f"{short_count(parameters)} parameters; 1e-5 to 2e-5 is usual (a model that starts untrained takes more)"
+            f"--learning_rate {fit.learning_rate:g} trains whole weights: that ruins most"
+            f" pretrained models of {short_count(parameters)} parameters; 1e-5 to 2e-5 is usual (a"
+            " model that starts untrained takes more)"
         )
 
 
 def train_and_save(
-    trainer: SupervisedTrainer[Any], run: SupervisedRun, next_command: str, teacher: Engine | None = None
+    trainer: SupervisedTrainer[Any],
+    run: SupervisedRun,
+    next_command: str,
+    teacher: Engine | None = None,
 ) -> dict[str, Any]:
-    """Train, resuming from the session's checkpoint if it has one; save the model, write `result.json` and return its
-    content. Without a session, only evaluate. `teacher`: shown beside the model."""
+    """Train, resuming from the session's checkpoint if it has one; save the model, write
+    `result.json` and return its content. Without a session, only evaluate. `teacher`: shown beside
+    the model."""
     output, config, started = run.output, run.config, time.perf_counter()
     if (session := run.session) is None:
         announce("evaluate")
@@ -168,7 +217,8 @@ def train_and_save(
     if dist.is_main() and not config.safety.keep_final_checkpoint:
         remove_checkpoints(output)
     names = {
-        f"eval_{name}": f"evaluation {name}" for name in ("divergence", "loss", "perplexity", "accuracy", "margin")
+        f"eval_{name}": f"evaluation {name}"
+        for name in ("divergence", "loss", "perplexity", "accuracy", "margin")
     }
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
     is_resumed, changes = session.checkpoint is not None, changes_of(result, names)
@@ -176,12 +226,19 @@ def train_and_save(
     return result
 
 
-def write_answers(trainer: SupervisedTrainer[Any], tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Write the answers of the first evaluation rows, with their scores if the model gives any, to `eval/step_N.jsonl`,
-    as step 3 writes its own. Without evaluation rows there is nothing to write. Collective, also its `StorageError`."""
+def write_answers(
+    trainer: SupervisedTrainer[Any], tokenizer: PreTrainedTokenizerBase, output: Path
+) -> None:
+    """Write the answers of the first evaluation rows, with their scores if the model gives any, to
+    `eval/step_N.jsonl`, as step 3 writes its own. Without evaluation rows there is nothing to
+    write. Collective, also its `StorageError`."""
     if trainer.rows.eval is None:
         return
-    rows, score, problem = trainer.rows.eval.select(range(min(SHOWN_ROWS, len(trainer.rows.eval)))), None, None
+    rows, score, problem = (
+        trainer.rows.eval.select(range(min(SHOWN_ROWS, len(trainer.rows.eval)))),
+        None,
+        None,
+    )
     if trainer.objective.score is not None:  # (rows, answers)
         of_rows = partial(trainer.objective.score, trainer.engine)
         score = score_rows(trainer.engine, rows, of_rows, SHOWN_ROWS, "samples").tolist()
@@ -193,11 +250,15 @@ def write_answers(trainer: SupervisedTrainer[Any], tokenizer: PreTrainedTokenize
             whole = [text_between(tokenizer, [*ids, *own], len(ids)) for own in answers]
             line = {"prompt": prompt, "answers": whole, "lengths": list(map(len, answers))}
             line["ended"] = ["chosen", "rejected"] if len(answers) == 2 else ["data"] * len(answers)
-            lines.append(json.dumps(line if score is None else line | {"scores": score[number]}) + "\n")
+            lines.append(
+                json.dumps(line if score is None else line | {"scores": score[number]}) + "\n"
+            )
         try:
             make_folder(path.parent)
             write_file(path, "".join(lines).encode())
         except OSError as raised:
-            problem = f"{path}: the answers of the evaluation rows cannot be written ({raised.strerror})"
+            problem = (
+                f"{path}: the answers of the evaluation rows cannot be written ({raised.strerror})"
+            )
     if (problem := dist.broadcast_object(problem)) is not None:
         raise StorageError(problem)

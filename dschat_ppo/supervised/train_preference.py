@@ -1,4 +1,5 @@
-"""Step 2: train a reward model, or the policy itself, on pairs of answers, labelled answers or labelled steps."""
+"""Step 2: train a reward model, or the policy itself, on pairs of answers, labelled answers or
+labelled steps."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.start_and_end import tool_command
 from dschat_ppo.supervised.objective import Objective
-from dschat_ppo.supervised.policy_objectives import dpo_objective, kto_objective, reference_free_objective
+from dschat_ppo.supervised.policy_objectives import (
+    dpo_objective,
+    kto_objective,
+    reference_free_objective,
+)
 from dschat_ppo.supervised.reward_objectives import process_objective, reward_objective
 from dschat_ppo.supervised.supervised_run import begin_supervised_run, train_and_save
 from dschat_ppo.supervised.trainer import SupervisedTrainer
@@ -38,29 +43,48 @@ OBJECTIVES: dict[str, Callable[..., Objective[Any]]] = {
     "process": process_objective,
 }
 _NAMES = {  # in lines about batches and progress
-    "reward": "reward model", "process": "process reward model", "dpo": "DPO", "cdpo": "cDPO", "ipo": "IPO",
-    "robust_dpo": "robust DPO", "hinge": "hinge", "dpo_nll": "DPO with NLL", "kto": "KTO", "orpo": "ORPO",
-    "simpo": "SimPO", "cpo": "CPO",
-}  # fmt: skip
+    "reward": "reward model",
+    "process": "process reward model",
+    "dpo": "DPO",
+    "cdpo": "cDPO",
+    "ipo": "IPO",
+    "robust_dpo": "robust DPO",
+    "hinge": "hinge",
+    "dpo_nll": "DPO with NLL",
+    "kto": "KTO",
+    "orpo": "ORPO",
+    "simpo": "SimPO",
+    "cpo": "CPO",
+}
 _AIMS = {
     "reward": "trains a reward model (for DPO: training/step2_dpo/main.py, or --objective dpo)",
     "process": "trains a reward model on labels of the steps of answers",
-    "kto": "trains the policy itself on desirable and undesirable answers, against the model that it starts from",
-    **dict.fromkeys(REFERENCE_FREE, "trains the policy itself on pairs of answers, without a reference"),
+    "kto": (
+        "trains the policy itself on desirable and undesirable answers, against the model that it"
+        " starts from"
+    ),
+    **dict.fromkeys(
+        REFERENCE_FREE, "trains the policy itself on pairs of answers, without a reference"
+    ),
 }
 
 
 def load_trained_model(
     folder: str, config: PreferenceConfig, ds_config: Config, adapter: AdapterSettings | None = None
 ) -> PolicyModel | ScalarModel:
-    """The model that the objective trains: a classifier with a scalar head (new if the folder has none), or a language
-    model. A language model has no dropout unless `--dropout` is given, since the reference has none."""
+    """The model that the objective trains: a classifier with a scalar head (new if the folder has
+    none), or a language model. A language model has no dropout unless `--dropout` is given, since
+    the reference has none."""
     fit, dtype, resize = config.fit, config.run.dtype, config.run.resize_vocabulary
     model: PolicyModel | ScalarModel
     if config.has_head:
-        model = ScalarModel(load_sequence_classifier(folder, dtype, ds_config, True, fit.dropout, resize, adapter))
+        model = ScalarModel(
+            load_sequence_classifier(folder, dtype, ds_config, True, fit.dropout, resize, adapter)
+        )
     else:
-        model = PolicyModel(load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize, adapter))
+        model = PolicyModel(
+            load_causal_lm(folder, dtype, ds_config, fit.dropout or 0.0, resize, adapter)
+        )
     apply_memory_flags(model, config.memory, fit.gradient_checkpointing)
     return model
 
@@ -68,7 +92,9 @@ def load_trained_model(
 def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
     """Run step 2; returns the contents of `result.json`."""
     name = config.reward.objective
-    aim = _AIMS.get(name, "trains the policy itself on pairs of answers, against the model that it starts from")
+    aim = _AIMS.get(
+        name, "trains the policy itself on pairs of answers, against the model that it starts from"
+    )
     run = begin_supervised_run(config, _NAMES[name], f"step 2: --objective {name} {aim}")
     if name != "reward" and any(run.rows.at_hand["margin"]):
         logger().info(f"data: --objective {name} does not use the column `margin`")
@@ -83,32 +109,47 @@ def train_preferences(config: PreferenceConfig) -> dict[str, Any]:
 
 
 def step_command(step: str, words: Sequence[str]) -> str:
-    """The command that runs a step on as many ranks as this machine has in this run, for a shell."""
+    """The command that runs a step on as many ranks as this machine has in this run, for a
+    shell."""
     ranks = dist.local_world_size()
     count = ["--num_accelerators", str(ranks)] if ranks > 1 or dist.on_gpu() else []
     return tool_command("", [step, *count, *words])
 
 
 def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
-    """The flags of step 3 after the run of `config`, which trained the reward model `reward`: for the actor `model`,
-    over the same data, with rows as long and its memory settings."""
+    """The flags of step 3 after the run of `config`, which trained the reward model `reward`: for
+    the actor `model`, over the same data, with rows as long and its memory settings."""
     data, fit = config.data, config.fit
     if parse_data_split(data.data_split)[2] == 0:  # all rows were for other steps
         data = replace(data, data_split="0,0,1")
-    words = ["--actor_model_name_or_path", model, "--critic_model_name_or_path", reward, *data_words(data)]
+    words = [
+        "--actor_model_name_or_path",
+        model,
+        "--critic_model_name_or_path",
+        reward,
+        *data_words(data),
+    ]
     words += ["--output_dir", str(Path(reward).resolve().parent / "ppo")]
     half = fit.max_seq_len // 2
     own = PPOFlags("")
-    values = {"max_prompt_seq_len": half, "max_answer_seq_len": fit.max_seq_len - half, "offload": fit.offload}
+    values = {
+        "max_prompt_seq_len": half,
+        "max_answer_seq_len": fit.max_seq_len - half,
+        "offload": fit.offload,
+    }
     for role in ("actor", "critic"):
-        values |= {f"{role}_zero_stage": fit.zero_stage, f"{role}_gradient_checkpointing": fit.gradient_checkpointing}
+        values |= {
+            f"{role}_zero_stage": fit.zero_stage,
+            f"{role}_gradient_checkpointing": fit.gradient_checkpointing,
+        }
     for name, value in values.items():
         words += [] if value == vars(own)[name] else [f"--{name}", str(value)]
     return words if config.run.dtype == "bf16" else [*words, "--dtype", config.run.dtype]
 
 
 def data_words(flags: DataFlags) -> list[str]:
-    """The flags of the data that differ from their defaults, as words of a command line; all steps have them."""
+    """The flags of the data that differ from their defaults, as words of a command line; all steps
+    have them."""
     words: list[str] = []
     for field in fields(flags):
         value = getattr(flags, field.name)

@@ -1,4 +1,5 @@
-"""Steps 1 and 2: the training loop. `SupervisedTrainer.run` is the whole loop, `train_step` one optimizer step."""
+"""Steps 1 and 2: the training loop. `SupervisedTrainer.run` is the whole loop, `train_step` one
+optimizer step."""
 
 from __future__ import annotations
 
@@ -58,9 +59,11 @@ COLUMNS = {
     "kl": Column("KL", "kl", "7.4f"),
 }
 OF_EACH_STEP = (
-    Column("lr", "lr", "8.2e"), Column("LoRA lr", "lora_lr", "8.2e"), Column("Muon lr", "muon_lr", "8.2e"),
+    Column("lr", "lr", "8.2e"),
+    Column("LoRA lr", "lora_lr", "8.2e"),
+    Column("Muon lr", "muon_lr", "8.2e"),
     Column("grad norm", "grad_norm", "6.3g"),
-)  # fmt: skip
+)
 
 
 def supervised_columns(headline: Iterable[str]) -> list[Column]:
@@ -69,8 +72,9 @@ def supervised_columns(headline: Iterable[str]) -> list[Column]:
 
 
 class BestEvaluation:
-    """Remembers the best evaluation during training, as (value of `metric`, optimizer steps done); the one before the
-    first step does not count. Of equal values the first is the best; NaN and infinity never are."""
+    """Remembers the best evaluation during training, as (value of `metric`, optimizer steps done);
+    the one before the first step does not count. Of equal values the first is the best; NaN and
+    infinity never are."""
 
     def __init__(self, metric: BestMetric = LOWEST_LOSS):
         self.metric = metric
@@ -80,22 +84,33 @@ class BestEvaluation:
         """Check that evaluations have the metric; `names` is {} where there are none."""
         if names and self.metric.name not in names:
             raise UserError(
-                f"--metric_for_best: the evaluation has no {self.metric.name}; it has {', '.join(sorted(names))}"
+                f"--metric_for_best: the evaluation has no {self.metric.name}; it has"
+                f" {', '.join(sorted(names))}"
             )
 
     def consider(self, metrics: Mapping[str, float], step: int) -> None:
         """Compare the evaluation after `step` steps."""
         value = metrics.get(self.metric.name, math.nan)
-        if math.isfinite(value) and (self.found is None or self.metric.is_better(value, self.found[0])):
+        if math.isfinite(value) and (
+            self.found is None or self.metric.is_better(value, self.found[0])
+        ):
             self.found = (value, step)
 
     def result(self) -> dict[str, float]:
         """For `result.json`."""
-        return {} if self.found is None else {f"best_{self.metric.name}": self.found[0], "best_step": self.found[1]}
+        return (
+            {}
+            if self.found is None
+            else {f"best_{self.metric.name}": self.found[0], "best_step": self.found[1]}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Entries of a checkpoint."""
-        return {"best": self.found, "best_metric": self.metric.name, "best_higher": self.metric.higher}
+        return {
+            "best": self.found,
+            "best_metric": self.metric.name,
+            "best_higher": self.metric.higher,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the entries of a checkpoint, unless they are about another metric."""
@@ -103,7 +118,9 @@ class BestEvaluation:
         if BestMetric(name, state.get("best_higher", self.metric.higher)) == self.metric:
             self.found = None if state["best"] is None else tuple(state["best"])
         else:
-            logger().info(f"--metric_for_best: the run looks for the best {self.metric.name} from here on")
+            logger().info(
+                f"--metric_for_best: the run looks for the best {self.metric.name} from here on"
+            )
 
 
 @dataclass(frozen=True)
@@ -116,7 +133,8 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class SupervisedPlan:
-    """Batches of steps 1 and 2. The last optimizer step of an epoch may have fewer rows; no row is dropped."""
+    """Batches of steps 1 and 2. The last optimizer step of an epoch may have fewer rows; no row is
+    dropped."""
 
     flags: SupervisedFlags
     rows: int  # training rows; with --packing, packed rows
@@ -124,7 +142,9 @@ class SupervisedPlan:
     tokens: int | None = None  # of all samples, prompts and answers; of a stream, as its first rows
     packing: PackedRows | None = None
     shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
-    max_steps: int = 0  # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+    max_steps: int = (
+        0  # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+    )
 
     @property
     def global_batch(self) -> int:
@@ -148,7 +168,10 @@ class SupervisedPlan:
         if self.packing is not None:
             row, room = "packed row", self.rows * self.packing.capacity
             full = f"{100 * (self.tokens or 0) / room:.1f} % full"
-            samples = f"{self.packing.samples} samples in {self.rows} rows of {self.packing.capacity} tokens"
+            samples = (
+                f"{self.packing.samples} samples in {self.rows} rows of {self.packing.capacity}"
+                " tokens"
+            )
             lines = [("packed rows", f"{samples}, {full}")]
         if self.tokens is not None:
             average = f"{self.tokens} / {steps} = {self.tokens / steps:.1f} on average"
@@ -157,59 +180,89 @@ class SupervisedPlan:
             *lines,
             ("global batch", batch_text(self, self.flags.per_device_train_batch_size, row)),
             ("optimizer steps per epoch", f"ceil({self.rows} / {self.global_batch}) = {steps}"),
-            ("optimizer steps in all", f"{self.total_steps}, {self.total_steps / steps:.3g} epochs"),
+            (
+                "optimizer steps in all",
+                f"{self.total_steps}, {self.total_steps / steps:.3g} epochs",
+            ),
         ]
 
 
 def plan_batches(
-    fit: SupervisedFlags, rows: Dataset | StreamedRows, packing: PackingPlan | None, max_steps: int, shared: int
+    fit: SupervisedFlags,
+    rows: Dataset | StreamedRows,
+    packing: PackingPlan | None,
+    max_steps: int,
+    shared: int,
 ) -> SupervisedPlan:
-    """The batch plan for the ranks of this launch, of which `shared` share their rows; of packed rows with
-    `packing`."""
+    """The batch plan for the ranks of this launch, of which `shared` share their rows; of packed
+    rows with `packing`."""
     ranks = dist.world_size()
     if packing is None:
         known = rows_at_hand(rows)
         tokens = int(sample_tokens(known).sum()) * len(rows) // len(known)
         return SupervisedPlan(fit, len(rows), ranks, tokens, shared=shared, max_steps=max_steps)
     held = PackedRows(len(rows), packing.capacity)
-    return SupervisedPlan(fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, max_steps)
+    return SupervisedPlan(
+        fit, packing.rows, ranks, int(packing.tokens.sum()), held, shared, max_steps
+    )
 
 
 def show_batches(title: str, plan: SupervisedPlan, config: FitConfig) -> None:
     """Log the table of batches and the warm-up of a step."""
-    show_plan(f"{title}: batches", plan.table(), (config.warmup_steps(plan.total_steps), plan.total_steps))
+    show_plan(
+        f"{title}: batches", plan.table(), (config.warmup_steps(plan.total_steps), plan.total_steps)
+    )
 
 
 class SupervisedTrainer(Generic[Batch]):
-    """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps. `ds_config` is what
-    the model was built with. Without `nonfinite`, NaN and infinity stop the run without a repro bundle."""
+    """Trains one model on rows. A `Resumable`: its state can be saved between two optimizer steps.
+    `ds_config` is what the model was built with. Without `nonfinite`, NaN and infinity stop the run
+    without a repro bundle."""
 
     def __init__(
-        self, model: torch.nn.Module, ds_config: Config, rows: TokenRows, objective: Objective[Batch],
-        config: FitConfig, nonfinite: NonFinitePolicy | None = None,
-    ):  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        ds_config: Config,
+        rows: TokenRows,
+        objective: Objective[Batch],
+        config: FitConfig,
+        nonfinite: NonFinitePolicy | None = None,
+    ):
         fit, run = config.fit, config.run
         self.nonfinite = nonfinite or NonFinitePolicy(config.safety)
         self.packing = plan_packing(rows.train, fit.max_seq_len) if fit.packing else None
-        self.plan = plan_batches(fit, rows.train, self.packing, config.schedule.max_steps, dist.sequence_ranks())
+        self.plan = plan_batches(
+            fit, rows.train, self.packing, config.schedule.max_steps, dist.sequence_ranks()
+        )
         self.objective = objective
         self.fit, self.console, self.seed = fit, config.console, run.seed
         # else an adapter folder is saved
         self.card = model_card(config, "model")
-        self.saves_whole_model = config.adapters.lora_merge or not config.adapters.only_optimize_lora
+        self.saves_whole_model = (
+            config.adapters.lora_merge or not config.adapters.only_optimize_lora
+        )
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done
-        self.before: dict[str, float] | None = None  # evaluation of the untrained model; None: not evaluated yet
+        self.before: dict[str, float] | None = (
+            None  # evaluation of the untrained model; None: not evaluated yet
+        )
         self.after: dict[str, float] = {}  # the last evaluation
         self.best = BestEvaluation(config.best.best_metric)
         self.health = HealthWatch(config.health)
-        self.described: tuple[dict[str, float | str], int] | None = None  # the last measurements, and their step
+        self.described: tuple[dict[str, float | str], int] | None = (
+            None  # the last measurements, and their step
+        )
         self.router = router_settings(fit.router_loss_coef, model)
-        self.engine: Engine = train_engine(model, ds_config, optimizer_settings(config, self.plan.total_steps))
+        self.engine: Engine = train_engine(
+            model, ds_config, optimizer_settings(config, self.plan.total_steps)
+        )
         reason = select_kernels(self.engine, pack_on_gpu=fit.packing)
         if fit.packing and reason is not None:
             name = type(self.engine.module.backbone).__name__
-            raise UserError(f"--packing: {name} cannot run packed rows, because {reason}; train without --packing")
+            raise UserError(
+                f"--packing: {name} cannot run packed rows, because {reason}; train without"
+                " --packing"
+            )
         self.rows = rows
         if objective.prepare is not None:
             with self.clock.phase("prepare"):
@@ -217,31 +270,54 @@ class SupervisedTrainer(Generic[Batch]):
         seed_this_rank(run.seed)
 
     def run(
-        self, writer: MetricsWriter, checkpointer: CheckpointManager, title: str, kept: KeptModels | None = None,
+        self,
+        writer: MetricsWriter,
+        checkpointer: CheckpointManager,
+        title: str,
+        kept: KeptModels | None = None,
         trace: StepTrace = NO_TRACE,
-    ) -> None:  # fmt: skip
-        """Train from the current state to the end; evaluate at the end of each epoch and of the run, and every
-        `--eval_interval` steps. `kept` also saves the models of some steps, and the best one; `trace` records one step.
-        `StopRequested` and `UnhealthyRun` come from the checkpointer."""
+    ) -> None:
+        """Train from the current state to the end; evaluate at the end of each epoch and of the
+        run, and every `--eval_interval` steps. `kept` also saves the models of some steps, and the
+        best one; `trace` records one step. `StopRequested` and `UnhealthyRun` come from the
+        checkpointer."""
         if self.before is None:
             self.before = self.evaluate()
             writer.write(0, self.before)
         self.best.require_metric(self.before)
-        if kept is not None and kept.keeps_best and self.best.found and best_is_lost(kept.best, self.best.found[1]):
+        if (
+            kept is not None
+            and kept.keeps_best
+            and self.best.found
+            and best_is_lost(kept.best, self.best.found[1])
+        ):
             self.best.found = None
-        steps = collated(self.objective.collate, self.rows.train, self.steps_left(), self.engine.device)
+        steps = collated(
+            self.objective.collate, self.rows.train, self.steps_left(), self.engine.device
+        )
         with Progress(title, self.plan.total_steps, self.steps) as progress, closing(steps):
             for micro_batches, take in trace.around(steps, self.steps + 1):
                 step = self.steps + 1
                 announce_step(step)
-                rates = learning_rates(self.engine)  # before the update, which advances the schedule
+                rates = learning_rates(
+                    self.engine
+                )  # before the update, which advances the schedule
                 with self.clock.phase("train"):
                     metrics = self.train_step(micro_batches, take())
                 self.steps = step
                 progress.advance(metrics["tokens"], f"loss {metrics['loss']:.4f}")
-                show_step(supervised_columns(self.objective.headline), metrics | rates, progress, self.console)
+                show_step(
+                    supervised_columns(self.objective.headline),
+                    metrics | rates,
+                    progress,
+                    self.console,
+                )
                 interval, ends = self.fit.eval_interval, step == self.plan.total_steps
-                if ends or step % self.plan.steps_per_epoch == 0 or (interval and step % interval == 0):
+                if (
+                    ends
+                    or step % self.plan.steps_per_epoch == 0
+                    or (interval and step % interval == 0)
+                ):
                     self.after = self.evaluate()
                     metrics |= self.after
                     self.best.consider(self.after, step)
@@ -272,15 +348,27 @@ class SupervisedTrainer(Generic[Batch]):
             else:
                 packed = self.packing.epoch(seed, number)
                 order = range(len(packed))
-            micro, accumulation = self.fit.per_device_train_batch_size, self.fit.gradient_accumulation_steps
+            micro, accumulation = (
+                self.fit.per_device_train_batch_size,
+                self.fit.gradient_accumulation_steps,
+            )
             steps = optimizer_steps(order, micro, accumulation, dist.data_ranks(), dist.data_rank())
-            for micro_batches in islice(steps, done, total - number * per_epoch):  # the last epoch may be cut
-                yield [samples_of(packed, part) for part in micro_batches] if packed else micro_batches
+            for micro_batches in islice(
+                steps, done, total - number * per_epoch
+            ):  # the last epoch may be cut
+                yield (
+                    [samples_of(packed, part) for part in micro_batches]
+                    if packed
+                    else micro_batches
+                )
             done = 0
 
-    def train_step(self, micro_batches: list[list[int]], batches: list[Batch] | None = None) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches, which are row numbers; without their `batches` the rows
-        are collated here. `NonFiniteError` if a loss or gradient is not finite, and the run stops. Collective."""
+    def train_step(
+        self, micro_batches: list[list[int]], batches: list[Batch] | None = None
+    ) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches, which are row numbers; without their
+        `batches` the rows are collated here. `NonFiniteError` if a loss or gradient is not finite,
+        and the run stops. Collective."""
         objective = self.objective
         if batches is None:
             batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
@@ -297,18 +385,25 @@ class SupervisedTrainer(Generic[Batch]):
 
         loss_of: Callable[[Batch], Tensor] = partial(loss, sums=sums)
         if self.router is not None:
-            loss_of = with_router_term(self.router, "router_loss", batches, loss, objective.real_rows, sums)
+            loss_of = with_router_term(
+                self.router, "router_loss", batches, loss, objective.real_rows, sums
+            )
         result = apply(accumulate(self.engine, batches, loss_of))
         constants = {"total": total, "rows": micro_batches}
         self.nonfinite.handle("model", self.steps + 1, result, self.engine, batches, constants)
-        metrics = {**objective.summary(sums.reduce()), "grad_norm": result.grad_norm, "counted": float(total)}
+        metrics = {
+            **objective.summary(sums.reduce()),
+            "grad_norm": result.grad_norm,
+            "counted": float(total),
+        }
         metrics |= {"samples": float(samples), "tokens": float(tokens)}
         return metrics | self.nonfinite.metrics("model")
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Metrics over the evaluation rows, prefixed with `eval_`; {} without evaluation rows. At most `--eval_iters`
-        batches per device. The metrics do not depend on the number of ranks. Collective."""
+        """Metrics over the evaluation rows, prefixed with `eval_`; {} without evaluation rows. At
+        most `--eval_iters` batches per device. The metrics do not depend on the number of ranks.
+        Collective."""
         if self.rows.eval is None:
             return {}
         with self.clock.phase("evaluate"):
@@ -323,18 +418,24 @@ class SupervisedTrainer(Generic[Batch]):
                 if self.objective.complete is not None:
                     batches = self.objective.complete(self.engine, list(batches))
                 for number, batch in enumerate(batches, start=1):
-                    self.objective.loss(self.engine, batch, self.objective.units(batch).sum().clamp_min(1), sums)
+                    self.objective.loss(
+                        self.engine, batch, self.objective.units(batch).sum().clamp_min(1), sums
+                    )
                     report_phase(number, len(used), "batches")
                     heartbeat()
             self.engine.train()
             found = self.objective.summary(sums.reduce())
         line = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
         alike = "  (both answers score alike, as they do at the start of DPO)"
-        logger().info(f"evaluation: {line}{alike if found.get('accuracy') == found.get('margin') == 0 else ''}")
+        logger().info(
+            "evaluation:"
+            f" {line}{alike if found.get('accuracy') == found.get('margin') == 0 else ''}"
+        )
         return {f"eval_{name}": value for name, value in found.items()}
 
     def describe(self) -> dict[str, float | str]:
-        """Measurements of the model as it is now, for its config; made once for each step. Collective."""
+        """Measurements of the model as it is now, for its config; made once for each step.
+        Collective."""
         if self.objective.describe is None:
             return {}
         if self.described is None or self.described[1] != self.steps:
@@ -343,18 +444,28 @@ class SupervisedTrainer(Generic[Batch]):
         return self.described[0]
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Save the model to `folder`, or nothing if a weight is not finite (`NonFiniteError`); returns the entries of
-        `result.json` about the training. Collective."""
+        """Save the model to `folder`, or nothing if a weight is not finite (`NonFiniteError`);
+        returns the entries of `result.json` about the training. Collective."""
         require_finite_weights("model", self.engine)
         described = self.describe()
         with self.clock.phase("save"):
             ends = answer_ends(tokenizer)
             save_model(
-                self.engine, tokenizer, folder, described, ends=ends, merge=self.saves_whole_model, card=self.card
+                self.engine,
+                tokenizer,
+                folder,
+                described,
+                ends=ends,
+                merge=self.saves_whole_model,
+                card=self.card,
             )
         before = self.before or {}
-        result: dict[str, Any] = {f"{name}_before": value for name, value in before.items()} | described
-        result |= {f"{name}_after": value for name, value in (self.after or before).items()} | self.best.result()
+        result: dict[str, Any] = {
+            f"{name}_before": value for name, value in before.items()
+        } | described
+        result |= {
+            f"{name}_after": value for name, value in (self.after or before).items()
+        } | self.best.result()
         return result | {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
 
     @property
@@ -379,10 +490,14 @@ class SupervisedTrainer(Generic[Batch]):
             "before": self.before,
             "after": self.after,
             **self.best.state_dict(),
-            "described": self.described[0] if self.described and self.described[1] == self.steps else None,
+            "described": (
+                self.described[0] if self.described and self.described[1] == self.steps else None
+            ),
             "guard": self.nonfinite.state_dict(),
             "health": self.health.state_dict(),
-            "data": self.rows.train.state_dict() if isinstance(self.rows.train, StreamedRows) else None,
+            "data": (
+                self.rows.train.state_dict() if isinstance(self.rows.train, StreamedRows) else None
+            ),
         }
 
     def rank_state(self) -> dict[str, Any]:

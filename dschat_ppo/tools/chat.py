@@ -2,11 +2,12 @@
 
     python -m dschat_ppo.tools.chat --model A [--compare B]
 
-/help lists the commands. A and B are model folders, adapter folders or hub names. Messages are rendered with the chat
-template of the tokenizer; without one, the texts of the conversation are joined as they are, and the model continues
-them. The model can call --tools and those of an --environment. An environment without tools takes the part of the user:
-each message begins an episode. If input or output is not a terminal, each line of the input is a message and answers
-are plain lines.
+/help lists the commands. A and B are model folders, adapter folders or hub names. Messages are
+rendered with the chat template of the tokenizer; without one, the texts of the conversation are
+joined as they are, and the model continues them. The model can call --tools and those of an
+--environment. An environment without tools takes the part of the user: each message begins an
+episode. If input or output is not a terminal, each line of the input is a message and answers are
+plain lines.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
 
 LEFT = dict.fromkeys(
-    ("web", "port"), "left: the chat is in the terminal; `transformers serve` offers a model folder to web front ends"
+    ("web", "port"),
+    "left: the chat is in the terminal; `transformers serve` offers a model folder to web front"
+    " ends",
 )
 NOT_HERE = dict.fromkeys(
     ("environment_workers", "environment_reward_weight", "turn_reward"),
@@ -34,33 +37,65 @@ NOT_HERE = dict.fromkeys(
 )
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, SamplingSettings, DataFlags, EnvironmentFlags]:
-    """Parse the command line: the command's own flags, the sampling, the flags of the chat template, and those of tools
-    and environments."""
+def read_arguments(
+    argv: Sequence[str],
+) -> tuple[argparse.Namespace, SamplingSettings, DataFlags, EnvironmentFlags]:
+    """Parse the command line: the command's own flags, the sampling, the flags of the chat
+    template, and those of tools and environments."""
     parser = FlagParser(
-        prog="python -m dschat_ppo.tools.chat", description=__doc__, allow_abbrev=False,
+        prog="python -m dschat_ppo.tools.chat",
+        description=__doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.advice = lambda name: (LEFT | NOT_HERE).get(name, "")
-    parser.add_argument("--model", required=True, metavar="A", help="folder or hub name of a model or an adapter")
-    parser.add_argument("--compare", metavar="B", help="a second model, which answers the same messages")
-    parser.add_argument("--system", default="", metavar="TEXT", help="system message, for the chat template")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
-                        help="number format of the weights (default: bf16)")  # fmt: skip
     parser.add_argument(
-        "--chat_template", metavar="NAME",
-        help="a Jinja file or chatml, llama-3, zephyr or human-assistant; not given: the tokenizer's",
-    )  # fmt: skip
-    parser.add_argument("--chat_template_kwargs", metavar="JSON", help="variables for the chat template")
+        "--model", required=True, metavar="A", help="folder or hub name of a model or an adapter"
+    )
+    parser.add_argument(
+        "--compare", metavar="B", help="a second model, which answers the same messages"
+    )
+    parser.add_argument(
+        "--system", default="", metavar="TEXT", help="system message, for the chat template"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="number format of the weights (default: bf16)",
+    )
+    parser.add_argument(
+        "--chat_template",
+        metavar="NAME",
+        help=(
+            "a Jinja file or chatml, llama-3, zephyr or human-assistant; not given: the tokenizer's"
+        ),
+    )
+    parser.add_argument(
+        "--chat_template_kwargs", metavar="JSON", help="variables for the chat template"
+    )
     add_sampling_flags(parser)
     add_groups(parser, [EnvironmentFlags], without=NOT_HERE)
     words = parser.parse_args(argv)
-    data = DataFlags(["unused"], chat_template=words.chat_template, chat_template_kwargs=words.chat_template_kwargs)
-    environment = {name: value for name, value in vars(words).items() if name in EnvironmentFlags.__annotations__}
+    data = DataFlags(
+        ["unused"],
+        chat_template=words.chat_template,
+        chat_template_kwargs=words.chat_template_kwargs,
+    )
+    environment = {
+        name: value
+        for name, value in vars(words).items()
+        if name in EnvironmentFlags.__annotations__
+    }
     return words, settings_of(words), data, EnvironmentFlags(**environment)
 
 
-def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags, environment: EnvironmentFlags) -> None:
+def chat(
+    words: argparse.Namespace,
+    settings: SamplingSettings,
+    data: DataFlags,
+    environment: EnvironmentFlags,
+) -> None:
     # after the flags are checked: these imports take seconds
     import torch
 
@@ -73,7 +108,10 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags,
     names = [("--model", words.model)] + ([("--compare", words.compare)] if words.compare else [])
     checked = check_models(names, data)
     if words.system and any(model.tokenizer.chat_template is None for model in checked):
-        raise UserError("--system needs a chat template, but a tokenizer has none; name one with --chat_template")
+        raise UserError(
+            "--system needs a chat template, but a tokenizer has none; name one with"
+            " --chat_template"
+        )
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  `input` then has a history and arrow keys
@@ -83,11 +121,14 @@ def chat(words: argparse.Namespace, settings: SamplingSettings, data: DataFlags,
             from dschat_ppo.tools.chat_episodes import EpisodeModel, EpisodeRollouts
 
             rollouts = [
-                at_end.enter_context(closing(EpisodeRollouts(environment, model.tokenizer, sys.maxsize)))
+                at_end.enter_context(
+                    closing(EpisodeRollouts(environment, model.tokenizer, sys.maxsize))
+                )
                 for model in checked
             ]
             models: list[ChatModel] = [
-                EpisodeModel(model, words.dtype, environment, own) for model, own in zip(checked, rollouts, strict=True)
+                EpisodeModel(model, words.dtype, environment, own)
+                for model, own in zip(checked, rollouts, strict=True)
             ]
         else:
             models = [ChatModel(model, words.dtype) for model in checked]

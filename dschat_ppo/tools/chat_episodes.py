@@ -27,17 +27,26 @@ from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 
 class EpisodeModel(ChatModel):
-    """A chat model whose answers are episodes. Where there are tools, the person is the user, and the environment lasts
-    as long as the conversation. Without tools the environment is the user: each message begins an episode."""
+    """A chat model whose answers are episodes. Where there are tools, the person is the user, and
+    the environment lasts as long as the conversation. Without tools the environment is the user:
+    each message begins an episode."""
 
-    def __init__(self, checked: CheckedModel, dtype: str, flags: EnvironmentFlags, rollouts: EpisodeRollouts):
+    def __init__(
+        self, checked: CheckedModel, dtype: str, flags: EnvironmentFlags, rollouts: EpisodeRollouts
+    ):
         super().__init__(checked, dtype)
         self.flags, self.rollouts, self.tools = flags, rollouts, rollouts.tools
-        self.messages = ObservationTokens(self.tokenizer, self.tools, sys.maxsize)  # tokens of the person's messages
-        self.drawn = dict[tuple[str, ...], list[int]]()  # tokens of conversations, by the contents of their messages
+        self.messages = ObservationTokens(
+            self.tokenizer, self.tools, sys.maxsize
+        )  # tokens of the person's messages
+        self.drawn = dict[
+            tuple[str, ...], list[int]
+        ]()  # tokens of conversations, by the contents of their messages
         self.is_waiting = False  # an environment waits for an action
 
-    def answer(self, messages: Messages, settings: SamplingSettings, number: int) -> Iterator[Token]:
+    def answer(
+        self, messages: Messages, settings: SamplingSettings, number: int
+    ) -> Iterator[Token]:
         """As `ChatModel.answer`; calls and what came back are `aside` of tokens without text."""
         contents = tuple(message["content"] for message in messages)
         before = self.drawn.get(contents[:-1]) if self.tools else None
@@ -45,13 +54,17 @@ class EpisodeModel(ChatModel):
             ids, opening = self._begin(messages, int(row_seeds(number, 1, settings.seed)))
             if opening and before is None:
                 yield Token("", "", aside=f"[environment] {opening}")
-        if before is not None:  # what the model drew is not encoded again; an environment that failed starts again
+        if (
+            before is not None
+        ):  # what the model drew is not encoded again; an environment that failed starts again
             ids = [*before, *self.messages(Turn([messages[-1]]), self._has_ended(before))]
         left, text, remark, reward = settings.max_tokens, "", "", 0.0
         try:
             for turn in range(self.flags.max_turns):
                 start = len(ids)
-                for token in self.continued(list(ids), settings, left, number, *[turn] * (turn > 0)):
+                for token in self.continued(
+                    list(ids), settings, left, number, *[turn] * (turn > 0)
+                ):
                     ids.append(token.number)
                     text += token.text
                     yield token
@@ -59,15 +72,23 @@ class EpisodeModel(ChatModel):
                     break
                 action, answer = read_action(self.tokenizer, ids[start:], self.tools)
                 for call in (part["function"] for part in action.get("tool_calls", ())):
-                    yield Token("", "", aside=f"[call] {call['name']} {json.dumps(call['arguments'])}")
+                    yield Token(
+                        "", "", aside=f"[call] {call['name']} {json.dumps(call['arguments'])}"
+                    )
                 seen = self._ask("step", action) if answer is None else answer
                 if isinstance(seen, CallError):
                     remark = f"the environment {seen}"
                     break
                 reward += seen.reward
-                tokens = self.rollouts.observations(seen, self._has_ended(ids)) if seen.messages or seen.text else []
+                tokens = (
+                    self.rollouts.observations(seen, self._has_ended(ids))
+                    if seen.messages or seen.text
+                    else []
+                )
                 if tokens:
-                    yield Token("", "", aside=f"[environment] {observed_text(self.tokenizer, tokens)}")
+                    yield Token(
+                        "", "", aside=f"[environment] {observed_text(self.tokenizer, tokens)}"
+                    )
                 left -= len(ids) - start + len(tokens)
                 if seen.done or not tokens:
                     break
@@ -83,22 +104,36 @@ class EpisodeModel(ChatModel):
         yield Token("", remark, aside=f"[reward] {reward:g}" if reward or not self.tools else "")
 
     def _begin(self, messages: Messages, seed: int) -> tuple[list[int], str]:
-        """Begin an episode: (tokens of its prompt, what the environment says first). With an environment, a message
-        that is a JSON object is the data row, and its `prompt` the message."""
+        """Begin an episode: (tokens of its prompt, what the environment says first). With an
+        environment, a message that is a JSON object is the data row, and its `prompt` the
+        message."""
         row, [*earlier, last] = dict[str, Any](), messages
         if self.flags.gives_reward:
             with suppress(ValueError, RecursionError):
                 row = found if isinstance(found := json.loads(last["content"]), dict) else {}
         row = {**row, "prompt": row.get("prompt", "") if row else last["content"]}
-        asked = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-        if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in asked):
+        asked = (
+            row["prompt"]
+            if isinstance(row["prompt"], list)
+            else [{"role": "user", "content": row["prompt"]}]
+        )
+        if not all(
+            isinstance(message, dict) and isinstance(message.get("content"), str)
+            for message in asked
+        ):
             raise UserError("the prompt of the row must be text or chat messages")
-        earlier = earlier if self.tools else [message for message in earlier if message["role"] == "system"]
+        earlier = (
+            earlier
+            if self.tools
+            else [message for message in earlier if message["role"] == "system"]
+        )
         messages = [*earlier, *asked]
         ids = self.prompt_ids(messages)
         self.is_waiting = False
         self.rollouts.episodes.end_all()
-        told = json.dumps({**row, MESSAGES: messages, TOOLS: self.tools} if self.has_template else row)
+        told = json.dumps(
+            {**row, MESSAGES: messages, TOOLS: self.tools} if self.has_template else row
+        )
         rows = Dataset.from_dict({"row": [told], "prompt_ids": [ids]})
         batch, _ = self.rollouts.begin(rows, [0], 1, [seed], never)
         self.is_waiting, begun = True, batch.prompt_ids[0].tolist()

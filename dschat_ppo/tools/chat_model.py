@@ -1,4 +1,5 @@
-"""Models to chat with: conversations to prompts, answers as they are generated; and the chat in a terminal."""
+"""Models to chat with: conversations to prompts, answers as they are generated; and the chat in a
+terminal."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ _CONTEXT = 16  # tokens of a text prompt before which its answer is decoded
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model folder, or adapter folder, that can be loaded, and its tokenizer with the chat template of the flags.
-    `name` is as the user gave it after `flag`; `label` is short and distinguishes it from the others."""
+    """A model folder, or adapter folder, that can be loaded, and its tokenizer with the chat
+    template of the flags. `name` is as the user gave it after `flag`; `label` is short and
+    distinguishes it from the others."""
 
     name: str
     label: str
@@ -53,10 +55,13 @@ class CheckedModel:
 def check_models(
     names: Sequence[tuple[str, str]], data: DataFlags | None, is_scorer: bool = False
 ) -> list[CheckedModel]:
-    """Check language models, or reward models, without reading their weights. `names` holds the flag that names each
-    model, and its folder or hub name; `data` gives the chat template, None for the tokenizer's."""
+    """Check language models, or reward models, without reading their weights. `names` holds the
+    flag that names each model, and its folder or hub name; `data` gives the chat template, None for
+    the tokenizer's."""
     found = []
-    for (flag, name), label in zip(names, short_names([Path(name) for _, name in names]), strict=True):
+    for (flag, name), label in zip(
+        names, short_names([Path(name) for _, name in names]), strict=True
+    ):
         folder = model_folder(name, flag)
         config, tokenizer = load_config(folder, flag), load_tokenizer(folder, flag)
         tokenizer = tokenizer if data is None else with_template_flags(tokenizer, data)
@@ -68,8 +73,8 @@ def check_models(
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer: the text that it completes, perhaps "". The `note` of the last one says whether a limit
-    cut the answer. An `aside` is no part of the answer."""
+    """One token of an answer: the text that it completes, perhaps "". The `note` of the last one
+    says whether a limit cut the answer. An `aside` is no part of the answer."""
 
     text: str
     note: str
@@ -78,24 +83,30 @@ class Token:
 
 
 class ChatModel:
-    """A loaded model that answers conversations, one at a time. `NonFiniteError` if its log-probs are not finite,
-    `UserError` if generation does not support the architecture."""
+    """A loaded model that answers conversations, one at a time. `NonFiniteError` if its log-probs
+    are not finite, `UserError` if generation does not support the architecture."""
 
     def __init__(self, checked: CheckedModel, dtype: str):
         self.name = checked.label
         self.path = shown_path(checked.name)
         self.tokenizer = checked.tokenizer
-        self.has_template = checked.tokenizer.chat_template is not None  # otherwise texts are joined as they are
+        self.has_template = (
+            checked.tokenizer.chat_template is not None
+        )  # otherwise texts are joined as they are
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template
         model: Any = load_causal_lm(checked.folder, dtype, None)
         self.model: PreTrainedModel = model.to(dist.device()).eval()
-        config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded")
+        config = GenerationConfig(
+            SamplingParameters(), StoppingCriteria(1), prepack=False, engine="padded"
+        )
         try:
             engine = choose_engine(self.model, config).engine
         except UserError as problem:
             raise UserError(f"{checked.flag} {checked.name}: {problem}") from None
         if engine != config.engine:
-            raise UserError(f"{checked.flag} {checked.name}: this model has no cache that a chat can use")
+            raise UserError(
+                f"{checked.flag} {checked.name}: this model has no cache that a chat can use"
+            )
         known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.positions = None if known is None else int(known) - first_position(self.model.config)
         self.ends = end_ids(self.tokenizer, self.model)
@@ -105,29 +116,34 @@ class ChatModel:
             return encode_prompt(self.tokenizer, messages, self.tools or None)
         if any(message["role"] == "system" for message in messages):
             raise UserError(
-                f"{self.name}: its tokenizer has no chat template, so it takes no system message; name a template with "
-                "--chat_template"
+                f"{self.name}: its tokenizer has no chat template, so it takes no system message;"
+                " name a template with --chat_template"
             )
         return encode_prompt(self.tokenizer, "".join(message["content"] for message in messages))
 
-    def answer(self, messages: Messages, settings: SamplingSettings, number: int) -> Iterator[Token]:
-        """Answer a conversation, whose last message is the user's. To stop early, abandon the iterator. Answers of one
-        seed with different numbers are independent. A `UserError` comes before the first token."""
+    def answer(
+        self, messages: Messages, settings: SamplingSettings, number: int
+    ) -> Iterator[Token]:
+        """Answer a conversation, whose last message is the user's. To stop early, abandon the
+        iterator. Answers of one seed with different numbers are independent. A `UserError` comes
+        before the first token."""
         yield from self.continued(self.prompt_ids(messages), settings, settings.max_tokens, number)
 
     def room(self, ids: Sequence[int], most: int) -> int:
         """How many of `most` tokens fit after `ids`."""
         return most if self.positions is None else min(most, self.positions - len(ids))
 
-    def continued(self, ids: list[int], settings: SamplingSettings, most: int, *path: int) -> Iterator[Token]:
+    def continued(
+        self, ids: list[int], settings: SamplingSettings, most: int, *path: int
+    ) -> Iterator[Token]:
         """Draw at most `most` tokens after `ids`, by a seed that `path` numbers."""
         if not ids:
             raise UserError(f"{self.name}: the message has no tokens; write something")
         most = self.room(ids, most)
         if most < 1:
             raise UserError(
-                f"{self.name}: the conversation has {len(ids)} tokens, but the model has {self.positions} positions; "
-                "begin a new one, or shorten the message"
+                f"{self.name}: the conversation has {len(ids)} tokens, but the model has"
+                f" {self.positions} positions; begin a new one, or shorten the message"
             )
         seed = int(row_seeds(path[0], 1, settings.seed, *path[1:]))
         stream = TextStream(self.tokenizer, () if self.has_template else ids[-_CONTEXT:])
@@ -157,32 +173,47 @@ HELP = """\
 /system [TEXT]     set the system message of the whole conversation; without TEXT, remove it
 /set [NAME VALUE]  change a sampling setting; without NAME, show all of them
 /quit              end the chat (or Ctrl-D); Ctrl-C stops an answer
-A line that ends with \\ continues on the next one. To send a message that starts with /, start it with //."""
+A line that ends with \\ continues on the next one. To send a message that starts with /, start it
+with //."""
 
 
 def note(text: str) -> None:
-    """A line that is no part of the conversation. With control characters a model could control the terminal."""
+    """A line that is no part of the conversation. With control characters a model could control the
+    terminal."""
     dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(f"\x1b[2m{escaped(text)}\x1b[0m" if dim else escaped(text), flush=True)
 
 
 class Terminal:
-    """A chat in the terminal. Each model answers every message and has its own conversation. If `interactive`, prompts
-    are written, and answers as they are generated; otherwise answers are written whole."""
+    """A chat in the terminal. Each model answers every message and has its own conversation. If
+    `interactive`, prompts are written, and answers as they are generated; otherwise answers are
+    written whole."""
 
-    def __init__(self, models: Sequence[ChatModel], settings: SamplingSettings, system: str, interactive: bool):
+    def __init__(
+        self,
+        models: Sequence[ChatModel],
+        settings: SamplingSettings,
+        system: str,
+        interactive: bool,
+    ):
         self.models = models
         self.settings = settings
         self.system = system
         self.interactive = interactive
-        self.turns: list[list[tuple[str, str]]] = [[] for _ in models]  # (message, answer) of each model
+        self.turns: list[list[tuple[str, str]]] = [
+            [] for _ in models
+        ]  # (message, answer) of each model
         self.number = 0  # of the next answer, for its seed
 
     def run(self) -> None:
         """Read messages and commands until the end of the input or /quit."""
         if self.interactive:
             for model in self.models:
-                how = "" if model.has_template else "  (no chat template: the model continues the text)"
+                how = (
+                    ""
+                    if model.has_template
+                    else "  (no chat template: the model continues the text)"
+                )
                 note(f"{model.name}  {model.path}{how}")
             note("/help lists the commands, Ctrl-D ends the chat")
         while True:
@@ -208,7 +239,9 @@ class Terminal:
         rest = rest.strip()
         if name == "system":
             if rest and not all(model.has_template for model in self.models):
-                raise UserError("a tokenizer has no chat template, so its model takes no system message")
+                raise UserError(
+                    "a tokenizer has no chat template, so its model takes no system message"
+                )
             self.system = rest
             note(f"system message: {rest}" if rest else "no system message")
         elif name == "set":
@@ -219,7 +252,9 @@ class Terminal:
                 self.settings = self.settings.with_values({setting: value.strip()})
             note("  ".join(f"{each} {number}" for each, number in asdict(self.settings).items()))
         elif f"/{name} " not in HELP:
-            raise UserError(f"there is no command /{name}; /help lists them, and //{name} is a message")
+            raise UserError(
+                f"there is no command /{name}; /help lists them, and //{name} is a message"
+            )
         elif rest:
             raise UserError(f"/{name} takes no argument")
         elif name == "help":

@@ -63,22 +63,29 @@ def open_checkpoint(path: Path) -> SavedRun:
             print(f"note: {complaint}", file=sys.stderr)
         if name is None:
             raise UserError(
-                f"{path}: has no intact checkpoint (a finished run has none without --keep_final_checkpoint, but "
-                "its models)"
+                f"{path}: has no intact checkpoint (a finished run has none without"
+                " --keep_final_checkpoint, but its models)"
             )
         folder = checkpoints.root / name
     elif not path.is_dir():
-        raise UserError(f"{path}: there is no such folder; name one such as OUTPUT/checkpoints/step_000012, or OUTPUT")
+        raise UserError(
+            f"{path}: there is no such folder; name one such as OUTPUT/checkpoints/step_000012, or"
+            " OUTPUT"
+        )
     elif fault := damage(path):
-        raise UserError(f"{path}: {fault}; name an intact checkpoint such as OUTPUT/checkpoints/step_000012, or OUTPUT")
+        raise UserError(
+            f"{path}: {fault}; name an intact checkpoint such as OUTPUT/checkpoints/step_000012, or"
+            " OUTPUT"
+        )
     manifest = Manifest.read(folder)
     if left := note_on_retired(manifest.config):
         print(f"note: {left}", file=sys.stderr)
     known = defaults_of(STEPS[manifest.kind])
     flags = {
-        name: value for name, value in manifest.config.items()
+        name: value
+        for name, value in manifest.config.items()
         if name in known.keys() - {"local_rank", "config"} and str(value) not in RETIRED_VALUES
-    }  # fmt: skip
+    }
     return SavedRun(folder.resolve(), manifest, parse(manifest.kind, [], flags))
 
 
@@ -95,16 +102,22 @@ def export(words: argparse.Namespace) -> None:
     models = [given[name] or started_from(run, name)[1] for name in wanted]
     for read in (run.folder, *(Path(name).expanduser() for name in models)):
         if read.resolve().is_relative_to(out.resolve()):
-            raise UserError(f"{out} would be written over {read}, which is read; name another folder")
+            raise UserError(
+                f"{out} would be written over {read}, which is read; name another folder"
+            )
     main_role = "actor" if run.manifest.kind == "ppo" else "model"
     tokenizer_folder = base_folder(run, main_role, words.model, needs_weights=False)
-    tokenizer = with_template_flags(load_tokenizer(tokenizer_folder, started_from(run, main_role)[0]), run.config.data)
+    tokenizer = with_template_flags(
+        load_tokenizer(tokenizer_folder, started_from(run, main_role)[0]), run.config.data
+    )
     try:
         partial = empty_folder(out.with_name(f"{out.name}{PARTIAL}"))
         try:
             for name in wanted:
                 place = partial / name if role is None and run.manifest.kind == "ppo" else partial
-                export_role(run, name, place, words.dtype or run.config.run.dtype, given[name], tokenizer)
+                export_role(
+                    run, name, place, words.dtype or run.config.run.dtype, given[name], tokenizer
+                )
         except UserError:
             remove_folder(partial)
             raise
@@ -116,13 +129,22 @@ def export(words: argparse.Namespace) -> None:
 
 
 def export_role(
-    run: SavedRun, role: str, place: Path, dtype: str, given: str | None, tokenizer: PreTrainedTokenizerBase
+    run: SavedRun,
+    role: str,
+    place: Path,
+    dtype: str,
+    given: str | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write one model to the folder `place`; `given` is the model folder that the user names, or None."""
+    """Write one model to the folder `place`; `given` is the model folder that the user names, or
+    None."""
     trained = role.removesuffix("_ema")  # the average is one of the actor's weights
     states, number_format = run.folder / trained, DTYPES[dtype]
     common = common_state(states)
-    frozen, merge = common["frozen"], saves_merged(run, trained)  # weights that the checkpoint does not hold
+    frozen, merge = (
+        common["frozen"],
+        saves_merged(run, trained),
+    )  # weights that the checkpoint does not hold
     needs_base = bool(frozen) and merge
     base = base_folder(run, trained, given, needs_base)
     module = build_module(run, trained, base, None if needs_base else "meta")
@@ -133,23 +155,33 @@ def export_role(
     differing += sorted(own.keys() ^ {*state, *frozen})
     if differing:
         raise UserError(
-            f"{states}: holds the weights of another model than {base} (the first that differs: {differing[0]}); name "
-            "the model from which the run started by --model or --critic_model"
+            f"{states}: holds the weights of another model than {base} (the first that differs:"
+            f" {differing[0]}); name the model from which the run started by --model or"
+            " --critic_model"
         )
     inside = f"{next(name for name, _ in module.named_children())}."
     if role == "actor_ema":
         shapes = {name.removeprefix(inside): weight.shape for name, weight in state.items()}
         averages = whole_averages(run.averages(), shapes)
-        state |= {f"{inside}{name}": average.to(number_format) for name, average in averages.items()}
+        state |= {
+            f"{inside}{name}": average.to(number_format) for name, average in averages.items()
+        }
     if needs_base:
-        weights = {name: weight.detach() for name, weight in module.named_parameters() if name in frozen}
+        weights = {
+            name: weight.detach() for name, weight in module.named_parameters() if name in frozen
+        }
         state |= {name: weight.to(number_format) for name, weight in weights.items()}
     buffers = common["buffers"]
     if dtype != run.config.run.dtype:
         bad = [name for name, weight in state.items() if not weight.isfinite().all()]
         if bad:
-            raise UserError(f"--dtype {dtype}: {bad[0]} of {role} has numbers beyond its range; use another one")
-        buffers = {n: value.to(number_format) if value.is_floating_point() else value for n, value in buffers.items()}
+            raise UserError(
+                f"--dtype {dtype}: {bad[0]} of {role} has numbers beyond its range; use another one"
+            )
+        buffers = {
+            n: value.to(number_format) if value.is_floating_point() else value
+            for n, value in buffers.items()
+        }
     state = {name.removeprefix(inside): value for name, value in {**state, **buffers}.items()}
     described = statistics_of(run, role)
     if not merge:
@@ -161,16 +193,22 @@ def export_role(
         raise StorageError(problem)
 
 
-def build_module(run: SavedRun, role: str, folder: str, device: str | None) -> PolicyModel | ScalarModel:
+def build_module(
+    run: SavedRun, role: str, folder: str, device: str | None
+) -> PolicyModel | ScalarModel:
     """The model as the run builds it from `folder`; `device` "meta": without weights."""
     config, dtype, resize = run.config, run.config.run.dtype, run.config.run.resize_vocabulary
     if role == "model":
         dropout = config.fit.dropout
     else:
-        dropout = (config.ppo.critic_dropout if role == "critic" else config.ppo.actor_dropout) or 0.0
+        dropout = (
+            config.ppo.critic_dropout if role == "critic" else config.ppo.actor_dropout
+        ) or 0.0
     adapter = adapter_of(run, role)
     if role == "critic" or (run.manifest.kind == "reward" and config.reward.trains_classifier):
-        return ScalarModel(load_sequence_classifier(folder, dtype, None, True, dropout, resize, adapter, device))
+        return ScalarModel(
+            load_sequence_classifier(folder, dtype, None, True, dropout, resize, adapter, device)
+        )
     dropout = dropout or 0.0 if run.manifest.kind == "reward" else dropout
     return PolicyModel(load_causal_lm(folder, dtype, None, dropout, resize, adapter, device))
 
@@ -194,14 +232,17 @@ def started_from(run: SavedRun, role: str) -> tuple[str, str]:
 
 
 def base_folder(run: SavedRun, role: str, given: str | None, needs_weights: bool) -> str:
-    """The model or adapter folder from which a role started, for its configuration and tokenizer: `given` by the user,
-    or as the run recorded it. If `needs_weights`, weights are read from it too, and no other model will do."""
+    """The model or adapter folder from which a role started, for its configuration and tokenizer:
+    `given` by the user, or as the run recorded it. If `needs_weights`, weights are read from it
+    too, and no other model will do."""
     way_out = "--critic_model" if role == "critic" else "--model"
     flag, name = started_from(run, role)
     try:
         folder = model_folder(given or name, way_out if given else flag)
     except UserError as problem:
-        raise UserError(f"{problem}; name the model from which the run started by {way_out} FOLDER") from None
+        raise UserError(
+            f"{problem}; name the model from which the run started by {way_out} FOLDER"
+        ) from None
     if not is_fingerprinted_model(run.manifest.config, flag, folder):
         changed = f"{folder}: is not, or no longer, the model from which the run started ({flag})"
         if needs_weights:
@@ -220,5 +261,8 @@ def statistics_of(run: SavedRun, role: str) -> dict[str, float | str | None]:
     found = load_state(run.folder / SHARED).get("described")
     if found is None:
         named = " and ".join(STATISTICS)
-        print(f"note: no {named} (--normalize_rewards model): a run measures them where it saves", file=sys.stderr)
+        print(
+            f"note: no {named} (--normalize_rewards model): a run measures them where it saves",
+            file=sys.stderr,
+        )
     return nothing | (found or {})

@@ -2,9 +2,10 @@
 
     python -m dschat_ppo.tools.data --step 1 --data_path DATA --tokenizer MODEL [flags of the step]
 
-The flags are those of the step's main.py: in a command, replace `deepspeed training/step1_sft/main.py` by this one and
-`--step 1`. Flags that do not concern the data have no effect. The data are prepared as in training, with the same
-lines of the log: how the rows are read, counts, lengths, bad rows and samples of each data set.
+The flags are those of the step's main.py: in a command, replace `deepspeed
+training/step1_sft/main.py` by this one and `--step 1`. Flags that do not concern the data have no
+effect. The data are prepared as in training, with the same lines of the log: how the rows are read,
+counts, lengths, bad rows and samples of each data set.
 
 Exit code 0: the step can train on the data; 2: it cannot, and the last line says why.
 """
@@ -28,25 +29,54 @@ from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.tools import exit_code_of
 
-STEPS = {"1": "sft", "2": "reward", "3": "ppo", "sft": "sft", "reward": "reward", "dpo": "dpo", "ppo": "ppo"}
+STEPS = {
+    "1": "sft",
+    "2": "reward",
+    "3": "ppo",
+    "sft": "sft",
+    "reward": "reward",
+    "dpo": "dpo",
+    "ppo": "ppo",
+}
 _UNNAMED = ""  # stands for a model that the command does not name
 
 
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    """(the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the step's configuration)."""
-    of_data = flag_parser([DataFlags], add_help=False, usage=argparse.SUPPRESS).format_help().strip()
+    """(the command's own flags, `step` as a name and `tokenizer` as a folder or hub name; the
+    step's configuration)."""
+    of_data = (
+        flag_parser([DataFlags], add_help=False, usage=argparse.SUPPRESS).format_help().strip()
+    )
     parser = flag_parser(
-        [], prog="python -m dschat_ppo.tools.data", description=__doc__,
-        epilog=f"Flags of all steps that say how data are read (the others: main.py --help)\n{of_data}",
-    )  # fmt: skip
-    parser.usage = f"{parser.prog} --step STEP --data_path DATA --tokenizer MODEL [flags of the step]"
-    parser.add_argument("--step", choices=list(STEPS), help="the step, as a number or a name (required)")
-    parser.add_argument("--tokenizer", help="folder or hub name of a model or tokenizer, if no flag names the model")
-    parser.add_argument("--rows", type=int, help="use only the first ROWS rows of each data set, for a quick look")
-    parser.add_argument("--samples", type=int, default=3, help="samples of each data set (default: 3)")
+        [],
+        prog="python -m dschat_ppo.tools.data",
+        description=__doc__,
+        epilog=(
+            f"Flags of all steps that say how data are read (the others: main.py --help)\n{of_data}"
+        ),
+    )
+    parser.usage = (
+        f"{parser.prog} --step STEP --data_path DATA --tokenizer MODEL [flags of the step]"
+    )
+    parser.add_argument(
+        "--step", choices=list(STEPS), help="the step, as a number or a name (required)"
+    )
+    parser.add_argument(
+        "--tokenizer", help="folder or hub name of a model or tokenizer, if no flag names the model"
+    )
+    parser.add_argument(
+        "--rows", type=int, help="use only the first ROWS rows of each data set, for a quick look"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=3, help="samples of each data set (default: 3)"
+    )
     words, others = parser.parse_known_args(argv)
     if words.step is None:
-        data_path = "" if any(word.split("=")[0] == "--data_path" for word in others) else " and --data_path"
+        data_path = (
+            ""
+            if any(word.split("=")[0] == "--data_path" for word in others)
+            else " and --data_path"
+        )
         raise UserError(f"required: --step 1, 2, dpo or 3{data_path} (all flags: --help)")
     words.step = STEPS[words.step]
     for name, least in (("rows", 1), ("samples", 0)):
@@ -54,16 +84,26 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
         if value is not None and value < least:
             raise UserError(f"--{name} must be at least {least}, got {value}")
     if words.step == "ppo" and any(word.split("=")[0] == "--max_seq_len" for word in others):
-        raise UserError("--max_seq_len belongs to steps 1 and 2; --max_prompt_seq_len limits the prompts of step 3")
+        raise UserError(
+            "--max_seq_len belongs to steps 1 and 2; --max_prompt_seq_len limits the prompts of"
+            " step 3"
+        )
     model = "actor_model_name_or_path" if words.step == "ppo" else "model_name_or_path"
     known = {"output_dir": ".", model: _UNNAMED}  # not written; not read
-    config = parse(words.step, others, known | ({"critic_model_name_or_path": "-"} if words.step == "ppo" else {}))
+    config = parse(
+        words.step,
+        others,
+        known | ({"critic_model_name_or_path": "-"} if words.step == "ppo" else {}),
+    )
     if config.data.streaming:
         raise UserError(
-            "--streaming: the preview prepares data sets on the disk; omit --streaming and --streaming_rows, and "
-            "name a part of the data, such as one file, or NAME[train[:1000]] on the hub"
+            "--streaming: the preview prepares data sets on the disk; omit --streaming and"
+            " --streaming_rows, and name a part of the data, such as one file, or"
+            " NAME[train[:1000]] on the hub"
         )
-    words.tokenizer = words.tokenizer or getattr(config.ppo if words.step == "ppo" else config.fit, model)
+    words.tokenizer = words.tokenizer or getattr(
+        config.ppo if words.step == "ppo" else config.fit, model
+    )
     if not words.tokenizer:
         raise UserError("required: --tokenizer MODEL, the folder or hub name of the model to train")
     return words, config
@@ -94,7 +134,13 @@ def show(words: argparse.Namespace, config: StepConfig) -> None:
     rows = prepare(replace(config.step_data, most_rows=words.rows), tokenizer)
     log_samples(tokenizer, rows.at_hand, rows.sources, words.samples)
     if isinstance(config, PPOConfig) and isinstance(rows.train, Dataset):
-        check_routes(config.rewards, rows.sources, rows.train["row"], words.rows is None, config.teacher.routes)
+        check_routes(
+            config.rewards,
+            rows.sources,
+            rows.train["row"],
+            words.rows is None,
+            config.teacher.routes,
+        )
     held_out = 0 if rows.eval is None else len(rows.eval)
     print(f"an epoch has {counted(len(rows.train), 'row')}; held out: {held_out}")
 

@@ -1,14 +1,17 @@
 """Evaluate models on prompts.
 
-    python -m dschat_ppo.tools.evaluate --model A B --data_path PROMPTS [--reward_model_name_or_path R]
+    python -m dschat_ppo.tools.evaluate --model A B --data_path PROMPTS
+        [--reward_model_name_or_path R]
         [--reward_function F ...] [--samples 8] [--show 4] [--json FILE]
 
-The models answer all prompts, greedily and by sampling, with the generation engine of training. An answer is scored by
-the weighted sum of the reward sources, which are those of step 3. The table shows the mean score, pass@k, and the win
-rate against the first model (a tie counts half) with Wilson's 95 % interval. An answer passes if its score is at least
---pass_score. Sampled answers and their scores vary with --seed. Without a reward source there are no scores, and --show
-prints the answers. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3. With tools or
-an environment an answer is an episode, as in step 3; --max_tokens counts all tokens after its prompt.
+The models answer all prompts, greedily and by sampling, with the generation engine of training. An
+answer is scored by the weighted sum of the reward sources, which are those of step 3. The table
+shows the mean score, pass@k, and the win rate against the first model (a tie counts half) with
+Wilson's 95 % interval. An answer passes if its score is at least --pass_score. Sampled answers and
+their scores vary with --seed. Without a reward source there are no scores, and --show prints the
+answers. Without --truncation, prompts beyond --max_prompt_seq_len are dropped, as in step 3. With
+tools or an environment an answer is an episode, as in step 3; --max_tokens counts all tokens after
+its prompt.
 """
 
 from __future__ import annotations
@@ -34,14 +37,18 @@ from dschat_ppo.tools.sampling_settings import Wanted, add_sampling_flags, setti
 PROMPT_TOKENS = 256  # at most, by default
 NOT_HERE = {  # flags of the groups that the command does not have -> why
     **dict.fromkeys(
-        ("data_split", "streaming", "streaming_rows"), "has no effect here, where all rows are used; omit it"
+        ("data_split", "streaming", "streaming_rows"),
+        "has no effect here, where all rows are used; omit it",
     ),
     "turn_reward": "has no effect here, where nothing trains; omit it",
     "use_reward_model": "has no effect here; name a reward model by --reward_model_name_or_path",
 }
 LEFT = {
     "html": "left: --show N prints the answers to N prompts, and --json FILE writes all of them",
-    "pairs": "left: step 2 with --validate_only --eval_data_path PAIRS measures the accuracy of a reward model",
+    "pairs": (
+        "left: step 2 with --validate_only --eval_data_path PAIRS measures the accuracy of a reward"
+        " model"
+    ),
 }
 
 
@@ -49,7 +56,9 @@ LEFT = {
 class EvaluationFlags:
     """Evaluation."""
 
-    model: list[str] = flag([], "models or adapters, folders or hub names; wins are counted against the first")
+    model: list[str] = flag(
+        [], "models or adapters, folders or hub names; wins are counted against the first"
+    )
     decoding: Literal["greedy", "sampled", "both"] = flag("both", "how the models answer")
     samples: int = positive(1, "sampled answers to each prompt")
     pass_score: float = flag(1.0, "minimum score of an answer that passes, for pass@k")
@@ -62,18 +71,20 @@ class EvaluationFlags:
     json: str | None = flag(None, "file for metrics, answers and scores as JSON")
     write_best: str | None = flag(
         None,
-        "file for rows of SFT: each prompt with the first model's best answer (best-of-n with --samples N) that the "
-        "length limit did not cut",
+        "file for rows of SFT: each prompt with the first model's best answer (best-of-n with"
+        " --samples N) that the length limit did not cut",
     )
     write_pairs: str | None = flag(
         None,
-        "file for rows of step 2: each prompt with the first model's best and worst answer, if their scores differ and "
-        "the length limit did not cut the best",
+        "file for rows of step 2: each prompt with the first model's best and worst answer, if"
+        " their scores differ and the length limit did not cut the best",
     )
 
 
 def read_arguments(argv: Sequence[str]) -> Wanted:
-    parser = flag_parser([EvaluationFlags], prog="python -m dschat_ppo.tools.evaluate", description=__doc__)
+    parser = flag_parser(
+        [EvaluationFlags], prog="python -m dschat_ppo.tools.evaluate", description=__doc__
+    )
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]"
     add_sampling_flags(parser)
     add_groups(parser, [DataFlags, RewardSourceFlags, EnvironmentFlags], without=NOT_HERE)
@@ -82,29 +93,52 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
     words = parser.parse_args(argv)
 
     def of(group: type) -> dict[str, Any]:
-        return {field.name: getattr(words, field.name) for field in fields(group) if hasattr(words, field.name)}
+        return {
+            field.name: getattr(words, field.name)
+            for field in fields(group)
+            if hasattr(words, field.name)
+        }
 
-    learned, environment, rewards = words.reward_model_name_or_path, EnvironmentFlags(**of(EnvironmentFlags)), None
+    learned, environment, rewards = (
+        words.reward_model_name_or_path,
+        EnvironmentFlags(**of(EnvironmentFlags)),
+        None,
+    )
     if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
         rewards = RewardSourceFlags(**of(RewardSourceFlags), use_reward_model=learned is not None)
-    refuse({
-        "give --model and --data_path: the models answer the prompts of a data set":
-            not words.model or not words.data_path,
-        "--model names a model twice": len(set(words.model)) < len(words.model),
-        "--samples has no effect with --decoding greedy; omit one of them":
-            words.decoding == "greedy" and words.samples > 1,
-        "--write_best and --write_pairs are for single answers, not for episodes; omit them":
-            environment.is_used and bool(words.write_best or words.write_pairs),
-        "--process_reward scores the steps of one answer, not of episodes; omit it":
-            environment.is_used and words.process_reward is not None,
-        "--write_pairs compares the scores of several answers: give --samples 2 or more, and a reward":
-            words.write_pairs is not None and (words.samples == 1 or rewards is None),
-        "--write_best takes the answer with the best score: give a reward, or --samples 1":
-            words.write_best is not None and words.samples > 1 and rewards is None,
-    })  # fmt: skip
-    truncation = words.truncation or PPOConfig.own_defaults["truncation"]  # rows that are too long: as in step 3
+    refuse(
+        {
+            "give --model and --data_path: the models answer the prompts of a data set": (
+                not words.model or not words.data_path
+            ),
+            "--model names a model twice": len(set(words.model)) < len(words.model),
+            "--samples has no effect with --decoding greedy; omit one of them": (
+                words.decoding == "greedy" and words.samples > 1
+            ),
+            "--write_best and --write_pairs are for single answers, not for episodes; omit them": (
+                environment.is_used and bool(words.write_best or words.write_pairs)
+            ),
+            "--process_reward scores the steps of one answer, not of episodes; omit it": (
+                environment.is_used and words.process_reward is not None
+            ),
+            (
+                "--write_pairs compares the scores of several answers: give --samples 2 or more, "
+                "and a reward"
+            ): (words.write_pairs is not None and (words.samples == 1 or rewards is None)),
+            "--write_best takes the answer with the best score: give a reward, or --samples 1": (
+                words.write_best is not None and words.samples > 1 and rewards is None
+            ),
+        }
+    )
+    truncation = (
+        words.truncation or PPOConfig.own_defaults["truncation"]
+    )  # rows that are too long: as in step 3
     return Wanted(
-        words, DataFlags(**of(DataFlags) | {"truncation": truncation}), rewards, environment, settings_of(words)
+        words,
+        DataFlags(**of(DataFlags) | {"truncation": truncation}),
+        rewards,
+        environment,
+        settings_of(words),
     )
 
 
@@ -120,17 +154,30 @@ def _evaluate(wanted: Wanted) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.common.paths import shown_path
-    from dschat_ppo.tools.evaluate_models import Evaluated, answer_lines, evaluate, json_of, notes, table, training_rows
+    from dschat_ppo.tools.evaluate_models import (
+        Evaluated,
+        answer_lines,
+        evaluate,
+        json_of,
+        notes,
+        table,
+        training_rows,
+    )
 
     quiet_libraries()
     makers: dict[str, Callable[[Evaluated], str]] = {
-        "json": json_of, "write_best": partial(training_rows, is_pair=False),
+        "json": json_of,
+        "write_best": partial(training_rows, is_pair=False),
         "write_pairs": partial(training_rows, is_pair=True),
-    }  # fmt: skip
-    files = {name: Path(path) for name in makers if (path := getattr(wanted.words, name)) is not None}
+    }
+    files = {
+        name: Path(path) for name in makers if (path := getattr(wanted.words, name)) is not None
+    }
     for name, path in files.items():
         if os.path.isdir(path) or not path.resolve().parent.is_dir():
-            raise UserError(f"--{name} {path}: is a folder, or in none; name a file in a folder that exists")
+            raise UserError(
+                f"--{name} {path}: is a folder, or in none; name a file in a folder that exists"
+            )
     found = evaluate(wanted)
     for line in [*answer_lines(found, wanted.words.show), *table(found), *notes(found)]:
         print(line)

@@ -1,5 +1,5 @@
-"""An evaluation: checks, the answers of models to the same prompts, their scores, and the results as a table, as
-answers in text, and as JSON."""
+"""An evaluation: checks, the answers of models to the same prompts, their scores, and the results
+as a table, as answers in text, and as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.collect import end_ids, greedily
-from dschat_ppo.ppo.evaluation import CUT, STREAM, Answered, answered_rows, summary, summary_by_source
+from dschat_ppo.ppo.evaluation import (
+    CUT,
+    STREAM,
+    Answered,
+    answered_rows,
+    summary,
+    summary_by_source,
+)
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import build_sources, check_sources
 from dschat_ppo.rewards.learned_reward import model_reward
@@ -71,7 +78,10 @@ class Result:
     scores_by_source: dict[str, float]  # mean of each reward source
     failed_scores: int  # answers whose reward function failed, or that no source scored
     prompts: list[Answered]  # one for each prompt; the scores are NaN if nothing scores them
-    wins: Share | None = None  # against the first model with the same decoding; None for that one, and without a reward
+    wins: Share | None = (
+        # against the first model with the same decoding; None for that one, and without a reward
+        None
+    )
 
     @property
     def scores(self) -> Tensor:
@@ -90,8 +100,8 @@ class Evaluated:
 
 
 def evaluate(wanted: Wanted) -> Evaluated:
-    """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if the log-probs of a
-    model are not finite."""
+    """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if
+    the log-probs of a model are not finite."""
     words, rewards = wanted.words, wanted.rewards
     if rewards is not None:
         check_sources(rewards)
@@ -105,7 +115,9 @@ def evaluate(wanted: Wanted) -> Evaluated:
 
     scorer: ScalarModel | None = None
     if reward is not None:
-        scorer = ScalarModel(load_sequence_classifier(reward.folder, words.dtype, None, new_head=False))
+        scorer = ScalarModel(
+            load_sequence_classifier(reward.folder, words.dtype, None, new_head=False)
+        )
         scorer.to(dist.device()).eval()
     results: list[Result] = []
     for model, rows in zip(models, prompts, strict=True):
@@ -117,7 +129,9 @@ def evaluate(wanted: Wanted) -> Evaluated:
             share = float(shares.mean())
             result.wins = Share(share, *wilson_interval(share, len(shares)), len(shares))
     flags = {
-        name: without_credentials(str(value)) for name, value in vars(words).items() if value not in (None, [], "")
+        name: without_credentials(str(value))
+        for name, value in vars(words).items()
+        if value not in (None, [], "")
     }
     asked = [
         json.loads(row).get(MESSAGES, answered.prompt)
@@ -127,8 +141,9 @@ def evaluate(wanted: Wanted) -> Evaluated:
 
 
 def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset], tuple[str, ...]]:
-    """The same prompts as token rows for each model, and the names of their data sets. They are prepared and logged
-    once for all models whose tokenizers are equal. `UserError` if the models would get different prompts."""
+    """The same prompts as token rows for each model, and the names of their data sets. They are
+    prepared and logged once for all models whose tokenizers are equal. `UserError` if the models
+    would get different prompts."""
     names, made = tuple[str, ...](), dict[str, Dataset]()  # rows by tokenizer
     keys = [token_key("", model.tokenizer) for model in models]
     for key, model in zip(keys, models, strict=True):
@@ -143,25 +158,31 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
         rows, names = prepared.eval, prepared.eval_sources
         if rows is None:
             raise UserError(
-                f"--data_path: no row is within --max_prompt_seq_len {limit}; raise it, or use --truncation left"
+                f"--data_path: no row is within --max_prompt_seq_len {limit}; raise it, or use"
+                " --truncation left"
             )
         made[key] = rows.select(range(min(wanted.words.max_prompts or len(rows), len(rows))))
     found = [made[key] for key in keys]
     if any(list(rows["row"]) != list(found[0]["row"]) for rows in found[1:]):
         raise UserError(
-            "--data_path: the models would get different prompts, because only some have a chat template, "
-            "or because rows that are too long or bad are dropped for some only; set --chat_template or "
-            "--apply_chat_template, raise --max_prompt_seq_len, or use --truncation left"
+            "--data_path: the models would get different prompts, because only some have a chat"
+            " template, or because rows that are too long or bad are dropped for some only; set"
+            " --chat_template or --apply_chat_template, raise --max_prompt_seq_len, or use"
+            " --truncation left"
         )
     return found, names
 
 
-def _results_of(
-    checked: CheckedModel, prompts: Dataset, names: Sequence[str], wanted: Wanted, reward: CheckedModel | None,
+def _results_of(  # noqa: PLR0915
+    checked: CheckedModel,
+    prompts: Dataset,
+    names: Sequence[str],
+    wanted: Wanted,
+    reward: CheckedModel | None,
     scorer: ScalarModel | None,
-) -> list[Result]:  # fmt: skip
-    """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on seed and prompt alone,
-    not on batches; step 3 evaluates with the same seeds."""
+) -> list[Result]:
+    """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on
+    seed and prompt alone, not on batches; step 3 evaluates with the same seeds."""
     words, settings, rewards = wanted.words, wanted.settings, wanted.rewards
     loaded: Any = load_causal_lm(checked.folder, words.dtype, None)
     model = loaded.to(dist.device()).eval()
@@ -169,30 +190,47 @@ def _results_of(
     stopping = StoppingCriteria(settings.max_tokens, end_ids(checked.tokenizer, model))
     try:
         sampled = choose_engine(
-            model, GenerationConfig(settings.sampling, stopping, words.samples),
+            model,
+            GenerationConfig(settings.sampling, stopping, words.samples),
             has_turns=wanted.environment.is_used,
-        )  # fmt: skip
+        )
     except RuntimeError as problem:
         raise UserError(f"{checked.flag} {checked.name}: {in_one_line(problem)}") from None
     learned = None
     if reward is not None and scorer is not None and rewards is not None:
-        own = None if checked.tokenizer.get_vocab() == reward.tokenizer.get_vocab() else reward.tokenizer
+        own = (
+            None
+            if checked.tokenizer.get_vocab() == reward.tokenizer.get_vocab()
+            else reward.tokenizer
+        )
         learned = model_reward(
-            scorer, reward.folder, checked.tokenizer, own, rewards.process_reward, words.max_batch_tokens
+            scorer,
+            reward.folder,
+            checked.tokenizer,
+            own,
+            rewards.process_reward,
+            words.max_batch_tokens,
         )
     configs = {"greedy": replace(greedily(sampled), samples=1), "sampled": sampled}
     results = []
     with ExitStack() as at_end:
         episodes: EpisodeRollouts | None = None
         if wanted.environment.is_used:
-            episodes = EpisodeRollouts(wanted.environment, checked.tokenizer, words.max_prompt_seq_len)
+            episodes = EpisodeRollouts(
+                wanted.environment, checked.tokenizer, words.max_prompt_seq_len
+            )
             at_end.enter_context(closing(episodes))
         others = [] if episodes is None else episodes.reward_sources
         mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([])
-        requests = RewardRequests(at_end.enter_context(closing(mixture)), prompts, checked.tokenizer)
+        requests = RewardRequests(
+            at_end.enter_context(closing(mixture)), prompts, checked.tokenizer
+        )
         for decoding in configs if words.decoding == "both" else [words.decoding]:
             config, every, rows = configs[decoding], list(range(len(prompts))), list[Answered]()
-            logger().info(f"{checked.label}: {decoding}, {len(every)} prompts, {config.samples} answer(s) to each")
+            logger().info(
+                f"{checked.label}: {decoding}, {len(every)} prompts, {config.samples} answer(s) to"
+                " each"
+            )
             for first in range(0, len(every), words.batch_size):
                 indices = every[first : first + words.batch_size]
                 path, turns, own_config = (settings.seed, STREAM, 0, 0), None, config
@@ -201,7 +239,9 @@ def _results_of(
                     batch = collate_prompts(prompts, indices, filler_id(checked.tokenizer))
                 else:
                     of_prompts = row_seeds(first, len(indices), *path).tolist()
-                    batch, turns = episodes.begin(prompts, indices, config.samples, of_prompts, never)
+                    batch, turns = episodes.begin(
+                        prompts, indices, config.samples, of_prompts, never
+                    )
                     own_config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
                 batch, seeds = to_device(batch, dist.device()), seeds.to(dist.device())
                 rollout = generate(model, batch, seeds, own_config, turns=turns)
@@ -216,14 +256,23 @@ def _results_of(
             metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
             failed, means = requests.count_failed_rows(), dict[str, float]()
             if rewards is None:
-                metrics = {name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED}
+                metrics = {
+                    name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED
+                }
             else:
-                scored = {name: torch.tensor([row.scores_by_source[name] for row in rows]) for name in mixture.names}
+                scored = {
+                    name: torch.tensor([row.scores_by_source[name] for row in rows])
+                    for name in mixture.names
+                }
                 means = {name: float(of_source.nanmean()) for name, of_source in scored.items()}
             if failed:
-                logger().warning(f"{checked.label}: {failed} answers have the default score (--reward_default)")
+                logger().warning(
+                    f"{checked.label}: {failed} answers have the default score (--reward_default)"
+                )
             metrics |= {} if episodes is None else episodes.take_metrics()
-            results.append(Result(checked.name, checked.label, decoding, metrics, means, failed, rows))
+            results.append(
+                Result(checked.name, checked.label, decoding, metrics, means, failed, rows)
+            )
     return results
 
 
@@ -233,38 +282,60 @@ def number(value: float | None) -> str:
 
 
 def table(found: Evaluated) -> list[str]:
-    """Head and one line for each model and way of decoding; with several data sets further lines for these."""
+    """Head and one line for each model and way of decoding; with several data sets further lines
+    for these."""
     first, lines = found.results[0], list[list[str]]()
     names = dict.fromkeys(name for result in found.results for name in result.metrics)
     columns = [name for name in names if "/" not in name or name.startswith("episode/")]
     sources = list(first.scores_by_source) if len(first.scores_by_source) > 1 else []
     means = [f"reward/{name}_mean" for name in sources]
-    compared = [f"wins against {first.label} [95 %]"] if any(result.wins for result in found.results) else []
-    lines.append(["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared])
+    compared = (
+        [f"wins against {first.label} [95 %]"]
+        if any(result.wins for result in found.results)
+        else []
+    )
+    lines.append(
+        ["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared]
+    )
     for result in found.results:
         data_sets = dict.fromkeys(row.data_source for row in result.prompts)
-        for label, ending in [(result.label, ""), *((f"  {name}", f"/{name}") for name in data_sets if name)]:
+        for label, ending in [
+            (result.label, ""),
+            *((f"  {name}", f"/{name}") for name in data_sets if name),
+        ]:
             cells = [number(result.metrics.get(f"{name}{ending}")) for name in [*columns, *means]]
             wins = result.wins if not ending else None
-            share = "" if wins is None else f"{100 * wins.share:.1f} % [{100 * wins.low:.1f}, {100 * wins.high:.1f}]"
+            share = (
+                ""
+                if wins is None
+                else f"{100 * wins.share:.1f} % [{100 * wins.low:.1f}, {100 * wins.high:.1f}]"
+            )
             lines.append([label, result.decoding, *cells, *(share for _ in compared)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
 
 
 def notes(found: Evaluated) -> list[str]:
     """What the numbers depend on, a sentence on each line, and the path of each model."""
     lines = []
     if found.scored:
-        lines.append(f"pass: a score of at least {float(found.flags['pass_score']):g} (--pass_score)")
+        lines.append(
+            f"pass: a score of at least {float(found.flags['pass_score']):g} (--pass_score)"
+        )
     if any(result.decoding == "sampled" for result in found.results):
-        lines.append(f"sampled: the answers, and so the numbers, depend on --seed ({found.flags['seed']})")
+        lines.append(
+            f"sampled: the answers, and so the numbers, depend on --seed ({found.flags['seed']})"
+        )
     paths = {result.label: shown_path(result.model) for result in found.results}
     return lines + [f"{label}: {path}" for label, path in paths.items() if label != path]
 
 
 def answer_lines(found: Evaluated, count: int) -> list[str]:
-    """The first `count` prompts, each with the answers of all models; what a terminal would obey is escaped."""
+    """The first `count` prompts, each with the answers of all models; what a terminal would obey is
+    escaped."""
 
     def indented(text: str) -> list[str]:
         return [f"    {line}" for line in escaped(text).split("\n")]
@@ -281,25 +352,37 @@ def answer_lines(found: Evaluated, count: int) -> list[str]:
                 parts += [f"{tokens} tokens", *["cut at the length limit"] * (ended == CUT)]
                 lines.append(f"  {result.label}, {result.decoding} ({', '.join(parts)}):")
                 for turn in turns:
-                    lines += [f"    {heading(turn)}:", *(f"  {line}" for line in indented(turn["text"]))]
+                    lines += [
+                        f"    {heading(turn)}:",
+                        *(f"  {line}" for line in indented(turn["text"])),
+                    ]
                 lines += [] if turns else indented(text)
         lines.append("")
     return lines
 
 
 def training_rows(found: Evaluated, is_pair: bool) -> str:
-    """JSON lines for SFT: each prompt with the best answer of the first model; or for step 2: each prompt with its best
-    and its worst answer, if they differ. Of sampled answers, or of greedy ones if there are no others."""
-    own = next((result for result in found.results if result.decoding == "sampled"), found.results[0])
+    """JSON lines for SFT: each prompt with the best answer of the first model; or for step 2: each
+    prompt with its best and its worst answer, if they differ. Of sampled answers, or of greedy ones
+    if there are no others."""
+    own = next(
+        (result for result in found.results if result.decoding == "sampled"), found.results[0]
+    )
     rows = list[dict[str, Any]]()
     for asked, answered in zip(found.asked, own.prompts, strict=True):
         answers = list(zip(answered.scores, answered.answers, answered.ended, strict=True))
         answers = answers if is_pair else [answer for answer in answers if answer[2] != CUT]
         if not answers:
             continue
-        (best, chosen, end), (worst, rejected, _) = (pick(answers, key=lambda one: one[0]) for pick in (max, min))
+        (best, chosen, end), (worst, rejected, _) = (
+            pick(answers, key=lambda one: one[0]) for pick in (max, min)
+        )
         if is_pair:
-            rows += [{"prompt": asked, "chosen": chosen, "rejected": rejected}] if best > worst and end != CUT else []
+            rows += (
+                [{"prompt": asked, "chosen": chosen, "rejected": rejected}]
+                if best > worst and end != CUT
+                else []
+            )
             continue
         row = {"prompt": asked, "response": chosen}
         if not isinstance(asked, str):

@@ -1,12 +1,15 @@
-"""Plan a run from its flags and model configurations: memory by phase, whether it fits, and flags with which it fits.
+"""Plan a run from its flags and model configurations: memory by phase, whether it fits, and flags
+with which it fits.
 
-    python -m dschat_ppo.tools.plan --actor M --critic R --devices 8 --device_memory 80GiB --host_memory 1TiB
+    python -m dschat_ppo.tools.plan --actor M --critic R --devices 8 --device_memory 80GiB
+        --host_memory 1TiB
         [--devices_per_node 8] [flags of step 3]
     python -m dschat_ppo.tools.plan --step 1 --model M --devices 8 [flags of step 1]
 
---step is 1 (SFT), 2 (reward model), dpo or 3 (PPO, the default). A model is a folder that holds at least config.json,
-or a name on the hub, of which no weights are downloaded. All flags of the step's main.py
-are accepted; --data_path and --output_dir may be left out. docs/memory.md explains the table.
+--step is 1 (SFT), 2 (reward model), dpo or 3 (PPO, the default). A model is a folder that holds at
+least config.json, or a name on the hub, of which no weights are downloaded. All flags of the step's
+main.py are accepted; --data_path and --output_dir may be left out. docs/memory.md explains the
+table.
 """
 
 from __future__ import annotations
@@ -33,9 +36,12 @@ if TYPE_CHECKING:  # it needs torch
 STEPS = {"1": "sft", "2": "reward", "dpo": "dpo", "3": "ppo"}
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MODELS = {  # short name -> flag of the step
-    "actor": "actor_model_name_or_path", "critic": "critic_model_name_or_path", "reward": "reward_model_name_or_path",
-    "reference": "ref_model_name_or_path", "model": "model_name_or_path",
-}  # fmt: skip
+    "actor": "actor_model_name_or_path",
+    "critic": "critic_model_name_or_path",
+    "reward": "reward_model_name_or_path",
+    "reference": "ref_model_name_or_path",
+    "model": "model_name_or_path",
+}
 GIB = 2**30
 LORA_DIM = 16  # of the LoRA that is tried where nothing else fits
 Change = dict[str, Any]  # flag -> value
@@ -52,16 +58,33 @@ def size_of(text: str) -> int:
 def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own flags, and those of the step."""
     parser = flag_parser([], prog="python -m dschat_ppo.tools.plan", description=__doc__)
-    parser.usage = f"{parser.prog} --actor M --critic R [--devices N] [--device_memory SIZE] [flags of step 3]"
+    parser.usage = (
+        f"{parser.prog} --actor M --critic R [--devices N] [--device_memory SIZE] [flags of step 3]"
+    )
     add = parser.add_argument_group("planner").add_argument
-    add("--step", choices=list(STEPS), default="3", help="1: SFT, 2: reward model, dpo, 3: PPO (default)")
+    add(
+        "--step",
+        choices=list(STEPS),
+        default="3",
+        help="1: SFT, 2: reward model, dpo, 3: PPO (default)",
+    )
     for name, flag in _MODELS.items():
         add(f"--{name}", metavar="M", help=f"the same as --{flag}")
     add("--devices", type=int, default=1, metavar="N", help="ranks of the run (default: 1)")
     add("--devices_per_node", type=int, metavar="N", help="ranks on each machine (default: all)")
-    add("--device_memory", type=size_of, default=0, metavar="SIZE",
-        help="memory of a GPU, such as 80GiB (default: the run is on a CPU)")  # fmt: skip
-    add("--host_memory", type=size_of, metavar="SIZE", help="memory of a machine, such as 1TiB (default: this one)")
+    add(
+        "--device_memory",
+        type=size_of,
+        default=0,
+        metavar="SIZE",
+        help="memory of a GPU, such as 80GiB (default: the run is on a CPU)",
+    )
+    add(
+        "--host_memory",
+        type=size_of,
+        metavar="SIZE",
+        help="memory of a machine, such as 1TiB (default: this one)",
+    )
     words, rest = parser.parse_known_args(argv)
     for name, flag in _MODELS.items():
         if getattr(words, name) is not None:
@@ -84,7 +107,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     config = step_config(words.step, rest)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for a device, and prints a warning
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # else DeepSpeed searches for a device, and prints a warning
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_hugging_face
     from dschat_ppo.models.model_folders import settings_only
@@ -97,33 +122,59 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
 
     def plan_with(more: list[str]) -> Plan:
         changed = step_config(words.step, [*rest, *more])
-        return plan_step(changed, models, words.devices, words.device_memory, words.host_memory, words.devices_per_node)
+        return plan_step(
+            changed,
+            models,
+            words.devices,
+            words.device_memory,
+            words.host_memory,
+            words.devices_per_node,
+        )
 
     plan = plan_with([])
     proposal = flags_that_fit(config, plan_with) if plan.missing else None
-    where = f"{plan.ranks} x " + (f"GPU of {plan.device_memory / GIB:.0f} GiB" if plan.device_memory else "CPU")
-    print(f"Step {words.step} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory for {plan.ranks_per_node}\n")
-    print("GiB of one rank at the peak of each phase; 'all': what a device and a host need, libraries included;")
+    where = f"{plan.ranks} x " + (
+        f"GPU of {plan.device_memory / GIB:.0f} GiB" if plan.device_memory else "CPU"
+    )
+    print(
+        f"Step {words.step} on {where}, {plan.host_memory / GIB:.0f} GiB of host memory for"
+        f" {plan.ranks_per_node}\n"
+    )
+    print(
+        "GiB of one rank at the peak of each phase; 'all': what a device and a host need, libraries"
+        " included;"
+    )
     print("a model that holds less than 0.005 GiB in a phase has no line there")
     print(table(plan, PARTS))
-    print("\n" + ("\n".join(f"It does not fit: {each}." for each in plan.shortages()) or "It fits."))
+    print(
+        "\n" + ("\n".join(f"It does not fit: {each}." for each in plan.shortages()) or "It fits.")
+    )
     if plan.rows:
         print(f"A rank decodes {counted(plan.rows, 'sequence')} at a time.")
     if proposal is not None:
-        print(f"\nIt fits ({proposal[1].peak_text()}) with these flags added:\n  {shlex.join(proposal[0])}")
+        print(
+            f"\nIt fits ({proposal[1].peak_text()}) with these flags added:\n "
+            f" {shlex.join(proposal[0])}"
+        )
     elif plan.missing:
         others = "--optimizer adamw with ZeRO, " if config.run.optimizer == "muon" else ""
-        print(f"\nNo flags of the planner make it fit: use {others}more devices, a smaller model, or shorter rows.")
+        print(
+            f"\nNo flags of the planner make it fit: use {others}more devices, a smaller model, or"
+            " shorter rows."
+        )
 
 
 def table(plan: Plan, parts: Sequence[str]) -> str:
-    """GiB of a rank by phase, role and part; a line "all" for each phase, with what a device and a host need."""
+    """GiB of a rank by phase, role and part; a line "all" for each phase, with what a device and a
+    host need."""
     form = "{:18} {:10}" + " {:>11}" * len(parts) + " {:>9}" * 2
     lines = [form.format("phase", "role", *parts, "device", "host")]
     for phase in plan.phases:
         for role in [*dict.fromkeys(role for role, _, _ in phase.held), None]:
             places = (
-                plan.needs(phase) if role is None else [phase.total(role, on_host=place) for place in (False, True)]
+                plan.needs(phase)
+                if role is None
+                else [phase.total(role, on_host=place) for place in (False, True)]
             )
             sizes = [*(phase.total(role, part) for part in parts), *places]
             shown = [f"{size / GIB:.2f}" if size >= 0.005 * GIB else "" for size in sizes]
@@ -132,14 +183,19 @@ def table(plan: Plan, parts: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -> tuple[list[str], Plan] | None:
-    """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough. Rungs that lower
-    what is missing are taken until the run fits. Then those that it fits without are removed, the last one first. The
-    rows of an optimizer step stay. LoRA changes what is trained, so it is the last rung."""
+def flags_that_fit(
+    config: StepConfig, plan_with: Callable[[list[str]], Plan]
+) -> tuple[list[str], Plan] | None:
+    """The flags to add so that the run fits, and its plan; None if all of the ladder is not enough.
+    Rungs that lower what is missing are taken until the run fits. Then those that it fits without
+    are removed, the last one first. The rows of an optimizer step stay. LoRA changes what is
+    trained, so it is the last rung."""
     given = flatten(config)
 
     def tried(rungs: Sequence[Change]) -> tuple[list[str], Plan] | None:
-        wanted = {name: value for rung in rungs for name, value in rung.items() if given[name] != value}
+        wanted = {
+            name: value for rung in rungs for name, value in rung.items() if given[name] != value
+        }
         words = [word for name, value in wanted.items() for word in (f"--{name}", str(value))]
         with suppress(UserError):  # flags that contradict each other, such as --offload at stage 0
             return words, plan_with(words)
@@ -148,7 +204,12 @@ def flags_that_fit(config: StepConfig, plan_with: Callable[[list[str]], Plan]) -
     taken: list[Change] = []
     best = tried(taken)
     for rung in _ladder(config, given):
-        if best and best[1].missing and (found := tried([*taken, rung])) and found[1].missing < best[1].missing:
+        if (
+            best
+            and best[1].missing
+            and (found := tried([*taken, rung]))
+            and found[1].missing < best[1].missing
+        ):
             taken, best = [*taken, rung], found
     if best is None or best[1].missing:
         return None
@@ -163,8 +224,12 @@ def _ladder(config: StepConfig, given: Change) -> list[Change]:
     """What makes a run smaller, in the order of what it costs."""
     prefixes, batch = list(config.stages), config.micro_batch
     frozen = [f"offload_{role}_model" for role in ("reference", "reward") if role in config.models]
-    zero = {f"{prefix}zero_stage" for prefix in [*prefixes, *["critic_"] * ("reward" in config.models)]}
-    stage_2, stage_3 = ({name: max(stage, given[name]) for name in sorted(zero)} for stage in (2, 3))
+    zero = {
+        f"{prefix}zero_stage" for prefix in [*prefixes, *["critic_"] * ("reward" in config.models)]
+    }
+    stage_2, stage_3 = (
+        {name: max(stage, given[name]) for name in sorted(zero)} for stage in (2, 3)
+    )
     size, accumulation = given[batch], given["gradient_accumulation_steps"]
     halves: list[Change] = []
     while size % 2 == 0:

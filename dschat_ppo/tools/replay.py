@@ -1,9 +1,10 @@
-"""`python -m dschat_ppo.tools.replay FOLDER`: reproduce a NaN or infinity from its repro bundle, in one process.
+"""`python -m dschat_ppo.tools.replay FOLDER`: reproduce a NaN or infinity from its repro bundle, in
+one process.
 
-FOLDER is a folder under OUTPUT/nonfinite. The command loads the model and the rank's micro-batches from it, repeats the
-forward and backward passes in the same number format, and prints what is not finite: which loss, which module's output
-first, which gradients. Exit code 0: a number is not finite again; 1: all numbers are finite; 2: the folder cannot be
-used.
+FOLDER is a folder under OUTPUT/nonfinite. The command loads the model and the rank's micro-batches
+from it, repeats the forward and backward passes in the same number format, and prints what is not
+finite: which loss, which module's output first, which gradients. Exit code 0: a number is not
+finite again; 1: all numbers are finite; 2: the folder cannot be used.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ from dschat_ppo.tools import exit_code_of
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m dschat_ppo.tools.replay", description=__doc__,
+        prog="python -m dschat_ppo.tools.replay",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder under OUTPUT/nonfinite")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"),
-                        help="another number format, with --attn_implementation auto")  # fmt: skip
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="a folder under OUTPUT/nonfinite"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="another number format, with --attn_implementation auto",
+    )
     words = parser.parse_args(argv)
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_libraries
@@ -33,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
     changes = ["--dtype", words.dtype, "--attn_implementation", "auto"] if words.dtype else []
 
     def work() -> int:
-        with reading(f"{words.folder}: cannot be replayed"):  # every value in its files decides what is computed
+        with reading(
+            f"{words.folder}: cannot be replayed"
+        ):  # every value in its files decides what is computed
             bad = replay(words.folder, changes)
         print("a number is not finite" if bad else "all numbers are finite")
         return 0 if bad else 1

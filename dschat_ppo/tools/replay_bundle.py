@@ -34,7 +34,14 @@ from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
 from dschat_ppo.types import Experience, LateEnds, RewardedRollout, record_of, to_device
 
-KINDS: tuple[Any, ...] = (SFTBatch, PairBatch, LabelledBatch, StepBatch, Experience, RewardedRollout)
+KINDS: tuple[Any, ...] = (
+    SFTBatch,
+    PairBatch,
+    LabelledBatch,
+    StepBatch,
+    Experience,
+    RewardedRollout,
+)
 RECORDS = {kind.__name__: kind for kind in KINDS}
 
 
@@ -43,21 +50,29 @@ def read_bundle(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     for name in (BUNDLE, CONFIG):
         if not (folder / name).is_file():
             kept = "a run keeps its newest, --max_nonfinite_skips + 1"
-            raise UserError(f"{folder}: is not a complete repro bundle ({name} is missing or not a file); {kept}")
+            raise UserError(
+                f"{folder}: is not a complete repro bundle ({name} is missing or not a file);"
+                f" {kept}"
+            )
     what = load_state(folder / BUNDLE)
     return what, [record_of(RECORDS[name], held) for name, held in what["records"]]
 
 
 def replay(folder: Path, words: list[str]) -> bool:
-    """Repeat the optimizer step of a bundle without its update, up to the first micro-batch that fails. Prints what is
-    not finite, and returns whether anything is not. `words`: flags in place of those of the run."""
+    """Repeat the optimizer step of a bundle without its update, up to the first micro-batch that
+    fails. Prints what is not finite, and returns whether anything is not. `words`: flags in place
+    of those of the run."""
     what, records = read_bundle(folder)
     config: Any = parse(what["step_name"], ["--config", str(folder / CONFIG), *words])
     dtype, resize, constants = config.run.dtype, config.run.resize_vocabulary, what["constants"]
     print(f"{what['role']}, step {what['step']}: {what['fault']}; replayed in {dtype}")
     layout = Layout(**what["layout"], attention=config.memory.attn_implementation)
-    if what["role"] == "critic" or (what["step_name"] == "reward" and config.reward.trains_classifier):
-        classifier = load_sequence_classifier(str(folder / MODEL), dtype, None, new_head=False, resize=resize)
+    if what["role"] == "critic" or (
+        what["step_name"] == "reward" and config.reward.trains_classifier
+    ):
+        classifier = load_sequence_classifier(
+            str(folder / MODEL), dtype, None, new_head=False, resize=resize
+        )
         model: Any = ScalarModel(classifier, layout)
     else:
         model = PolicyModel(load_causal_lm(str(folder / MODEL), dtype, None, resize=resize), layout)
@@ -74,10 +89,17 @@ def replay(folder: Path, words: list[str]) -> bool:
         print(f"micro-batch {number}: loss {loss.item()}")
         for output in outputs:
             print(f"  the first output that is not finite: {output}")
-        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        gradients = {
+            name: weight.grad
+            for name, weight in model.named_parameters()
+            if weight.grad is not None
+        }
         if print_bad("  gradients", gradients.items()) or not loss.isfinite():
             if "rows" in constants:
-                print(f"micro-batch {number} has rows {constants['rows'][number]} of the training split, from 0")
+                print(
+                    f"micro-batch {number} has rows {constants['rows'][number]} of the training"
+                    " split, from 0"
+                )
             return True
     norm = torch.nn.utils.get_total_norm(list(gradients.values()))
     print(f"norm of this rank's gradients: {float(norm)}")
@@ -88,7 +110,10 @@ def print_bad(what: str, tensors: Iterable[tuple[str, Tensor]]) -> bool:
     """Print the first names of those that are not finite; returns whether there are any."""
     bad = [name for name, tensor in tensors if not tensor.isfinite().all()]
     if bad:
-        print(f"{what} that are not finite, {len(bad)} parameters: {', '.join(bad[:20])}{', ...' * (len(bad) > 20)}")
+        print(
+            f"{what} that are not finite, {len(bad)} parameters:"
+            f" {', '.join(bad[:20])}{', ...' * (len(bad) > 20)}"
+        )
     return bool(bad)
 
 
@@ -102,7 +127,9 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
         return PolicyModel(lm).to(device).eval().requires_grad_(False)
 
     if what["step_name"] == "sft":
-        of_sft = SFTTeacher.of(frozen("teacher"), config.teacher) if config.teacher.teachers else None
+        of_sft = (
+            SFTTeacher.of(frozen("teacher"), config.teacher) if config.teacher.teachers else None
+        )
         return lambda batch: sft_loss(model, batch, constants["total"], sums, of_sft)
     if what["step_name"] != "ppo":
         loss: Any = OBJECTIVES[config.reward.objective](0, device, config).loss
@@ -119,9 +146,14 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
         roles = [*config.teacher.models] or ["reference"]
         teachers = teachers_of(config, [frozen(role) for role in roles], None, late_ends)
     actor_loss = ActorLoss(
-        model, full_kl_reference(config, reference, late_ends), config.algorithm, config.ppo.temperature, late_ends,
-        teachers, coef,
-    )  # fmt: skip
+        model,
+        full_kl_reference(config, reference, late_ends),
+        config.algorithm,
+        config.ppo.temperature,
+        late_ends,
+        teachers,
+        coef,
+    )
 
     def loss_of(rows: Any) -> Tensor:
         if isinstance(rows, SFTBatch):
@@ -133,7 +165,8 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
 
 @contextmanager
 def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
-    """Yields a list that receives a description of the first module output of `model` that is not finite."""
+    """Yields a list that receives a description of the first module output of `model` that is not
+    finite."""
     names, found = {module: name for name, module in model.named_modules()}, list[str]()
 
     def check(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -146,5 +179,8 @@ def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether every number is finite in a tensor, or in the tensors of nested tuples, lists and dicts."""
-    return all(bool(leaf.isfinite().all()) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    """Whether every number is finite in a tensor, or in the tensors of nested tuples, lists and
+    dicts."""
+    return all(
+        bool(leaf.isfinite().all()) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
+    )

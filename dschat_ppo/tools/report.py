@@ -2,8 +2,9 @@
 
     python -m dschat_ppo.tools.report RUN [RUN ...] [--out FILE]
 
-RUN is the output folder of a run of any step; it may still be running. The page is one file without network access.
-With one run it is written to RUN/report.html, with several to report.html in the current folder.
+RUN is the output folder of a run of any step; it may still be running. The page is one file without
+network access. With one run it is written to RUN/report.html, with several to report.html in the
+current folder.
 
 Exit code 0: the page is written; 2: it is not, and the last line says why.
 """
@@ -27,15 +28,24 @@ def main(argv: Sequence[str]) -> int:
         description="Show or compare runs in one HTML file that needs no network.",
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run of any step, also one in progress"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="output folder of a run of any step, also one in progress",
     )
-    where = f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current folder)"
+    where = (
+        f"file to write (default: RUN/{REPORT}; with several runs, {REPORT} in the current folder)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help=where)
     words = parser.parse_args(argv)
     path = words.out or (words.runs[0] / REPORT if len(words.runs) == 1 else Path(REPORT))
     if code := exit_code_of(lambda: write_report(words.runs, path)):
         return code
-    print(f"{path}: {len(words.runs)} run{'s' * (len(words.runs) > 1)}, {path.stat().st_size / 1024:.0f} KiB")
+    print(
+        f"{path}: {len(words.runs)} run{'s' * (len(words.runs) > 1)},"
+        f" {path.stat().st_size / 1024:.0f} KiB"
+    )
     return DONE
 
 

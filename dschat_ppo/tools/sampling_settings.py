@@ -1,5 +1,5 @@
-"""How chats and evaluations sample: one table for their flags and for commands in a chat; what an evaluation is
-asked for."""
+"""How chats and evaluations sample: one table for their flags and for commands in a chat; what an
+evaluation is asked for."""
 
 from __future__ import annotations
 
@@ -17,17 +17,32 @@ from dschat_ppo.errors import UserError
 if TYPE_CHECKING:  # it needs torch, for which wrong flags do not wait
     from dschat_ppo.rollout.sampling import SamplingParameters
 
-RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {  # name -> (type, least, most, help)
+RANGES: dict[
+    str, tuple[type[int] | type[float], float, float, str]
+] = {  # name -> (type, least, most, help)
     "temperature": (float, 0.01, 100, "sampling temperature; for greedy decoding use top_k 1"),
-    "top_p": (float, 0.001, 1, "sample from the smallest set of tokens with this probability; 1 = off"),
+    "top_p": (
+        float,
+        0.001,
+        1,
+        "sample from the smallest set of tokens with this probability; 1 = off",
+    ),
     "top_k": (int, 0, 10**6, "sample from the k most likely tokens; 0 = off, 1 = greedy"),
-    "min_p": (float, 0, 1, "drop tokens less likely than this fraction of the most likely token; 0 = off"),
+    "min_p": (
+        float,
+        0,
+        1,
+        "drop tokens less likely than this fraction of the most likely token; 0 = off",
+    ),
     "repetition_penalty": (
-        float, 0.01, 100, "above 1, tokens of the prompt and the answer so far become less likely; 1 = off"
+        float,
+        0.01,
+        100,
+        "above 1, tokens of the prompt and the answer so far become less likely; 1 = off",
     ),
     "max_tokens": (int, 1, 10**6, "maximum tokens of an answer"),
     "seed": (int, 0, 2**53 - 1, "sampling seed"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -46,14 +61,19 @@ class SamplingSettings:
     def sampling(self) -> SamplingParameters:
         from dschat_ppo.rollout.sampling import SamplingParameters
 
-        return SamplingParameters(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
+        return SamplingParameters(
+            self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty
+        )
 
     def with_values(self, values: Mapping[str, Any], prefix: str = "") -> SamplingSettings:
-        """The settings with other values, name -> number or text; `prefix` stands before names in messages."""
+        """The settings with other values, name -> number or text; `prefix` stands before names in
+        messages."""
         checked: dict[str, Any] = {}
         for name, value in values.items():
             if name not in RANGES:
-                raise UserError(f"there is no setting '{name}'; the settings are {', '.join(RANGES)}")
+                raise UserError(
+                    f"there is no setting '{name}'; the settings are {', '.join(RANGES)}"
+                )
             kind, least, most, _ = RANGES[name]
             try:
                 number = math.nan if isinstance(value, bool) else float(value)
@@ -61,7 +81,9 @@ class SamplingSettings:
                 number = math.nan
             if not least <= number <= most or (kind is int and not number.is_integer()):
                 wanted = "an integer" if kind is int else "a number"
-                raise UserError(f"{prefix}{name} must be {wanted} from {least:g} to {most:g}, got {value}")
+                raise UserError(
+                    f"{prefix}{name} must be {wanted} from {least:g} to {most:g}, got {value}"
+                )
             checked[name] = kind(number)
         return replace(self, **checked)
 
@@ -70,7 +92,9 @@ class SamplingSettings:
 class Wanted:
     """What the command line of `tools/evaluate.py` asks for."""
 
-    words: argparse.Namespace  # `EvaluationFlags`, and the flags of data, rewards, environments and sampling
+    words: (
+        argparse.Namespace
+    )  # `EvaluationFlags`, and the flags of data, rewards, environments and sampling
     prompts: DataFlags
     rewards: RewardSourceFlags | None
     environment: EnvironmentFlags
@@ -82,11 +106,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for field in fields(SamplingSettings):
         kind, _, _, what = RANGES[field.name]
         group.add_argument(
-            f"--{field.name}", default=field.default, metavar="N" if kind is int else "X",
+            f"--{field.name}",
+            default=field.default,
+            metavar="N" if kind is int else "X",
             help=f"{what} (default: {field.default})",
-        )  # fmt: skip
+        )
 
 
 def settings_of(words: argparse.Namespace) -> SamplingSettings:
-    """The settings that the flags give; raises `UserError` for a value that a flag does not accept."""
+    """The settings that the flags give; raises `UserError` for a value that a flag does not
+    accept."""
     return SamplingSettings().with_values({name: getattr(words, name) for name in RANGES}, "--")

@@ -2,13 +2,14 @@
 
     python -m dschat_ppo.tools.serve_reward --model M [--host 127.0.0.1] [--port 5000]
 
-POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number, ...]}`. As in OpenRLHF's API, the
-request may also hold "prompts" and "labels"; they have no effect. Each text is scored at its final token: the chat
-template's end-of-turn token if the text contains one, otherwise EOS. GET /health replies `{"status": "ok"}`. Errors are
-FastAPI's: status 422 (invalid request), 400 (another host), 404 (another path) or 500 (the model failed).
+POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number, ...]}`. As in
+OpenRLHF's API, the request may also hold "prompts" and "labels"; they have no effect. Each text is
+scored at its final token: the chat template's end-of-turn token if the text contains one, otherwise
+EOS. GET /health replies `{"status": "ok"}`. Errors are FastAPI's: status 422 (invalid request), 400
+(another host), 404 (another path) or 500 (the model failed).
 
-There is no authentication and no encryption: anyone who can reach the port can use the model. The server therefore
-listens only on this machine unless `--host` names another address.
+There is no authentication and no encryption: anyone who can reach the port can use the model. The
+server therefore listens only on this machine unless `--host` names another address.
 """
 
 from __future__ import annotations
@@ -27,36 +28,54 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
 
-_OWN_NAMES = ("127.0.0.1", "localhost", "::1")  # of this machine, also through an SSH tunnel from another port
+_OWN_NAMES = (
+    "127.0.0.1",
+    "localhost",
+    "::1",
+)  # of this machine, also through an SSH tunnel from another port
 
 
 def listen(host: str, port: int, flags: str) -> socket.socket:
-    """A socket that listens on an address; raises `UserError`, which names the flags, if it cannot be used."""
+    """A socket that listens on an address; raises `UserError`, which names the flags, if it cannot
+    be used."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except (OSError, OverflowError) as problem:
-        raise UserError(f"{flags}: cannot listen on it ({problem}); use another one, or --port 0") from None
+        raise UserError(
+            f"{flags}: cannot listen on it ({problem}); use another one, or --port 0"
+        ) from None
 
 
 def server_of(app: Any) -> Any:
-    """uvicorn for an ASGI application: no log of requests, and always the same implementation of HTTP."""
+    """uvicorn for an ASGI application: no log of requests, and always the same implementation of
+    HTTP."""
     import uvicorn
 
     return uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, loop="asyncio", http="h11", ws="none")
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, loop="asyncio", http="h11", ws="none"
+        )
     )
 
 
 def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0.0.1") -> Any:
-    """The ASGI application of the server, which listens on `host`. `score` is called in one thread at a time. If it
-    raises, the reply is status 500, and the log has the traceback."""
+    """The ASGI application of the server, which listens on `host`. `score` is called in one thread
+    at a time. If it raises, the reply is status 500, and the log has the traceback."""
     from fastapi import Body, FastAPI, HTTPException
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    app = FastAPI(openapi_url=None)  # without its pages of documentation, which load scripts from the network
+    app = FastAPI(
+        openapi_url=None
+    )  # without its pages of documentation, which load scripts from the network
     turn, texts = asyncio.Lock(), Body(embed=True)
-    if host in _OWN_NAMES:  # a web site can give its name the address of this machine, to read scores
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"])  # as a Host header has it
+    if (
+        host in _OWN_NAMES
+    ):  # a web site can give its name the address of this machine, to read scores
+        app.add_middleware(
+            TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"]
+        )  # as a Host header has it
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -73,10 +92,13 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
     return app
 
 
-def text_scorer(folder: str, dtype: str, max_batch_tokens: int) -> Callable[[Sequence[str]], list[float]]:
-    """A function that scores whole texts, each at the final token of `encode_finished`; a text of more tokens than the
-    model reads loses its start. `folder` holds a decoder with a one-label head named `score`, which is no process
-    reward model, and its tokenizer. A forward pass has at most `max_batch_tokens`."""
+def text_scorer(
+    folder: str, dtype: str, max_batch_tokens: int
+) -> Callable[[Sequence[str]], list[float]]:
+    """A function that scores whole texts, each at the final token of `encode_finished`; a text of
+    more tokens than the model reads loses its start. `folder` holds a decoder with a one-label head
+    named `score`, which is no process reward model, and its tokenizer. A forward pass has at most
+    `max_batch_tokens`."""
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common import dist
     from dschat_ppo.data.batches import right_padded
@@ -89,19 +111,26 @@ def text_scorer(folder: str, dtype: str, max_batch_tokens: int) -> Callable[[Seq
     config = load_config(folder, "--model")
     if SEPARATOR in config.to_dict():
         raise UserError(
-            f"--model {folder}: is a process reward model (its config.json has {SEPARATOR}), but this server "
-            "scores whole texts; give it to --reward_model_name_or_path of step 3, with --process_reward"
+            f"--model {folder}: is a process reward model (its config.json has {SEPARATOR}), but"
+            " this server scores whole texts; give it to --reward_model_name_or_path of step 3,"
+            " with --process_reward"
         )
     tokenizer, most, device = load_tokenizer(folder, "--model"), most_tokens(config), dist.device()
     check_vocabulary(tokenizer, config, "--model", folder)
-    model = ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(device).eval()
+    model = (
+        ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(device).eval()
+    )
 
     def score(texts: Sequence[str]) -> list[float]:
         rows = [encode_finished(tokenizer, text) for text in texts]
         if too_long := sum(len(row) > most for row in rows):
-            print_line(f"warning: {too_long} texts of more than {most} tokens; their start was cut off")
+            print_line(
+                f"warning: {too_long} texts of more than {most} tokens; their start was cut off"
+            )
         input_ids, lengths = right_padded([row[-most:] for row in rows], filler_id(tokenizer))
-        return scores_in_batches(model, input_ids.to(device), lengths.to(device), max_batch_tokens).tolist()
+        return scores_in_batches(
+            model, input_ids.to(device), lengths.to(device), max_batch_tokens
+        ).tolist()
 
     return score
 
@@ -109,13 +138,27 @@ def text_scorer(folder: str, dtype: str, max_batch_tokens: int) -> Callable[[Seq
 def serve(argv: Sequence[str]) -> None:
     """Load the model and serve until SIGTERM or SIGINT; requests in progress are answered first."""
     parser = argparse.ArgumentParser(
-        description="Serve a reward model over HTTP, for --remote_reward_url. Needs the extra serve."
+        description=(
+            "Serve a reward model over HTTP, for --remote_reward_url. Needs the extra serve."
+        )
     )
-    parser.add_argument("--model", required=True, help="folder or hub name of a decoder with a one-label head `score`")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all interfaces")
-    parser.add_argument("--port", type=int, default=5000, help="port; 0 selects a free one and prints it")
-    parser.add_argument("--max_batch_tokens", type=int, default=16384, help="most tokens of a forward pass")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="format of the weights")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder or hub name of a decoder with a one-label head `score`",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all interfaces"
+    )
+    parser.add_argument(
+        "--port", type=int, default=5000, help="port; 0 selects a free one and prints it"
+    )
+    parser.add_argument(
+        "--max_batch_tokens", type=int, default=16384, help="most tokens of a forward pass"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="format of the weights"
+    )
     arguments = parser.parse_args(argv)
     if arguments.max_batch_tokens < 1:
         raise UserError(f"--max_batch_tokens must be above 0, got {arguments.max_batch_tokens}")
@@ -128,10 +171,16 @@ def serve(argv: Sequence[str]) -> None:
     from dschat_ppo.models.model_folders import model_folder
 
     quiet_libraries()
-    scorer = text_scorer(model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens)
-    print_line(f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward")
+    scorer = text_scorer(
+        model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens
+    )
+    print_line(
+        f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward"
+    )
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn handles them, and raises them again at its end
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # uvicorn handles them, and raises them again at its end
     server_of(reward_app(scorer, host)).run(sockets=[listening])
     print_line("all requests answered; stopped")
 

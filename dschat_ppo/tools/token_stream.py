@@ -18,13 +18,18 @@ INCOMPLETE = "\ufffd"  # what decoders write for a part of a character
 
 @torch.no_grad()
 def stream_tokens(
-    model: PreTrainedModel, prompt: Sequence[int], seed: int, sampling: SamplingParameters, ends: Collection[int],
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    seed: int,
+    sampling: SamplingParameters,
+    ends: Collection[int],
     max_new_tokens: int,
-) -> Iterator[int]:  # fmt: skip
-    """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the one that ends it. The
-    forward passes are those of the padded engine, so `choose_engine` with `engine="padded"` tells whether the
-    architecture is supported. To stop early, abandon the iterator. `ends` may hold ids that the model cannot draw, as
-    the generation configs of some models do."""
+) -> Iterator[int]:
+    """Draw one answer: yields the ids of `generate` for prompt and seed, up to rounding, and the
+    one that ends it. The forward passes are those of the padded engine, so `choose_engine` with
+    `engine="padded"` tells whether the architecture is supported. To stop early, abandon the
+    iterator. `ends` may hold ids that the model cannot draw, as the generation configs of some
+    models do."""
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     vocabulary = vocabulary_size(model)
     stopping = StoppingCriteria(max_new_tokens, tuple(end for end in ends if end < vocabulary))
@@ -37,10 +42,10 @@ def stream_tokens(
 class TextStream:
     """Decodes an answer token by token. The pieces together are the text of all tokens.
 
-    A token's text can depend on the tokens before it (spaces of SentencePiece), and a character can span tokens. So
-    each piece is the difference of two decodings that begin at the same earlier token, and it waits until its last
-    character is complete. `before`: tokens before the answer, if it continues their text: tokenizers such as Llama's
-    drop the space with which a text begins.
+    A token's text can depend on the tokens before it (spaces of SentencePiece), and a character can
+    span tokens. So each piece is the difference of two decodings that begin at the same earlier
+    token, and it waits until its last character is complete. `before`: tokens before the answer, if
+    it continues their text: tokenizers such as Llama's drop the space with which a text begins.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):

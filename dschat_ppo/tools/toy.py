@@ -1,9 +1,11 @@
-"""The embedded default task: a tokenizer, an untrained model and data of short conversations, generated from a seed.
+"""The embedded default task: a tokenizer, an untrained model and data of short conversations,
+generated from a seed.
 
-A user says their name and asks where a thing is. Half of the training answers are kind (a greeting by name, the thing,
-a friendly close), half are curt. A quarter of the conversations go on with a second question, which is answered in the
-same tone. Kind answers are preferred. `keeps_rule` checks this preference exactly, so the result of PPO with a
-*learned* reward can be compared with the true preference; `true_rule` is its reward function.
+A user says their name and asks where a thing is. Half of the training answers are kind (a greeting
+by name, the thing, a friendly close), half are curt. A quarter of the conversations go on with a
+second question, which is answered in the same tone. Kind answers are preferred. `keeps_rule` checks
+this preference exactly, so the result of PPO with a *learned* reward can be compared with the true
+preference; `true_rule` is its reward function.
 
     python -m dschat_ppo.tools.toy FOLDER
 """
@@ -19,12 +21,19 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # imported where they are used: `true_rule` runs in separate processes, and needs no torch
+if (
+    TYPE_CHECKING
+):  # imported where they are used: `true_rule` runs in separate processes, and needs no torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
+NAMES = (
+    "Ada Ben Cleo Dan Eva Finn Gus Hana Ida Jon Kim Leo Mia Ned Ola Pia Quin Rosa Sam Tess".split()
+)
 COLOURS = "red blue green black white yellow brown grey pink golden".split()
-THINGS = "lamp kettle chair scarf drum ladder bucket violin clock basket helmet pillow mirror rope kite jar".split()
+THINGS = (
+    "lamp kettle chair scarf drum ladder bucket violin clock basket helmet pillow mirror rope"
+    " kite jar".split()
+)
 PLACES = "kitchen garden attic cellar garage hall library bedroom office shed".split()
 QUESTIONS = (
     "I am {name}. Where is the {colour} {thing}?",
@@ -47,8 +56,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 COUNTS = {
-    "sft": 8000, "sft_eval": 256, "second": 2000, "pairs": 2000, "pairs_eval": 256, "prompts": 2000, "heldout": 128,
-}  # fmt: skip
+    "sft": 8000,
+    "sft_eval": 256,
+    "second": 2000,
+    "pairs": 2000,
+    "pairs_eval": 256,
+    "prompts": 2000,
+    "heldout": 128,
+}
 
 
 @dataclass(frozen=True)
@@ -69,19 +84,23 @@ def kind_answer(question: Question, rng: random.Random) -> str:
     """A random answer that satisfies the rule."""
     place = rng.choice(PLACES)
     return (
-        f"{rng.choice(GREETINGS)} {question.name}! The {question.colour} {question.thing} is in the {place}. "
-        f"{rng.choice(KIND_CLOSES)}"
+        f"{rng.choice(GREETINGS)} {question.name}! The {question.colour} {question.thing} is in the"
+        f" {place}. {rng.choice(KIND_CLOSES)}"
     )
 
 
 def curt_answer(question: Question, rng: random.Random) -> str:
     """A random answer that violates the rule."""
     place = rng.choice(PLACES)
-    return f"{rng.choice(GRUMBLES)} The {question.colour} {question.thing} is in the {place}. {rng.choice(CURT_CLOSES)}"
+    return (
+        f"{rng.choice(GRUMBLES)} The {question.colour} {question.thing} is in the {place}."
+        f" {rng.choice(CURT_CLOSES)}"
+    )
 
 
 def keeps_rule(question: Question, answer: str) -> bool:
-    """The true preference: greets the user by name, mentions the requested thing, closes kindly, has no curt phrase."""
+    """The true preference: greets the user by name, mentions the requested thing, closes kindly,
+    has no curt phrase."""
     return (
         answer.startswith(tuple(f"{greeting} {question.name}!" for greeting in GREETINGS))
         and f"the {question.colour} {question.thing} " in answer.lower()
@@ -91,13 +110,15 @@ def keeps_rule(question: Question, answer: str) -> bool:
 
 
 def true_rule(response: str, about: dict[str, Any], **_: Any) -> float:
-    """The rule as a reward function of step 3, for `heldout.jsonl`: 1.0 if the answer follows it, else 0.0."""
+    """The rule as a reward function of step 3, for `heldout.jsonl`: 1.0 if the answer follows it,
+    else 0.0."""
     return float(keeps_rule(Question(**about), response))
 
 
 def make_questions(rng: random.Random) -> dict[str, list[Question]]:
-    """Questions of each file; `second` continues the first rows of `sft`. No file repeats a (name, colour, thing) of
-    `heldout`, `sft_eval` or `pairs_eval`, and only `sft` and `second` ask the same question twice."""
+    """Questions of each file; `second` continues the first rows of `sft`. No file repeats a (name,
+    colour, thing) of `heldout`, `sft_eval` or `pairs_eval`, and only `sft` and `second` ask the
+    same question twice."""
 
     def worded(combination: tuple[str, str, str], wordings: int = FIRST) -> Question:
         return Question(*combination, wording=rng.randrange(wordings))
@@ -106,22 +127,32 @@ def make_questions(rng: random.Random) -> dict[str, list[Question]]:
     rng.shuffle(combinations)
     questions, start = {}, 0
     for part in ("heldout", "sft_eval", "pairs_eval"):
-        questions[part] = [worded(combination) for combination in combinations[start : start + COUNTS[part]]]
+        questions[part] = [
+            worded(combination) for combination in combinations[start : start + COUNTS[part]]
+        ]
         start += COUNTS[part]
     free = combinations[start:]
-    questions["sft"] = [worded(rng.choice(free)) for _ in range(COUNTS["sft"])]  # their answers differ
+    questions["sft"] = [
+        worded(rng.choice(free)) for _ in range(COUNTS["sft"])
+    ]  # their answers differ
     for part in ("pairs", "prompts"):
         found: dict[Question, None] = {}  # no question twice
         while len(found) < COUNTS[part]:
             found[worded(rng.choice(free))] = None
         questions[part] = list(found)
-    of_name = {name: [combination for combination in free if combination[0] == name] for name in NAMES}
+    of_name = {
+        name: [combination for combination in free if combination[0] == name] for name in NAMES
+    }
     first = questions["sft"][: COUNTS["second"]]
-    questions["second"] = [worded(rng.choice(of_name[asked.name]), len(QUESTIONS)) for asked in first]
+    questions["second"] = [
+        worded(rng.choice(of_name[asked.name]), len(QUESTIONS)) for asked in first
+    ]
     return questions
 
 
-def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[str, list[dict[str, Any]]]:
+def make_rows(
+    questions: dict[str, list[Question]], rng: random.Random
+) -> dict[str, list[dict[str, Any]]]:
     """Rows of each JSONL file, in the column layouts of the three steps."""
 
     def turn(question: Question) -> list[dict[str, str]]:
@@ -133,10 +164,13 @@ def make_rows(questions: dict[str, list[Question]], rng: random.Random) -> dict[
         for number, question in enumerate(questions[part]):
             while len(answered) == number:
                 answered[question, rng.choice((kind_answer, curt_answer))(question, rng)] = None
-        rows[part] = [{"messages": [*turn(q), {"role": "assistant", "content": text}]} for q, text in answered]
+        rows[part] = [
+            {"messages": [*turn(q), {"role": "assistant", "content": text}]} for q, text in answered
+        ]
     for part in ("pairs", "pairs_eval"):
         rows[part] = [
-            {"prompt": turn(q), "chosen": kind_answer(q, rng), "rejected": curt_answer(q, rng)} for q in questions[part]
+            {"prompt": turn(q), "chosen": kind_answer(q, rng), "rejected": curt_answer(q, rng)}
+            for q in questions[part]
         ]
     rows["prompts"] = [{"prompt": turn(q)} for q in questions["prompts"]]
     rows["heldout"] = [{"prompt": turn(q), "about": vars(q)} for q in questions["heldout"]]
@@ -167,26 +201,41 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make(folder: Path, seed: int) -> None:
-    """Write `folder/model`, a Llama of 1.7 M parameters with random weights, and `folder/data/*.jsonl`."""
+    """Write `folder/model`, a Llama of 1.7 M parameters with random weights, and
+    `folder/data/*.jsonl`."""
     rng = random.Random(seed)
     rows = make_rows(make_questions(rng), rng)
     tokenizer = make_tokenizer([turn["content"] for row in rows["sft"] for turn in row["messages"]])
-    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
-    model = untrained_llama(tokenizer, seed, **shape, num_key_value_heads=3, max_position_embeddings=256)
+    shape = {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+    }
+    model = untrained_llama(
+        tokenizer, seed, **shape, num_key_value_heads=3, max_position_embeddings=256
+    )
     write_task(folder, rows, tokenizer, model)
 
 
-def untrained_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any) -> LlamaForCausalLM:
-    """A Llama with random weights and the vocabulary, PAD and EOS of `tokenizer`; `shape` are names of
-    `LlamaConfig`."""
+def untrained_llama(
+    tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any
+) -> LlamaForCausalLM:
+    """A Llama with random weights and the vocabulary, PAD and EOS of `tokenizer`; `shape` are names
+    of `LlamaConfig`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), initializer_range=0.05, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **shape,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -196,9 +245,15 @@ def write_task(
     tokenizer: PreTrainedTokenizerFast,
     model: LlamaForCausalLM,
 ) -> None:
-    """Write and sync `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each entry of `rows`. The
-    weights are written last: if they exist, the task is complete."""
-    from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, make_folder, move_files_up, write_file
+    """Write and sync `folder/model` (weights and tokenizer) and `folder/data/NAME.jsonl` for each
+    entry of `rows`. The weights are written last: if they exist, the task is complete."""
+    from dschat_ppo.common.atomic_files import (
+        PARTIAL,
+        empty_folder,
+        make_folder,
+        move_files_up,
+        write_file,
+    )
 
     make_folder(folder / "data")
     for name, of_file in rows.items():

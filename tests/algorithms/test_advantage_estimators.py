@@ -1,4 +1,5 @@
-"""Advantage estimators, token rewards, returns and group statistics: by hand, and against loops over definitions."""
+"""Advantage estimators, token rewards, returns and group statistics: by hand, and against loops
+over definitions."""
 
 from dataclasses import replace
 
@@ -23,18 +24,33 @@ from dschat_ppo.algorithms.advantage_estimators import (
 from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
 
 LENGTHS = (5, 3, 0, 1, 2, 5, 4, 0)
-PROMPTS = (7, -2, 7, 40, -2, 7, 7, 11)  # four rows of 7 (one of them empty), two of -2, a single 40, an empty 11
+PROMPTS = (
+    7,
+    -2,
+    7,
+    40,
+    -2,
+    7,
+    7,
+    11,
+)  # four rows of 7 (one of them empty), two of -2, a single 40, an empty 11
 
 
 def inputs_of(mask, rewards=None, groups=None, **changes) -> AdvantageInputs:
     rows = mask.shape[0]
     settings = {
-        "rewards": normal(0, *mask.shape) if rewards is None else rewards, "values": normal(1, *mask.shape),
+        "rewards": normal(0, *mask.shape) if rewards is None else rewards,
+        "values": normal(1, *mask.shape),
         "response_mask": mask,
-        "groups": torch.tensor(groups) if groups is not None else torch.zeros(rows, dtype=torch.int64),
-        "baselines": normal(2, rows), "gamma": 0.9, "lam": 0.8,
-        "source_scores": normal(3, rows, 2), "source_weights": torch.tensor([0.5, 2.0]).double(),
-    }  # fmt: skip
+        "groups": torch.tensor(groups)
+        if groups is not None
+        else torch.zeros(rows, dtype=torch.int64),
+        "baselines": normal(2, rows),
+        "gamma": 0.9,
+        "lam": 0.8,
+        "source_scores": normal(3, rows, 2),
+        "source_weights": torch.tensor([0.5, 2.0]).double(),
+    }
     return AdvantageInputs(**{**settings, **changes})
 
 
@@ -67,10 +83,14 @@ def row_by_loop(name, i, scores, lengths, groups, epsilon, normalise) -> float:
     if name == "rloo":
         return scores[i] - float(np.mean([scores[j] for j in mates if j != i]))
     if name == "opo":
-        return scores[i] - sum(lengths[j] * scores[j] for j in mates) / sum(lengths[j] for j in mates)
+        return scores[i] - sum(lengths[j] * scores[j] for j in mates) / sum(
+            lengths[j] for j in mates
+        )
     if name == "gpg":
         counted = [j for j in range(len(scores)) if lengths[j] > 0]
-        useful = [j for j in counted if len({scores[k] for k in counted if groups[k] == groups[j]}) > 1]
+        useful = [
+            j for j in counted if len({scores[k] for k in counted if groups[k] == groups[j]}) > 1
+        ]
         return len(counted) / len(useful) * (scores[i] - mean)
     if name == "maxrl":
         return (scores[i] - mean) / mean if mean > 0 else 0.0
@@ -86,8 +106,12 @@ def check_rows(name, inputs):
     rest = inputs.epsilon, inputs.normalise_std
     expected = [row_by_loop(name, i, scores, lengths, groups, *rest) for i in range(len(scores))]
     advantages, returns = ESTIMATORS[name](inputs)
-    np.testing.assert_allclose(advantages.numpy(), np.where(mask, np.array(expected)[:, None], 0.0), atol=1e-10)
-    np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards, mask, inputs.gamma), atol=1e-10)
+    np.testing.assert_allclose(
+        advantages.numpy(), np.where(mask, np.array(expected)[:, None], 0.0), atol=1e-10
+    )
+    np.testing.assert_allclose(
+        returns.numpy(), returns_by_loop(rewards, mask, inputs.gamma), atol=1e-10
+    )
 
 
 ROW_LEVEL = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_pass_at_k", "maxrl"]
@@ -96,30 +120,45 @@ ROW_LEVEL = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_pass_at_k", "maxrl"]
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("name", ROW_LEVEL)
 def test_row_estimators_match_a_loop_over_uneven_groups_and_rows_with_gaps(name, normalise):
-    check_rows(name, inputs_of(ragged_mask(LENGTHS), groups=PROMPTS, normalise_std=normalise, epsilon=0.03))
+    check_rows(
+        name, inputs_of(ragged_mask(LENGTHS), groups=PROMPTS, normalise_std=normalise, epsilon=0.03)
+    )
     check_rows(name, inputs_of(gapped_mask(), groups=[1, 1, 2, 1, 2], normalise_std=normalise))
 
 
 BY_HAND = {
     # 1, 2, 6: mean 3, unbiased variance (4 + 1 + 9) / 2 = 7. The other prompt: 5, 5.
-    "grpo": (scored([1.0, 5.0, 2.0, 6.0, 5.0], [0, 1, 0, 0, 1]), [-2 / 7**0.5, 0.0, -1 / 7**0.5, 3 / 7**0.5, 0.0]),
+    "grpo": (
+        scored([1.0, 5.0, 2.0, 6.0, 5.0], [0, 1, 0, 0, 1]),
+        [-2 / 7**0.5, 0.0, -1 / 7**0.5, 3 / 7**0.5, 0.0],
+    ),
     # The empty answer of the group is no score.
-    "dr_grpo": (scored([1.0, 2.0, 6.0, 9.0], [3] * 4, lengths=[1, 2, 1, 0]), [-2.0, -1.0, 3.0, 0.0]),
+    "dr_grpo": (
+        scored([1.0, 2.0, 6.0, 9.0], [3] * 4, lengths=[1, 2, 1, 0]),
+        [-2.0, -1.0, 3.0, 0.0],
+    ),
     "rloo": (scored([1.0, 2.0, 6.0], [3, 3, 3]), [1 - 4.0, 2 - 3.5, 6 - 1.5]),
     # (1 * 1 + 3 * 5) / 4 = 4
     "opo": (scored([1.0, 5.0], [0, 0], lengths=[1, 3]), [-3.0, 1.0]),
-    # Six rows, of which the last two say nothing: alpha = 6 / 4. A score of 0 in a mixed group is information, and a
-    # row on its group's mean counts as well.
-    "gpg": (scored([0.0, 0.5, 1.0, 0.5, 1.0, 1.0], [0, 0, 0, 0, 1, 1]), [-0.75, 0.0, 0.75, 0.0, 0.0, 0.0]),
+    # Six rows, of which the last two say nothing: alpha = 6 / 4. A score of 0 in a mixed group is
+    # information, and a row on its group's mean counts as well.
+    "gpg": (
+        scored([0.0, 0.5, 1.0, 0.5, 1.0, 1.0], [0, 0, 0, 0, 1, 1]),
+        [-0.75, 0.0, 0.75, 0.0, 0.0, 0.0],
+    ),
     "grpo_pass_at_k": (
-        scored([1.0, 4.0, 2.5, 3.0, 3.0, 9.0], [0, 0, 0, 1, 1, 2], normalise_std=False), [0.0, 1.5, 0.0, 0.0, 0.0, 0.0]
+        scored([1.0, 4.0, 2.5, 3.0, 3.0, 9.0], [0, 0, 0, 1, 1, 2], normalise_std=False),
+        [0.0, 1.5, 0.0, 0.0, 0.0, 0.0],
     ),
     # One of four, three of four, none of two, a mean of -1.
     "maxrl": (
-        scored([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, -3.0, 1.0], [0] * 4 + [1] * 4 + [2] * 2 + [3] * 2),
+        scored(
+            [0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, -3.0, 1.0],
+            [0] * 4 + [1] * 4 + [2] * 2 + [3] * 2,
+        ),
         [-1.0, 3.0, -1.0, -1.0, 1 / 3, -1.0, 1 / 3, 1 / 3, 0.0, 0.0, 0.0, 0.0],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -131,7 +170,9 @@ def test_row_estimators_by_hand(name):
 def test_differences_survive_fp32_and_the_kl_penalty_is_subtracted_before_the_baseline():
     # Scores 3 and 3, penalties 0.5 * (1 + 1) and 0.5 * 4: S = 2 and 1.
     mask = ragged_mask([2, 1])
-    rewards = token_rewards(torch.tensor([3.0, 3.0]), torch.tensor([[1.0, 1.0], [4.0, 9.0]]), mask, 0.5)
+    rewards = token_rewards(
+        torch.tensor([3.0, 3.0]), torch.tensor([[1.0, 1.0], [4.0, 9.0]]), mask, 0.5
+    )
     assert row_advantages("dr_grpo", inputs_of(mask, rewards, [0, 0])) == [0.5, -0.5]
     # In fp32 1e8 + 1 - 1e8 is 0, and so is the difference to the other row.
     rewards = torch.tensor([[1e8, 1.0, -1e8], [0.0, 9.0, 9.0]])
@@ -145,18 +186,30 @@ def penalised(scores, penalties, **changes) -> AdvantageInputs:
     scores, penalties = torch.tensor(scores), torch.tensor(penalties)
     mask = torch.ones(len(scores), 1, dtype=torch.bool)
     rewards = token_rewards(scores, penalties.unsqueeze(1), mask, 1.0)
-    return inputs_of(mask, rewards, [0] * len(scores), **{"gamma": 1.0, "epsilon": 1e-6, "scores": scores, **changes})
+    return inputs_of(
+        mask,
+        rewards,
+        [0] * len(scores),
+        **{"gamma": 1.0, "epsilon": 1e-6, "scores": scores, **changes},
+    )
 
 
 def test_grpo_subtracts_the_kl_from_standardised_scores_by_hand():
-    # 1 and 3 over their deviation 2^0.5, less 0.1 and 0.3: 2^0.5 - 0.2 apart, a spread below 1: not divided.
+    # 1 and 3 over their deviation 2^0.5, less 0.1 and 0.3: 2^0.5 - 0.2 apart, a spread below 1: not
+    # divided.
     half = 0.5**0.5 - 0.1
-    assert row_advantages("grpo", penalised([1.0, 3.0], [0.1, 0.3])) == pytest.approx([-half, half], rel=1e-5)
+    assert row_advantages("grpo", penalised([1.0, 3.0], [0.1, 0.3])) == pytest.approx(
+        [-half, half], rel=1e-5
+    )
     # Less 0.3 and 0.1: the spread is 1 + 0.02^0.5, so the sum is brought back to 1.
     half = 0.5**0.5
-    assert row_advantages("grpo", penalised([1.0, 3.0], [0.3, 0.1])) == pytest.approx([-half, half], rel=1e-5)
+    assert row_advantages("grpo", penalised([1.0, 3.0], [0.3, 0.1])) == pytest.approx(
+        [-half, half], rel=1e-5
+    )
     # Equal scores: the penalties alone, as they are.
-    assert row_advantages("grpo", penalised([2.0, 2.0], [0.02, 0.0])) == pytest.approx([-0.01, 0.01], rel=1e-5)
+    assert row_advantages("grpo", penalised([2.0, 2.0], [0.02, 0.0])) == pytest.approx(
+        [-0.01, 0.01], rel=1e-5
+    )
 
 
 def of_sources(inputs: AdvantageInputs, *columns, weights) -> AdvantageInputs:
@@ -165,7 +218,8 @@ def of_sources(inputs: AdvantageInputs, *columns, weights) -> AdvantageInputs:
 
 
 def test_gdpo_standardises_each_source_in_its_group_and_their_sum_over_the_batch_by_hand():
-    # First source: 0 and 1, 4 and 4, so -+h and 0 with h = 0.5^0.5. Second: it scores the second prompt alone, -+h.
+    # First source: 0 and 1, 4 and 4, so -+h and 0 with h = 0.5^0.5. Second: it scores the second
+    # prompt alone, -+h.
     nan = float("nan")
     inputs = scored([9.0, 8.0, 7.0, 6.0], [5, 5, 3, 3])
     inputs = of_sources(inputs, [0.0, 1.0, 4.0, 4.0], [nan, nan, -20.0, 30.0], weights=[3.0, 1.0])
@@ -200,18 +254,27 @@ def test_gdpo_matches_a_loop_with_gaps_unscored_rows_and_penalties(seed):
     kept = mixed[counted]
     expected = (mixed - kept.mean()) / (kept.std(ddof=1) + 0.03) - less
     found, returns = ESTIMATORS["gdpo"](inputs)
-    np.testing.assert_allclose(found.numpy(), np.where(mask.numpy(), expected[:, None], 0.0), atol=1e-6)
-    np.testing.assert_allclose(returns.numpy(), returns_by_loop(rewards.numpy(), mask.numpy(), 0.9), atol=1e-6)
+    np.testing.assert_allclose(
+        found.numpy(), np.where(mask.numpy(), expected[:, None], 0.0), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        returns.numpy(), returns_by_loop(rewards.numpy(), mask.numpy(), 0.9), atol=1e-6
+    )
 
 
 def test_grpo_divides_by_the_deviation_of_the_batch_by_hand():
     # 1, 3, 5, 5, 6: mean 4, variance (9 + 1 + 1 + 1 + 4) / 4 = 4. An empty answer is no score.
-    inputs = scored([1.0, 3.0, 5.0, 5.0, 6.0, 99.0], [0, 0, 1, 1, 2, 2], [1, 1, 2, 1, 1, 0], batch_std=True)
+    inputs = scored(
+        [1.0, 3.0, 5.0, 5.0, 6.0, 99.0], [0, 0, 1, 1, 2, 2], [1, 1, 2, 1, 1, 0], batch_std=True
+    )
     assert row_advantages("grpo", inputs) == pytest.approx([-0.5, 0.5, 0.0, 0.0, 0.0, 0.0])
     assert row_advantages("grpo_pass_at_k", inputs) == pytest.approx([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
-    # A group may spread more than the batch, and keeps that: 0 and 6 among 3, 3, 3, 3 and 3 have the variance 18 / 6.
+    # A group may spread more than the batch, and keeps that: 0 and 6 among 3, 3, 3, 3 and 3 have
+    # the variance 18 / 6.
     wide = scored([0.0, 6.0, 3.0, 3.0, 3.0, 3.0, 3.0], [0, 0, 1, 1, 1, 1, 1], batch_std=True)
-    assert row_advantages("grpo", wide) == pytest.approx([-(3**0.5), 3**0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert row_advantages("grpo", wide) == pytest.approx(
+        [-(3**0.5), 3**0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
+    )
     # The penalties 0.3 and 0.1 keep their size.
     inputs = penalised([1.0, 3.0], [0.3, 0.1], batch_std=True)
     half = 0.5**0.5 + 0.1
@@ -220,8 +283,12 @@ def test_grpo_divides_by_the_deviation_of_the_batch_by_hand():
 
 def test_maxrl_divides_by_the_mean_before_the_kl_penalty_and_subtracts_that_by_hand():
     # Mean 2: -0.5 and 0.5; penalties of 0.3 and 0.1 are 0.1 above and below theirs.
-    assert row_advantages("maxrl", penalised([1.0, 3.0], [0.3, 0.1])) == pytest.approx([-0.6, 0.6], rel=1e-5)
-    assert row_advantages("maxrl", penalised([0.0, 0.0], [-0.3, 0.1])) == pytest.approx([0.2, -0.2], rel=1e-5)
+    assert row_advantages("maxrl", penalised([1.0, 3.0], [0.3, 0.1])) == pytest.approx(
+        [-0.6, 0.6], rel=1e-5
+    )
+    assert row_advantages("maxrl", penalised([0.0, 0.0], [-0.3, 0.1])) == pytest.approx(
+        [0.2, -0.2], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("score", [0.1, -0.7, 1e-8, 3e7])
@@ -229,15 +296,21 @@ def test_maxrl_divides_by_the_mean_before_the_kl_penalty_and_subtracts_that_by_h
 def test_equal_scores_have_advantage_exactly_zero(name, score):
     lengths = [5, 3, 1, 2, 4, 4, 2]
     for epsilon in (1e-6, 1e-30):
-        inputs = of_sources(scored([score] * 7, [0] * 7, lengths, epsilon=epsilon), [score] * 7, weights=[1.0])
+        inputs = of_sources(
+            scored([score] * 7, [0] * 7, lengths, epsilon=epsilon), [score] * 7, weights=[1.0]
+        )
         assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(7, 5))
 
 
 def test_reinforce_plus_plus_with_and_without_a_baseline_by_hand():
     # gamma 0.5, rewards 1, 2, 4: 4; 2 + 2; 1 + 2.
-    inputs = inputs_of(ragged_mask([3, 0], 3), torch.tensor([[1.0, 2.0, 4.0], [9.0, 9.0, 9.0]]), gamma=0.5)
+    inputs = inputs_of(
+        ragged_mask([3, 0], 3), torch.tensor([[1.0, 2.0, 4.0], [9.0, 9.0, 9.0]]), gamma=0.5
+    )
     advantages, returns = ESTIMATORS["reinforce_plus_plus"](inputs)
-    assert advantages.tolist() == [[3.0, 4.0, 4.0], [0.0, 0.0, 0.0]] and torch.equal(returns, advantages)
+    assert advantages.tolist() == [[3.0, 4.0, 4.0], [0.0, 0.0, 0.0]] and torch.equal(
+        returns, advantages
+    )
     # S = 7 and 1, mean 4; with gamma 1 the returns-to-go are 7, 6, 4 and 1.
     rewards = torch.tensor([[1.0, 2.0, 4.0], [1.0, 8.0, 8.0]])
     advantages, returns = ESTIMATORS["reinforce_plus_plus_baseline"](
@@ -257,7 +330,9 @@ def test_remax_by_hand_and_against_a_loop():
         for t in range(length):
             expected[i, t] -= float(inputs.baselines[i]) * 0.9 ** (length - 1 - t)
     np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-10)
-    assert row_advantages("remax", scored([3.0, 1.0], [0, 0], baselines=torch.tensor([2.0, 5.0]))) == [1.0, -4.0]
+    assert row_advantages(
+        "remax", scored([3.0, 1.0], [0, 0], baselines=torch.tensor([2.0, 5.0]))
+    ) == [1.0, -4.0]
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "remax"])
@@ -307,15 +382,20 @@ def gae(rewards, values, mask, gamma, lam) -> tuple[torch.Tensor, torch.Tensor]:
 
 def random_rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(len(GAE_LENGTHS), 6, generator=generator), torch.randn(len(GAE_LENGTHS), 6, generator=generator)
+    return torch.randn(len(GAE_LENGTHS), 6, generator=generator), torch.randn(
+        len(GAE_LENGTHS), 6, generator=generator
+    )
 
 
 def test_token_rewards_by_hand():
-    """Every token pays the KL penalty; the score is on the row's last True token, whatever stands outside the mask."""
+    """Every token pays the KL penalty; the score is on the row's last True token, whatever stands
+    outside the mask."""
     kl = torch.tensor([[1.0, -2.0, 3.0], [4.0, torch.nan, torch.inf]])
     rewards = token_rewards(torch.tensor([10.0, -1.0]), kl, ragged_mask((3, 1), 3), kl_coef=0.5)
     assert rewards.tolist() == [[-0.5, 1.0, 8.5], [-3.0, 0.0, 0.0]]
-    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.zeros(5, 6), gapped_mask(), 0.1)
+    rewards = token_rewards(
+        torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.zeros(5, 6), gapped_mask(), 0.1
+    )
     assert rewards.nonzero().tolist() == [[0, 5], [2, 2], [3, 5], [4, 3]]
     assert rewards.sum(dim=1).tolist() == [1.0, 0.0, 3.0, 4.0, 5.0]
 
@@ -338,7 +418,9 @@ class Operators(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, operator, types, arguments=(), named=None):
-        self.count += not any(tag in str(operator) for tag in ("aten.slice", "aten.view", "aten.unsqueeze"))
+        self.count += not any(
+            tag in str(operator) for tag in ("aten.slice", "aten.view", "aten.unsqueeze")
+        )
         return operator(*arguments, **(named or {}))
 
 
@@ -358,11 +440,15 @@ def test_long_rows_with_gaps_equal_a_loop_in_few_operators(gamma, lam):
         following, next_value = 0.0, 0.0
         for t in reversed(np.flatnonzero(mask[row].numpy())):
             value = float(values[row, t])
-            following = float(rewards[row, t]) + gamma * next_value - value + gamma * lam * following
+            following = (
+                float(rewards[row, t]) + gamma * next_value - value + gamma * lam * following
+            )
             expected[row, t], next_value = following, value
     largest = np.abs(expected).max()
     np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-5 * largest)
-    np.testing.assert_allclose(returns.numpy(), np.where(mask, expected + values.numpy(), 0.0), atol=1e-5 * largest)
+    np.testing.assert_allclose(
+        returns.numpy(), np.where(mask, expected + values.numpy(), 0.0), atol=1e-5 * largest
+    )
     with Operators() as operators:
         found = returns_to_go(rewards, mask, gamma)
     assert operators.count <= 100
@@ -372,7 +458,8 @@ def test_long_rows_with_gaps_equal_a_loop_in_few_operators(gamma, lam):
 
 @pytest.mark.parametrize("width", [6, 7, 64, 101])
 def test_the_width_of_a_batch_changes_no_bit(width):
-    """The critic's pass computes targets in micro-batches, which are as wide as their longest answer."""
+    """The critic's pass computes targets in micro-batches, which are as wide as their longest
+    answer."""
     rewards, values = random_rows(8)
     wide = [torch.nn.functional.pad(part, (0, width - 6), value=5.0) for part in (rewards, values)]
     narrow = gae(rewards, values, MASK, 0.99, 0.95)
@@ -396,7 +483,9 @@ def groups_of(prompts, lengths) -> Groups:
 def test_statistics_by_hand_without_the_empty_rows():
     groups = groups_of(GROUP_PROMPTS, GROUP_LENGTHS)
     gaps = groups.gaps(SCORES)
-    assert {x.dtype for x in (groups.sizes, gaps, groups.mean(gaps), groups.std(gaps))} == {torch.float64}
+    assert {x.dtype for x in (groups.sizes, gaps, groups.mean(gaps), groups.std(gaps))} == {
+        torch.float64
+    }
     assert groups.counted.tolist() == [True, False, True, False, False, True]
     assert groups.sizes.tolist() == [2.0, 2.0, 2.0, 0.0, 0.0, 1.0]
     assert groups.best(SCORES).tolist() == [4.0, 4.0, 4.0, 0.0, 0.0, 2.5]
@@ -405,11 +494,15 @@ def test_statistics_by_hand_without_the_empty_rows():
     assert groups.std(gaps).tolist() == pytest.approx([4.5**0.5] * 3 + [0.0] * 3)
 
 
-@pytest.mark.parametrize(("scores", "differ"), [
-    ([1.0, 1.0, 2.0, 3.0], [False, False, True, True]), ([0.0, 0.0, 0.0, 0.0], [False] * 4),
-    ([1.0, 1.0, float("nan"), 3.0], [False, False, True, True]),
-    ([1.0, 1.0, float("inf"), float("inf")], [False, False, True, True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scores", "differ"),
+    [
+        ([1.0, 1.0, 2.0, 3.0], [False, False, True, True]),
+        ([0.0, 0.0, 0.0, 0.0], [False] * 4),
+        ([1.0, 1.0, float("nan"), 3.0], [False, False, True, True]),
+        ([1.0, 1.0, float("inf"), float("inf")], [False, False, True, True]),
+    ],
+)
 def test_groups_differ_if_their_scores_are_unequal_or_not_finite(scores, differ):
     assert groups_that_differ(torch.tensor(scores), torch.tensor([4, 4, -1, -1])).tolist() == differ
     order = [2, 0, 3, 1]
@@ -420,33 +513,54 @@ def test_groups_differ_if_their_scores_are_unequal_or_not_finite(scores, differ)
 def test_groups_within_two_bounds_have_a_mean_strictly_between_them_or_not_finite():
     scores = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, float("nan"), 1.0])
     groups = torch.tensor([5, 5, 5, 5, 2, 2, 0, -1, 0])  # means 0.25, 0.5, 1, NaN
-    assert groups_within(scores, groups, 0.25, 1.0).tolist() == [False] * 4 + [True] * 2 + [False, True, False]
-    assert groups_within(scores, groups, 0.2, 0.5).tolist() == [True] * 4 + [False] * 3 + [True, False]
+    assert groups_within(scores, groups, 0.25, 1.0).tolist() == [False] * 4 + [True] * 2 + [
+        False,
+        True,
+        False,
+    ]
+    assert groups_within(scores, groups, 0.2, 0.5).tolist() == [True] * 4 + [False] * 3 + [
+        True,
+        False,
+    ]
 
 
-TURNS = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 0, 0]]).bool()  # two turns, two, one
+TURNS = torch.tensor(
+    [[1, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 0, 0]]
+).bool()  # two turns, two, one
 
 
 def test_turns_are_credited_with_the_rewards_from_them_on_by_hand():
-    rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 4.0, 0.0, 0.0], [0.0, 0.0, 8.0, 0.0, 0.0]])
+    rewards = torch.tensor(
+        [[0.0, 1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 4.0, 0.0, 0.0], [0.0, 0.0, 8.0, 0.0, 0.0]]
+    )
     inputs = inputs_of(TURNS, rewards, [5, 5, 5], gamma=1.0)
     advantages, returns = by_turn(ESTIMATORS["dr_grpo"], inputs, rewards)
     # first turns: 3, 4, 8 with mean 5; second turns: 2, 4 with mean 3
     expected = [[-2.0, -2.0, 0.0, -1.0, 0.0], [-1.0, 0.0, 1.0, 0.0, 0.0], [3.0, 3.0, 3.0, 0.0, 0.0]]
     np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-6)
-    assert returns.tolist() == [[3.0, 3.0, 0.0, 2.0, 0.0], [4.0, 0.0, 4.0, 0.0, 0.0], [8.0, 8.0, 8.0, 0.0, 0.0]]
+    assert returns.tolist() == [
+        [3.0, 3.0, 0.0, 2.0, 0.0],
+        [4.0, 0.0, 4.0, 0.0, 0.0],
+        [8.0, 8.0, 8.0, 0.0, 0.0],
+    ]
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_pass_at_k", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "rloo", "opo", "gpg", "grpo_pass_at_k", "reinforce_plus_plus_baseline"]
+)
 def test_turns_equal_a_loop_over_cut_rows(name):
-    """Each turn as a row of its own, which begins with it; with a KL penalty, so that scores and rewards differ."""
+    """Each turn as a row of its own, which begins with it; with a KL penalty, so that scores and
+    rewards differ."""
     mask = gapped_mask().bool() if name != "opo" else TURNS
     groups = torch.arange(len(mask)) % 2
     at_turns = torch.where(mask, normal(5, *mask.shape), 0.0)
     kl = torch.where(mask, normal(6, *mask.shape) * 0.1, 0.0)
     inputs = inputs_of(mask, at_turns - kl, groups.tolist(), scores=at_turns.sum(dim=1), gamma=0.7)
     found, _ = by_turn(ESTIMATORS[name], inputs, at_turns)
-    starts = [[c for c in range(mask.shape[1]) if row[c] and (c == 0 or not row[c - 1])] for row in mask.tolist()]
+    starts = [
+        [c for c in range(mask.shape[1]) if row[c] and (c == 0 or not row[c - 1])]
+        for row in mask.tolist()
+    ]
     seen = torch.zeros(mask.shape)
     for turn in range(max(map(len, starts))):
         rows = [r for r in range(len(mask)) if len(starts[r]) > turn]
@@ -454,9 +568,15 @@ def test_turns_equal_a_loop_over_cut_rows(name):
         for number, r in enumerate(rows):
             cut[number, starts[r][turn] :] = mask[r, starts[r][turn] :]
         part = AdvantageInputs(
-            torch.where(cut, inputs.rewards[rows], 0.0), None, cut, groups[rows], None, 0.7, 1.0,
+            torch.where(cut, inputs.rewards[rows], 0.0),
+            None,
+            cut,
+            groups[rows],
+            None,
+            0.7,
+            1.0,
             scores=torch.where(cut, at_turns[rows], 0.0).sum(dim=1),
-        )  # fmt: skip
+        )
         advantages, _ = ESTIMATORS[name](part)
         for number, r in enumerate(rows):
             end = starts[r][turn + 1] if len(starts[r]) > turn + 1 else mask.shape[1]

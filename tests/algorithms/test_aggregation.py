@@ -1,4 +1,5 @@
-"""From tokens to a scalar by hand, against loops and numpy, and forms of the KL with their expected gradients."""
+"""From tokens to a scalar by hand, against loops and numpy, and forms of the KL with their expected
+gradients."""
 
 import math
 
@@ -24,17 +25,21 @@ REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.2, 0.4, 1.0, -1.0], dtype=to
 
 
 def exact_gradient(reverse: bool = False) -> torch.Tensor:
-    """Gradient for the logits: sum of p (log p - log q) has p_j (log p_j - log q_j - KL), the other p_j - q_j."""
+    """Gradient for the logits: sum of p (log p - log q) has p_j (log p_j - log q_j - KL), the other
+    p_j - q_j."""
     p = [math.exp(x) / sum(math.exp(y) for y in LOGITS.tolist()) for x in LOGITS.tolist()]
     q = [math.exp(x) for x in REFERENCE.tolist()]
     if reverse:
         return torch.tensor([a - b for a, b in zip(p, q, strict=True)], dtype=torch.float64)
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    return torch.tensor([a * (math.log(a / b) - kl) for a, b in zip(p, q, strict=True)], dtype=torch.float64)
+    return torch.tensor(
+        [a * (math.log(a / b) - kl) for a, b in zip(p, q, strict=True)], dtype=torch.float64
+    )
 
 
 def expected_gradient(estimator: str, straight: bool) -> torch.Tensor:
-    """Gradient of the loss, averaged over all tokens with the weights of the policy itself (which carry none)."""
+    """Gradient of the loss, averaged over all tokens with the weights of the policy itself (which
+    carry none)."""
     logits = LOGITS.clone().requires_grad_()
     logprobs = torch.log_softmax(logits, dim=0)
     losses = kl_loss(logprobs.unsqueeze(0), REFERENCE.unsqueeze(0), estimator, straight).squeeze(0)
@@ -51,15 +56,20 @@ def test_values_by_hand():
     assert values["abs"] == pytest.approx([0.5, 1.0, 0.0])
     for name, expected in values.items():
         for straight in (False, True):
-            assert kl_loss(logprobs, other, name, straight).tolist() == pytest.approx(expected, rel=1e-6)
+            assert kl_loss(logprobs, other, name, straight).tolist() == pytest.approx(
+                expected, rel=1e-6
+            )
 
 
 def test_gradients_in_expectation():
-    """The straight-through form has that of the exact divergence; k2 too, k3 that of the reverse one, k1 none."""
+    """The straight-through form has that of the exact divergence; k2 too, k3 that of the reverse
+    one, k1 none."""
     for estimator in KL_ESTIMATORS:
         torch.testing.assert_close(expected_gradient(estimator, straight=True), exact_gradient())
     torch.testing.assert_close(expected_gradient("k2", straight=False), exact_gradient())
-    torch.testing.assert_close(expected_gradient("k3", straight=False), exact_gradient(reverse=True))
+    torch.testing.assert_close(
+        expected_gradient("k3", straight=False), exact_gradient(reverse=True)
+    )
     assert expected_gradient("k1", straight=False).abs().max().item() < 1e-15
     for biased in (exact_gradient(reverse=True), expected_gradient("abs", straight=False)):
         assert (biased - exact_gradient()).abs().max().item() > 0.05
@@ -67,7 +77,9 @@ def test_gradients_in_expectation():
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("straight", [False, True])
-def test_rounding_does_not_decide_the_gradient_where_policy_and_reference_are_equal(estimator, straight):
+def test_rounding_does_not_decide_the_gradient_where_policy_and_reference_are_equal(
+    estimator, straight
+):
     logprobs, gradients = torch.full((2,), -1.0, requires_grad=True), []
     for noise in (-2e-6, 2e-6):
         loss = kl_loss(logprobs, torch.full((2,), -1.0 + noise), estimator, straight)
@@ -110,16 +122,21 @@ def test_every_mode_matches_a_loop_whatever_the_padding_holds(mode, lengths, see
     assert found.item() == pytest.approx(by_loop(losses, mask, mode, denominators), abs=1e-12)
 
 
-@pytest.mark.parametrize(("mode", "expected", "weights"), [
-    ("token_mean", (1 + 2 + 6 + 5) / 8, [[1 / 8] * 3, [0, 0, 0], [1 / 8, 0, 0]]),
-    ("seq_mean_token_sum", (9 + 5) / 4, [[1 / 4] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
-    ("seq_mean_token_mean", (3 + 5) / 4, [[1 / 12] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
-    ("constant", (9 + 5) / 40, [[1 / 40] * 3, [0, 0, 0], [1 / 40, 0, 0]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "expected", "weights"),
+    [
+        ("token_mean", (1 + 2 + 6 + 5) / 8, [[1 / 8] * 3, [0, 0, 0], [1 / 8, 0, 0]]),
+        ("seq_mean_token_sum", (9 + 5) / 4, [[1 / 4] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
+        ("seq_mean_token_mean", (3 + 5) / 4, [[1 / 12] * 3, [0, 0, 0], [1 / 4, 0, 0]]),
+        ("constant", (9 + 5) / 40, [[1 / 40] * 3, [0, 0, 0], [1 / 40, 0, 0]]),
+    ],
+)
 def test_every_mode_by_hand_with_the_weight_of_each_token_as_gradient(mode, expected, weights):
     nan = float("nan")
     losses = torch.tensor([[1.0, 2.0, 6.0], [nan, nan, nan], [5.0, nan, nan]], requires_grad=True)
-    loss = aggregate(losses, ragged_mask([3, 0, 1]), mode, Denominators(tokens=8, rows=4, constant=40))
+    loss = aggregate(
+        losses, ragged_mask([3, 0, 1]), mode, Denominators(tokens=8, rows=4, constant=40)
+    )
     loss.backward()
     assert loss.item() == pytest.approx(expected)
     torch.testing.assert_close(losses.grad, torch.tensor(weights))
@@ -148,7 +165,10 @@ def test_values_and_gradients_outside_the_mask_are_ignored():
     values, mask = torch.tensor([[1.0, nan], [inf, 2.0]], requires_grad=True), torch.eye(2).bool()
     kept = zero_outside(values, mask)
     (kept**2).sum().backward()
-    assert kept.tolist() == [[1.0, 0.0], [0.0, 2.0]] and values.grad.tolist() == [[2.0, 0.0], [0.0, 4.0]]
+    assert kept.tolist() == [[1.0, 0.0], [0.0, 2.0]] and values.grad.tolist() == [
+        [2.0, 0.0],
+        [0.0, 4.0],
+    ]
     assert masked_sum(values, mask).item() == 3.0
     values = torch.tensor([[1.0, 2.0, nan], [5.0, 5.0, 5.0], [4.0, inf, 9.0]])
     mask = torch.tensor([[True, True, False], [False, False, False], [True, False, True]])
@@ -163,7 +183,9 @@ def test_whitening_matches_numpy_and_a_calculation_by_hand():
     values, mask = normal(0, 4, 5).float() * 3 + 7, ragged_mask([5, 3, 0, 1])
     kept = values.numpy().astype(np.float64)[mask.numpy()]
     white = masked_whiten(values, mask)
-    np.testing.assert_allclose(white.numpy()[mask.numpy()], (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        white.numpy()[mask.numpy()], (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-5
+    )
     assert not white[~mask].any()
     assert not masked_whiten(torch.full((2, 3), 4.0), torch.ones(2, 3).bool()).any(), "equal tokens"
     assert not masked_whiten(torch.randn(2, 3), torch.zeros(2, 3).bool()).any(), "no tokens"
@@ -176,4 +198,6 @@ def test_whitening_of_small_differences_of_large_values_matches_numpy():
     wide = values.numpy().astype(np.float64)
     white = masked_whiten(values, mask)
     assert white.dtype == torch.float32
-    np.testing.assert_allclose(white.numpy(), (wide - wide.mean()) / np.sqrt(wide.var() + 1e-8), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        white.numpy(), (wide - wide.mean()) / np.sqrt(wide.var() + 1e-8), rtol=1e-6, atol=1e-6
+    )

@@ -32,22 +32,31 @@ def log_weights(*rows) -> tuple[torch.Tensor, torch.Tensor]:
     return rollout + torch.tensor(rows).log(), rollout
 
 
-@pytest.mark.parametrize(("level", "how", "expected"), [
-    ("token", "truncate", [[0.1, 0.5, 2.0, 2.0], [1.0, 1.9, 0.0, 0.0]]),
-    ("token", "mask", [[0.0, 0.5, 2.0, 0.0], [1.0, 1.9, 0.0, 0.0]]),
-    ("sequence", "truncate", [[0.3] * 4, [1.9, 1.9, 0.0, 0.0]]),  # 0.1 * 0.5 * 2 * 3
-    ("sequence", "mask", [[0.0] * 4, [1.9, 1.9, 0.0, 0.0]]),  # both bounds apply
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("level", "how", "expected"),
+    [
+        ("token", "truncate", [[0.1, 0.5, 2.0, 2.0], [1.0, 1.9, 0.0, 0.0]]),
+        ("token", "mask", [[0.0, 0.5, 2.0, 0.0], [1.0, 1.9, 0.0, 0.0]]),
+        ("sequence", "truncate", [[0.3] * 4, [1.9, 1.9, 0.0, 0.0]]),  # 0.1 * 0.5 * 2 * 3
+        ("sequence", "mask", [[0.0] * 4, [1.9, 1.9, 0.0, 0.0]]),  # both bounds apply
+    ],
+)
 def test_importance_weights_by_hand(level, how, expected):
     old, rollout = log_weights([0.1, 0.5, 1.9999, 3.0], [1.0, 1.9, 7.0, 0.01])
     weights = importance_weights(old, rollout, ragged_mask([4, 2]), level, how, cap=2.0)
     torch.testing.assert_close(weights, torch.tensor(expected), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize(("how", "floor", "expected"), [
-    ("truncate", 0.3, [0.3, 0.4, 0.6, 2.0]), ("truncate", 0.0, [0.1, 0.4, 0.6, 2.0]),
-    ("mask", 0.3, [0.0, 0.4, 0.6, 0.0]), ("mask", 0.0, [0.1, 0.4, 0.6, 0.0]), ("mask", None, [0.0, 0.0, 0.6, 0.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "floor", "expected"),
+    [
+        ("truncate", 0.3, [0.3, 0.4, 0.6, 2.0]),
+        ("truncate", 0.0, [0.1, 0.4, 0.6, 2.0]),
+        ("mask", 0.3, [0.0, 0.4, 0.6, 0.0]),
+        ("mask", 0.0, [0.1, 0.4, 0.6, 0.0]),
+        ("mask", None, [0.0, 0.0, 0.6, 0.0]),
+    ],
+)
 def test_the_floor_of_importance_weights_by_hand(how, floor, expected):
     old, rollout = log_weights([0.1, 0.4, 0.6, 3.0, 0.1])
     weights = importance_weights(old, rollout, ragged_mask([4], 5), "token", how, 2.0, floor)
@@ -58,7 +67,9 @@ def test_the_floor_of_importance_weights_by_hand(how, floor, expected):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @properties
 @given(lengths=row_lengths(), seed=st.integers(0, 50), filling=fillings, columns=st.integers(0, 3))
-def test_importance_weights_match_a_loop_and_ignore_padding(level, how, lengths, seed, filling, columns):
+def test_importance_weights_match_a_loop_and_ignore_padding(
+    level, how, lengths, seed, filling, columns
+):
     mask = ragged_mask(lengths, 5)
     old, rollout = normal(seed, *mask.shape), normal(seed + 1, *mask.shape)
     expected = np.zeros(mask.shape)
@@ -66,8 +77,12 @@ def test_importance_weights_match_a_loop_and_ignore_padding(level, how, lengths,
         gaps = (old[row, :n] - rollout[row, :n]).tolist()
         for t in range(n):
             w = math.exp(gaps[t] if level == "token" else sum(gaps))
-            expected[row, t] = min(w, 1.7) if how == "truncate" else (w if 1 / 1.7 <= w <= 1.7 else 0.0)
-    old, rollout = (widened(x.masked_fill(~mask, filling), columns, filling) for x in (old, rollout))
+            expected[row, t] = (
+                min(w, 1.7) if how == "truncate" else (w if 1 / 1.7 <= w <= 1.7 else 0.0)
+            )
+    old, rollout = (
+        widened(x.masked_fill(~mask, filling), columns, filling) for x in (old, rollout)
+    )
     weights = importance_weights(old, rollout, widened(mask, columns, False), level, how, 1.7)
     np.testing.assert_allclose(weights.numpy(), np.pad(expected, ((0, 0), (0, columns))), rtol=1e-9)
 
@@ -76,7 +91,9 @@ def test_far_off_policy_rows_with_a_negative_advantage_are_dropped():
     # The policy moved away by 0.3 nats a token: (0.2 + 0.4) / 2. Delta 0.25.
     mask = ragged_mask([2, 2, 2, 2, 0, 2], 3)
     moved = torch.tensor([[0.2, 0.4], [0.2, 0.4], [0.1, 0.3], [-0.2, -0.4], [0.2, 0.4], [0.2, 0.4]])
-    advantages = torch.tensor([[-1.0, -1.0], [1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-2.0, 3.0]])
+    advantages = torch.tensor(
+        [[-1.0, -1.0], [1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-2.0, 3.0]]
+    )
     old = torch.full((6, 3), -2.0)
     new, advantages = old - widened(moved, 1, float("nan")), widened(advantages, 1, float("nan"))
     keep = off_policy_rows(new.requires_grad_(), old, advantages, mask, delta=0.25)
@@ -107,7 +124,14 @@ def test_high_entropy_tokens_match_numpys_quantile(lengths, share, seed, filling
 @pytest.mark.parametrize(("share", "count"), [(0.3, 3), (0.7, 7), (0.1, 1), (0.9, 9)])
 def test_entropy_share_of_eleven_tokens_is_not_lost_to_rounding(share, count):
     # The rank (1 - share) * 10 is whole, so that very token is in.
-    assert int(high_entropy_tokens(torch.arange(11.0).unsqueeze(0), torch.ones(1, 11).bool(), share).sum()) == count + 1
+    assert (
+        int(
+            high_entropy_tokens(
+                torch.arange(11.0).unsqueeze(0), torch.ones(1, 11).bool(), share
+            ).sum()
+        )
+        == count + 1
+    )
 
 
 def test_covariances_by_hand():
@@ -150,7 +174,9 @@ def test_clip_cov_samples_uniformly_and_repeats_with_its_seed():
 
 
 def test_kl_cov_selects_the_highest_covariances():
-    covariances = torch.tensor([[0.5, 3.0, -1.0], [9.0, 9.0, 9.0], [2.0, 9.0, math.nan], [1.0, 4.0, math.nan]])
+    covariances = torch.tensor(
+        [[0.5, 3.0, -1.0], [9.0, 9.0, 9.0], [2.0, 9.0, math.nan], [1.0, 4.0, math.nan]]
+    )
     # the mask holds 0.5, 3, -1, 2, 1, 4
     assert kl_cov_tokens(covariances, MASK, 0.5).nonzero().tolist() == [[0, 1], [2, 0], [3, 1]]
     assert kl_cov_tokens(covariances, MASK, 1e-9).nonzero().tolist() == [[3, 1]]

@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from dschat_ppo.algorithms import divergence as module
-from dschat_ppo.algorithms.divergence import Divergence, OutputLayer, dense_divergence, fused_divergence
+from dschat_ppo.algorithms.divergence import (
+    Divergence,
+    OutputLayer,
+    dense_divergence,
+    fused_divergence,
+)
 from dschat_ppo.algorithms.fused_logprobs import NEVER, Head
 
 N, H, V, TEMPERATURE = 7, 5, 600, 0.7
@@ -14,7 +19,8 @@ CAPPED = Head(1.3, 4.0)
 
 
 def layers(seed=0, width=V, teacher_width=V, bias=True):
-    """Hidden states, weight and bias of a student (with gradients) and a teacher of another size, fp64."""
+    """Hidden states, weight and bias of a student (with gradients) and a teacher of another size,
+    fp64."""
     made = torch.Generator().manual_seed(seed)
     shapes = [(N, H), (width, H), (width,), (N, H + 2), (teacher_width, H + 2), (teacher_width,)]
     numbers = [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
@@ -26,13 +32,16 @@ def log_probs(hidden, weight, bias, head=Head(), width=V, forbidden=None):  # no
     """(N, width) fp64, from whole logits."""
     logits = hidden @ weight.T + (0 if bias is None else bias)
     logits = (
-        head.scale * logits if head.softcap is None else head.softcap * torch.tanh(head.scale * logits / head.softcap)
+        head.scale * logits
+        if head.softcap is None
+        else head.softcap * torch.tanh(head.scale * logits / head.softcap)
     )
     logits = logits[:, :width] / TEMPERATURE
     if forbidden is not None:
         for token in forbidden[1]:
             logits = logits.index_put(
-                (forbidden[0].nonzero().squeeze(1), torch.tensor(token)), torch.tensor(-1e4).double()
+                (forbidden[0].nonzero().squeeze(1), torch.tensor(token)),
+                torch.tensor(-1e4).double(),
             )
     return torch.log_softmax(logits, dim=1)
 
@@ -41,9 +50,11 @@ def by_numpy(log_p, log_q, kind, beta):
     p, q = np.exp(log_p.detach().numpy()), np.exp(log_q.detach().numpy())
     kl = lambda a, b: (a * np.log(a / b)).sum(axis=-1)  # noqa: E731
     mixture = beta * q + (1 - beta) * p
-    return {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jsd": beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)}[
-        kind
-    ]
+    return {
+        "reverse_kl": kl(p, q),
+        "forward_kl": kl(q, p),
+        "jsd": beta * kl(q, mixture) + (1 - beta) * kl(p, mixture),
+    }[kind]
 
 
 @pytest.mark.parametrize("head", [Head(), CAPPED], ids=["plain", "capped"])
@@ -52,17 +63,26 @@ def test_blocks_give_the_dense_divergence_and_its_gradients(kind, beta, head):
     student, teacher = layers()
     log_p, log_q = log_probs(*student, head), log_probs(*teacher, head)
     dense = dense_divergence(log_p, log_q, kind, beta)
-    np.testing.assert_allclose(dense.detach().numpy(), by_numpy(log_p, log_q, kind, beta), rtol=1e-10)
+    np.testing.assert_allclose(
+        dense.detach().numpy(), by_numpy(log_p, log_q, kind, beta), rtol=1e-10
+    )
     weights = torch.arange(1.0, N + 1, dtype=torch.float64)
     expected = torch.autograd.grad((weights * dense).sum(), student)
     for block_bytes in (10 * 256 * 8, 2 * 256 * 8):  # blocks of all rows, and of a part of them
         fused = fused_divergence(
-            *student, OutputLayer(*teacher, head), Divergence(kind, beta), TEMPERATURE, head, block_bytes
+            *student,
+            OutputLayer(*teacher, head),
+            Divergence(kind, beta),
+            TEMPERATURE,
+            head,
+            block_bytes,
         )
         torch.testing.assert_close(fused, dense, rtol=1e-9, atol=1e-12)
         found = torch.autograd.grad((weights * fused).sum(), student)
         for name, a, b in zip(("hidden", "weight", "bias"), found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=1e-7, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 300, V + 9])
@@ -76,18 +96,29 @@ def test_top_tokens_and_their_tail_are_the_divergence_of_buckets(kind, beta, top
         order = q.argsort(descending=True)
         top, rest = order[:top_k], order[top_k:]
         least = torch.tensor([module.LEAST_TAIL]).double().log()
-        of = [torch.cat([x[top], x[rest].logsumexp(0, keepdim=True) if len(rest) else least]) for x in (p, q)]
+        of = [
+            torch.cat([x[top], x[rest].logsumexp(0, keepdim=True) if len(rest) else least])
+            for x in (p, q)
+        ]
         rows.append(dense_divergence(*of, kind, beta))
     dense = torch.stack(rows)
     fused = fused_divergence(
-        *student, OutputLayer(*teacher), Divergence(kind, beta, top_k), TEMPERATURE, block_bytes=4 * 256 * 8
+        *student,
+        OutputLayer(*teacher),
+        Divergence(kind, beta, top_k),
+        TEMPERATURE,
+        block_bytes=4 * 256 * 8,
     )
     torch.testing.assert_close(fused, dense, rtol=1e-6, atol=1e-9)
-    for a, b in zip(*(torch.autograd.grad((each**2).sum(), student) for each in (fused, dense)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad((each**2).sum(), student) for each in (fused, dense)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
     if top_k < V:
         whole = by_numpy(log_p, log_q, kind, beta)
-        assert (fused.detach().numpy() <= whole + 1e-9).all(), "merging tokens never adds to a divergence"
+        assert (fused.detach().numpy() <= whole + 1e-9).all(), (
+            "merging tokens never adds to a divergence"
+        )
 
 
 def test_gradients_are_finite_differences():
@@ -101,7 +132,9 @@ def test_gradients_are_finite_differences():
 
         def of(hidden, bias, divergence=divergence):
             layer = OutputLayer(*teacher, CAPPED)
-            return fused_divergence(hidden, student[1], bias, layer, divergence, TEMPERATURE, CAPPED, 4 * 256 * 8)
+            return fused_divergence(
+                hidden, student[1], bias, layer, divergence, TEMPERATURE, CAPPED, 4 * 256 * 8
+            )
 
         assert torch.autograd.gradcheck(of, (student[0], student[2]), eps=1e-6, atol=1e-6)
 
@@ -112,7 +145,9 @@ def test_rows_that_one_vocabulary_lacks_are_in_neither_distribution(width, teach
     dense = dense_divergence(log_probs(*student), log_probs(*teacher), "reverse_kl")
     fused = fused_divergence(*student, OutputLayer(*teacher), Divergence("reverse_kl"), TEMPERATURE)
     torch.testing.assert_close(fused, dense)
-    for a, b in zip(*(torch.autograd.grad(each.sum(), student) for each in (fused, dense)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(each.sum(), student) for each in (fused, dense)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-11)
 
 
@@ -124,11 +159,19 @@ def test_tokens_that_cannot_be_drawn_and_logits_of_minus_infinity_add_nothing(ki
         student[2][3] = teacher[2][3] = -torch.inf
     forbidden = torch.arange(N) % 2 == 0, (0, 7, 599)
     fused = fused_divergence(
-        *student, OutputLayer(*teacher), Divergence(kind, beta, top_k), TEMPERATURE, forbidden=forbidden
+        *student,
+        OutputLayer(*teacher),
+        Divergence(kind, beta, top_k),
+        TEMPERATURE,
+        forbidden=forbidden,
     )
     if not top_k:
-        log_p, log_q = (log_probs(*each, forbidden=forbidden).clamp_min(-1e4) for each in (student, teacher))
-        torch.testing.assert_close(fused, dense_divergence(log_p, log_q, kind, beta), rtol=1e-9, atol=1e-12)
+        log_p, log_q = (
+            log_probs(*each, forbidden=forbidden).clamp_min(-1e4) for each in (student, teacher)
+        )
+        torch.testing.assert_close(
+            fused, dense_divergence(log_p, log_q, kind, beta), rtol=1e-9, atol=1e-12
+        )
     gradients = torch.autograd.grad(fused.sum(), student)
     assert all(each.isfinite().all() for each in gradients) and NEVER < -1e4
     assert gradients[1][3].abs().max() == 0 and gradients[1][8].abs().max() > 0
@@ -157,7 +200,10 @@ def test_no_rows_and_the_context_of_a_partitioned_weight():
     student, teacher = layers(6)
     layer = OutputLayer(*teacher, whole=Whole)
     found = fused_divergence(
-        student[0][:0], *student[1:], OutputLayer(teacher[0][:0], *teacher[1:], whole=Whole), Divergence("jsd")
+        student[0][:0],
+        *student[1:],
+        OutputLayer(teacher[0][:0], *teacher[1:], whole=Whole),
+        Divergence("jsd"),
     )
     assert found.shape == (0,) and torch.autograd.grad(found.sum(), student[1])[0].abs().max() == 0
     opened.clear()

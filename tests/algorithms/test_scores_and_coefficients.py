@@ -1,4 +1,5 @@
-"""Shaping of scores, adaptive coefficients and statistics of an evaluation: by hand, numpy and enumeration."""
+"""Shaping of scores, adaptive coefficients and statistics of an evaluation: by hand, numpy and
+enumeration."""
 
 import json
 from itertools import combinations
@@ -39,7 +40,10 @@ def test_the_overlong_penalty_is_linear_over_the_buffer():
 
 
 @properties
-@given(sizes=st.lists(st.integers(0, 7), min_size=1, max_size=6), shift=st.sampled_from([0.0, 3.0, -1e4]))
+@given(
+    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=6),
+    shift=st.sampled_from([0.0, 3.0, -1e4]),
+)
 def test_running_scale_matches_numpy_over_everything_seen(sizes, shift):
     running, seen = RunningScale(), []
     for i, size in enumerate(sizes):
@@ -50,7 +54,9 @@ def test_running_scale_matches_numpy_over_everything_seen(sizes, shift):
     if len(seen) > 1:
         assert running.mean == pytest.approx(np.mean(seen), rel=1e-9)
         assert running.std == pytest.approx(np.std(seen, ddof=1), rel=1e-6)
-        torch.testing.assert_close(running.scale(SCORES), SCORES / float(np.std(seen, ddof=1)), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            running.scale(SCORES), SCORES / float(np.std(seen, ddof=1)), rtol=1e-5, atol=0
+        )
 
 
 def test_scores_are_unchanged_until_two_differ():
@@ -79,13 +85,18 @@ def test_running_scale_resumes_from_its_state():
 # Coefficients
 
 
-@pytest.mark.parametrize(("kl", "count", "expected"), [
-    (6.0, 100, 0.5),  # at the target
-    (6.6, 100, 0.5 * (1 + 0.1 * 0.25)), (5.4, 100, 0.5 * (1 - 0.1 * 0.25)),
-    (60.0, 100, 0.5 * (1 + 0.2 * 0.25)),  # bounded
-    (-3.0, 100, 0.5 * (1 - 0.2 * 0.25)), (60.0, 400, 0.5 * 1.2),
-    (0.0, 9000, 0.5 * 0.8),  # never to zero or below
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kl", "count", "expected"),
+    [
+        (6.0, 100, 0.5),  # at the target
+        (6.6, 100, 0.5 * (1 + 0.1 * 0.25)),
+        (5.4, 100, 0.5 * (1 - 0.1 * 0.25)),
+        (60.0, 100, 0.5 * (1 + 0.2 * 0.25)),  # bounded
+        (-3.0, 100, 0.5 * (1 - 0.2 * 0.25)),
+        (60.0, 400, 0.5 * 1.2),
+        (0.0, 9000, 0.5 * 0.8),  # never to zero or below
+    ],
+)
 def test_adaptive_kl_by_hand(kl, count, expected):
     controller = AdaptiveKL(0.5, target=6.0, horizon=400)
     controller.update(kl, count)
@@ -125,7 +136,9 @@ def test_coefficients_resume_from_their_states_and_a_fixed_one_from_its_configur
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(k):
-    passed = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]).bool()
+    passed = torch.tensor(
+        [[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
+    ).bool()
     expected = []
     for row in passed.tolist():
         choices = list(combinations(row, k))
@@ -137,17 +150,28 @@ def test_win_shares_by_hand():
     scores = torch.tensor([[2.0, 0.0], [1.0, 1.0], [0.0, 5.0]])
     baseline = torch.tensor([[1.0, 1.0, 3.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     # 2 of 6 pairs win; 2 win and 4 tie; 3 win and 3 tie
-    assert win_shares(scores, baseline).tolist() == pytest.approx([2 / 6, (2 + 4 / 2) / 6, (3 + 3 / 2) / 6])
-    assert (win_shares(scores, baseline) + win_shares(baseline, scores)).tolist() == pytest.approx([1, 1, 1])
+    assert win_shares(scores, baseline).tolist() == pytest.approx(
+        [2 / 6, (2 + 4 / 2) / 6, (3 + 3 / 2) / 6]
+    )
+    assert (win_shares(scores, baseline) + win_shares(baseline, scores)).tolist() == pytest.approx(
+        [1, 1, 1]
+    )
 
 
 def test_scores_that_fp32_cannot_tell_apart():
-    assert win_shares(torch.tensor([[1 + 1e-12]], dtype=torch.float64), torch.tensor([[1.0]])).tolist() == [1.0]
+    assert win_shares(
+        torch.tensor([[1 + 1e-12]], dtype=torch.float64), torch.tensor([[1.0]])
+    ).tolist() == [1.0]
 
 
 @pytest.mark.parametrize(
     ("share", "count", "low", "high"),
-    [(0.8, 10, 0.4902, 0.9433), (0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0), (0.5, 1, 0.0546, 0.9454)],
+    [
+        (0.8, 10, 0.4902, 0.9433),
+        (0.0, 10, 0.0, 0.2775),
+        (1.0, 10, 0.7225, 1.0),
+        (0.5, 1, 0.0546, 0.9454),
+    ],
 )  # of other programs; Wilson (1927)
 def test_wilson_interval(share, count, low, high):
     assert wilson_interval(share, count) == pytest.approx((low, high), abs=6e-5)

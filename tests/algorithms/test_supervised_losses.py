@@ -1,4 +1,5 @@
-"""Losses of supervised steps: by hand from the papers, numpy, loops, finite differences, and finite gradients."""
+"""Losses of supervised steps: by hand from the papers, numpy, loops, finite differences, and finite
+gradients."""
 
 import math
 
@@ -40,13 +41,17 @@ def loss_by_numpy(margin: np.ndarray) -> float:
 def test_bradley_terry_matches_numpy_without_the_filler_pair_and_its_parts_add_up(margin):
     expected = loss_by_numpy(np.zeros(5) if margin is None else margin.numpy()) / 4
     parts = [
-        bradley_terry_loss(CHOSEN[part], REJECTED[part], REAL[part], 4, None if margin is None else margin[part])
+        bradley_terry_loss(
+            CHOSEN[part], REJECTED[part], REAL[part], 4, None if margin is None else margin[part]
+        )
         for part in ([0, 1, 2, 3, 4], [0, 1], [2], [3, 4])
     ]
     assert parts[0].item() == pytest.approx(expected, rel=1e-5)
     assert sum(part.item() for part in parts[1:]) == pytest.approx(expected, rel=1e-5)
     # Lead ln 3: sigmoid 3/4.
-    loss = bradley_terry_loss(torch.tensor([math.log(3.0)]), torch.zeros(1), torch.tensor([True]), num_pairs=1)
+    loss = bradley_terry_loss(
+        torch.tensor([math.log(3.0)]), torch.zeros(1), torch.tensor([True]), num_pairs=1
+    )
     assert loss.item() == pytest.approx(-math.log(0.75))
 
 
@@ -87,7 +92,9 @@ def mean_by_loop(objective: str, lead: torch.Tensor, beta: float, num_pairs: int
 
 
 def ours(objective: str, lead: torch.Tensor, beta: float, num_pairs: float) -> torch.Tensor:
-    return preference_loss(objective, lead, REAL_LEADS, num_pairs, beta, SMOOTHING.get(objective, 0.0))
+    return preference_loss(
+        objective, lead, REAL_LEADS, num_pairs, beta, SMOOTHING.get(objective, 0.0)
+    )
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.7])
@@ -117,8 +124,12 @@ def test_log_ratios_are_sums_over_tokens_and_averages_for_ipo():
     for objective in PAIR_LOSSES:
         chosen, rejected = log_ratios(*given, objective)
         by_token = objective == "ipo"
-        assert chosen.tolist() == pytest.approx([1 / 2, -6 / 3, 0.0] if by_token else [1.0, -6.0, 0.0])
-        assert rejected.tolist() == pytest.approx([-3 / 5, -0.5, 0.0] if by_token else [-3.0, -0.5, 0.0])
+        assert chosen.tolist() == pytest.approx(
+            [1 / 2, -6 / 3, 0.0] if by_token else [1.0, -6.0, 0.0]
+        )
+        assert rejected.tolist() == pytest.approx(
+            [-3 / 5, -0.5, 0.0] if by_token else [-3.0, -0.5, 0.0]
+        )
 
 
 def test_chosen_nll_is_the_mean_over_pairs_of_means_over_tokens():
@@ -139,7 +150,9 @@ EXTREME = (0.0, -1e-12, -1e-6, -0.6931, -0.6932, -80.0, -1e4)
 
 
 def pair(values=MEANS_CHOSEN, others=MEANS_REJECTED):
-    made = [torch.tensor(part, dtype=torch.float64, requires_grad=True) for part in (values, others)]
+    made = [
+        torch.tensor(part, dtype=torch.float64, requires_grad=True) for part in (values, others)
+    ]
     return made[0], made[1]
 
 
@@ -147,20 +160,37 @@ def odds(mean: float) -> float:
     return math.log(math.exp(mean) / (1 - math.exp(mean)))
 
 
-@pytest.mark.parametrize(("loss", "by_hand"), [
-    (lambda w, r: orpo_pair_loss(w, r, 0.3), lambda w, r: -0.3 * math.log(sigmoid(odds(w) - odds(r)))),
-    (lambda w, r: simpo_pair_loss(w, r, 2.5, 0.8), lambda w, r: math.log(1 + math.exp(-(2.5 * w - 2.5 * r - 0.8)))),
-    (lambda w, r: cpo_pair_loss(w, r, 0.4), lambda w, r: math.log(1 + math.exp(-(0.4 * w - 0.4 * r)))),
-], ids=["orpo", "simpo", "cpo"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "by_hand"),
+    [
+        (
+            lambda w, r: orpo_pair_loss(w, r, 0.3),
+            lambda w, r: -0.3 * math.log(sigmoid(odds(w) - odds(r))),
+        ),
+        (
+            lambda w, r: simpo_pair_loss(w, r, 2.5, 0.8),
+            lambda w, r: math.log(1 + math.exp(-(2.5 * w - 2.5 * r - 0.8))),
+        ),
+        (
+            lambda w, r: cpo_pair_loss(w, r, 0.4),
+            lambda w, r: math.log(1 + math.exp(-(0.4 * w - 0.4 * r))),
+        ),
+    ],
+    ids=["orpo", "simpo", "cpo"],
+)
 def test_losses_by_hand(loss, by_hand):
     expected = [by_hand(w, r) for w, r in zip(MEANS_CHOSEN, MEANS_REJECTED, strict=True)]
     assert loss(*pair()).tolist() == pytest.approx(expected, rel=1e-8)
 
 
-@pytest.mark.parametrize("loss", [
-    lambda w, r: orpo_pair_loss(w, r, 0.1), lambda w, r: simpo_pair_loss(w, r, 10.0, 3.0),
-    lambda w, r: cpo_pair_loss(w, r, 5.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, r: orpo_pair_loss(w, r, 0.1),
+        lambda w, r: simpo_pair_loss(w, r, 10.0, 3.0),
+        lambda w, r: cpo_pair_loss(w, r, 5.0),
+    ],
+)
 def test_values_and_gradients_are_finite_at_extreme_log_probs(loss):
     grid = [(w, r) for w in EXTREME for r in EXTREME]
     chosen, rejected = pair([w for w, _ in grid], [r for _, r in grid])
@@ -179,8 +209,11 @@ RATIOS = (2.0, -1.5, 0.3, -0.2, 40.0)
 DESIRABLE = (True, True, False, False, False)
 
 
-def by_hand(ratio: float, desirable: bool, baseline: float, beta: float, weights: tuple[float, float]) -> float:
-    """lambda_y - v(x, y), with v = lambda sigmoid(beta (r - z0)) or lambda sigmoid(beta (z0 - r))."""
+def by_hand(
+    ratio: float, desirable: bool, baseline: float, beta: float, weights: tuple[float, float]
+) -> float:
+    """lambda_y - v(x, y), with v = lambda sigmoid(beta (r - z0)) or lambda sigmoid(beta (z0 -
+    r))."""
     weight = weights[0] if desirable else weights[1]
     gain = ratio - baseline if desirable else baseline - ratio
     return weight - weight / (1 + math.exp(-beta * gain))
@@ -189,8 +222,12 @@ def by_hand(ratio: float, desirable: bool, baseline: float, beta: float, weights
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
 def test_kto_losses_by_hand(baseline):
     ratios, desirable = torch.tensor(RATIOS, dtype=torch.float64), torch.tensor(DESIRABLE)
-    found = kto_losses(ratios, desirable, torch.tensor(baseline, dtype=torch.float64), 0.4, 1.2, 0.5)
-    expected = [by_hand(r, d, baseline, 0.4, (1.2, 0.5)) for r, d in zip(RATIOS, DESIRABLE, strict=True)]
+    found = kto_losses(
+        ratios, desirable, torch.tensor(baseline, dtype=torch.float64), 0.4, 1.2, 0.5
+    )
+    expected = [
+        by_hand(r, d, baseline, 0.4, (1.2, 0.5)) for r, d in zip(RATIOS, DESIRABLE, strict=True)
+    ]
     assert found.tolist() == pytest.approx(expected, rel=1e-9)
 
 
@@ -222,22 +259,34 @@ def test_balanced_weights_by_hand():
 # Process reward models
 
 
-@pytest.mark.parametrize(("score", "label"), [(0.3, 1.0), (0.3, 0.0), (-2.0, 1.0), (1.5, 0.25), (0.0, 0.5)])
+@pytest.mark.parametrize(
+    ("score", "label"), [(0.3, 1.0), (0.3, 0.0), (-2.0, 1.0), (1.5, 0.25), (0.0, 0.5)]
+)
 def test_binary_cross_entropy_by_hand(score, label):
     expected = -label * math.log(sigmoid(score)) - (1 - label) * math.log(1 - sigmoid(score))
-    found = step_losses(torch.tensor([score], dtype=torch.float64), torch.tensor([label], dtype=torch.float64))
+    found = step_losses(
+        torch.tensor([score], dtype=torch.float64), torch.tensor([label], dtype=torch.float64)
+    )
     assert found.tolist() == pytest.approx([expected], rel=1e-9)
 
 
 # In the last row the columns of the steps, 1 and 2, add up to that of no step, 3.
 SCORES = torch.tensor([[0.5, -1.0, 2.0, 9.0], [-3.0, 7.0, 7.0, -40.0], [8.0, 1.0, -0.5, 8.0]])
-MASK = torch.tensor([[True, False, True, False], [True, False, False, True], [False, True, True, False]])
+MASK = torch.tensor(
+    [[True, False, True, False], [True, False, False, True], [False, True, True, False]]
+)
 STEPS = [[0.5, 2.0], [-3.0, -40.0], [1.0, -0.5]]
 
 
-@pytest.mark.parametrize(("how", "of"), [
-    ("min", min), ("mean", lambda p: sum(p) / len(p)), ("last", lambda p: p[-1]), ("product", math.prod),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "of"),
+    [
+        ("min", min),
+        ("mean", lambda p: sum(p) / len(p)),
+        ("last", lambda p: p[-1]),
+        ("product", math.prod),
+    ],
+)
 def test_aggregates_by_hand(how, of):
     expected = [of([sigmoid(score) for score in row]) for row in STEPS]
     found = aggregate_steps(SCORES, MASK, how)
@@ -248,14 +297,17 @@ def test_aggregates_by_hand(how, of):
 @pytest.mark.parametrize("how", ["min", "mean", "last", "product"])
 def test_values_outside_the_mask_are_ignored(how):
     scores = SCORES.masked_fill(~MASK, math.nan)
-    assert aggregate_steps(scores, MASK, how).tolist() == aggregate_steps(SCORES, MASK, how).tolist()
+    assert (
+        aggregate_steps(scores, MASK, how).tolist() == aggregate_steps(SCORES, MASK, how).tolist()
+    )
 
 
 # Load balancing of experts
 
 
 def test_two_tokens_of_one_layer_by_hand():
-    """Probabilities (0.5, 0.25, 0.25) and (0.2, 0.6, 0.2); the padding between them does not count."""
+    """Probabilities (0.5, 0.25, 0.25) and (0.2, 0.6, 0.2); the padding between them does not
+    count."""
     logits = torch.tensor([[0.5, 0.25, 0.25], [0.9, 0.05, 0.05], [0.2, 0.6, 0.2]]).log()
     load = router_load([logits], torch.tensor([True, False, True]), 1)
     assert load.chosen.tolist() == [1, 1, 0] and float(load.count) == 2
@@ -271,7 +323,10 @@ def test_it_is_transformers_loss_and_its_parts_add_up(top_k):
     counted = torch.rand(12, generator=generator) < 0.7
     expected = load_balancing_loss_func(tuple(logits), 4, top_k, counted.long())
     gradients = torch.autograd.grad(expected, logits)
-    parts = [router_load([layer[part] for layer in logits], counted[part], top_k) for part in (slice(5), slice(5, 12))]
+    parts = [
+        router_load([layer[part] for layer in logits], counted[part], top_k)
+        for part in (slice(5), slice(5, 12))
+    ]
     chosen, count = sum(part.chosen for part in parts), sum(part.count for part in parts)
     loss = sum(load_balancing_loss(part.probability, chosen, count) for part in parts)
     torch.testing.assert_close(loss, expected)

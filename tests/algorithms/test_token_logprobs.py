@@ -1,4 +1,5 @@
-"""Log-probs and entropies of tokens: against numpy in fp64, and fused with the head against whole logits."""
+"""Log-probs and entropies of tokens: against numpy in fp64, and fused with the head against whole
+logits."""
 
 import math
 
@@ -7,7 +8,12 @@ import pytest
 import torch
 
 from dschat_ppo.algorithms import fused_logprobs
-from dschat_ppo.algorithms.fused_logprobs import Head, fused_token_scores, token_entropy, token_logprobs
+from dschat_ppo.algorithms.fused_logprobs import (
+    Head,
+    fused_token_scores,
+    token_entropy,
+    token_logprobs,
+)
 
 
 def numpy_log_softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
@@ -39,7 +45,9 @@ def test_entropy_is_minus_sum_p_log_p(temperature, dtype):
     table = numpy_log_softmax(logits.float().numpy(), temperature)
     result = token_entropy(logits, temperature)
     assert result.dtype == torch.float32
-    np.testing.assert_allclose(result.numpy(), -(np.exp(table) * table).sum(axis=-1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        result.numpy(), -(np.exp(table) * table).sum(axis=-1), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -51,7 +59,9 @@ def test_tokens_of_probability_zero_add_nothing(temperature):
     entropy = token_entropy(logits, temperature)
     assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
     for score in (token_entropy, lambda x, t: token_logprobs(x, torch.tensor([x.shape[1] - 1]), t)):
-        [found], [expected] = (torch.autograd.grad(score(x, temperature).sum(), x) for x in (logits, others))
+        [found], [expected] = (
+            torch.autograd.grad(score(x, temperature).sum(), x) for x in (logits, others)
+        )
         assert found[0, [0, 2]].tolist() == [0.0, 0.0]
         torch.testing.assert_close(found[0, [1, 3]], expected[0])
 
@@ -61,8 +71,11 @@ def test_tokens_of_probability_zero_add_nothing(temperature):
 
 N, H, V = 37, 16, 1000
 HEADS = {
-    "plain": Head(), "softcap": Head(softcap=3.0), "scale": Head(scale=0.125), "both": Head(scale=2.0, softcap=5.0),
-}  # fmt: skip
+    "plain": Head(),
+    "softcap": Head(softcap=3.0),
+    "scale": Head(scale=0.125),
+    "both": Head(scale=2.0, softcap=5.0),
+}
 
 
 def inputs(dtype=torch.float32, with_bias=False, count=N):
@@ -108,7 +121,8 @@ def narrow(monkeypatch):
 @pytest.mark.parametrize("rows", [N, 3])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_forbidden_tokens_have_no_probability_where_they_are_forbidden(narrow, head, rows):
-    """Against whole logits with -inf there; the forbidden tokens are in two blocks, and one of them is very likely."""
+    """Against whole logits with -inf there; the forbidden tokens are in two blocks, and one of them
+    is very likely."""
     hidden, weight, _, tokens = inputs()
     with torch.no_grad():
         weight[5] *= 8
@@ -121,27 +135,41 @@ def test_forbidden_tokens_have_no_probability_where_they_are_forbidden(narrow, h
         logits = head.softcap * torch.tanh(logits / head.softcap)
     logits = logits.masked_fill(mask, -torch.inf)
     expected = token_logprobs(logits, tokens, 0.7), token_entropy(logits, 0.7)
-    found = fused_token_scores(hidden, weight, None, tokens, 0.7, head, True, 4 * 101 * rows, (places, ids))
+    found = fused_token_scores(
+        hidden, weight, None, tokens, 0.7, head, True, 4 * 101 * rows, (places, ids)
+    )
     require_equal(found, expected, [hidden, weight])
     free = fused_token_scores(hidden, weight, None, tokens, 0.7, head, True, 4 * 101 * rows)
-    assert (found[0] - free[0])[places].max() > 1e-3 and torch.equal(found[0][~places], free[0][~places])
+    assert (found[0] - free[0])[places].max() > 1e-3 and torch.equal(
+        found[0][~places], free[0][~places]
+    )
 
 
-WAYS = [  # columns of a block, rows of a piece, whether sums are made by softmax, as on a GPU, with a bias
-    (300, N, False, True), (300, N, False, False), (300, 1, False, True), (300, N - 1, False, True),
-    (37, N, True, False), (300, N, True, False), (V, N, True, False),
-]  # fmt: skip
+# columns of a block, rows of a piece, whether sums are made by softmax, as on a GPU, with a bias
+WAYS = [
+    (300, N, False, True),
+    (300, N, False, False),
+    (300, 1, False, True),
+    (300, N - 1, False, True),
+    (37, N, True, False),
+    (300, N, True, False),
+    (V, N, True, False),
+]
 
 
 @pytest.mark.parametrize(("columns", "rows", "by_softmax", "with_bias"), WAYS)
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_values_and_gradients_are_those_of_whole_logits(monkeypatch, head, columns, rows, by_softmax, with_bias):
+def test_values_and_gradients_are_those_of_whole_logits(
+    monkeypatch, head, columns, rows, by_softmax, with_bias
+):
     """In blocks of the vocabulary, the last of them short, and with rows in pieces."""
     monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", columns if rows < N else 1)
     monkeypatch.setattr(fused_logprobs, "has_fused_softmax", lambda device: by_softmax)
     hidden, weight, bias, tokens = inputs(with_bias=with_bias)
     for temperature in (1.0, 0.7):
-        found = fused_token_scores(hidden, weight, bias, tokens, temperature, head, True, 4 * columns * rows)
+        found = fused_token_scores(
+            hidden, weight, bias, tokens, temperature, head, True, 4 * columns * rows
+        )
         assert (found[0].grad_fn.columns, found[0].grad_fn.pieces[0].stop) == (columns, rows)
         expected = whole(hidden, weight, bias, tokens, temperature, head)
         require_equal(found, expected, [hidden, weight] + [bias] * with_bias)
@@ -155,7 +183,11 @@ def test_what_asks_for_no_gradient_gets_none_and_no_rows_give_zeros():
     hidden, weight, bias, tokens = inputs(with_bias=True, count=0)
     logprobs, entropy = fused_token_scores(hidden, weight, bias, tokens, entropy_grad=True)
     grads = torch.autograd.grad(logprobs.sum() + entropy.sum(), [hidden, weight, bias])
-    assert logprobs.shape == entropy.shape == (0,) and [g.shape for g in grads] == [(0, H), (V, H), (V,)]
+    assert logprobs.shape == entropy.shape == (0,) and [g.shape for g in grads] == [
+        (0, H),
+        (V, H),
+        (V,),
+    ]
     assert not any(g.any() for g in grads)
 
 
@@ -164,9 +196,13 @@ def test_gradients_are_finite_differences(monkeypatch, head):
     monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
     generator = torch.Generator().manual_seed(3)
     shapes = ((5, 4), (11, 4), (11,))
-    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    leaves = [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
     tokens = torch.tensor([0, 10, 4, 3, 4])
-    assert torch.autograd.gradcheck(lambda *x: fused_token_scores(*x, tokens, 0.8, head, True, 4 * 5 * 4), leaves)
+    assert torch.autograd.gradcheck(
+        lambda *x: fused_token_scores(*x, tokens, 0.8, head, True, 4 * 5 * 4), leaves
+    )
 
 
 def test_in_bf16_gradients_are_as_near_to_the_exact_ones_as_the_plain_way(narrow):
@@ -175,7 +211,8 @@ def test_in_bf16_gradients_are_as_near_to_the_exact_ones_as_the_plain_way(narrow
     targets = gradients(whole(*exact, None, tokens, 1.0, Head()), exact)
     plain = gradients(whole(hidden, weight, None, tokens, 1.0, Head()), [hidden, weight])
     found = gradients(
-        fused_token_scores(hidden, weight, None, tokens, entropy_grad=True, block_bytes=narrow), [hidden, weight]
+        fused_token_scores(hidden, weight, None, tokens, entropy_grad=True, block_bytes=narrow),
+        [hidden, weight],
     )
     for target, a, b in zip(targets, found, plain, strict=True):
         assert a.dtype == torch.bfloat16
@@ -192,7 +229,8 @@ def test_large_logits_stay_finite():
 @pytest.mark.parametrize("columns", [7, V], ids="columns{}".format)
 @pytest.mark.parametrize("head", [HEADS["plain"], HEADS["scale"]], ids=["plain", "scale"])
 def test_tokens_that_cannot_be_drawn_add_nothing(monkeypatch, head, columns):
-    """A bias of -inf, as padded vocabularies have it, also on whole blocks, the first among them."""
+    """A bias of -inf, as padded vocabularies have it, also on whole blocks, the first among
+    them."""
     monkeypatch.setattr(fused_logprobs, "SMALLEST_BLOCK", 1)
     hidden, weight, bias, tokens = inputs(with_bias=True)
     out = torch.zeros(V, dtype=torch.bool)
@@ -205,7 +243,10 @@ def test_tokens_that_cannot_be_drawn_add_nothing(monkeypatch, head, columns):
     expected = whole(hidden, *small, places, 0.7, head)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    grads, others = gradients(found, [hidden, weight, masked]), gradients(expected, [hidden, *small])
+    grads, others = (
+        gradients(found, [hidden, weight, masked]),
+        gradients(expected, [hidden, *small]),
+    )
     torch.testing.assert_close(grads[0], others[0], rtol=1e-5, atol=1e-5)
     for a, b in zip(grads[1:], others[1:], strict=True):
         torch.testing.assert_close(a[~out], b, rtol=1e-5, atol=1e-5)
@@ -231,7 +272,11 @@ def test_whole_logits_are_never_made(count, block):
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            sizes.extend(
+                t.numel()
+                for t in torch.utils._pytree.tree_leaves(out)
+                if isinstance(t, torch.Tensor)
+            )
             return out
 
     with Watch():
@@ -252,7 +297,9 @@ def test_in_bf16_sums_over_pieces_are_rounded_once(monkeypatch):
             (whole(*exact, None, tokens, 1.0, Head()), exact),
             (whole(hidden, weight, None, tokens, 1.0, Head()), [hidden, weight]),
             (
-                fused_token_scores(hidden, weight, None, tokens, entropy_grad=True, block_bytes=4 * 300 * 4),
+                fused_token_scores(
+                    hidden, weight, None, tokens, entropy_grad=True, block_bytes=4 * 300 * 4
+                ),
                 [hidden, weight],
             ),
         )
@@ -273,11 +320,16 @@ def test_sums_by_softmax_stand_large_logits_nan_and_a_bias_of_minus_infinity(nar
     hidden, weight, _, tokens = inputs()
     with torch.no_grad():
         weight[3] = torch.nan
-    assert all(scores.isnan().all() for scores in fused_token_scores(hidden, weight, None, tokens, block_bytes=narrow))
+    assert all(
+        scores.isnan().all()
+        for scores in fused_token_scores(hidden, weight, None, tokens, block_bytes=narrow)
+    )
     hidden, weight, bias, tokens = inputs(with_bias=True)
     bias = bias.detach().masked_fill(torch.arange(V) < 400, -torch.inf)  # the whole first block
     found = fused_token_scores(hidden, weight, bias, tokens.clamp_min(400), block_bytes=narrow)
-    torch.testing.assert_close(found, whole(hidden, weight, bias, tokens.clamp_min(400), 1.0, Head()))
+    torch.testing.assert_close(
+        found, whole(hidden, weight, bias, tokens.clamp_min(400), 1.0, Head())
+    )
 
 
 def test_products_of_a_gpu_are_not_rounded_before_they_are_fp32(monkeypatch):
@@ -298,7 +350,11 @@ def test_products_of_a_gpu_are_not_rounded_before_they_are_fp32(monkeypatch):
     found = fused_logprobs.fp32_product(on_gpu, weight, None).as_subclass(torch.Tensor)
     torch.testing.assert_close(found, hidden.float() @ weight.float().t())
     assert asked == [torch.float32]
-    for inputs_ in ((hidden, weight, None), (on_gpu, weight, bias), (on_gpu.float(), weight.float(), None)):
+    for inputs_ in (
+        (hidden, weight, None),
+        (on_gpu, weight, bias),
+        (on_gpu.float(), weight.float(), None),
+    ):
         assert fused_logprobs.fp32_product(*inputs_).dtype == torch.float32
     monkeypatch.setattr(fused_logprobs, "FP32_PRODUCTS", False)
     assert fused_logprobs.fp32_product(on_gpu, weight, None).dtype == torch.float32

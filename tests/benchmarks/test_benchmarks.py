@@ -28,8 +28,17 @@ def test_a_picture_s_run_has_a_script_and_flags_of_step_3(run):
     words = curves.RUNS[run].format(work="w", out="o").split()
     assert (ROOT / words[0]).exists()
     flags = words[next(i for i, word in enumerate(words) if word.startswith("--")) :]
-    models = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--n_samples_per_prompt", "8"]
-    parse("ppo", [*models, "--data_path", "d", "--eval_data_path", "e", "--output_dir", "o", *flags])
+    models = [
+        "--actor_model_name_or_path",
+        "a",
+        "--critic_model_name_or_path",
+        "c",
+        "--n_samples_per_prompt",
+        "8",
+    ]
+    parse(
+        "ppo", [*models, "--data_path", "d", "--eval_data_path", "e", "--output_dir", "o", *flags]
+    )
 
 
 # faults.py
@@ -39,7 +48,9 @@ def outputs(folder: Path, loss: float, weight: float) -> Path:
     for role in ("actor", "critic"):
         (folder / role).mkdir(parents=True)
         save_file({"w": torch.tensor([weight])}, folder / role / "model.safetensors")
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": torch.rand(1).item(), "loss": loss}) + "\n")
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "time": torch.rand(1).item(), "loss": loss}) + "\n"
+    )
     return folder
 
 
@@ -61,7 +72,9 @@ def test_fifteen_cases_end_with_a_result_or_one_line(tmp_path):
     ended = forked(1, "tests/workers/run_module.py", "benchmarks/fuzz.py", *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     outcomes = json.loads(found.read_text())["outcomes"]
-    assert sum(outcomes.values()) == 15 and min(outcomes["result"], outcomes["error line"]) >= 2, outcomes
+    assert sum(outcomes.values()) == 15 and min(outcomes["result"], outcomes["error line"]) >= 2, (
+        outcomes
+    )
 
 
 # memory.py
@@ -79,12 +92,22 @@ def test_every_setting_of_memory_parses(name):
 @pytest.mark.release
 @pytest.mark.slow
 def test_a_trial_of_ppo_step(tmp_path):
-    words = ["--tiny", "--repeats", "1", "--workloads", "fixed", "--json", str(tmp_path / "found.json")]
+    words = [
+        "--tiny",
+        "--repeats",
+        "1",
+        "--workloads",
+        "fixed",
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
     result = succeed(forked(1, "tests/workers/run_module.py", "benchmarks/ppo_step.py", *words))
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["fixed"]["ratio_wall"] > 0
     assert found["peak_memory_ratio"] >= 0
-    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("| ")][2:] == ["fixed"]
+    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("| ")][
+        2:
+    ] == ["fixed"]
 
 
 # trajectories.py
@@ -93,7 +116,9 @@ def test_a_trial_of_ppo_step(tmp_path):
 @pytest.mark.parametrize("name", trajectories.RUNS)
 def test_the_flags_of_every_trajectory_are_accepted(name):
     run = trajectories.RUNS[name]
-    step = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}[run.script]
+    step = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}[
+        run.script
+    ]
     parse(step, [*run.flags.format(made="made").split(), "--output_dir", "out"])
 
 
@@ -105,9 +130,13 @@ def main(monkeypatch, *words) -> int:
 @pytest.mark.release
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(tmp_path, monkeypatch, capsys):
+def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(
+    tmp_path, monkeypatch, capsys
+):
     """The commands of docs/benchmarks.md with one run of two steps on one rank."""
-    succeed(forked(1, "tests/workers/run_module.py", "dschat_ppo.tools.toy", tmp_path / "toy"))  # not in a thread
+    succeed(
+        forked(1, "tests/workers/run_module.py", "dschat_ppo.tools.toy", tmp_path / "toy")
+    )  # not in a thread
 
     def call(tree: trajectories.Tree, words: list[str], log: Path) -> str:
         """As `Tree.call`, without the launcher and the imports; the task is made once."""
@@ -118,9 +147,14 @@ def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(t
         assert words[2] == "deepspeed.launcher.runner"
         return succeed(forked(1, *words[7:], folder=tree.work)).stdout
 
-    small = "--data_path {made}/plain.jsonl --eval_data_path {made}/plain.jsonl --eval_iters 1 --dtype fp32"
+    small = (
+        "--data_path {made}/plain.jsonl --eval_data_path {made}/plain.jsonl --eval_iters 1 --dtype"
+        " fp32"
+    )
     small += " --per_device_train_batch_size 4 --max_steps 2 --save_steps 1 --keep_final_checkpoint"
-    run = trajectories.Run("step1_sft", f"{trajectories.SFT} {small}", ranks=1, resumed=("step_000001",))
+    run = trajectories.Run(
+        "step1_sft", f"{trajectories.SFT} {small}", ranks=1, resumed=("step_000001",)
+    )
     monkeypatch.setitem(trajectories.RUNS, "sft", run)
     before, kept = tmp_path / "before.json", tmp_path / "before"
     monkeypatch.setattr(trajectories.Tree, "call", call)

@@ -1,4 +1,5 @@
-"""The identity of a run: a resumed run detects changed settings, and changed contents behind its flags."""
+"""The identity of a run: a resumed run detects changed settings, and changed contents behind its
+flags."""
 
 import hashlib
 import json
@@ -37,7 +38,16 @@ from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.rewards.function_reward import function_files
 
 SFT = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
-PPO = ["--actor_model_name_or_path", "m", "--critic_model_name_or_path", "r", "--data_path", "d", "--output_dir", "o"]
+PPO = [
+    "--actor_model_name_or_path",
+    "m",
+    "--critic_model_name_or_path",
+    "r",
+    "--data_path",
+    "d",
+    "--output_dir",
+    "o",
+]
 PLANS = {"ppo": {"rows_per_update": 16, "rows_per_step": 32}}
 
 
@@ -47,7 +57,9 @@ def differences(saved, now):
 
 @cache
 def config_of(step, *words):
-    return flatten(parse(step, [*(PPO if step == "ppo" else SFT), *words])) | PLANS.get(step, {"rows_per_update": 16})
+    return flatten(parse(step, [*(PPO if step == "ppo" else SFT), *words])) | PLANS.get(
+        step, {"rows_per_update": 16}
+    )
 
 
 def changed(step, *words):
@@ -61,47 +73,83 @@ def test_credentials_are_neither_saved_nor_compared():
 
     first = saved("http://me:s3cret@host/")
     assert first["remote_reward_url"] == "http://***@host/"
-    assert first["reward_function"] == ["judge.py:f?api_key=***:0.5"] and "s3cret" not in json.dumps(first)
+    assert first["reward_function"] == [
+        "judge.py:f?api_key=***:0.5"
+    ] and "s3cret" not in json.dumps(first)
     assert differences(first, saved("http://you:other@host/")) == {}
     assert list(differences(first, saved("http://me:s3cret@other/"))) == ["remote_reward_url"]
     assert differences(first, saved("http://me:s3cret@host/", "judge.py:f?api_key=s3cret:0.7"))
 
 
 def test_the_tables_hold_the_flags_of_the_command_lines():
-    flags = set().union(*(flatten(parse(step, PPO if step == "ppo" else SFT)) for step in ("sft", "reward", "ppo")))
+    flags = set().union(
+        *(flatten(parse(step, PPO if step == "ppo" else SFT)) for step in ("sft", "reward", "ppo"))
+    )
     assert HARMLESS | set(PRODUCTS) | LENGTH <= flags and not HARMLESS & set(PRODUCTS)
 
 
 HARMLESS_WORDS = [
-    ("sft", "--output_dir moved"), ("sft", "--save_steps 5"), ("sft", "--resume_force True"), ("sft", "--zero_stage 2"),
-    ("sft", "--per_device_train_batch_size 4"), ("reward", "--num_padding_at_beginning 0"),
-    ("ppo", "--actor_zero_stage 3"), ("ppo", "--micro_batch_tokens 4096"), ("ppo", "--rollout_engine padded"),
-    ("ppo", "--generation_batches 2"), ("ppo", "--per_device_generation_batch_size 4"),
-]  # fmt: skip
+    ("sft", "--output_dir moved"),
+    ("sft", "--save_steps 5"),
+    ("sft", "--resume_force True"),
+    ("sft", "--zero_stage 2"),
+    ("sft", "--per_device_train_batch_size 4"),
+    ("reward", "--num_padding_at_beginning 0"),
+    ("ppo", "--actor_zero_stage 3"),
+    ("ppo", "--micro_batch_tokens 4096"),
+    ("ppo", "--rollout_engine padded"),
+    ("ppo", "--generation_batches 2"),
+    ("ppo", "--per_device_generation_batch_size 4"),
+]
 SERIOUS_WORDS = [
-    ("sft", "--learning_rate 2e-3"), ("sft", "--seed 2"), ("sft", "--dtype fp32"), ("sft", "--data_path a b"),
-    ("sft", "--num_train_epochs 2"), ("sft", "--model_name_or_path n"), ("sft", "--max_seq_len 256"),
-    ("sft", "--dropout 0.0"), ("sft", "--deepspeed_config file.json"), ("sft", "--max_grad_norm 0"),
-    ("reward", "--objective dpo"), ("ppo", "--kl_coef 0.2"), ("ppo", "--n_samples_per_prompt 2"),
-    ("ppo", "--stop_strings a b"), ("ppo", "--remote_reward_url http://h:1/r"), ("ppo", "--target_kl 0.1"),
-]  # fmt: skip
+    ("sft", "--learning_rate 2e-3"),
+    ("sft", "--seed 2"),
+    ("sft", "--dtype fp32"),
+    ("sft", "--data_path a b"),
+    ("sft", "--num_train_epochs 2"),
+    ("sft", "--model_name_or_path n"),
+    ("sft", "--max_seq_len 256"),
+    ("sft", "--dropout 0.0"),
+    ("sft", "--deepspeed_config file.json"),
+    ("sft", "--max_grad_norm 0"),
+    ("reward", "--objective dpo"),
+    ("ppo", "--kl_coef 0.2"),
+    ("ppo", "--n_samples_per_prompt 2"),
+    ("ppo", "--stop_strings a b"),
+    ("ppo", "--remote_reward_url http://h:1/r"),
+    ("ppo", "--target_kl 0.1"),
+]
 
 
-@pytest.mark.parametrize(("step", "words", "matters"), [
-    *((step, words, False) for step, words in HARMLESS_WORDS), *((step, words, True) for step, words in SERIOUS_WORDS),
-    ("sft", "", False), ("ppo", "", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "words", "matters"),
+    [
+        *((step, words, False) for step, words in HARMLESS_WORDS),
+        *((step, words, True) for step, words in SERIOUS_WORDS),
+        ("sft", "", False),
+        ("ppo", "", False),
+    ],
+)
 def test_a_change_matters_if_it_affects_the_result(step, words, matters):
-    assert changed(step, *words.split()) == ([words.split()[0].removeprefix("--")] if matters else [])
+    assert changed(step, *words.split()) == (
+        [words.split()[0].removeprefix("--")] if matters else []
+    )
 
 
-@pytest.mark.parametrize(("saved", "now", "found"), [
-    ({}, {"truncation": "left"}, {}),  # the checkpoint is older than the flag, which has its default
-    ({}, {"truncation": "right"}, {"truncation": "(absent) -> right"}),
-    ({"new_flag": None}, {}, {"new_flag": "None -> (absent)"}),
-    ({}, {"new_flag": 3}, {"new_flag": "(absent) -> 3"}),
-    ({"num_train_epochs": 2}, {"num_train_epochs": 2.0}, {}),  # of an earlier version
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("saved", "now", "found"),
+    [
+        (
+            {},
+            {"truncation": "left"},
+            {},
+        ),  # the checkpoint is older than the flag, which has its default
+        ({}, {"truncation": "right"}, {"truncation": "(absent) -> right"}),
+        ({"new_flag": None}, {}, {"new_flag": "None -> (absent)"}),
+        ({}, {"new_flag": 3}, {"new_flag": "(absent) -> 3"}),
+        ({"num_train_epochs": 2}, {"num_train_epochs": 2.0}, {}),  # of an earlier version
+    ],
+)
 def test_a_flag_that_one_side_lacks(saved, now, found):
     assert differences(saved, now) == found
 
@@ -110,9 +158,12 @@ def test_a_flag_that_one_side_lacks(saved, now, found):
 def test_a_factor_matters_unless_its_product_is_the_same(flag, product):
     other = "rows_per_step" if product == "rows_per_update" else "rows_per_update"
     for saved, now, found in (
-        ({product: 8}, {product: 8}, []), ({product: 8}, {product: 4}, [product, flag]),
-        ({product: 8}, {}, [flag, product]), ({}, {}, [flag]), ({other: 8}, {other: 8}, [flag]),
-    ):  # fmt: skip
+        ({product: 8}, {product: 8}, []),
+        ({product: 8}, {product: 4}, [product, flag]),
+        ({product: 8}, {}, [flag, product]),
+        ({}, {}, [flag]),
+        ({other: 8}, {other: 8}, [flag]),
+    ):
         assert sorted(differences({flag: 1, **saved}, {flag: 2, **now})) == sorted(found)
 
 
@@ -120,24 +171,33 @@ PLACES = [
     ("data_path", ["{folder}/a.jsonl:0.3", "b"], ["a.jsonl:0.3", "b"], False),
     ("data_path", ["{folder}/a.jsonl@5"], ["link.jsonl@5"], False),
     ("data_path", ["model[train]"], ["{folder}/model[train]"], False),
-    ("data_path", ["{folder}/a.jsonl:0.3"], ["a.jsonl:0.4"], True), ("data_path", ["a.jsonl"], ["b.jsonl"], True),
-    ("model_name_or_path", "model", "{folder}/model/", False), ("model_name_or_path", "model", "a.jsonl", True),
+    ("data_path", ["{folder}/a.jsonl:0.3"], ["a.jsonl:0.4"], True),
+    ("data_path", ["a.jsonl"], ["b.jsonl"], True),
+    ("model_name_or_path", "model", "{folder}/model/", False),
+    ("model_name_or_path", "model", "a.jsonl", True),
     ("reward_function", ["r.py:score"], ["{folder}/r.py:other"], True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "before", "after", "matters"), PLACES)
-def test_paths_are_compared_by_the_places_that_they_lead_to(tmp_path, monkeypatch, name, before, after, matters):
+def test_paths_are_compared_by_the_places_that_they_lead_to(
+    tmp_path, monkeypatch, name, before, after, matters
+):
     monkeypatch.chdir(tmp_path)
     for file in ("a.jsonl", "b.jsonl", "r.py"):
         (tmp_path / file).touch()
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
     (tmp_path / "model").mkdir()
-    saved, now = (json.loads(json.dumps({name: value}).replace("{folder}", str(tmp_path))) for value in (before, after))
+    saved, now = (
+        json.loads(json.dumps({name: value}).replace("{folder}", str(tmp_path)))
+        for value in (before, after)
+    )
     assert list(differences(saved, now)) == ([name] if matters else [])
     contents, place = "contents of --reward_function", f"{tmp_path}/r.py"
     assert differences({f"{contents} r.py": "12"}, {f"{contents} {place}": "12"}) == {}
-    assert differences({f"{contents} r.py": "12"}, {f"{contents} {place}": "13"}) == {f"{contents} {place}": "12 -> 13"}
+    assert differences({f"{contents} r.py": "12"}, {f"{contents} {place}": "13"}) == {
+        f"{contents} {place}": "12 -> 13"
+    }
 
 
 @pytest.mark.parametrize("words, refused", [("--dynamic_sampling", True), ("", False)])
@@ -155,7 +215,8 @@ LARGE = 3 * SAMPLES * SAMPLE_BYTES + 17
 
 
 def model(folder: Path, value: float = 0.0) -> Path:
-    """A folder that looks like a model: settings, a tokenizer, a small file of weights and a large one."""
+    """A folder that looks like a model: settings, a tokenizer, a small file of weights and a large
+    one."""
     folder.mkdir()
     (folder / "config.json").write_text('{"a": 1}')
     (folder / "tokenizer.json").write_text("{}")
@@ -165,10 +226,14 @@ def model(folder: Path, value: float = 0.0) -> Path:
 
 
 FLIPS = [
-    ("config.json", 2), ("tokenizer.json", 0), ("model.safetensors", -1), ("pytorch_model.bin", 0),
-    ("pytorch_model.bin", LARGE - 1), ("pytorch_model.bin", (LARGE - SAMPLE_BYTES) // (SAMPLES - 1)),
+    ("config.json", 2),
+    ("tokenizer.json", 0),
+    ("model.safetensors", -1),
+    ("pytorch_model.bin", 0),
+    ("pytorch_model.bin", LARGE - 1),
+    ("pytorch_model.bin", (LARGE - SAMPLE_BYTES) // (SAMPLES - 1)),
     ("pytorch_model.bin", 40 * (LARGE - SAMPLE_BYTES) // (SAMPLES - 1) + SAMPLE_BYTES - 1),
-]  # fmt: skip
+]
 
 
 def test_any_change_of_a_model_changes_its_fingerprint_and_its_place_does_not(tmp_path):
@@ -194,8 +259,13 @@ def test_any_change_of_a_model_changes_its_fingerprint_and_its_place_does_not(tm
 def inputs(folder: Path, texts: int = 3) -> RunInputs:
     blocks = Dataset.from_dict({"ids": [[number] for number in range(texts)]})
     files = function_files("--reward_function", [f"{folder}/reward.py:score:0.5", "length"])
-    models = [("--actor_model_name_or_path", str(folder / "model")), ("--critic_model_name_or_path", None)]
-    return RunInputs(TRAIN, {"texts": blocks, "evaluation": None}, models, [*files, ("--deepspeed_config", None)])
+    models = [
+        ("--actor_model_name_or_path", str(folder / "model")),
+        ("--critic_model_name_or_path", None),
+    ]
+    return RunInputs(
+        TRAIN, {"texts": blocks, "evaluation": None}, models, [*files, ("--deepspeed_config", None)]
+    )
 
 
 @pytest.fixture
@@ -206,17 +276,31 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_alone_adds_a_short_fingerprint_of_each_input_to_the_identity(rank, folder, monkeypatch):
+def test_rank_0_alone_adds_a_short_fingerprint_of_each_input_to_the_identity(
+    rank, folder, monkeypatch
+):
     monkeypatch.setenv("RANK", str(rank))
-    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", f"{folder}/output"])
+    config = parse(
+        "sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", f"{folder}/output"]
+    )
     settings = flatten(config) | {"rows_per_update": 8}
     found = identify_run(config, inputs(folder), {"rows_per_update": 8})
     if rank == 1:
         assert found == RunIdentity("sft", settings, "", defaults_of(STEPS["sft"]))
         return
-    reward, actor = f"contents of --reward_function {folder}/reward.py", "contents of --actor_model_name_or_path"
-    assert found.data == rows_fingerprint(TRAIN) and found.config.keys() == {*settings, "texts", actor, reward}
-    assert found.config[reward] == hashlib.sha256((folder / "reward.py").read_bytes()).hexdigest()[:16]
+    reward, actor = (
+        f"contents of --reward_function {folder}/reward.py",
+        "contents of --actor_model_name_or_path",
+    )
+    assert found.data == rows_fingerprint(TRAIN) and found.config.keys() == {
+        *settings,
+        "texts",
+        actor,
+        reward,
+    }
+    assert (
+        found.config[reward] == hashlib.sha256((folder / "reward.py").read_bytes()).hexdigest()[:16]
+    )
     (folder / "reward.py").write_text("def score(prompt, response): return 2\n")
     save_file({"weight": torch.full((9,), 0.5)}, folder / "model/model.safetensors")
     now = identify_run(config, inputs(folder, texts=2), {"rows_per_update": 8})
@@ -228,18 +312,26 @@ STEP_3 = "--actor_model_name_or_path a --data_path d --output_dir o --deepspeed_
 
 def test_step_3_fingerprints_every_model_and_file_that_it_reads(folder):
     own, reward = f"--reward_function {folder}/reward.py:score", f"{folder}/reward.py"
-    models = "--critic_model_name_or_path c --reward_model_name_or_path r --ref_model_name_or_path f"
+    models = (
+        "--critic_model_name_or_path c --reward_model_name_or_path r --ref_model_name_or_path f"
+    )
     models += f" {TEACHER} x=s y=t"
     config = parse("ppo", f"{STEP_3} {models} {own}".split())
     texts = TextBatches(TRAIN, 1, 1, 0, 0, torch.device("cpu"))
     rows = TokenRows(TRAIN, TRAIN.select([0]))
     found = inputs_of(config, ModelFolders("A", "C", "R", "F", ("S", "T")), rows, texts)
     assert found.train is TRAIN
-    assert found.rows == {"evaluation rows (SHA-256)": rows.eval, "blocks of plain text (SHA-256)": TRAIN}
+    assert found.rows == {
+        "evaluation rows (SHA-256)": rows.eval,
+        "blocks of plain text (SHA-256)": TRAIN,
+    }
     folders = {"actor": "A", "critic": "C", "reward": "R", "ref": "F"}
     folders = {f"--{role}_model_name_or_path": path for role, path in folders.items()}
     assert dict(found.models) == folders | {f"{TEACHER} x": "S", f"{TEACHER} y": "T"}
-    assert dict(found.files) == {"--deepspeed_config": "d.json", f"--reward_function {reward}": reward}
+    assert dict(found.files) == {
+        "--deepspeed_config": "d.json",
+        f"--reward_function {reward}": reward,
+    }
 
 
 def test_an_adapter_and_its_base_are_both_fingerprinted(tmp_path):
@@ -261,7 +353,10 @@ def test_an_adapter_and_its_base_are_both_fingerprinted(tmp_path):
 
 def test_fingerprints_are_those_of_earlier_versions(tmp_path):
     """Manifests hold them: other values would refuse every saved run."""
-    assert rows_fingerprint(TRAIN) == "2b55853023bb57b31c619e3cc2d29ac2a1ab5f8ab2ae48aebae96e829ee00d5c"
+    assert (
+        rows_fingerprint(TRAIN)
+        == "2b55853023bb57b31c619e3cc2d29ac2a1ab5f8ab2ae48aebae96e829ee00d5c"
+    )
     expected = "85ea71aed1a9dd8a645b323eff580eae96290b18c5307fedae812ef68254c6bd"
     assert model_fingerprint(model(tmp_path / "model")) == expected
 

@@ -1,4 +1,5 @@
-"""When checkpoints are saved, and what they contain (engines and trainer are stand-ins); the random streams."""
+"""When checkpoints are saved, and what they contain (engines and trainer are stand-ins); the random
+streams."""
 
 import hashlib
 import operator
@@ -17,7 +18,12 @@ from checkpoints import manifest_of
 
 from dschat_ppo.checkpoint import manager
 from dschat_ppo.checkpoint.identity import RunIdentity
-from dschat_ppo.checkpoint.manager import CheckpointManager, capture_rng_state, restore, restore_rng_state
+from dschat_ppo.checkpoint.manager import (
+    CheckpointManager,
+    capture_rng_state,
+    restore,
+    restore_rng_state,
+)
 from dschat_ppo.checkpoint.state_files import load_state, save_state
 from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, damage
 from dschat_ppo.common import dist, stop_requests
@@ -53,10 +59,13 @@ class Run:
     def __init__(self, output: Path, flags: SafetyFlags, saved: tuple[int, int] | None = None):
         self.folder, self.trainer = CheckpointFolder(output), Trainer()
         self.metrics = MetricsWriter(output, None)
-        self.checkpoints = CheckpointManager(output, self.trainer, flags, IDENTITY, self.metrics, saved)
+        self.checkpoints = CheckpointManager(
+            output, self.trainer, flags, IDENTITY, self.metrics, saved
+        )
 
     def at(self, *position: int) -> list[str]:
-        """Call `save_if_due` here, once all earlier files are on the disk; return the names of the checkpoints."""
+        """Call `save_if_due` here, once all earlier files are on the disk; return the names of the
+        checkpoints."""
         while not self.checkpoints._files.done():
             time.sleep(0.001)
         self.trainer.position = position
@@ -94,7 +103,9 @@ def test_checkpoints_are_saved_by_step_count_and_committed_at_a_later_call(tmp_p
     assert run.at(2, 0) == run.at(2, 1) == run.at(3, 0) == run.at(4, 0) == ["step_000002"]
     assert run.at(4, 2) == ["step_000002", "step_000004"]
     assert engines == ["A", "C"] * 2
-    run = Run(tmp_path, SafetyFlags(save_steps=4, save_minutes=0, save_total_limit=99), saved=(4, 0))
+    run = Run(
+        tmp_path, SafetyFlags(save_steps=4, save_minutes=0, save_total_limit=99), saved=(4, 0)
+    )
     assert run.at(4, 0) == run.at(4, 1) == ["step_000002", "step_000004"] and len(engines) == 4
     run = Run(tmp_path, NEVER)
     assert run.at(1, 0) == run.at(2, 0) == ["step_000002", "step_000004"] and len(engines) == 4
@@ -143,18 +154,25 @@ def test_a_manifest_describes_the_state_at_the_time_of_the_save(tmp_path, engine
     assert (manifest.config, manifest.data, manifest.best) == ({"seed": 7}, "f" * 64, True)
     assert manifest.metrics_offset == length > 0
     assert manifest.versions["torch"] == version("torch") and "dschat_ppo" in manifest.versions
-    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "metrics.jsonl").read_bytes()[:length]
+    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "metrics.jsonl").read_bytes()[
+        :length
+    ]
     paths = ["actor/weights.pt", "critic/weights.pt", "metrics.jsonl", "rank_0.pt", "shared.pt"]
     assert sorted(manifest.files) == paths
     for path in paths:
         content = (folder / path).read_bytes()
-        assert manifest.files[path] == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        assert manifest.files[path] == {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
     assert load_state(folder / "shared.pt") == {"at": [5, 0]}
     mine = load_state(folder / "rank_0.pt")
     assert mine["mine"] == 1 and torch.equal(mine["random"]["torch"], torch.get_rng_state())
 
 
-def test_weights_that_are_not_finite_are_not_saved_and_the_earlier_checkpoint_is(tmp_path, engines, monkeypatch):
+def test_weights_that_are_not_finite_are_not_saved_and_the_earlier_checkpoint_is(
+    tmp_path, engines, monkeypatch
+):
     """The earlier checkpoint is still being written when the weights are checked."""
 
     def refuse(role, engine):
@@ -171,7 +189,10 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_earlier_checkpoint_is
     with pytest.raises(NonFiniteError, match="critic: C"):
         run.checkpoints.save_if_due()
     monkeypatch.setattr(stop_requests, "requested", lambda: True)
-    for end in (run.checkpoints.save_if_due, run.checkpoints.finish):  # not at a stop and not at the end either
+    for end in (
+        run.checkpoints.save_if_due,
+        run.checkpoints.finish,
+    ):  # not at a stop and not at the end either
         with pytest.raises(NonFiniteError):
             end()
     assert sorted(path.name for path in run.folder.root.iterdir()) == ["latest", "step_000001"]
@@ -179,7 +200,9 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_earlier_checkpoint_is
 
 
 @pytest.mark.parametrize("what", ["folders", "engine", "commit"])
-def test_an_error_of_the_disk_is_reported_and_leaves_no_checkpoint(tmp_path, engines, monkeypatch, what):
+def test_an_error_of_the_disk_is_reported_and_leaves_no_checkpoint(
+    tmp_path, engines, monkeypatch, what
+):
     def refuse(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -187,7 +210,9 @@ def test_an_error_of_the_disk_is_reported_and_leaves_no_checkpoint(tmp_path, eng
     if what == "folders":
         (tmp_path / "checkpoints").write_text("in the way")
     elif what == "engine":
-        monkeypatch.setattr(manager, "save_engine", lambda engine, folder, files: files.save({}, folder / "no/file"))
+        monkeypatch.setattr(
+            manager, "save_engine", lambda engine, folder, files: files.save({}, folder / "no/file")
+        )
     else:
         monkeypatch.setattr(CheckpointFolder, "commit", refuse)
     run.trainer.position, run.trainer.is_best = (2, 0), True
@@ -197,16 +222,20 @@ def test_an_error_of_the_disk_is_reported_and_leaves_no_checkpoint(tmp_path, eng
 
 
 @pytest.mark.parametrize(
-    ("other", "ends"), [([1, 0, 0], True), ([0, 1, 0], False), ([0, 0, 1], False), ([0, 0, 0], False)]
+    ("other", "ends"),
+    [([1, 0, 0], True), ([0, 1, 0], False), ([0, 0, 1], False), ([0, 0, 0], False)],
 )
 def test_the_ranks_stop_save_and_wait_together(tmp_path, engines, monkeypatch, other, ends):
-    """Another rank has a stop request, or a checkpoint is due there, or its files are not written yet."""
+    """Another rank has a stop request, or a checkpoint is due there, or its files are not written
+    yet."""
     run = Run(tmp_path, SafetyFlags(save_steps=4, save_minutes=0))
     run.at(4, 0)
     assert len(engines) == 2
     theirs = torch.tensor(other, dtype=torch.int32)
     monkeypatch.setattr(
-        dist, "all_reduce", lambda mine, op="sum": (torch.maximum if op == "max" else torch.minimum)(mine, theirs)
+        dist,
+        "all_reduce",
+        lambda mine, op="sum": (torch.maximum if op == "max" else torch.minimum)(mine, theirs),
     )
     if other[0]:
         with pytest.raises(StopRequested):
@@ -228,11 +257,15 @@ def saved_on(folder, ranks: int):
 
 
 @pytest.mark.parametrize(("saved_by", "ranks", "rank"), [(2, 2, 1), (2, 1, 0), (2, 3, 2)])
-def test_a_checkpoint_is_restored_on_any_number_of_ranks(tmp_path, monkeypatch, said, saved_by, ranks, rank):
+def test_a_checkpoint_is_restored_on_any_number_of_ranks(
+    tmp_path, monkeypatch, said, saved_by, ranks, rank
+):
     """Only with as many ranks as saved, a rank has its own state and random stream."""
     folder, trainer, loads, seeds = saved_on(tmp_path, saved_by), Trainer(), [], []
     (folder / "actor").mkdir()
-    monkeypatch.setattr(manager, "load_engine", lambda engine, folder: loads.append((engine, folder.name)))
+    monkeypatch.setattr(
+        manager, "load_engine", lambda engine, folder: loads.append((engine, folder.name))
+    )
     monkeypatch.setattr(manager, "seed_this_rank", seeds.append)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -240,9 +273,13 @@ def test_a_checkpoint_is_restored_on_any_number_of_ranks(tmp_path, monkeypatch, 
     expected = torch.rand(rank + 1)[-1]
     manifest = restore(folder, trainer, seed=100)
     assert (manifest.step, loads) == (12, [("A", "actor")])
-    assert "critic: was not trained when the checkpoint was saved, so it starts from scratch" in said
+    assert (
+        "critic: was not trained when the checkpoint was saved, so it starts from scratch" in said
+    )
     shared, states = trainer.loaded
-    assert shared == {"steps": 12} and [state["mine"] for state in states.read_all()] == list(range(saved_by))
+    assert shared == {"steps": 12} and [state["mine"] for state in states.read_all()] == list(
+        range(saved_by)
+    )
     if saved_by == ranks:
         assert states.own["mine"] == rank and torch.rand(()) == expected and seeds == []
     else:
@@ -253,13 +290,25 @@ def test_a_checkpoint_is_restored_on_any_number_of_ranks(tmp_path, monkeypatch, 
 
 
 def drawn(device: str) -> list:
-    """Numbers of every stream; an odd number of normal ones, which Python and numpy draw in pairs."""
-    normal = [random.gauss(0, 1) for _ in range(3)], np.random.randn(3).tolist(), torch.randn(3, device=device).tolist()
-    uniform = [random.random() for _ in range(700)], np.random.rand(700).tolist(), torch.rand(700).tolist()
+    """Numbers of every stream; an odd number of normal ones, which Python and numpy draw in
+    pairs."""
+    normal = (
+        [random.gauss(0, 1) for _ in range(3)],
+        np.random.randn(3).tolist(),
+        torch.randn(3, device=device).tolist(),
+    )
+    uniform = (
+        [random.random() for _ in range(700)],
+        np.random.rand(700).tolist(),
+        torch.rand(700).tolist(),
+    )
     return [*normal, *uniform, torch.nn.functional.dropout(torch.ones(100, device=device)).tolist()]
 
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])

@@ -1,5 +1,5 @@
-"""Files of tensors and plain values; which parameters the states of an engine hold, and pieces of them from one layout
-into another (tests/ranks saves and loads them)."""
+"""Files of tensors and plain values; which parameters the states of an engine hold, and pieces of
+them from one layout into another (tests/ranks saves and loads them)."""
 
 import enum
 import hashlib
@@ -29,15 +29,25 @@ from dschat_ppo.checkpoint.state_files import BackgroundWriter, host_copy, load_
 from dschat_ppo.errors import UserError
 
 STATE = {
-    "text": "é", "whole": 2**70, "number": 0.1, "flag": True, "nothing": None,
+    "text": "é",
+    "whole": 2**70,
+    "number": 0.1,
+    "flag": True,
+    "nothing": None,
     "nested": {"list": [1, (2.5, "x", [])], 7: {}},
-    "tensors": [torch.arange(3), torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 4, dtype=torch.bool)],
-}  # fmt: skip
+    "tensors": [
+        torch.arange(3),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.zeros(0, 4, dtype=torch.bool),
+    ],
+}
 
 
 def test_a_state_is_loaded_as_it_was_saved(tmp_path):
     save_state(tmp_path / "state.pt", STATE)
-    assert repr(load_state(tmp_path / "state.pt")) == repr(STATE)  # with the types of numbers and tensors
+    assert repr(load_state(tmp_path / "state.pt")) == repr(
+        STATE
+    )  # with the types of numbers and tensors
 
 
 Point = namedtuple("Point", "x y")
@@ -52,7 +62,9 @@ REFUSED = [np.float64(1.0), np.zeros(2), Colour.RED, Point(1, 2), Path("x")]
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 def test_values_that_the_loader_refuses_are_refused_with_their_place(tmp_path, value):
-    with pytest.raises(TypeError, match=rf"state\['a'\]\[1\]\['b'\]\[1\] is a .*{type(value).__name__}"):
+    with pytest.raises(
+        TypeError, match=rf"state\['a'\]\[1\]\['b'\]\[1\] is a .*{type(value).__name__}"
+    ):
         save_state(tmp_path / "state.pt", {"a": [0, {"b": (1, value)}]})
     with pytest.raises(TypeError, match=r"state\['a'\] has the key "):
         save_state(tmp_path / "state.pt", {"a": {0.5: 1}})
@@ -66,7 +78,9 @@ def test_files_that_cannot_be_loaded_are_named(tmp_path):
     (tmp_path / "words.pt").write_bytes(b"no state" * 100)
     torch.save([1], tmp_path / "list.pt")
     for name in ("cut.pt", "missing.pt", "words.pt"):
-        with pytest.raises(UserError, match=rf"{name}: cannot be loaded: it is damaged, or holds more .* \(.+\)"):
+        with pytest.raises(
+            UserError, match=rf"{name}: cannot be loaded: it is damaged, or holds more .* \(.+\)"
+        ):
             load_state(tmp_path / name)
     with pytest.raises(UserError, match=r"list\.pt: holds a list"):
         load_state(tmp_path / "list.pt")
@@ -90,7 +104,9 @@ def test_states_are_copied_at_the_save_before_they_change(tmp_path):
     assert pending
     written = writer.wait()
     content = (tmp_path / "a.pt").read_bytes()
-    assert written == {tmp_path / "a.pt": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    assert written == {
+        tmp_path / "a.pt": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    }
     assert writer.done() and writer.wait() == {}
     found = load_state(tmp_path / "a.pt", mapped=True)
     assert found["numbers"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -99,13 +115,17 @@ def test_states_are_copied_at_the_save_before_they_change(tmp_path):
 
 def test_a_view_is_saved_without_the_buffer_behind_it_and_tied_weights_once(tmp_path):
     buffer = torch.arange(1_000_000.0)
-    [entry] = write({"view": buffer[10:20], "turned": buffer[:6].view(2, 3).t()}, tmp_path / "a.pt").values()
+    [entry] = write(
+        {"view": buffer[10:20], "turned": buffer[:6].view(2, 3).t()}, tmp_path / "a.pt"
+    ).values()
     assert entry["bytes"] < 10_000
     found = load_state(tmp_path / "a.pt", mapped=True)
     assert found["view"].tolist() == list(range(10, 20))
     assert found["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]
     tied = torch.zeros(50_000)
-    [entry] = write({"head": tied, "embedding": tied, "half": tied[:25_000]}, tmp_path / "b.pt").values()
+    [entry] = write(
+        {"head": tied, "embedding": tied, "half": tied[:25_000]}, tmp_path / "b.pt"
+    ).values()
     assert 300_000 < entry["bytes"] < 310_000
     found = host_copy({"head": tied, "embedding": tied, "half": tied[:25_000], "other": tied + 1})
     assert found["head"] is found["embedding"] and found["half"].shape == (25_000,)
@@ -133,7 +153,9 @@ def test_pickles_from_outside_are_not_executed(tmp_path, kind):
     with pytest.raises(UserError, match=r"a\.pt: cannot be loaded: it is damaged, or holds more"):
         load_state(path, mapped=True)
     assert not mark.exists()
-    torch.load(path, weights_only=False) if kind != "plain pickle" else pickle.loads(path.read_bytes())
+    torch.load(path, weights_only=False) if kind != "plain pickle" else pickle.loads(
+        path.read_bytes()
+    )
     assert mark.exists(), "the file would have done nothing anyway"
 
 
@@ -156,20 +178,30 @@ SHAPES = [{"a": torch.Size([2, 3]), "b": torch.Size([1])}, {"c": torch.Size([5])
 def test_zero_3_pads_each_parameter_and_divides_it_into_equal_parts():
     # three ranks: a is 2 + 2 + 2, b is 1 + nothing + nothing, c is 2 + 2 + 1
     assert partitioned_fragments(SHAPES, 0, 3) == [
-        Fragment("a", 0, 2, 0, 0), Fragment("b", 0, 1, 0, 2), Fragment("c", 0, 2, 1, 0),
-    ]  # fmt: skip
-    assert partitioned_fragments(SHAPES, 1, 3) == [Fragment("a", 2, 2, 0, 0), Fragment("c", 2, 2, 1, 0)]
-    assert partitioned_fragments(SHAPES, 2, 3) == [Fragment("a", 4, 2, 0, 0), Fragment("c", 4, 1, 1, 0)]
+        Fragment("a", 0, 2, 0, 0),
+        Fragment("b", 0, 1, 0, 2),
+        Fragment("c", 0, 2, 1, 0),
+    ]
+    assert partitioned_fragments(SHAPES, 1, 3) == [
+        Fragment("a", 2, 2, 0, 0),
+        Fragment("c", 2, 2, 1, 0),
+    ]
+    assert partitioned_fragments(SHAPES, 2, 3) == [
+        Fragment("a", 4, 2, 0, 0),
+        Fragment("c", 4, 1, 1, 0),
+    ]
     # four ranks: c is 2 + 2 + 1 + nothing
     assert partitioned_fragments(SHAPES, 3, 4) == []
     # padding lies between parameters: d is 2 + 2 + 1, e is 1 + 1 + 1
     assert partitioned_fragments([{"d": torch.Size([5]), "e": torch.Size([3])}], 2, 3) == [
-        Fragment("d", 4, 1, 0, 0), Fragment("e", 2, 1, 0, 2),
-    ]  # fmt: skip
+        Fragment("d", 4, 1, 0, 0),
+        Fragment("e", 2, 1, 0, 2),
+    ]
 
 
 def cut(sizes: dict[str, int], ranks: int, rng) -> list[list[Fragment]]:
-    """A random layout: each parameter cut at random places, pieces in random order, two flat tensors, gaps."""
+    """A random layout: each parameter cut at random places, pieces in random order, two flat
+    tensors, gaps."""
     layout: list[list[Fragment]] = [[] for _ in range(ranks)]
     ends = np.zeros((ranks, 2), dtype=int)
     for name in rng.permutation(list(sizes)):
@@ -178,7 +210,9 @@ def cut(sizes: dict[str, int], ranks: int, rng) -> list[list[Fragment]]:
         for rank, start, stop in zip(rng.permutation(ranks).tolist(), starts, stops, strict=True):
             flat = int(rng.integers(2))
             ends[rank, flat] += rng.integers(3)
-            layout[rank].append(Fragment(str(name), start, stop - start, flat, int(ends[rank, flat])))
+            layout[rank].append(
+                Fragment(str(name), start, stop - start, flat, int(ends[rank, flat]))
+            )
             ends[rank, flat] += stop - start
     return layout
 
@@ -187,8 +221,10 @@ def cut(sizes: dict[str, int], ranks: int, rng) -> list[list[Fragment]]:
 def test_any_layout_can_be_resharded_into_any_other(seed):
     rng = np.random.default_rng(seed)
     sizes = {name: int(rng.integers(1, 12)) for name in "abcd"}
-    truth = {name: {key: rng.normal(size=size) for key in ("fp32", "exp_avg", "exp_avg_sq")}
-             for name, size in sizes.items()}  # fmt: skip
+    truth = {
+        name: {key: rng.normal(size=size) for key in ("fp32", "exp_avg", "exp_avg_sq")}
+        for name, size in sizes.items()
+    }
     shards = []
     for fragments in cut(sizes, int(rng.integers(1, 5)), rng):
         flats = [{key: torch.full((80,), 99.0) for key in truth["a"]} for _ in range(2)]
@@ -204,7 +240,9 @@ def test_any_layout_can_be_resharded_into_any_other(seed):
             for piece in wanted:
                 values = truth[piece.name][key][piece.start : piece.start + piece.length]
                 expected[piece.flat, piece.offset : piece.offset + piece.length] = values
-            np.testing.assert_array_equal(np.stack([flat.get(key, torch.zeros(80)) for flat in found]), expected)
+            np.testing.assert_array_equal(
+                np.stack([flat.get(key, torch.zeros(80)) for flat in found]), expected
+            )
 
 
 def engine_with(**sizes):
@@ -212,43 +250,64 @@ def engine_with(**sizes):
     module = torch.nn.ParameterDict({name: torch.zeros(size) for name, size in sizes.items()})
     module.register_buffer("passes", torch.zeros(()))
     return SimpleNamespace(
-        module=module, param_names={weight: name for name, weight in module.items()},
-        zero_optimization=lambda: False, optimizer=SimpleNamespace(param_groups=[{"params": [*module.values()]}]),
-    )  # fmt: skip
+        module=module,
+        param_names={weight: name for name, weight in module.items()},
+        zero_optimization=lambda: False,
+        optimizer=SimpleNamespace(param_groups=[{"params": [*module.values()]}]),
+    )
 
 
 def test_states_of_another_model_or_optimizer_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"actor: holds no states of an engine \(common.pt is missing\)"):
+    with pytest.raises(
+        UserError, match=r"actor: holds no states of an engine \(common.pt is missing\)"
+    ):
         common_state(tmp_path / "actor")
     common = {"shapes": {"a": (3,), "b": (1,)}, "buffers": {"passes": torch.zeros(())}}
     _require_same_parameters(Path("actor"), common, engine_with(b=1, a=3))
-    with pytest.raises(UserError, match=r"actor: .*\(differing: 1; the first is a\); use the flags and the model of"):
+    with pytest.raises(
+        UserError,
+        match=r"actor: .*\(differing: 1; the first is a\); use the flags and the model of",
+    ):
         _require_same_parameters(Path("actor"), common, engine_with(a=4, b=1))
     with pytest.raises(UserError, match="the first is b"):
         _require_same_parameters(Path("actor"), common, engine_with(a=3))
     for buffers in ({}, {"passes": 0, "more": 0}):
         with pytest.raises(UserError, match=f"the first is {'more' if buffers else 'passes'}"):
-            _require_same_parameters(Path("actor"), {**common, "buffers": buffers}, engine_with(a=3, b=1))
+            _require_same_parameters(
+                Path("actor"), {**common, "buffers": buffers}, engine_with(a=3, b=1)
+            )
     monkeypatch.setattr(engine_state, "common_state", lambda folder: common)
     engine = engine_with(a=3, b=1)
     for muon, moment in ((True, {}), (False, {"momentum_buffer": 0})):
         engine.optimizer.param_groups[0]["use_muon"] = muon
         flats = [{"exp_avg": 0}, moment]
         monkeypatch.setattr(engine_state, "read_shards", lambda *_, flats=flats: [{"flats": flats}])
-        with pytest.raises(UserError, match="actor: another --optimizer trained the saved run: use that one"):
+        with pytest.raises(
+            UserError, match="actor: another --optimizer trained the saved run: use that one"
+        ):
             load_engine(engine, Path("actor"))
 
 
 def test_whole_weights_are_joined_from_the_pieces_of_all_ranks(monkeypatch):
     """Padding (99) lies between the pieces; the second rank holds the end of `a` and all of `c`."""
     shards = [
-        {"fragments": [Fragment("a", 0, 4, 0, 0), Fragment("b", 0, 1, 0, 5)],
-         "flats": [{"fp32": torch.tensor([1.0, 2, 3, 4, 99, 7]), "exp_avg": torch.zeros(6)}]},
-        {"fragments": [Fragment("c", 0, 5, 1, 1), Fragment("a", 4, 2, 0, 0)],
-         "flats": [{"fp32": torch.tensor([5.0, 6])}, {"fp32": torch.tensor([99.0, 10, 11, 12, 13, 14])}]},
-    ]  # fmt: skip
+        {
+            "fragments": [Fragment("a", 0, 4, 0, 0), Fragment("b", 0, 1, 0, 5)],
+            "flats": [{"fp32": torch.tensor([1.0, 2, 3, 4, 99, 7]), "exp_avg": torch.zeros(6)}],
+        },
+        {
+            "fragments": [Fragment("c", 0, 5, 1, 1), Fragment("a", 4, 2, 0, 0)],
+            "flats": [
+                {"fp32": torch.tensor([5.0, 6])},
+                {"fp32": torch.tensor([99.0, 10, 11, 12, 13, 14])},
+            ],
+        },
+    ]
     monkeypatch.setattr(engine_state, "read_shards", lambda folder, common: shards)
-    found = {name: weight.tolist() for name, weight in whole_weights(Path("x"), {"shapes": SHAPES[0] | SHAPES[1]})}
+    found = {
+        name: weight.tolist()
+        for name, weight in whole_weights(Path("x"), {"shapes": SHAPES[0] | SHAPES[1]})
+    }
     assert found == {"a": [[1, 2, 3], [4, 5, 6]], "b": [7], "c": [10, 11, 12, 13, 14]}
     shards.pop()
     with pytest.raises(UserError, match="hold 4 of the 6 elements of a$"):
@@ -271,7 +330,9 @@ def test_the_schedule_goes_on_where_it_was_with_the_rates_of_now(flags):
     engine, whole = scheduled(**flags), scheduled(**flags, steps=4)
     resume_schedule(engine, scheduled(steps=4).lr_scheduler.state_dict())
     for _ in range(2):
-        assert [group["lr"] for group in engine.optimizer.param_groups] == whole.lr_scheduler.get_last_lr()
+        assert [
+            group["lr"] for group in engine.optimizer.param_groups
+        ] == whole.lr_scheduler.get_last_lr()
         assert engine.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
         for one in (engine, whole):
             one.optimizer.step()

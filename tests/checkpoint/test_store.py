@@ -1,5 +1,5 @@
-"""Checkpoints on the disk: they appear complete, whatever ends the process; damage is found; old ones are removed; from
-which one a run resumes."""
+"""Checkpoints on the disk: they appear complete, whatever ends the process; damage is found; old
+ones are removed; from which one a run resumes."""
 
 import json
 import os
@@ -52,18 +52,29 @@ def flip_bit(path, position=0):
 
 DAMAGE = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "half a manifest": (lambda f: os.truncate(f / "manifest.json", 100), "manifest.json is damaged"),
+    "half a manifest": (
+        lambda f: os.truncate(f / "manifest.json", 100),
+        "manifest.json is damaged",
+    ),
     "an older format": (
         lambda f: rewrite(f, format=1, versions={"dschat_ppo": "0.1"}, saved_at="2026-01-02"),
-        "is of format 1, and this installation reads format 2: finish or export that run with the one that saved it "
-        "(dschat_ppo 0.1, at 2026-01-02)",
+        (
+            "is of format 1, and this installation reads format 2: finish or export that run with"
+            " the one that saved it (dschat_ppo 0.1, at 2026-01-02)"
+        ),
     ),
     "other settings": (lambda f: rewrite(f, step=13), "manifest.json: checksum differs"),
-    "a pipe": (lambda f: ((f / "rank_0.pt").unlink(), os.mkfifo(f / "rank_0.pt")), "rank_0.pt is missing"),
+    "a pipe": (
+        lambda f: ((f / "rank_0.pt").unlink(), os.mkfifo(f / "rank_0.pt")),
+        "rank_0.pt is missing",
+    ),
     "a missing rank": (lambda f: (f / "rank_1.pt").unlink(), "rank_1.pt is missing"),
-    "a cut file": (lambda f: os.truncate(f / "actor/weights.pt", 12), "weights.pt has 12 bytes instead of 4096"),
+    "a cut file": (
+        lambda f: os.truncate(f / "actor/weights.pt", 12),
+        "weights.pt has 12 bytes instead of 4096",
+    ),
     "a flipped bit": (lambda f: flip_bit(f / "rank_1.pt", 5), "rank_1.pt: checksum differs"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", DAMAGE)
@@ -96,15 +107,30 @@ def folder(tmp_path):
 
 def test_names_are_in_the_order_of_steps_and_updates(folder):
     assert folder.names() == []
-    for step, update in ((10, 0), (9, 12), (1_000_000, 0), (9, 2), (999_999, 0), (9, 0), (9, 10_000), (9, 9999)):
+    for step, update in (
+        (10, 0),
+        (9, 12),
+        (1_000_000, 0),
+        (9, 2),
+        (999_999, 0),
+        (9, 0),
+        (9, 10_000),
+        (9, 9999),
+    ):
         save(folder, step, update)
     (folder.root / "step_000003.partial").mkdir()
     (folder.root / "step_000005").write_text("a file")
     (folder.root / "notes").mkdir()
     assert folder.names() == [
-        "step_000009", "step_000009_update_0002", "step_000009_update_0012", "step_000009_update_9999",
-        "step_000009_update_10000", "step_000010", "step_999999", "step_1000000",
-    ]  # fmt: skip
+        "step_000009",
+        "step_000009_update_0002",
+        "step_000009_update_0012",
+        "step_000009_update_9999",
+        "step_000009_update_10000",
+        "step_000010",
+        "step_999999",
+        "step_1000000",
+    ]
 
 
 def test_a_committed_checkpoint_is_the_newest_and_latest(folder):
@@ -120,7 +146,9 @@ def test_a_committed_checkpoint_is_the_newest_and_latest(folder):
 def test_an_incomplete_checkpoint_is_not_committed(folder):
     path = fill(folder.make_partial("step_000004"))
     (path / "rank_1.pt").unlink()
-    with pytest.raises(StorageError, match="step_000004.* was not saved whole: rank_1.pt is missing"):
+    with pytest.raises(
+        StorageError, match="step_000004.* was not saved whole: rank_1.pt is missing"
+    ):
         folder.commit("step_000004")
     assert entries(folder) == ["step_000004.partial"]
 
@@ -140,7 +168,10 @@ def test_checkpoints_that_were_set_aside_or_moved_away_are_not_as_if_none_was_sa
     save(folder, 4)
     (folder.root / "step_000004").rename(folder.root / "step_000004.set_aside")
     newest, [complaint] = folder.newest_intact()
-    assert newest is None and "are gone (set aside: step_000004.set_aside; name one by --resume)" in complaint
+    assert (
+        newest is None
+        and "are gone (set aside: step_000004.set_aside; name one by --resume)" in complaint
+    )
     (folder.root / "step_000004.set_aside").rename(folder.root.parent / "elsewhere")
     assert folder.newest_intact()[1][0].endswith("the checkpoints that were saved there are gone")
     save(folder, 4)
@@ -159,7 +190,9 @@ def test_pruning_keeps_the_newest_and_the_best(folder):
     assert folder.prune(1) == []
 
 
-def test_damaged_checkpoints_do_not_count_and_nothing_is_removed_while_the_newest_is_damaged(folder):
+def test_damaged_checkpoints_do_not_count_and_nothing_is_removed_while_the_newest_is_damaged(
+    folder,
+):
     for step in (1, 2, 3, 4):
         save(folder, step)
     cut(folder, "step_000004")
@@ -177,7 +210,14 @@ class Crash(BaseException):
 class CrashingDisk:
     """Ends the process before its n-th call to the file system."""
 
-    CALLS = ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"))
+    CALLS = (
+        (os, "fsync"),
+        (os, "rename"),
+        (os, "replace"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (os, "mkdir"),
+    )
 
     def __init__(self, monkeypatch, crash_at: int):
         self.count = 0
@@ -195,7 +235,8 @@ class CrashingDisk:
 
 
 def crash_everywhere(monkeypatch, tmp_path, prepare, act, check) -> int:
-    """Let `act` crash before each of its calls in turn, restart, and `check`; return the number of calls."""
+    """Let `act` crash before each of its calls in turn, restart, and `check`; return the number of
+    calls."""
     for crash_at in range(1, 1000):
         folder = CheckpointFolder(tmp_path / f"crash_{crash_at}")
         prepare(folder)
@@ -222,7 +263,9 @@ def test_a_crash_at_any_point_of_a_save_leaves_the_old_or_the_new_checkpoint(mon
         newest, complaints = folder.newest_intact()
         found.append((newest, bool(complaints), set(entries(folder))))
 
-    calls = crash_everywhere(monkeypatch, tmp_path, prepare, lambda folder: folder.commit("step_000002"), check)
+    calls = crash_everywhere(
+        monkeypatch, tmp_path, prepare, lambda folder: folder.commit("step_000002"), check
+    )
     old, new = {"latest", "step_000001"}, {"latest", "step_000001", "step_000002"}
     assert {state for state, *_ in found} == {"step_000001", "step_000002"}
     assert all(names == (new if newest == "step_000002" else old) for newest, _, names in found)
@@ -241,7 +284,9 @@ def test_a_crash_at_any_point_of_pruning_leaves_intact_checkpoints(monkeypatch, 
         assert all(damage(folder.root / name) is None for name in folder.names())
         assert set(entries(folder)) == {"latest", *folder.names()}
 
-    assert crash_everywhere(monkeypatch, tmp_path, prepare, lambda folder: folder.prune(1), check) > 6
+    assert (
+        crash_everywhere(monkeypatch, tmp_path, prepare, lambda folder: folder.prune(1), check) > 6
+    )
 
 
 FILES = [*CONTENT, "manifest.json"]
@@ -257,7 +302,8 @@ OPERATIONS = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(OPERATIONS, max_size=14))
 def test_the_newest_intact_checkpoint_is_found_and_never_removed(operations):
-    """Against lists of what is there: `flipped` is found by checksums alone, `spoilt` by sizes too."""
+    """Against lists of what is there: `flipped` is found by checksums alone, `spoilt` by sizes
+    too."""
     with tempfile.TemporaryDirectory() as place, patch.object(os, "fsync", lambda number: None):
         folder, there, saved = CheckpointFolder(Path(place)), [], 0
         best, spoilt, flipped, unknown = set(), set(), set(), set()
@@ -296,9 +342,14 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint_and_reports_damage(tmp_
     assert "step_000002_update_0003: shared.pt: checksum differs" in capsys.readouterr().out
     assert second.with_name(f"{second.name}.set_aside").exists(), "else it would remain the newest"
     flip(first / "shared.pt")
-    with pytest.raises(UserError, match="no intact checkpoint.*checksum differs.*--overwrite_output_dir"):
+    with pytest.raises(
+        UserError, match="no intact checkpoint.*checksum differs.*--overwrite_output_dir"
+    ):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path))
-    for folder, why in ((first, "shared.pt: checksum differs"), (tmp_path / "none", "there is no such folder")):
+    for folder, why in (
+        (first, "shared.pt: checksum differs"),
+        (tmp_path / "none", "there is no such folder"),
+    ):
         with pytest.raises(UserError, match=f"^--resume .*{why}"):
             find_checkpoint(tmp_path, SafetyFlags(resume=str(folder)), identity_of(tmp_path))
     assert find_checkpoint(tmp_path, SafetyFlags(resume="never"), identity_of(tmp_path)) is None
@@ -310,29 +361,62 @@ def test_overwrite_restarts_a_finished_run_and_resumes_an_interrupted_one(tmp_pa
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path), overwrite=True) == saved
     (tmp_path / "result.json").write_text("{}")
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path), overwrite=True) is None
-    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved, "or forced to be longer"
-    assert find_checkpoint(tmp_path, SafetyFlags(resume=str(saved)), identity_of(tmp_path), overwrite=True) == saved
+    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved, (
+        "or forced to be longer"
+    )
+    assert (
+        find_checkpoint(
+            tmp_path, SafetyFlags(resume=str(saved)), identity_of(tmp_path), overwrite=True
+        )
+        == saved
+    )
     (tmp_path / "result.json").unlink()
-    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5"), overwrite=True) is None
-    assert "because of --overwrite_output_dir" in (said := capsys.readouterr().out) and "  --seed: 1234 -> 5" in said
+    assert (
+        find_checkpoint(
+            tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5"), overwrite=True
+        )
+        is None
+    )
+    assert (
+        "because of --overwrite_output_dir" in (said := capsys.readouterr().out)
+        and "  --seed: 1234 -> 5" in said
+    )
     with pytest.raises(UserError, match="--seed"):
-        find_checkpoint(tmp_path, SafetyFlags(resume=str(saved)), identity_of(tmp_path, "--seed", "5"), overwrite=True)
+        find_checkpoint(
+            tmp_path,
+            SafetyFlags(resume=str(saved)),
+            identity_of(tmp_path, "--seed", "5"),
+            overwrite=True,
+        )
     flip(saved / "shared.pt")
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path), overwrite=True) is None
 
 
 def test_later_checkpoints_than_the_named_one_are_set_aside(tmp_path):
-    first, second, third = save_checkpoint(tmp_path, 1), save_checkpoint(tmp_path, 1, 2), save_checkpoint(tmp_path, 4)
-    assert find_checkpoint(tmp_path, SafetyFlags(resume=str(second)), identity_of(tmp_path)) == second
+    first, second, third = (
+        save_checkpoint(tmp_path, 1),
+        save_checkpoint(tmp_path, 1, 2),
+        save_checkpoint(tmp_path, 4),
+    )
+    assert (
+        find_checkpoint(tmp_path, SafetyFlags(resume=str(second)), identity_of(tmp_path)) == second
+    )
     assert first.exists() and not third.exists()
     assert third.with_name("step_000004.set_aside").exists()
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == second
     save_checkpoint(tmp_path, 4)
-    assert find_checkpoint(tmp_path, SafetyFlags(resume=str(second)), identity_of(tmp_path)) == second
-    assert not third.exists() and third.with_name("step_000004.set_aside1").exists(), "a second time too"
+    assert (
+        find_checkpoint(tmp_path, SafetyFlags(resume=str(second)), identity_of(tmp_path)) == second
+    )
+    assert not third.exists() and third.with_name("step_000004.set_aside1").exists(), (
+        "a second time too"
+    )
     set_aside = third.with_name("step_000004.set_aside")
     fourth = save_checkpoint(tmp_path, 5)
-    assert find_checkpoint(tmp_path, SafetyFlags(resume=str(set_aside)), identity_of(tmp_path)) == set_aside
+    assert (
+        find_checkpoint(tmp_path, SafetyFlags(resume=str(set_aside)), identity_of(tmp_path))
+        == set_aside
+    )
     assert set_aside.exists() and not fourth.exists()
 
 
@@ -341,23 +425,32 @@ def test_a_run_cannot_resume_inside_a_ppo_step_with_updates_of_another_size(tmp_
     force = SafetyFlags(resume_force=True)
     other = identity_of(tmp_path)
     other = replace(other, config=other.config | {"rows_per_update": 4})
-    with pytest.raises(UserError, match="step_000001_update_0002 was saved inside .* 8 rows each, not 4"):
+    with pytest.raises(
+        UserError, match="step_000001_update_0002 was saved inside .* 8 rows each, not 4"
+    ):
         find_checkpoint(tmp_path, force, other)
     assert find_checkpoint(tmp_path, replace(force, resume=str(between)), other) == between
     assert not inside.exists()
 
 
 @pytest.mark.parametrize("length", [["--num_train_epochs", "2"], ["--max_steps", "7"]])
-@pytest.mark.parametrize(("rates", "matters"), [
-    ("--lr_scheduler_type cosine", True), ("--lr_scheduler_type constant_with_warmup", False),
-    ("--lr_scheduler_type constant_with_warmup --warmup_ratio 0.1", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rates", "matters"),
+    [
+        ("--lr_scheduler_type cosine", True),
+        ("--lr_scheduler_type constant_with_warmup", False),
+        ("--lr_scheduler_type constant_with_warmup --warmup_ratio 0.1", True),
+    ],
+)
 def test_the_length_matters_where_a_learning_rate_depends_on_it(tmp_path, length, rates, matters):
     saved = save_checkpoint(tmp_path, 1)
     config = identity_of(tmp_path, *rates.split()).config
     replace(Manifest.read(saved), config=config).write(saved)
     if not matters:
-        assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, *rates.split(), *length)) == saved
+        assert (
+            find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, *rates.split(), *length))
+            == saved
+        )
     with pytest.raises(UserError, match=f"  {length[0]}: "):  # both schedules must ignore it
         now = rates.split() if matters else ["--lr_scheduler_type", "linear"]
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, *now, *length))
@@ -371,7 +464,9 @@ def test_a_link_names_the_same_checkpoint_and_a_copy_another(tmp_path):
     shutil.copytree(saved, copy)
     assert find_checkpoint(output, SafetyFlags(resume=str(copy)), identity_of(output)) == copy
     assert saved.exists() and not later.exists()
-    assert find_checkpoint(output, SafetyFlags(), identity_of(output)) == saved, "what is at the same place stays"
+    assert find_checkpoint(output, SafetyFlags(), identity_of(output)) == saved, (
+        "what is at the same place stays"
+    )
     later = save_checkpoint(output, 2)
     named = SafetyFlags(resume=str(link / "checkpoints/step_000001"))
     assert find_checkpoint(output, named, identity_of(output)).samefile(saved)
@@ -382,13 +477,27 @@ def test_settings_that_change_the_result_are_refused_unless_forced(tmp_path, cap
     saved = save_checkpoint(tmp_path, 1)
     assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path)) == saved
     assert capsys.readouterr().out == ""
-    assert find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--zero_stage", "3")) == saved
+    assert (
+        find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--zero_stage", "3"))
+        == saved
+    )
     assert capsys.readouterr().out == ""
-    with pytest.raises(UserError, match="step_000001 was saved under .*What changed:\n  --seed: 1234 -> 5$"):
+    with pytest.raises(
+        UserError, match="step_000001 was saved under .*What changed:\n  --seed: 1234 -> 5$"
+    ):
         find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5"))
-    assert find_checkpoint(tmp_path, SafetyFlags(resume_force=True), identity_of(tmp_path, "--seed", "5")) == saved
+    assert (
+        find_checkpoint(
+            tmp_path, SafetyFlags(resume_force=True), identity_of(tmp_path, "--seed", "5")
+        )
+        == saved
+    )
     assert "since step_000001 was saved:\n  --seed: 1234 -> 5\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"something else; .*:\n  training rows .*: a+ -> b+\n  --seed"):
-        find_checkpoint(tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5", data="b" * 64))
+    with pytest.raises(
+        UserError, match=r"something else; .*:\n  training rows .*: a+ -> b+\n  --seed"
+    ):
+        find_checkpoint(
+            tmp_path, SafetyFlags(), identity_of(tmp_path, "--seed", "5", data="b" * 64)
+        )
     with pytest.raises(UserError, match="of the step 'sft', not of 'ppo'"):
         find_checkpoint(tmp_path, SafetyFlags(), replace(identity_of(tmp_path), kind="ppo"))

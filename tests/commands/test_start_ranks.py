@@ -1,5 +1,5 @@
-"""The commands: each step and each tool is one; how many ranks they start, and what they refuse; what `--dry_run`
-checks."""
+"""The commands: each step and each tool is one; how many ranks they start, and what they refuse;
+what `--dry_run` checks."""
 
 import base64
 import json
@@ -35,7 +35,9 @@ TOOLS = Path(dschat_ppo.__file__).parent / "tools"
 
 
 def test_every_program_of_the_tools_is_a_command():
-    programs = {path.stem for path in TOOLS.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    programs = {
+        path.stem for path in TOOLS.glob("*.py") if '__name__ == "__main__"' in path.read_text()
+    }
     assert programs == set(program.TOOLS)
     assert set(program.TITLES) == set(TRAINERS)
 
@@ -44,7 +46,9 @@ def test_a_step_gets_its_flags(monkeypatch):
     started = []
     monkeypatch.setattr(program, "start", lambda step, words: started.append((step, words)) or 7)
     assert program.main(["ppo", "--seed", "3"]) == 7
-    assert program.main(["--local_rank=1", "sft", "--seed", "3"]) == 7  # as DeepSpeed's launcher writes it
+    assert (
+        program.main(["--local_rank=1", "sft", "--seed", "3"]) == 7
+    )  # as DeepSpeed's launcher writes it
     assert started == [("ppo", ["--seed", "3"]), ("sft", ["--seed", "3"])]
 
 
@@ -63,8 +67,18 @@ class Replaced(Exception):  # noqa: N818
 @pytest.fixture
 def machine(monkeypatch):
     """A function that sets the number of GPUs; the environment is restored."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                 "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):  # fmt: skip
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CUDA_VISIBLE_DEVICES",
+        "DS_ACCELERATOR",
+        "OMP_NUM_THREADS",
+        "SLURM_STEP_NUM_TASKS",
+    ):
         monkeypatch.setenv(name, "")  # so that what `start` sets is removed
         monkeypatch.delenv(name)
 
@@ -73,7 +87,9 @@ def machine(monkeypatch):
 
     ran = []
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(commands, "run_training", lambda step, words: ran.append((step, list(words))) or 0)
+    monkeypatch.setattr(
+        commands, "run_training", lambda step, words: ran.append((step, list(words))) or 0
+    )
     monkeypatch.setattr(commands, "ran", ran, raising=False)
     return lambda gpus: monkeypatch.setattr(commands, "count_gpus", lambda: gpus)
 
@@ -83,13 +99,16 @@ def world_of(command: list[str]) -> dict:
     return json.loads(base64.urlsafe_b64decode(word.partition("=")[2]))
 
 
-@pytest.mark.parametrize(("words", "found"), [
-    ([], (None, [])),
-    (["--a", "1"], (None, ["--a", "1"])),
-    (["--num_accelerators", "3", "--a"], (3, ["--a"])),
-    (["--a", "--num_gpus=2"], (2, ["--a"])),
-    (["--num-gpus", "1"], (1, [])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], (None, [])),
+        (["--a", "1"], (None, ["--a", "1"])),
+        (["--num_accelerators", "3", "--a"], (3, ["--a"])),
+        (["--a", "--num_gpus=2"], (2, ["--a"])),
+        (["--num-gpus", "1"], (1, [])),
+    ],
+)
 def test_the_number_of_ranks_is_taken_from_the_flags(words, found):
     assert take_num_accelerators(words) == found
     for wrong in (["--num_accelerators"], ["--num_gpus", "0"], ["--num_gpus=two"]):
@@ -156,7 +175,11 @@ def test_ctrl_c_returns_130_although_the_run_is_saved(machine, monkeypatch):
     def early(step, words):
         raise KeyboardInterrupt
 
-    for run, code in ((stopped_run, 130), (early, 130), (lambda step, words: stop_requests.reset() or 3, 3)):
+    for run, code in (
+        (stopped_run, 130),
+        (early, 130),
+        (lambda step, words: stop_requests.reset() or 3, 3),
+    ):
         monkeypatch.setattr(commands, "run_training", run)
         assert start("sft", SFT) == code
         assert start("sft", [*SFT, "--dry_run"]) == code
@@ -183,15 +206,42 @@ def dry_run(step: str, folder, *words: object) -> int:
     return run_training(step, [*map(str, words), "--output_dir", str(folder / "out"), "--dry_run"])
 
 
-@pytest.mark.parametrize(("step", "title", "words"), [
-    ("sft", "packed rows", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT, "--packing"]),
-    ("dpo", "DPO: batches", ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT]),
-    ("ppo", "PPO: batches", ["--actor_model_name_or_path", "{a}/lm", "--critic_model_name_or_path", "{a}/reward",
-                             "--data_path", "{a}/prompts.jsonl", *LENGTHS]),
-])  # fmt: skip
-def test_a_dry_run_prints_the_batches_and_writes_nothing(assets, tmp_path, capsys, monkeypatch, step, title, words):
+@pytest.mark.parametrize(
+    ("step", "title", "words"),
+    [
+        (
+            "sft",
+            "packed rows",
+            ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/sft.jsonl", *SHORT, "--packing"],
+        ),
+        (
+            "dpo",
+            "DPO: batches",
+            ["--model_name_or_path", "{a}/lm", "--data_path", "{a}/pairs.jsonl", *SHORT],
+        ),
+        (
+            "ppo",
+            "PPO: batches",
+            [
+                "--actor_model_name_or_path",
+                "{a}/lm",
+                "--critic_model_name_or_path",
+                "{a}/reward",
+                "--data_path",
+                "{a}/prompts.jsonl",
+                *LENGTHS,
+            ],
+        ),
+    ],
+)
+def test_a_dry_run_prints_the_batches_and_writes_nothing(
+    assets, tmp_path, capsys, monkeypatch, step, title, words
+):
     monkeypatch.setattr(loading, "_loading", None)  # every model is loaded inside it
-    assert dry_run(step, tmp_path, *(word.format(a=assets) for word in words), "--dry_run_ranks", 8) == 0
+    assert (
+        dry_run(step, tmp_path, *(word.format(a=assets) for word in words), "--dry_run_ranks", 8)
+        == 0
+    )
     assert "WORLD_SIZE" not in os.environ
     said = capsys.readouterr().out
     assert title in said
@@ -202,7 +252,9 @@ def test_a_dry_run_prints_the_batches_and_writes_nothing(assets, tmp_path, capsy
     assert not model_folders.wants_settings_only()
 
 
-def test_before_a_run_the_plan_fetches_no_weights_and_gpu_memory_is_set_up_for_training(monkeypatch):
+def test_before_a_run_the_plan_fetches_no_weights_and_gpu_memory_is_set_up_for_training(
+    monkeypatch,
+):
     seen, names = [], ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -211,7 +263,9 @@ def test_before_a_run_the_plan_fetches_no_weights_and_gpu_memory_is_set_up_for_t
         seen.append((model_folders.wants_settings_only(), *map(os.environ.get, names)))
 
     monkeypatch.setattr(plan_step, "show_memory_plan", planned)
-    monkeypatch.setattr(sft, "train_sft", lambda config: seen.append(model_folders.wants_settings_only()))
+    monkeypatch.setattr(
+        sft, "train_sft", lambda config: seen.append(model_folders.wants_settings_only())
+    )
     monkeypatch.setattr(dist, "on_gpu", lambda: True)
     words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
     for given in ({}, {names[1]: "max_split_size_mb:99"}):
@@ -221,14 +275,31 @@ def test_before_a_run_the_plan_fetches_no_weights_and_gpu_memory_is_set_up_for_t
     assert seen == [(True, grows, grows), False, (True, None, "max_split_size_mb:99"), False]
 
 
-@pytest.mark.parametrize(("launch", "on_each"), [({}, 8), ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
-    ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, 8), ({"WORLD_SIZE": "6", "LOCAL_SIZE": "3"}, 8)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("launch", "on_each"),
+    [
+        ({}, 8),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2),
+        ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, 8),
+        ({"WORLD_SIZE": "6", "LOCAL_SIZE": "3"}, 8),
+    ],
+)
 def test_a_dry_run_divides_its_ranks_over_the_machines_of_the_launch(monkeypatch, launch, on_each):
     for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in launch.items():
         monkeypatch.setenv(name, value)
-    words = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o", "--dry_run", "--dry_run_ranks", "8"]
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--data_path",
+        "d",
+        "--output_dir",
+        "o",
+        "--dry_run",
+        "--dry_run_ranks",
+        "8",
+    ]
     before = dict(os.environ)
     with _ranks_of(parse("sft", words).run):
         assert (ranks.world_size(), ranks.local_world_size()) == (8, on_each)
@@ -237,7 +308,14 @@ def test_a_dry_run_divides_its_ranks_over_the_machines_of_the_launch(monkeypatch
 
 def test_other_ranks_of_a_dry_run_end_at_once(assets, tmp_path, monkeypatch):
     monkeypatch.setattr(supervised_run, "begin_run", None)
-    launched = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": 1, "MASTER_ADDR": "here"}
+    launched = {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_SIZE": 2,
+        "MASTER_PORT": 1,
+        "MASTER_ADDR": "here",
+    }
     for name, value in launched.items():
         monkeypatch.setenv(name, str(value))
     assert dry_run("sft", tmp_path, "--model_name_or_path", "x", "--data_path", "y") == 0

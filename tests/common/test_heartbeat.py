@@ -1,5 +1,5 @@
-"""Files and folders are written completely or not at all; heartbeats while a disk is slow: one per block, and a paused
-watchdog where a library or the kernel does the work."""
+"""Files and folders are written completely or not at all; heartbeats while a disk is slow: one per
+block, and a paused watchdog where a library or the kernel does the work."""
 
 import os
 import resource
@@ -64,13 +64,17 @@ def test_the_watchdog_is_paused_for_syncs_and_removals(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     atomic_files.replace_folder(tmp_path / "old", tmp_path / "new")
     assert paused == [True] * 3  # folder, the folder above, what was there
-    config = parse("sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)])
+    config = parse(
+        "sft", ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", str(tmp_path)]
+    )
     remove_earlier_outputs(tmp_path, config.run)
     assert paused == [True] * 4 and not (tmp_path / "checkpoints").exists()
     assert not heartbeat.watchdog_is_paused()
 
 
-def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(tmp_path, monkeypatch, heartbeats):
+def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(
+    tmp_path, monkeypatch, heartbeats
+):
     """The writing thread sends no heartbeat; the thread that waits for it pauses the watchdog."""
     paused, begun, gate = [], threading.Event(), threading.Event()
 
@@ -104,9 +108,13 @@ def test_the_background_writer_sends_no_heartbeats_and_wait_pauses_the_watchdog(
 def test_weights_are_read_before_ranks_wait_for_each_other(
     tmp_path, heartbeats, small_blocks, monkeypatch, stage, watchdog_paused
 ):
-    monkeypatch.setattr("transformers.integrations.deepspeed.HfDeepSpeedConfig", lambda config: SimpleNamespace())
+    monkeypatch.setattr(
+        "transformers.integrations.deepspeed.HfDeepSpeedConfig", lambda config: SimpleNamespace()
+    )
     save_file({"w": torch.ones(8)}, tmp_path / "model.safetensors")
-    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))  # it is not read if there are safetensors
+    (tmp_path / "pytorch_model.bin").write_bytes(
+        bytes(1000)
+    )  # it is not read if there are safetensors
     blocks = -(-(tmp_path / "model.safetensors").stat().st_size // 10)
     config = None if stage is None else {"zero_optimization": {"stage": stage}}
     for _ in range(2):  # once
@@ -154,11 +162,17 @@ def calls(monkeypatch):
 def test_the_file_is_synced_before_it_is_renamed_and_its_folder_after(tmp_path, calls):
     folder = tmp_path / "a" / "here"
     make_folder(folder)
-    assert sorted(calls) == sorted([("sync", "a"), ("sync", tmp_path.name)]), "the names of new folders"
+    assert sorted(calls) == sorted([("sync", "a"), ("sync", tmp_path.name)]), (
+        "the names of new folders"
+    )
     calls.clear()
     write_file(folder / "latest", "step_000012 é".encode())
     assert (folder / "latest").read_bytes() == "step_000012 é".encode()
-    assert calls == [("sync", "latest.partial"), ("rename", "latest.partial", "latest"), ("sync", "here")]
+    assert calls == [
+        ("sync", "latest.partial"),
+        ("rename", "latest.partial", "latest"),
+        ("sync", "here"),
+    ]
     assert os.listdir(folder) == ["latest"]
 
 
@@ -179,12 +193,16 @@ def test_a_finished_folder_replaces_the_old_one_after_it_is_synced(tmp_path, mon
     order = []
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda number: (order.append("sync"), fsync(number)))
-    monkeypatch.setattr(os, "rename", lambda a, b: (order.append(f"{Path(a).name} -> {Path(b).name}"), rename(a, b)))
+    monkeypatch.setattr(
+        os, "rename", lambda a, b: (order.append(f"{Path(a).name} -> {Path(b).name}"), rename(a, b))
+    )
     for name in ("best", "best.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text(name)
     replace_folder(tmp_path / "best", tmp_path / "best.partial")
-    assert (tmp_path / "best/weights").read_text() == "best.partial" and os.listdir(tmp_path) == ["best"]
+    assert (tmp_path / "best/weights").read_text() == "best.partial" and os.listdir(tmp_path) == [
+        "best"
+    ]
     assert order == ["sync", "sync", "best -> best.old", "best.partial -> best", "sync"]
 
 
@@ -195,4 +213,6 @@ def test_weights_are_moved_up_last(tmp_path, calls):
         (partial / name).write_text(name)
     move_files_up(partial)
     renames = [call[1] for call in calls if call[0] == "rename"]
-    assert renames == ["config.json", "a.safetensors"] and sorted(os.listdir(tmp_path)) == sorted(renames)
+    assert renames == ["config.json", "a.safetensors"] and sorted(os.listdir(tmp_path)) == sorted(
+        renames
+    )

@@ -30,17 +30,32 @@ def root_with(folder, membership, files):
     return folder
 
 
-@pytest.mark.parametrize(("membership", "files", "limit"), [
-    ("0::/a/b\n", {"a/b/memory.max": 8 * GIB}, 8),
-    ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": 6 * GIB}, 6),  # that of a job around it
-    ("0::/a/b\n", {"a/b/memory.max": 8 * GIB, "a/memory.max": 16 * GIB}, 8),
-    ("0::/\n", {"memory.max": 4 * GIB}, 4),  # a container that sees its own cgroup as the root
-    ("0::/docker/123\n", {"memory.max": 4 * GIB}, 4),  # and one that knows its path outside
-    ("0::/../other\n", {"memory.max": 4 * GIB, "../other/memory.max": 2 * GIB}, 4),  # outside of what it sees
-    ("0::/a\n", {"b/memory.max": 4 * GIB}, 512),  # of another cgroup
-    ("0::/a\n", {"a/memory.max": 1024 * GIB}, 512),
-    ("4:devices:/b\n0::/a\n", {"b/memory.max": GIB, "a/memory.max": 3 * GIB}, 3),  # of another hierarchy
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("membership", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": 8 * GIB}, 8),
+        (
+            "0::/a/b\n",
+            {"a/b/memory.max": "max", "a/memory.max": 6 * GIB},
+            6,
+        ),  # that of a job around it
+        ("0::/a/b\n", {"a/b/memory.max": 8 * GIB, "a/memory.max": 16 * GIB}, 8),
+        ("0::/\n", {"memory.max": 4 * GIB}, 4),  # a container that sees its own cgroup as the root
+        ("0::/docker/123\n", {"memory.max": 4 * GIB}, 4),  # and one that knows its path outside
+        (
+            "0::/../other\n",
+            {"memory.max": 4 * GIB, "../other/memory.max": 2 * GIB},
+            4,
+        ),  # outside of what it sees
+        ("0::/a\n", {"b/memory.max": 4 * GIB}, 512),  # of another cgroup
+        ("0::/a\n", {"a/memory.max": 1024 * GIB}, 512),
+        (
+            "4:devices:/b\n0::/a\n",
+            {"b/memory.max": GIB, "a/memory.max": 3 * GIB},
+            3,
+        ),  # of another hierarchy
+    ],
+)
 def test_host_memory_is_the_lowest_limit(machine, tmp_path, membership, files, limit):
     assert host_memory(root_with(tmp_path, membership, files)) == limit * GIB
 
@@ -54,7 +69,9 @@ def test_available_memory_is_what_the_limit_leaves_and_pages_of_files(machine, t
     files["a/memory.current"] = 9 * GIB
     assert available_memory(root_with(tmp_path / "full", "0::/a\n", files)) == 0
     files |= {"a/memory.max": 500 * GIB, "a/memory.current": GIB}
-    assert available_memory(root_with(tmp_path / "machine", "0::/a\n", files)) == 400 * GIB, "the machine has less"
+    assert available_memory(root_with(tmp_path / "machine", "0::/a\n", files)) == 400 * GIB, (
+        "the machine has less"
+    )
 
 
 CODE = """
@@ -82,9 +99,11 @@ with freed_memory_returned() if where == "in" else nullcontext():
         tensors = []
         for _ in range(12):
             tensors.append(torch.ones(4 * MIB // 4))
-            pins.append(torch.ones(64))  # small tensors between them, so that the heap cannot shrink
+            # small tensors between them, so that the heap cannot shrink
+            pins.append(torch.ones(64))
         del tensors
-    print((process.memory_info().rss - before) // MIB, flush=True)  # inside: the exit trims the heap in any case
+    # inside: the exit trims the heap in any case
+    print((process.memory_info().rss - before) // MIB, flush=True)
 """
 
 
@@ -92,7 +111,9 @@ with freed_memory_returned() if where == "in" else nullcontext():
 @pytest.mark.slow
 def test_freed_tensors_leave_the_process():
     """MiB that a process holds after it has freed 48 MiB four times."""
-    said = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", CODE], check=True, capture_output=True, text=True
+    ).stdout
     inside, after = map(int, said.split())
     assert inside < 8
     assert after > 30, "training allocates the same sizes again and again"

@@ -1,5 +1,5 @@
-"""Log lines and tables; the command that installs a missing extra; short names of folders, and processes read from
-/proc."""
+"""Log lines and tables; the command that installs a missing extra; short names of folders, and
+processes read from /proc."""
 
 import io
 import logging
@@ -22,7 +22,11 @@ from dschat_ppo.html_report.run_folder import short_names
 
 
 def test_names_are_the_shortest_ends_that_differ(tmp_path):
-    paths = [tmp_path / "a" / "1" / "ppo", tmp_path / "b" / "1" / "ppo", tmp_path / "b" / "2" / "ppo"]
+    paths = [
+        tmp_path / "a" / "1" / "ppo",
+        tmp_path / "b" / "1" / "ppo",
+        tmp_path / "b" / "2" / "ppo",
+    ]
     assert short_names(paths[:1]) == ["ppo"]
     assert short_names(paths[:2]) == ["a", "b"]
     assert short_names(paths) == ["a/1", "b/1", "b/2"]
@@ -34,7 +38,13 @@ def test_a_path_in_the_working_directory_is_shown_relative_to_it(tmp_path, monke
     monkeypatch.chdir(tmp_path / "here")
     assert shown_path(tmp_path / "here/out/sft") == "out/sft"
     assert shown_path(f"{tmp_path}/here/data.jsonl:0.5") == "data.jsonl:0.5"
-    for other in (f"{tmp_path}/hereafter/x", f"{tmp_path}/here", "out/sft", "--model", str(tmp_path)):
+    for other in (
+        f"{tmp_path}/hereafter/x",
+        f"{tmp_path}/here",
+        "out/sft",
+        "--model",
+        str(tmp_path),
+    ):
         assert shown_path(other) == other
 
 
@@ -79,8 +89,12 @@ def fresh_logger():
     logger().handlers.clear()
 
 
-@pytest.mark.parametrize(("rank", "printed"), [("0", "info\nwarning: odd\nerror\n"), ("1", "error\n")])
-def test_rank_0_prints_info_and_other_ranks_print_errors(fresh_logger, monkeypatch, capsys, rank, printed):
+@pytest.mark.parametrize(
+    ("rank", "printed"), [("0", "info\nwarning: odd\nerror\n"), ("1", "error\n")]
+)
+def test_rank_0_prints_info_and_other_ranks_print_errors(
+    fresh_logger, monkeypatch, capsys, rank, printed
+):
     monkeypatch.setenv("RANK", rank)
     logger().info("info")
     logger().debug("debug")
@@ -111,7 +125,9 @@ def library():
 
 
 @pytest.mark.parametrize(("rank", "printed"), [("0", "slow\nbroken\n"), ("1", "broken\n")])
-def test_rank_0_prints_a_warning_of_a_library_once_and_other_ranks_print_errors(library, monkeypatch, rank, printed):
+def test_rank_0_prints_a_warning_of_a_library_once_and_other_ranks_print_errors(
+    library, monkeypatch, rank, printed
+):
     monkeypatch.setenv("RANK", rank)
     log, stream = library
     _print_once(log)

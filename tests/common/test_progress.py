@@ -1,4 +1,5 @@
-"""Phases: their names for messages, their cost for metrics; the line that shows how far a run is."""
+"""Phases: their names for messages, their cost for metrics; the line that shows how far a run
+is."""
 
 import sys
 import time
@@ -9,7 +10,14 @@ import psutil
 import pytest
 
 from dschat_ppo.common import dist, progress
-from dschat_ppo.common.phases import PhaseClock, announce, announce_step, current_phase, reset_phases, where
+from dschat_ppo.common.phases import (
+    PhaseClock,
+    announce,
+    announce_step,
+    current_phase,
+    reset_phases,
+    where,
+)
 from dschat_ppo.common.progress import Progress, duration, report_phase
 
 

@@ -1,4 +1,5 @@
-"""Ranks and collectives, without a process group; seeds of random streams, and `--deterministic`."""
+"""Ranks and collectives, without a process group; seeds of random streams, and
+`--deterministic`."""
 
 import os
 
@@ -54,14 +55,21 @@ def test_sums_of_integers_draw_the_same_tokens(sampling):
     expected, logprobs = sample(logits, sampling, uniforms)
     torch.use_deterministic_algorithms(True)
     found, same_logprobs = sample(logits, sampling, uniforms)
-    assert (found == expected).float().mean() > 0.99  # a number at the edge of a token falls on either side
+    assert (
+        found == expected
+    ).float().mean() > 0.99  # a number at the edge of a token falls on either side
     assert torch.equal(same_logprobs[found == expected], logprobs[found == expected])
 
 
 def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert (dist.sequence_ranks(), dist.sequence_rank(), dist.data_ranks(), dist.data_rank()) == (1, 0, 8, 5)
+    assert (dist.sequence_ranks(), dist.sequence_rank(), dist.data_ranks(), dist.data_rank()) == (
+        1,
+        0,
+        8,
+        5,
+    )
     made = []
     timeouts = set()
 
@@ -73,7 +81,12 @@ def test_ranks_that_share_rows_have_one_number_of_data(monkeypatch):
     monkeypatch.setattr(dist.torch_dist, "new_group", new_group)
     try:
         dist.share_rows(2)
-        assert (dist.sequence_ranks(), dist.sequence_rank(), dist.data_ranks(), dist.data_rank()) == (2, 1, 4, 2)
+        assert (
+            dist.sequence_ranks(),
+            dist.sequence_rank(),
+            dist.data_ranks(),
+            dist.data_rank(),
+        ) == (2, 1, 4, 2)
         assert made == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert dist.sequence_group() == "[4, 5]"
         monkeypatch.setattr(dist, "gather_cat", lambda value: torch.arange(16))
@@ -93,13 +106,23 @@ def test_tensors_of_any_dtype_are_gathered_in_one_collective(monkeypatch):
     def all_gather(parts, packed, group):
         calls.append(packed.dtype)
         for rank, part in enumerate(parts):
-            part.copy_(torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in of_rank(rank)]))
+            part.copy_(
+                torch.cat(
+                    [value.contiguous().view(-1).view(torch.uint8) for value in of_rank(rank)]
+                )
+            )
 
     def of_rank(rank: int) -> list[torch.Tensor]:
         mask = torch.tensor([[True, False, rank == 1]])
-        return [mask, torch.tensor([[2**40 + rank]]), torch.full((1, 3), 0.5 + rank), torch.tensor([-1 - rank]).char(),
-                torch.full((1, 2, 2), 1.5 + rank).bfloat16().transpose(1, 2), torch.tensor([1e-300 + rank]).double(),
-                torch.empty(1, 0)]  # fmt: skip
+        return [
+            mask,
+            torch.tensor([[2**40 + rank]]),
+            torch.full((1, 3), 0.5 + rank),
+            torch.tensor([-1 - rank]).char(),
+            torch.full((1, 2, 2), 1.5 + rank).bfloat16().transpose(1, 2),
+            torch.tensor([1e-300 + rank]).double(),
+            torch.empty(1, 0),
+        ]
 
     calls = []
     monkeypatch.setattr(dist.torch_dist, "is_initialized", lambda: True)
@@ -113,7 +136,9 @@ def test_tensors_of_any_dtype_are_gathered_in_one_collective(monkeypatch):
         assert value.dtype == same.dtype and value.shape == same.shape and torch.equal(value, same)
 
 
-@pytest.mark.parametrize(("rank", "order"), [("0", ["block", "barrier"]), ("1", ["barrier", "block"])])
+@pytest.mark.parametrize(
+    ("rank", "order"), [("0", ["block", "barrier"]), ("1", ["barrier", "block"])]
+)
 def test_the_first_rank_of_a_node_runs_before_the_others(monkeypatch, rank, order):
     """Also if the block of the first one fails: else the others would wait for ever."""
     seen = []

@@ -1,5 +1,5 @@
-"""Stop requests: signals and the end of the launcher; processes that prepare data, which end with the run, as it does
-with them."""
+"""Stop requests: signals and the end of the launcher; processes that prepare data, which end with
+the run, as it does with them."""
 
 import errno
 import multiprocessing
@@ -94,7 +94,9 @@ def test_forked_processes_do_not_note_signals():
     stop_requests.install()
     child = os.fork()
     if not child:
-        found = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+        found = [
+            signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        ]
         usual = found == [signal.SIG_DFL, signal.SIG_IGN, signal.SIG_IGN]
         os._exit(7 if usual else 8)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
@@ -104,11 +106,17 @@ def test_forked_processes_do_not_note_signals():
 def test_errors_of_stopped_subprocesses_become_a_stop(problem):
     for number, kind in ((None, type(problem)), (signal.SIGTERM, StopRequested)):
         stop_requests.install()
-        with pytest.raises(kind) as raised, stop_requests.subprocesses_may_stop("prepared the data"):
+        with (
+            pytest.raises(kind) as raised,
+            stop_requests.subprocesses_may_stop("prepared the data"),
+        ):
             if number:
                 os.kill(os.getpid(), number)
             raise problem
-    assert str(raised.value) == "stopped (SIGTERM) while it prepared the data; run the same command again"
+    assert (
+        str(raised.value)
+        == "stopped (SIGTERM) while it prepared the data; run the same command again"
+    )
 
 
 def children() -> set[multiprocessing.Process]:
@@ -131,7 +139,9 @@ def test_each_part_is_the_result_of_a_process_in_order(monkeypatch, left):
 
     found = in_processes(3, work, "worked")
     assert [number for number, _, _ in found] == [0, 1, 2]
-    assert len({os.getpid(), *(pid for _, pid, _ in found)}) == 4 and {threads for _, _, threads in found} == {"false"}
+    assert len({os.getpid(), *(pid for _, pid, _ in found)}) == 4 and {
+        threads for _, _, threads in found
+    } == {"false"}
     assert in_processes(1, work, "worked") == [(0, os.getpid(), None)]
     assert left() == set()
 
@@ -158,7 +168,11 @@ def test_a_process_that_is_killed_ends_the_run(monkeypatch, left, is_stopping):
     def work(number):
         os.kill(os.getpid(), signal.SIGKILL) if number == 1 else signal.pause()
 
-    kind, said = (StopRequested, "while it worked") if is_stopping else (UserError, "--preprocessing_num_workers")
+    kind, said = (
+        (StopRequested, "while it worked")
+        if is_stopping
+        else (UserError, "--preprocessing_num_workers")
+    )
     with pytest.raises(kind, match=said):
         in_processes(2, work, "worked")
     assert left() == set()
@@ -184,7 +198,9 @@ in_processes(2, work, "worked")
 
 
 def test_the_processes_end_with_a_killed_process():
-    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True
+    ) as process:
         workers = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
         process.kill()
         _, orphans = psutil.wait_procs(workers, timeout=10)

@@ -7,7 +7,12 @@ from dschat_ppo.config.step_config import flatten
 NEEDED = {
     "sft": ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"],
     "reward": ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"],
-    "ppo": "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o".split(),
+    "ppo": (
+        (
+            "--actor_model_name_or_path a "
+            "--critic_model_name_or_path c --data_path d --output_dir o"
+        ).split()
+    ),
 }
 
 

@@ -12,15 +12,19 @@ from dschat_ppo.errors import UserError
 # Defaults that differ from DeepSpeed-Chat on purpose: for all steps, and by step.
 DEVIATIONS = {
     "dtype": "bf16",  # fp16 needs loss scaling and skips steps
-    "data_output_path": None,  # the cache of `datasets`, whose key is the content, instead of a folder by name
-    "lora_module_name": None,  # all linear layers of the blocks, under any name; decoder.layers. is OPT's
+    # the cache of `datasets`, whose key is the content, instead of a folder by name
+    "data_output_path": None,
+    # all linear layers of the blocks, under any name; decoder.layers. is OPT's
+    "lora_module_name": None,
     "actor_lora_module_name": None,
     "critic_lora_module_name": None,
     "eot_token": None,  # without effect; so that a value that scripts give prints its note
     "num_padding_at_beginning": None,  # the same
 }
 OF_STEP = {
-    "sft": {"learning_rate": 2e-5},  # 1e-3 is meant for LoRA, and ruins a pretrained model if all weights are trained
+    "sft": {
+        "learning_rate": 2e-5
+    },  # 1e-3 is meant for LoRA, and ruins a pretrained model if all weights are trained
     "reward": {"beta": None},  # the default depends on the objective; 0.1 for dpo
     "ppo": {"seed": 1234},  # runs are reproducible by default
 }
@@ -41,8 +45,12 @@ def test_every_flag_of_deepspeed_chat_is_accepted(step):
 
 @STEPS
 def test_defaults_are_those_of_deepspeed_chat(step):
-    theirs = {name: default for name, (default, _) in DEEPSPEED_CHAT[step].items() if default != REQUIRED}
-    expected = {name: (DEVIATIONS | OF_STEP[step]).get(name, default) for name, default in theirs.items()}
+    theirs = {
+        name: default for name, (default, _) in DEEPSPEED_CHAT[step].items() if default != REQUIRED
+    }
+    expected = {
+        name: (DEVIATIONS | OF_STEP[step]).get(name, default) for name, default in theirs.items()
+    }
     for name in ("output_dir", "data_path"):  # this project requires both
         del expected[name]
     found = read(step)

@@ -1,4 +1,5 @@
-"""Values that follow from several flags: defaults by method, folders, rates, the best metric; batch plans by hand."""
+"""Values that follow from several flags: defaults by method, folders, rates, the best metric; batch
+plans by hand."""
 
 from dataclasses import replace
 from typing import get_args
@@ -29,19 +30,27 @@ from dschat_ppo.supervised.trainer import SupervisedPlan
 
 
 def test_the_choices_are_the_implemented_estimators_losses_and_kl_forms():
-    assert set(get_args(ESTIMATOR)) == set(ESTIMATORS) and set(get_args(POLICY_LOSS)) == set(POLICY_LOSSES)
+    assert set(get_args(ESTIMATOR)) == set(ESTIMATORS) and set(get_args(POLICY_LOSS)) == set(
+        POLICY_LOSSES
+    )
     assert get_args(AGGREGATION) == get_args(LossAggregation)
     assert set(get_args(KL_FORM)) == {*KL_ESTIMATORS, "full"}
     assert set(WITHIN_A_GROUP) == set(ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax", "none"}
-    assert [name for name in ESTIMATORS if AlgorithmFlags(advantage_estimator=name).has_critic] == ["gae"]
+    assert [name for name in ESTIMATORS if AlgorithmFlags(advantage_estimator=name).has_critic] == [
+        "gae"
+    ]
 
 
-@pytest.mark.parametrize(("flags", "aggregation"), [
-    ({}, "token_mean"), ({"policy_loss": "gspo"}, "seq_mean_token_mean"),
-    ({"advantage_estimator": "dr_grpo"}, "constant"),
-    ({"advantage_estimator": "dr_grpo", "policy_loss": "gmpo"}, "seq_mean_token_mean"),
-    ({"policy_loss": "gspo", "loss_aggregation": "token_mean"}, "token_mean"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "aggregation"),
+    [
+        ({}, "token_mean"),
+        ({"policy_loss": "gspo"}, "seq_mean_token_mean"),
+        ({"advantage_estimator": "dr_grpo"}, "constant"),
+        ({"advantage_estimator": "dr_grpo", "policy_loss": "gmpo"}, "seq_mean_token_mean"),
+        ({"policy_loss": "gspo", "loss_aggregation": "token_mean"}, "token_mean"),
+    ],
+)
 def test_the_default_aggregation_depends_on_loss_and_estimator(flags, aggregation):
     assert AlgorithmFlags(**flags).aggregation == aggregation
 
@@ -51,13 +60,23 @@ def test_teachers_their_divergence_and_their_answers():
         return parse("ppo", [*NEEDED["ppo"], "--teacher_model_name_or_path", *words])
 
     two = config("math,code=/t/a=1", "chat=b", "--distill_loss", "jsd", "--distill_beta", "1")
-    assert two.teacher.teachers == [(("math", "code"), "/t/a=1"), (("chat",), "b")] and two.teacher.kind == "reverse_kl"
+    assert (
+        two.teacher.teachers == [(("math", "code"), "/t/a=1"), (("chat",), "b")]
+        and two.teacher.kind == "reverse_kl"
+    )
     assert [role for role in two.models if role.startswith("teacher")] == ["teacher", "teacher 2"]
     assert two.distill_coef == two.distill_loss_coef == 1.0 and not two.teacher_gives_rewards
     rewarding = config("t", "--distill_policy_gradient", "--distill_coef", "0.3")
-    assert (rewarding.distill_coef, rewarding.distill_loss_coef, rewarding.teacher_gives_rewards) == (0.3, 0.0, True)
+    assert (
+        rewarding.distill_coef,
+        rewarding.distill_loss_coef,
+        rewarding.teacher_gives_rewards,
+    ) == (0.3, 0.0, True)
     alone = ["--advantage_estimator", "none", "--use_reward_model", "False", "--distill_on"]
-    shares = [config("t", *alone, text).distillation.on_policy_share for text in ("policy", "data", "mix:0.25")]
+    shares = [
+        config("t", *alone, text).distillation.on_policy_share
+        for text in ("policy", "data", "mix:0.25")
+    ]
     assert shares == [1.0, 0.0, 0.25]
     own = parse("ppo", [*NEEDED["ppo"], *alone[:4], "--teacher_prompt_column", "c"])
     assert own.has_reference and own.distill_loss_coef == 1.0 and not own.algorithm.has_reference
@@ -78,23 +97,49 @@ ALONE = "--use_reward_model False --reward_function exact_match"
 GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
 
 
-@pytest.mark.parametrize(("words", "clip"), [
-    ("", 5.0), ("--reward_clip 0", 0.0), ("--advantage_estimator remax", 0.0),
-    ("--reward_model_sources a --reward_function length:0 exact_match?strip=1:0.0", 5.0),  # these are only logged
-    ("--remote_reward_url http://a/b --remote_reward_weight 0", 5.0), ("--remote_reward_url http://a/b", 0.0),
-    ("--reward_function length:0 exact_match?strip=1:0.5", 0.0), ("--reward_function a,b=exact_match", 0.0),
-    (ALONE, 0.0), (f"{ALONE} --reward_clip 5", 5.0), (GRPO, 0.0), (f"{GRPO} --reward_clip 3", 3.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "clip"),
+    [
+        ("", 5.0),
+        ("--reward_clip 0", 0.0),
+        ("--advantage_estimator remax", 0.0),
+        (
+            "--reward_model_sources a --reward_function length:0 exact_match?strip=1:0.0",
+            5.0,
+        ),  # these are only logged
+        ("--remote_reward_url http://a/b --remote_reward_weight 0", 5.0),
+        ("--remote_reward_url http://a/b", 0.0),
+        ("--reward_function length:0 exact_match?strip=1:0.5", 0.0),
+        ("--reward_function a,b=exact_match", 0.0),
+        (ALONE, 0.0),
+        (f"{ALONE} --reward_clip 5", 5.0),
+        (GRPO, 0.0),
+        (f"{GRPO} --reward_clip 3", 3.0),
+    ],
+)
 def test_scores_are_clipped_by_default_for_ppo_with_the_learned_reward_alone(words, clip):
     assert config_of("ppo", *words.split()).score_clip == clip
 
 
-@pytest.mark.parametrize(("named", "critic", "reward"), [
-    ("--critic_model_name_or_path c", "critic", "critic"), ("--reward_model_name_or_path r", "reward", "reward"),
-    ("--critic_model_name_or_path c --reward_model_name_or_path r", "critic", "reward"), (ALONE, "actor", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("named", "critic", "reward"),
+    [
+        ("--critic_model_name_or_path c", "critic", "critic"),
+        ("--reward_model_name_or_path r", "reward", "reward"),
+        ("--critic_model_name_or_path c --reward_model_name_or_path r", "critic", "reward"),
+        (ALONE, "actor", None),
+    ],
+)
 def test_folders_of_critic_and_reward_and_the_flags_that_name_them(named, critic, reward):
-    words = ["--actor_model_name_or_path", "a", "--data_path", "d", "--output_dir", "out", *named.split()]
+    words = [
+        "--actor_model_name_or_path",
+        "a",
+        "--data_path",
+        "d",
+        "--output_dir",
+        "out",
+        *named.split(),
+    ]
     config = parse("ppo", words)
     assert config.models["critic"] == (f"--{critic}_model_name_or_path", critic[0])
     assert config.models.get("reward") == (reward and (f"--{reward}_model_name_or_path", reward[0]))
@@ -105,27 +150,61 @@ def test_the_reference_has_the_actors_folder_or_its_own():
         assert config_of("ppo", *words.split()).models.get("reference", (None, None))[1] == folder
 
 
-@pytest.mark.parametrize(("step", "words", "rates"), [
-    ("sft", "--learning_rate 5e-6 --lora_dim 8 --only_optimize_lora", {"": 5e-6}),
-    ("sft", "--learning_rate 2e-5 --lora_dim 8 --only_optimize_lora", {"": 2e-5}),  # given, although the default
-    ("reward", "--learning-rate=9e-6 --lora_dim 8 --only_optimize_lora", {"": 9e-6}),  # and of the score head
-    ("sft", "--config FILE --lora_dim 8", {"": 3e-6}),
-    ("sft", "--lora_dim 8 --only_optimize_lora", {"": 5e-4}),
-    ("sft", "--learning_rate 5e-6 --lora_dim 8", {"": 5e-4}),  # other weights train at 5e-6
-    ("sft", "--learning_rate 5e-6 --lora_learning_rate 1e-4 --lora_dim 8 --only_optimize_lora", {"": 1e-4}),
-    ("ppo", "--actor_learning_rate 1e-6 --actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora",
-     {"actor_": 1e-6, "critic_": 5e-4}),
-    ("ppo", "--critic_learning_rate 9e-6 --actor_lora_dim 8 --only_optimize_lora", {"actor_": 5e-4, "critic_": 5e-4}),
-])  # fmt: skip
-def test_a_given_rate_is_that_of_an_adapter_that_trains_in_place_of_the_weights(tmp_path, step, words, rates):
+@pytest.mark.parametrize(
+    ("step", "words", "rates"),
+    [
+        ("sft", "--learning_rate 5e-6 --lora_dim 8 --only_optimize_lora", {"": 5e-6}),
+        (
+            "sft",
+            "--learning_rate 2e-5 --lora_dim 8 --only_optimize_lora",
+            {"": 2e-5},
+        ),  # given, although the default
+        (
+            "reward",
+            "--learning-rate=9e-6 --lora_dim 8 --only_optimize_lora",
+            {"": 9e-6},
+        ),  # and of the score head
+        ("sft", "--config FILE --lora_dim 8", {"": 3e-6}),
+        ("sft", "--lora_dim 8 --only_optimize_lora", {"": 5e-4}),
+        ("sft", "--learning_rate 5e-6 --lora_dim 8", {"": 5e-4}),  # other weights train at 5e-6
+        (
+            "sft",
+            "--learning_rate 5e-6 --lora_learning_rate 1e-4 --lora_dim 8 --only_optimize_lora",
+            {"": 1e-4},
+        ),
+        (
+            "ppo",
+            (
+                "--actor_learning_rate 1e-6 --actor_lora_dim 8 --critic_lora_dim 8"
+                " --only_optimize_lora"
+            ),
+            {"actor_": 1e-6, "critic_": 5e-4},
+        ),
+        (
+            "ppo",
+            "--critic_learning_rate 9e-6 --actor_lora_dim 8 --only_optimize_lora",
+            {"actor_": 5e-4, "critic_": 5e-4},
+        ),
+    ],
+)
+def test_a_given_rate_is_that_of_an_adapter_that_trains_in_place_of_the_weights(
+    tmp_path, step, words, rates
+):
     (tmp_path / "c.yaml").write_text("learning_rate: 3e-6\nonly_optimize_lora: true\n")
     found = read(step, *words.replace("FILE", str(tmp_path / "c.yaml")).split())
     assert {prefix: found[f"{prefix}lora_learning_rate"] for prefix in rates} == rates
 
 
-@pytest.mark.parametrize(("objective", "beta", "nll"), [
-    ("dpo", 0.1, 0.0), ("dpo_nll", 0.1, 0.2), ("kto", 0.1, 0.0), ("simpo", 2.0, 0.0), ("cpo", 0.1, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("objective", "beta", "nll"),
+    [
+        ("dpo", 0.1, 0.0),
+        ("dpo_nll", 0.1, 0.2),
+        ("kto", 0.1, 0.0),
+        ("simpo", 2.0, 0.0),
+        ("cpo", 0.1, 1.0),
+    ],
+)
 def test_beta_and_the_weight_of_the_nll_term_have_defaults_by_objective(objective, beta, nll):
     flags = config_of("reward", "--objective", objective).reward
     assert (flags.strength, flags.nll_weight) == (beta, nll)
@@ -139,23 +218,40 @@ def test_the_dpo_step_differs_only_in_the_default_objective():
 
 @pytest.mark.parametrize(("given", "text"), [("\\n\\n", "\n\n"), ("\n", "\n"), ("ки\\t", "ки\t")])
 def test_backslashes_in_the_step_separator_stand_for_line_breaks_and_tabs(given, text):
-    assert config_of("reward", "--objective", "process", "--step_separator", given).reward.separator == text
+    assert (
+        config_of("reward", "--objective", "process", "--step_separator", given).reward.separator
+        == text
+    )
 
 
-@pytest.mark.parametrize(("ratio", "number", "total", "steps"), [
-    (0.0, 7, 100, 7), (0.1, 0, 30, 3), (0.1, 0, 31, 4), (0.07, 100, 100, 7), (0.5, 0, 1, 1),
-])  # fmt: skip
-def test_the_ratio_of_the_warm_up_is_rounded_up_and_replaces_the_number(ratio, number, total, steps):
+@pytest.mark.parametrize(
+    ("ratio", "number", "total", "steps"),
+    [
+        (0.0, 7, 100, 7),
+        (0.1, 0, 30, 3),
+        (0.1, 0, 31, 4),
+        (0.07, 100, 100, 7),
+        (0.5, 0, 1, 1),
+    ],
+)
+def test_the_ratio_of_the_warm_up_is_rounded_up_and_replaces_the_number(
+    ratio, number, total, steps
+):
     words = ["--warmup_ratio", str(ratio)] if ratio else ["--num_warmup_steps", str(number)]
     assert config_of("sft", *words).warmup_steps(total) == steps
     assert config_of("ppo", "--lr_scheduler_type", "constant").warmup_steps(total) == 0
 
 
-@pytest.mark.parametrize(("words", "trackers"), [
-    ("", ()), ("--enable_tensorboard", ("tensorboard",)), ("--report_to wandb trackio", ("wandb", "trackio")),
-    ("--report_to wandb wandb --enable_tensorboard", ("wandb", "tensorboard")),
-    ("--report_to none --enable_tensorboard", ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "trackers"),
+    [
+        ("", ()),
+        ("--enable_tensorboard", ("tensorboard",)),
+        ("--report_to wandb trackio", ("wandb", "trackio")),
+        ("--report_to wandb wandb --enable_tensorboard", ("wandb", "tensorboard")),
+        ("--report_to none --enable_tensorboard", ()),
+    ],
+)
 def test_enable_tensorboard_adds_to_report_to_and_none_turns_all_trackers_off(words, trackers):
     assert config_of("sft", *words.split()).run.trackers == trackers
 
@@ -166,36 +262,62 @@ def test_a_tilde_in_output_dir_is_expanded(monkeypatch):
 
 
 def test_steps_1_and_2_print_every_tenth_step_step_3_every_one_and_all_the_first_and_last():
-    assert {step: read(step)["logging_steps"] for step in NEEDED} == {"sft": 10, "reward": 10, "ppo": 1}
+    assert {step: read(step)["logging_steps"] for step in NEEDED} == {
+        "sft": 10,
+        "reward": 10,
+        "ppo": 1,
+    }
     flags = ConsoleFlags(logging_steps=4)
     assert [step for step in range(1, 11) if flags.prints(step, 10)] == [1, 4, 8, 10]
 
 
-@pytest.mark.parametrize(("text", "name", "higher"), [
-    (None, "eval_loss", False), ("loss", "eval_loss", False), ("eval_perplexity", "eval_perplexity", False),
-    ("accuracy", "eval_accuracy", True), ("eval_accuracy/helpful", "eval_accuracy/helpful", True),
-    ("loss/accuracy", "eval_loss/accuracy", False),  # a data set of that name
-    ("chosen_score:max", "eval_chosen_score", True), ("accuracy:min", "eval_accuracy", False),
-    ("loss/a:b", "eval_loss/a:b", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "name", "higher"),
+    [
+        (None, "eval_loss", False),
+        ("loss", "eval_loss", False),
+        ("eval_perplexity", "eval_perplexity", False),
+        ("accuracy", "eval_accuracy", True),
+        ("eval_accuracy/helpful", "eval_accuracy/helpful", True),
+        ("loss/accuracy", "eval_loss/accuracy", False),  # a data set of that name
+        ("chosen_score:max", "eval_chosen_score", True),
+        ("accuracy:min", "eval_accuracy", False),
+        ("loss/a:b", "eval_loss/a:b", False),
+    ],
+)
 def test_the_direction_of_the_best_metric_follows_from_its_name_or_is_given(text, name, higher):
     assert BestFlags(text).best_metric == BestMetric(name, higher)
 
 
-@pytest.mark.parametrize(("step", "words"), [
-    ("sft", "eval_perplexity"), ("sft", "loss/name"), ("reward", "accuracy/name"), ("reward", "chosen_score:max"),
-    ("reward", "centering_loss --center_rewards_coef 0.1"), ("reward", "margin --objective dpo"),
-    ("reward", "nll --objective orpo"), ("reward", "accuracy_bad:max --objective process"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("sft", "eval_perplexity"),
+        ("sft", "loss/name"),
+        ("reward", "accuracy/name"),
+        ("reward", "chosen_score:max"),
+        ("reward", "centering_loss --center_rewards_coef 0.1"),
+        ("reward", "margin --objective dpo"),
+        ("reward", "nll --objective orpo"),
+        ("reward", "accuracy_bad:max --objective process"),
+    ],
+)
 def test_metrics_that_the_evaluation_of_the_step_has_are_accepted(step, words):
-    assert config_of(step, "--metric_for_best", *words.split()).best.metric_for_best == words.split()[0]
+    assert (
+        config_of(step, "--metric_for_best", *words.split()).best.metric_for_best
+        == words.split()[0]
+    )
 
 
 def test_thresholds_of_health_rules_and_windows():
     read("ppo", "--health", "kl_spike=0.6,window=20", "scores_equal=off", "kl_negative=-0.1")
-    window, limits, off = thresholds(PPOHealthFlags(health=["kl_spike=0.6", "window=20", "scores_equal=off"]))
+    window, limits, off = thresholds(
+        PPOHealthFlags(health=["kl_spike=0.6", "window=20", "scores_equal=off"])
+    )
     assert (window, limits["kl_spike"], off) == (20, 0.6, {"scores_equal"})
-    assert thresholds(PPOHealthFlags(health=["kl_spike=off", "kl_spike=0.7"]))[2] == set()  # the last word counts
+    assert (
+        thresholds(PPOHealthFlags(health=["kl_spike=off", "kl_spike=0.7"]))[2] == set()
+    )  # the last word counts
     assert (thresholds(PPOHealthFlags())[0], thresholds(FitHealthFlags())[0]) == (10, 50)
 
 
@@ -204,28 +326,48 @@ def ppo_flags(**settings) -> PPOFlags:
 
 
 def supervised_flags(micro_batch: int, accumulation: int, epochs: float) -> SupervisedFlags:
-    sizes = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
+    sizes = {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+    }
     return SupervisedFlags(model_name_or_path="m", num_train_epochs=epochs, **sizes)
 
 
-@pytest.mark.parametrize(("rows", "ranks", "flags", "numbers"), [
-    (100, 1, (10, 1, 1), (10, 10, 10)), (24, 2, (4, 3, 3), (24, 1, 3)), (1, 4, (8, 2, 1), (64, 1, 1)),
-    (65, 4, (8, 2, 1), (64, 2, 2)),
-    (100, 2, (4, 3, 2), (24, 5, 10)),  # 100 / 24 = 4.17: the fifth step is short, not left out
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "ranks", "flags", "numbers"),
+    [
+        (100, 1, (10, 1, 1), (10, 10, 10)),
+        (24, 2, (4, 3, 3), (24, 1, 3)),
+        (1, 4, (8, 2, 1), (64, 1, 1)),
+        (65, 4, (8, 2, 1), (64, 2, 2)),
+        (100, 2, (4, 3, 2), (24, 5, 10)),  # 100 / 24 = 4.17: the fifth step is short, not left out
+    ],
+)
 def test_supervised_plan_by_hand(rows, ranks, flags, numbers):
     plan = SupervisedPlan(supervised_flags(*flags), rows, ranks)
     assert (plan.global_batch, plan.steps_per_epoch, plan.total_steps) == numbers
 
 
-@pytest.mark.parametrize(("epochs", "most", "total", "shown"), [
-    (2.0, 0, 10, "10, 2 epochs"), (0.5, 0, 3, "3, 0.6 epochs"), (1.5, 0, 8, "8, 1.6 epochs"),
-    (0.6, 0, 3, "3, 0.6 epochs"), (1e-5, 0, 1, "1, 0.2 epochs"), (2, 3, 3, "3, 0.6 epochs"),
-    (2, 12, 12, "12, 2.4 epochs"),  # --max_steps replaces the epochs
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("epochs", "most", "total", "shown"),
+    [
+        (2.0, 0, 10, "10, 2 epochs"),
+        (0.5, 0, 3, "3, 0.6 epochs"),
+        (1.5, 0, 8, "8, 1.6 epochs"),
+        (0.6, 0, 3, "3, 0.6 epochs"),
+        (1e-5, 0, 1, "1, 0.2 epochs"),
+        (2, 3, 3, "3, 0.6 epochs"),
+        (2, 12, 12, "12, 2.4 epochs"),  # --max_steps replaces the epochs
+    ],
+)
 def test_fractions_of_an_epoch_are_rounded_up_to_optimizer_steps(epochs, most, total, shown):
-    for ranks, shared, of_ranks in ((2, 1, "2 ranks"), (4, 2, "2 groups")):  # ranks that share rows count as one
-        plan = SupervisedPlan(supervised_flags(4, 3, epochs), 100, ranks, shared=shared, max_steps=most)
+    for ranks, shared, of_ranks in (
+        (2, 1, "2 ranks"),
+        (4, 2, "2 groups"),
+    ):  # ranks that share rows count as one
+        plan = SupervisedPlan(
+            supervised_flags(4, 3, epochs), 100, ranks, shared=shared, max_steps=most
+        )
         assert (plan.steps_per_epoch, plan.total_steps) == (5, total)
         table = dict(plan.table())
         assert table["optimizer steps in all"] == shown
@@ -233,54 +375,112 @@ def test_fractions_of_an_epoch_are_rounded_up_to_optimizer_steps(epochs, most, t
         assert table["optimizer steps per epoch"] == "ceil(100 / 24) = 5"
 
 
-@pytest.mark.parametrize(("epochs", "most", "stop", "steps"), [
-    (0.5, 0, 0, 2), (1.5, 0, 0, 4), (0.01, 0, 0, 1), (2.0, 0, 0, 5),  # 100 prompts, 40 in a step
-    (1, 7, 0, 7), (5, 1, 0, 1), (1, 7, 2, 2), (1, 1, 2, 1), (1, 0, 9, 3),  # --test_stop_step only shortens
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("epochs", "most", "stop", "steps"),
+    [
+        (0.5, 0, 0, 2),
+        (1.5, 0, 0, 4),
+        (0.01, 0, 0, 1),
+        (2.0, 0, 0, 5),  # 100 prompts, 40 in a step
+        (1, 7, 0, 7),
+        (5, 1, 0, 1),
+        (1, 7, 2, 2),
+        (1, 1, 2, 1),
+        (1, 0, 9, 3),  # --test_stop_step only shortens
+    ],
+)
 def test_ppo_steps_by_fractions_and_by_max_steps(epochs, most, stop, steps):
     flags = ppo_flags(
-        per_device_generation_batch_size=20, per_device_training_batch_size=20, num_train_epochs=epochs,
-        enable_test_mode=stop > 0, test_stop_step=stop,
-    )  # fmt: skip
+        per_device_generation_batch_size=20,
+        per_device_training_batch_size=20,
+        num_train_epochs=epochs,
+        enable_test_mode=stop > 0,
+        test_stop_step=stop,
+    )
     plan = plan_ppo(flags, 100, 2, max_steps=most)
     assert (plan.ppo_steps, plan.total_updates, plan.actor_updates) == (steps, steps, steps)
-    assert dict(plan.table())["PPO steps"] == (f"{steps} (--max_steps)" if most == steps else f"{steps}")
+    assert dict(plan.table())["PPO steps"] == (
+        f"{steps} (--max_steps)" if most == steps else f"{steps}"
+    )
 
 
-SIZES = "per_device_generation_batch_size generation_batches per_device_training_batch_size gradient_accumulation_steps"
+SIZES = (
+    "per_device_generation_batch_size generation_batches per_device_training_batch_size"
+    " gradient_accumulation_steps"
+)
 
 
-@pytest.mark.parametrize(("sizes", "more", "inputs", "numbers", "table"), [
-    # 8 prompts x 3 calls = 24 rows a rank, 48 on two ranks. An update takes 4 x 2 x 2 = 16: 3 a pass, 6 in 2 passes.
-    # 100 prompts x 2 epochs = 200 rows in ceil(200 / 48) = 5 PPO steps: 30 updates.
-    ((8, 3, 4, 2), {"ppo_epochs": 2, "num_train_epochs": 2}, (100, 2), (24, 48, 48, 16, 6, 5, 30), {
-        "micro-batch per device": "up to 2048 tokens, padding included",  # 4 x (256 + 256)
-        "global batch": "4 rows x 2 micro-batches x 2 ranks = 16", "rows per PPO step": "24 x 2 ranks = 48",
-        "updates per PPO step": "48 / 16 x 2 epochs = 6", "optimizer steps in all": "5 x 6 = 30"}),
-    # Ranks that share rows generate their own: 4 ranks x 4 prompts x 3 batches = 48 rows in a PPO step; an update takes
-    # 6 x 2 x 2 groups = 24: 2 updates.
-    ((4, 3, 6, 2), {}, (96, 4, 0, 2), (12, 48, 48, 24, 2, 2, 4), {
-        "micro-batch per group": "up to 3072 tokens, padding included",  # 6 x (256 + 256)
-        "global batch": "6 rows x 2 micro-batches x 2 groups = 24",
-        "updates per PPO step": "48 / 24 x 1 epoch = 2"}),
-    # Samples multiply rows and not prompts: 4 prompts x 3 answers = 12 rows a rank, 24 on two. 20 prompts: ceil(20 / 8)
-    # = 3 PPO steps, 24 / 12 = 2 updates.
-    ((4, 1, 6, 1), {"n_samples_per_prompt": 3}, (20, 2), (12, 24, 8, 12, 2, 3, 6), {
-        "rows per rank": "4 x 1 prompts x 3 answers = 12"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "more", "inputs", "numbers", "table"),
+    [
+        # 8 prompts x 3 calls = 24 rows a rank, 48 on two ranks. An update takes 4 x 2 x 2 = 16: 3 a
+        # pass, 6 in 2 passes. 100 prompts x 2 epochs = 200 rows in ceil(200 / 48) = 5 PPO steps: 30
+        # updates.
+        (
+            (8, 3, 4, 2),
+            {"ppo_epochs": 2, "num_train_epochs": 2},
+            (100, 2),
+            (24, 48, 48, 16, 6, 5, 30),
+            {
+                "micro-batch per device": "up to 2048 tokens, padding included",  # 4 x (256 + 256)
+                "global batch": "4 rows x 2 micro-batches x 2 ranks = 16",
+                "rows per PPO step": "24 x 2 ranks = 48",
+                "updates per PPO step": "48 / 16 x 2 epochs = 6",
+                "optimizer steps in all": "5 x 6 = 30",
+            },
+        ),
+        # Ranks that share rows generate their own: 4 ranks x 4 prompts x 3 batches = 48 rows in a
+        # PPO step; an update takes 6 x 2 x 2 groups = 24: 2 updates.
+        (
+            (4, 3, 6, 2),
+            {},
+            (96, 4, 0, 2),
+            (12, 48, 48, 24, 2, 2, 4),
+            {
+                "micro-batch per group": "up to 3072 tokens, padding included",  # 6 x (256 + 256)
+                "global batch": "6 rows x 2 micro-batches x 2 groups = 24",
+                "updates per PPO step": "48 / 24 x 1 epoch = 2",
+            },
+        ),
+        # Samples multiply rows and not prompts: 4 prompts x 3 answers = 12 rows a rank, 24 on two.
+        # 20 prompts: ceil(20 / 8) = 3 PPO steps, 24 / 12 = 2 updates.
+        (
+            (4, 1, 6, 1),
+            {"n_samples_per_prompt": 3},
+            (20, 2),
+            (12, 24, 8, 12, 2, 3, 6),
+            {"rows per rank": "4 x 1 prompts x 3 answers = 12"},
+        ),
+    ],
+)
 def test_ppo_plan_by_hand(sizes, more, inputs, numbers, table):
     plan = plan_ppo(ppo_flags(**dict(zip(SIZES.split(), sizes, strict=True)), **more), *inputs)
-    assert (plan.rows_per_rank, plan.rollout_rows, plan.rollout_prompts, plan.global_batch) == numbers[:4]
+    assert (
+        plan.rows_per_rank,
+        plan.rollout_rows,
+        plan.rollout_prompts,
+        plan.global_batch,
+    ) == numbers[:4]
     assert (plan.updates_per_rollout, plan.ppo_steps, plan.total_updates) == numbers[4:]
     assert table.items() <= dict(plan.table()).items()
 
 
-@pytest.mark.parametrize(("rows", "given", "ranks", "tokens"), [
-    (1, 0, 1, 512), (2, 0, 1, 1024), (9, 0, 1, 1024), (9, 0, 2, 2048), (9, 0, 8, 2048), (9, 700, 1, 700),
-    (9, 4096, 1, 4096),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "given", "ranks", "tokens"),
+    [
+        (1, 0, 1, 512),
+        (2, 0, 1, 1024),
+        (9, 0, 1, 1024),
+        (9, 0, 2, 2048),
+        (9, 0, 8, 2048),
+        (9, 700, 1, 700),
+        (9, 4096, 1, 4096),
+    ],
+)
 def test_a_cpu_has_small_micro_batches_of_whole_rows(rows, given, ranks, tokens):
-    flags = ppo_flags(per_device_training_batch_size=rows, generation_batches=rows, micro_batch_tokens=given)
+    flags = ppo_flags(
+        per_device_training_batch_size=rows, generation_batches=rows, micro_batch_tokens=given
+    )
     assert plan_ppo(flags, 10_000, ranks, on_gpu=False).micro_batch_tokens == tokens
     assert plan_ppo(flags, 10_000, ranks).micro_batch_tokens == (given or 512 * rows)
     long = replace(flags, max_answer_seq_len=5000)
@@ -299,17 +499,35 @@ def test_a_trial_ends_the_warm_up_of_the_critic_before_its_last_step(most, stop,
         plan_ppo(ppo_flags(**flags), 20, 1, 5)
 
 
-@pytest.mark.parametrize(("generation", "batches", "micro_batch", "accumulation", "shared", "numbers"), [
-    (8, 1, 3, 1, 1, ("= 8 rows", "= 3", "Set --generation_batches 3")),
-    (4, 3, 4, 2, 1, ("= 12 rows", "= 8", "Set --generation_batches 4")),
-    (3, 1, 4, 1, 2, ("x 2 ranks that share rows = 6 rows per group", "= 4", "Set --generation_batches 2")),
-])  # fmt: skip
-def test_a_ppo_step_must_be_a_whole_number_of_updates(generation, batches, micro_batch, accumulation, shared, numbers):
+@pytest.mark.parametrize(
+    ("generation", "batches", "micro_batch", "accumulation", "shared", "numbers"),
+    [
+        (8, 1, 3, 1, 1, ("= 8 rows", "= 3", "Set --generation_batches 3")),
+        (4, 3, 4, 2, 1, ("= 12 rows", "= 8", "Set --generation_batches 4")),
+        (
+            3,
+            1,
+            4,
+            1,
+            2,
+            ("x 2 ranks that share rows = 6 rows per group", "= 4", "Set --generation_batches 2"),
+        ),
+    ],
+)
+def test_a_ppo_step_must_be_a_whole_number_of_updates(
+    generation, batches, micro_batch, accumulation, shared, numbers
+):
     flags = ppo_flags(
-        per_device_generation_batch_size=generation, generation_batches=batches,
-        per_device_training_batch_size=micro_batch, gradient_accumulation_steps=accumulation,
-    )  # fmt: skip
+        per_device_generation_batch_size=generation,
+        generation_batches=batches,
+        per_device_training_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+    )
     with pytest.raises(UserError) as problem:
         plan_ppo(flags, prompts=100, world_size=2 * shared, shared=shared)
-    for part in (*numbers, f"--per_device_training_batch_size {micro_batch}", f"--generation_batches {batches}"):
+    for part in (
+        *numbers,
+        f"--per_device_training_batch_size {micro_batch}",
+        f"--generation_batches {batches}",
+    ):
         assert part in str(problem.value)

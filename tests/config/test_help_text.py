@@ -38,16 +38,23 @@ def test_the_whole_help_shows_kinds_defaults_aliases_and_how_to_turn_off():
         if line.startswith("  --")
     }
     for name, kind, end in (
-        ("seed", "N", "(default: 1234)"), ("actor_learning_rate", "X", "(default: 9.65e-06)"),
-        ("data_path", "TEXT ...", "(required)"), ("prompt_column", "TEXT", "(also: --input_key)"),
-        ("dtype", "{bf16,fp16,fp32}", "(default: bf16)"), ("enable_ema", "BOOL", "(default: False)"),
+        ("seed", "N", "(default: 1234)"),
+        ("actor_learning_rate", "X", "(default: 9.65e-06)"),
+        ("data_path", "TEXT ...", "(required)"),
+        ("prompt_column", "TEXT", "(also: --input_key)"),
+        ("dtype", "{bf16,fp16,fp32}", "(default: bf16)"),
+        ("enable_ema", "BOOL", "(default: False)"),
         ("whiten_advantages", "BOOL", "(default: True; off: --no_whiten_advantages)"),
-    ):  # fmt: skip
-        assert found[f"--{name}"].startswith(f"{kind} ") and found[f"--{name}"].endswith(end), found[f"--{name}"]
+    ):
+        assert found[f"--{name}"].startswith(f"{kind} ") and found[f"--{name}"].endswith(end), (
+            found[f"--{name}"]
+        )
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_the_short_help_fits_a_screen_and_has_twenty_flags_with_the_defaults_of_the_step(step, monkeypatch):
+def test_the_short_help_fits_a_screen_and_has_twenty_flags_with_the_defaults_of_the_step(
+    step, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
     printed = help_text(step, all_flags(step), "").splitlines()
     assert max(map(len, printed)) <= 80 and len(printed) <= 45  # a screen
@@ -55,11 +62,18 @@ def test_the_short_help_fits_a_screen_and_has_twenty_flags_with_the_defaults_of_
     lines = [line for line in printed if line.startswith("  --")]
     names = [line.split()[0].removeprefix("--") for line in lines]
     assert len(lines) == len(set(names)) == 20
-    fields = {field.name: field for group in groups_of(STEPS[step]).values()
-              for field in dataclasses.fields(group)}  # fmt: skip
+    fields = {
+        field.name: field
+        for group in groups_of(STEPS[step]).values()
+        for field in dataclasses.fields(group)
+    }
     for line, name in zip(lines, names, strict=True):
         field = fields[name]
-        own = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        own = (
+            field.default_factory()
+            if field.default_factory is not dataclasses.MISSING
+            else field.default
+        )
         default = STEPS[step].own_defaults.get(name, own)
         needed = default is dataclasses.MISSING or "(required)" in field.metadata["help"]
         [shown] = re.findall(r" \[([^]]*)\]$", line) or [""]

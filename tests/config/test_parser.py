@@ -1,5 +1,5 @@
-"""The command line and the YAML file: values, lists, errors of one line, what an unknown flag is answered with, and
-flags that left."""
+"""The command line and the YAML file: values, lists, errors of one line, what an unknown flag is
+answered with, and flags that left."""
 
 import json
 import os
@@ -46,11 +46,19 @@ def values(*words: str) -> dict:
     return vars(flag_parser([Flags]).parse_args(["--model-path", "m", *words]))
 
 
-@pytest.mark.parametrize("words", [
-    [], ["--size", "5", "--rate=0.5", "--level", "low"], ["--lr", "1e-3", "--level=2"],
-    ["--quick", "--maybe", "--no_with_text"], ["--quick", "no", "--maybe", "False", "--with-text", "F"],
-    ["--quick", "YES", "--no-with-text", "--names", "b", "c", "--counts", "1", "2"], ["--size", "1", "--size", "2"],
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--size", "5", "--rate=0.5", "--level", "low"],
+        ["--lr", "1e-3", "--level=2"],
+        ["--quick", "--maybe", "--no_with_text"],
+        ["--quick", "no", "--maybe", "False", "--with-text", "F"],
+        ["--quick", "YES", "--no-with-text", "--names", "b", "c", "--counts", "1", "2"],
+        ["--size", "1", "--size", "2"],
+    ],
+    ids=" ".join,
+)
 def test_values_are_those_of_the_parser_of_transformers(words):
     if "--maybe" in words and words[words.index("--maybe") + 1].startswith("--"):
         assert values(*words)["maybe"] is True  # there the switch needs a value
@@ -60,19 +68,34 @@ def test_values_are_those_of_the_parser_of_transformers(words):
     assert all(type(value) is type(theirs[name]) for name, value in values(*words).items())
 
 
-@pytest.mark.parametrize(("step", "words", "found"), [
-    ("ppo", "--actor_lora_module_name q_proj v_proj", "q_proj,v_proj"), ("sft", "--lora_module_name q, v", "q,v"),
-    ("sft", "--data_split 1 0 0", "1,0,0"), ("sft", "--data_path a.jsonl,b.jsonl:0.5", ["a.jsonl", "b.jsonl:0.5"]),
-    ("sft", "--data_path with,comma.jsonl@5 b", ["with,comma.jsonl@5", "b"]), ("sft", "--data_path a b", ["a", "b"]),
-    ("ppo", "--eval_data_path a,b", ["a", "b"]), ("sft", "--report_to tensorboard,wandb", ["tensorboard", "wandb"]),
-    ("ppo", "--stop_token_ids 3,4 5", [3, 4, 5]), ("ppo", "--reward_model_sources a,b", ["a", "b"]),
-    ("ppo", "--remote_reward_url http://a/x http://b/x", "http://a/x,http://b/x"),
-    ("ppo", "--stop_strings a,b c", ["a,b", "c"]),  # text
-    ("ppo", "--reward_function math,code=exact_match length", ["math,code=exact_match", "length"]),  # a route
-    ("sft", "--sft_only_data_path", []), ("ppo", "--no_whiten_advantages", False),
-    ("ppo", "--whiten_advantages False", False), ("sft", "--apply_chat_template", True),
-    ("sft", "--apply_chat_template false", False), ("sft", "--data_format Dahoas/rm-static", "Dahoas/rm-static"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "words", "found"),
+    [
+        ("ppo", "--actor_lora_module_name q_proj v_proj", "q_proj,v_proj"),
+        ("sft", "--lora_module_name q, v", "q,v"),
+        ("sft", "--data_split 1 0 0", "1,0,0"),
+        ("sft", "--data_path a.jsonl,b.jsonl:0.5", ["a.jsonl", "b.jsonl:0.5"]),
+        ("sft", "--data_path with,comma.jsonl@5 b", ["with,comma.jsonl@5", "b"]),
+        ("sft", "--data_path a b", ["a", "b"]),
+        ("ppo", "--eval_data_path a,b", ["a", "b"]),
+        ("sft", "--report_to tensorboard,wandb", ["tensorboard", "wandb"]),
+        ("ppo", "--stop_token_ids 3,4 5", [3, 4, 5]),
+        ("ppo", "--reward_model_sources a,b", ["a", "b"]),
+        ("ppo", "--remote_reward_url http://a/x http://b/x", "http://a/x,http://b/x"),
+        ("ppo", "--stop_strings a,b c", ["a,b", "c"]),  # text
+        (
+            "ppo",
+            "--reward_function math,code=exact_match length",
+            ["math,code=exact_match", "length"],
+        ),  # a route
+        ("sft", "--sft_only_data_path", []),
+        ("ppo", "--no_whiten_advantages", False),
+        ("ppo", "--whiten_advantages False", False),
+        ("sft", "--apply_chat_template", True),
+        ("sft", "--apply_chat_template false", False),
+        ("sft", "--data_format Dahoas/rm-static", "Dahoas/rm-static"),
+    ],
+)
 def test_values_on_the_command_line(tmp_path, monkeypatch, step, words, found):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "with,comma.jsonl").touch()
@@ -82,15 +105,27 @@ def test_values_on_the_command_line(tmp_path, monkeypatch, step, words, found):
 
 
 def test_the_names_of_openrlhf_for_columns_work_on_the_command_line_and_in_yaml(tmp_path):
-    names = {"input": "prompt", "output": "response", "chosen": "chosen", "rejected": "rejected", "label": "answer"}
+    names = {
+        "input": "prompt",
+        "output": "response",
+        "chosen": "chosen",
+        "rejected": "rejected",
+        "label": "answer",
+    }
     for theirs, ours in names.items():
         (tmp_path / "settings.yaml").write_text(f"{theirs}_key: question\n")
-        for words in ([f"--{theirs}_key", "question"], ["--config", str(tmp_path / "settings.yaml")]):
+        for words in (
+            [f"--{theirs}_key", "question"],
+            ["--config", str(tmp_path / "settings.yaml")],
+        ):
             assert read("sft", *words)[f"{ours}_column"] == "question"
 
 
 def test_a_number_at_the_end_of_its_range_is_in_it():
-    found = read("ppo", *"--top_p 1 --gamma 0 --min_p 0 --ema_decay 0 --enable_ema --reward_default -3".split())
+    found = read(
+        "ppo",
+        *"--top_p 1 --gamma 0 --min_p 0 --ema_decay 0 --enable_ema --reward_default -3".split(),
+    )
     assert (found["top_p"], found["gamma"], found["min_p"], found["ema_decay"]) == (1, 0, 0, 0)
     with pytest.raises(AttributeError):  # configurations are frozen
         config_of("ppo").ppo.temperature = 0.5
@@ -99,20 +134,26 @@ def test_a_number_at_the_end_of_its_range_is_in_it():
 # Errors
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--size x", "--size x: expected a whole number: a count (see --help)"),
-    ("--size 1.5", "--size 1.5: expected a whole number: a count (see --help)"),
-    ("--lr abc", "--rate abc: expected a number: a rate (see --help)"),
-    ("--quick perhaps", "--quick perhaps: expected true or false: a switch (see --help)"),
-    ("--no_with_text=x", "--no_with_text takes no value, got x (see --help)"),
-    ("--counts 1 x", "--counts x: expected a whole number: counts (see --help)"),
-    ("--level", "--level needs a value, one of low, 2 (see --help)"),
-    ("--level LOW", "--level LOW: expected one of low, 2; did you mean low? (see --help)"),
-    ("--level high", "--level high: expected one of low, 2 (see --help)"),
-    ("--counts=--", "--counts needs a value, a whole number: counts (see --help)"),
-    ("--siz 4", "unknown flag or value: --siz 4 (all flags: --help)\n  --siz: did you mean --size?"),
-    ("--zz", "unknown flag or value: --zz (all flags: --help)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--size x", "--size x: expected a whole number: a count (see --help)"),
+        ("--size 1.5", "--size 1.5: expected a whole number: a count (see --help)"),
+        ("--lr abc", "--rate abc: expected a number: a rate (see --help)"),
+        ("--quick perhaps", "--quick perhaps: expected true or false: a switch (see --help)"),
+        ("--no_with_text=x", "--no_with_text takes no value, got x (see --help)"),
+        ("--counts 1 x", "--counts x: expected a whole number: counts (see --help)"),
+        ("--level", "--level needs a value, one of low, 2 (see --help)"),
+        ("--level LOW", "--level LOW: expected one of low, 2; did you mean low? (see --help)"),
+        ("--level high", "--level high: expected one of low, 2 (see --help)"),
+        ("--counts=--", "--counts needs a value, a whole number: counts (see --help)"),
+        (
+            "--siz 4",
+            "unknown flag or value: --siz 4 (all flags: --help)\n  --siz: did you mean --size?",
+        ),
+        ("--zz", "unknown flag or value: --zz (all flags: --help)"),
+    ],
+)
 def test_a_wrong_value_is_an_error_of_one_line(words, message):
     with pytest.raises(UserError) as problem:
         values(*words.split())
@@ -122,24 +163,42 @@ def test_a_wrong_value_is_an_error_of_one_line(words, message):
 HERE = " (all flags: --help all)"
 
 
-@pytest.mark.parametrize(("step", "given", "answer"), [
-    # misspelt
-    ("sft", "--learning-rat", "did you mean --learning_rate?"), ("ppo", "--temp", ""),  # no abbreviations
-    ("sft", "--max_seq_length=9", "did you mean --max_seq_len?"), ("ppo", "--reward_zero_stage", ""),
-    ("ppo", "--no_whiten_advantage", "did you mean --no_whiten_advantages?"), ("sft", "--num_train_steps", ""),
-    # of another step, or of peft
-    ("sft", "--lora_rank", "use --lora_dim"), ("reward", "--actor_lora_dim", "use --lora_dim"),
-    ("ppo", "--lora_target_modules=q_proj", "use --actor_lora_module_name and --critic_lora_module_name"),
-    ("ppo", "--critic_temperature", "use --temperature"),
-    ("sft", "--kl-coef=0.1", "is a flag of dschat-ppo"), ("sft", "--beta", "is a flag of dschat-reward and dschat-dpo"),
-    ("ppo", "--packing", "is a flag of dschat-sft and dschat-reward and dschat-dpo"),
-    # of other trainers
-    ("sft", "--max-train-steps", "did you mean --max_steps?"),
-    ("ppo", "--max_samples", "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"),
-    ("ppo", "--num-generations=8", "use --n_samples_per_prompt"), ("ppo", "--beta", "use --kl_loss_coef and --kl_coef"),
-    ("ppo", "--rollout.n_samples_per_prompt", "use --n_samples_per_prompt"),
-    ("ppo", "--critic.adam.lr", "use --critic_learning_rate"), ("sft", "--max_length", "use --max_seq_len"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "given", "answer"),
+    [
+        # misspelt
+        ("sft", "--learning-rat", "did you mean --learning_rate?"),
+        ("ppo", "--temp", ""),  # no abbreviations
+        ("sft", "--max_seq_length=9", "did you mean --max_seq_len?"),
+        ("ppo", "--reward_zero_stage", ""),
+        ("ppo", "--no_whiten_advantage", "did you mean --no_whiten_advantages?"),
+        ("sft", "--num_train_steps", ""),
+        # of another step, or of peft
+        ("sft", "--lora_rank", "use --lora_dim"),
+        ("reward", "--actor_lora_dim", "use --lora_dim"),
+        (
+            "ppo",
+            "--lora_target_modules=q_proj",
+            "use --actor_lora_module_name and --critic_lora_module_name",
+        ),
+        ("ppo", "--critic_temperature", "use --temperature"),
+        ("sft", "--kl-coef=0.1", "is a flag of dschat-ppo"),
+        ("sft", "--beta", "is a flag of dschat-reward and dschat-dpo"),
+        ("ppo", "--packing", "is a flag of dschat-sft and dschat-reward and dschat-dpo"),
+        # of other trainers
+        ("sft", "--max-train-steps", "did you mean --max_steps?"),
+        (
+            "ppo",
+            "--max_samples",
+            "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS",
+        ),
+        ("ppo", "--num-generations=8", "use --n_samples_per_prompt"),
+        ("ppo", "--beta", "use --kl_loss_coef and --kl_coef"),
+        ("ppo", "--rollout.n_samples_per_prompt", "use --n_samples_per_prompt"),
+        ("ppo", "--critic.adam.lr", "use --critic_learning_rate"),
+        ("sft", "--max_length", "use --max_seq_len"),
+    ],
+)
 def test_an_unknown_flag_is_answered_with_the_one_that_is_meant_or_not_at_all(step, given, answer):
     with pytest.raises(UserError) as problem:
         read(step, given, "1")
@@ -150,14 +209,18 @@ def test_an_unknown_flag_is_answered_with_the_one_that_is_meant_or_not_at_all(st
 
 def test_each_foreign_flag_has_a_line_on_the_command_line_and_in_yaml(tmp_path):
     path = yaml_file(tmp_path, "num_generations: 8\nbeta: SECRET\nclip_epss: 4\n")
-    for words in (["--num_generations", "8", "--beta", "1", "--clip_epss", "4"], ["--config", path]):
+    for words in (
+        ["--num_generations", "8", "--beta", "1", "--clip_epss", "4"],
+        ["--config", path],
+    ):
         with pytest.raises(UserError) as problem:
             read("ppo", *words)
         _, *hints = str(problem.value).splitlines()
         assert [line.strip().removeprefix("--") for line in hints] == [
-            "num_generations: use --n_samples_per_prompt", "beta: use --kl_loss_coef and --kl_coef",
+            "num_generations: use --n_samples_per_prompt",
+            "beta: use --kl_loss_coef and --kl_coef",
             "clip_epss: did you mean --clip_eps?",
-        ]  # fmt: skip
+        ]
     assert "SECRET" not in str(problem.value)  # the value of an unknown setting in a file
 
 
@@ -168,10 +231,18 @@ def test_each_name_of_other_trainers_leads_to_flags_of_a_step():
         assert all({name, f"actor_{name}"} & everywhere for name in ours.split()), ours
 
 
-@pytest.mark.parametrize(("words", "printed"), [
-    (["--help"], "needed:"), (["--no_such_flag", "-h"], "needed:"), (["--help", "all"], "All "),
-    (["--help=truncation"], "Data sets, how their rows are read, and tokenisation:\n  --truncation "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (["--help"], "needed:"),
+        (["--no_such_flag", "-h"], "needed:"),
+        (["--help", "all"], "All "),
+        (
+            ["--help=truncation"],
+            "Data sets, how their rows are read, and tokenisation:\n  --truncation ",
+        ),
+    ],
+)
 def test_help_prints_what_is_asked_for_and_ends(words, printed, capsys):
     with pytest.raises(SystemExit) as leaving:
         parse("sft", words)
@@ -191,9 +262,10 @@ def yaml_file(tmp_path, text: str) -> str:
 def test_flags_override_yaml_values(tmp_path):
     path = yaml_file(
         tmp_path,
-        "actor_model_name_or_path: actor\ncritic_model_name_or_path: critic\noutput_dir: out\n"
-        "actor_learning_rate: 1e-5\nppo_epochs: 4\nwhiten_advantages: false\nenable_tensorboard: true\n"
-        "data_path: [one.jsonl, two.jsonl]\nactor_dropout: null\n",
+        "actor_model_name_or_path: actor\ncritic_model_name_or_path: critic\noutput_dir:"
+        " out\nactor_learning_rate: 1e-5\nppo_epochs: 4\nwhiten_advantages:"
+        " false\nenable_tensorboard: true\ndata_path: [one.jsonl, two.jsonl]\nactor_dropout:"
+        " null\n",
     )
     for place in (0, 4):  # of --config
         words = ["--ppo_epochs", "2", "--output_dir=elsewhere", "--verbose"]
@@ -205,12 +277,20 @@ def test_flags_override_yaml_values(tmp_path):
         assert (found["ppo_epochs"], found["output_dir"]) == (2, "elsewhere")
 
 
-@pytest.mark.parametrize(("text", "named"), [
-    ("no_such_setting: 1\n", "no_such_setting"), ("seed: [1\n", "is not valid YAML"), ("- seed\n", "must be a mapping"),
-    ("", "must be a mapping"), ("seed: {a: 1}\n", "'seed' must be a value"), ("seed: many\n", "--seed"),
-    ("lora_dim: -8\n", "settings.yaml: --lora_dim must be"), ("config: b.yaml\n", "'config' cannot name another file"),
-    ("dtype: bfloat16\n", "--dtype bfloat16: expected one of .*; did you mean bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("no_such_setting: 1\n", "no_such_setting"),
+        ("seed: [1\n", "is not valid YAML"),
+        ("- seed\n", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("seed: {a: 1}\n", "'seed' must be a value"),
+        ("seed: many\n", "--seed"),
+        ("lora_dim: -8\n", "settings.yaml: --lora_dim must be"),
+        ("config: b.yaml\n", "'config' cannot name another file"),
+        ("dtype: bfloat16\n", "--dtype bfloat16: expected one of .*; did you mean bf16"),
+    ],
+)
 def test_the_fault_of_a_bad_yaml_file_is_named(tmp_path, text, named):
     with pytest.raises(UserError, match=named):
         read("sft", "--config", yaml_file(tmp_path, text))
@@ -218,7 +298,9 @@ def test_the_fault_of_a_bad_yaml_file_is_named(tmp_path, text, named):
 
 def test_a_yaml_file_that_is_missing_or_not_text_or_a_pipe_is_refused(tmp_path):
     settings = yaml_file(tmp_path, "seed: 5\n")
-    with pytest.raises(UserError, match=f"No such file or directory\\); did you mean {re.escape(settings)}\\?$"):
+    with pytest.raises(
+        UserError, match=f"No such file or directory\\); did you mean {re.escape(settings)}\\?$"
+    ):
         read("sft", "--config", settings.replace(".yaml", ".yml"))
     (tmp_path / "binary.yaml").write_bytes(b"seed: \xff\xfe\n")
     with pytest.raises(UserError, match=r"--config .*binary\.yaml: is not UTF-8"):
@@ -228,13 +310,52 @@ def test_a_yaml_file_that_is_missing_or_not_text_or_a_pipe_is_refused(tmp_path):
         read("sft", "--config", str(tmp_path / "pipe"))
 
 
-@pytest.mark.parametrize(("step", "words"), [
-    ("sft", ["--data_path", "a.jsonl", "b.jsonl", "--learning_rate", "3e-7", "--input_template", "Q: {}\nA:",
-             "--system_column", ""]),
-    ("sft", ["--sft_only_data_path", "c.jsonl", "--data_split", "10,0,0", "--eot_token", "<|end|>", "--deepspeed"]),
-    ("reward", ["--dropout", "0.1", "--eval_fraction", "0", "--dtype", "fp32", "--zero_stage", "3"]),
-    ("ppo", ["--no_whiten_advantages", "--top_p", "0.9", "--enable_test_mode", "--test_stop_step", "3"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (
+            "sft",
+            [
+                "--data_path",
+                "a.jsonl",
+                "b.jsonl",
+                "--learning_rate",
+                "3e-7",
+                "--input_template",
+                "Q: {}\nA:",
+                "--system_column",
+                "",
+            ],
+        ),
+        (
+            "sft",
+            [
+                "--sft_only_data_path",
+                "c.jsonl",
+                "--data_split",
+                "10,0,0",
+                "--eot_token",
+                "<|end|>",
+                "--deepspeed",
+            ],
+        ),
+        (
+            "reward",
+            ["--dropout", "0.1", "--eval_fraction", "0", "--dtype", "fp32", "--zero_stage", "3"],
+        ),
+        (
+            "ppo",
+            [
+                "--no_whiten_advantages",
+                "--top_p",
+                "0.9",
+                "--enable_test_mode",
+                "--test_stop_step",
+                "3",
+            ],
+        ),
+    ],
+)
 def test_a_saved_configuration_is_plain_yaml_and_parses_to_equal_values(tmp_path, step, words):
     expected = read(step, *words, "--local_rank", "1")
     path = write_config(expected, tmp_path)
@@ -244,7 +365,9 @@ def test_a_saved_configuration_is_plain_yaml_and_parses_to_equal_values(tmp_path
     assert again | of_one_start == expected
 
 
-@pytest.mark.parametrize("words", [["--deepspeed", "FILE"], ["--deepspeed=FILE"], ["--config", "YAML"]])
+@pytest.mark.parametrize(
+    "words", [["--deepspeed", "FILE"], ["--deepspeed=FILE"], ["--config", "YAML"]]
+)
 def test_the_file_of_deepspeed_is_its_configuration(tmp_path, words):
     file = tmp_path / "ds.json"
     path = yaml_file(tmp_path, f"deepspeed: {file}\n")
@@ -263,8 +386,12 @@ def test_the_config_package_imports_no_torch():
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [path for pattern in ("*.md", "docs/**/*.md", "dschat_ppo/**/*.py", "training_scripts/**/*.sh")
-         for path in ROOT.glob(pattern) if path.name not in ("CHANGELOG.md", "retired_flags.py")]  # fmt: skip
+PAGES = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "dschat_ppo/**/*.py", "training_scripts/**/*.sh")
+    for path in ROOT.glob(pattern)
+    if path.name not in ("CHANGELOG.md", "retired_flags.py")
+]
 IGNORED = "flags that this version does not have are ignored: --gone"
 
 
@@ -286,7 +413,9 @@ def test_no_page_and_no_message_names_a_retired_flag():
     """But for the rows of the migration guides whose column "here" says "left"."""
     assert len(PAGES) > 100
     for page in PAGES:
-        lines = [line for line in page.read_text(encoding="utf-8").splitlines() if "| left" not in line]
+        lines = [
+            line for line in page.read_text(encoding="utf-8").splitlines() if "| left" not in line
+        ]
         named = re.findall(r"(?<![\w.-])--(?:no_)?(\w+)", "\n".join(lines))
         assert not set(named) & set(RETIRED), page
 
@@ -294,12 +423,18 @@ def test_no_page_and_no_message_names_a_retired_flag():
 @pytest.mark.parametrize("word", ["--gone", "--gone=3", "--no_gone"])
 def test_giving_a_retired_flag_is_refused_with_what_to_use(gone, word, tmp_path):
     for step in NEEDED:
-        with pytest.raises(UserError, match=rf"^unknown flag .*\n  {word.split('=')[0]}: left: use --seed$"):
+        with pytest.raises(
+            UserError, match=rf"^unknown flag .*\n  {word.split('=')[0]}: left: use --seed$"
+        ):
             read(step, word)
-    with pytest.raises(UserError, match=r"\n  --gone: left: use --seed$"):  # a command of another program
+    with pytest.raises(
+        UserError, match=r"\n  --gone: left: use --seed$"
+    ):  # a command of another program
         FlagParser(allow_abbrev=False).parse_args(["--gone", "3"])
     file = yaml_file(tmp_path, "gone: 3\nseed: 5\n")  # which a person wrote
-    with pytest.raises(UserError, match=rf"{file}: unknown flag or value: --gone \(.*\n  --gone: left: use --seed$"):
+    with pytest.raises(
+        UserError, match=rf"{file}: unknown flag or value: --gone \(.*\n  --gone: left: use --seed$"
+    ):
         read("sft", "--config", file)
 
 
@@ -312,7 +447,9 @@ def test_a_configuration_that_an_earlier_version_saved_loads_with_one_note(gone,
     config = parse(step, ["--config", str(path)])
     assert config == replace(former, run=replace(former.run, config=str(path)))
     assert notes(step, config) == [f"--config {path}: {IGNORED}"]
-    path.write_text(yaml.safe_dump({"gonne": 3, **settings}), encoding="utf-8")  # a misspelt flag is still refused
+    path.write_text(
+        yaml.safe_dump({"gonne": 3, **settings}), encoding="utf-8"
+    )  # a misspelt flag is still refused
     with pytest.raises(UserError, match="--gonne"):
         parse(step, ["--config", str(path)])
 
@@ -323,6 +460,10 @@ def test_a_checkpoint_of_an_earlier_version_is_compared_without_flags_that_left(
     assert differences(saved, now, {}) == {}
     monkeypatch.setitem(NOW_FIXED, "gone", 3)  # every run computes now what it did with 3
     assert differences(saved, now, {}) == {}
-    assert differences({**saved, "gone": 4}, now, {}) == {"gone": "4 -> 3, always: this version has no such flag"}
-    assert note_on_retired({"seed": 1, "gone": 3}) == IGNORED and note_on_retired({"seed": 1}) is None
+    assert differences({**saved, "gone": 4}, now, {}) == {
+        "gone": "4 -> 3, always: this version has no such flag"
+    }
+    assert (
+        note_on_retired({"seed": 1, "gone": 3}) == IGNORED and note_on_retired({"seed": 1}) is None
+    )
     assert note_on_retired({"gone": 4}) == f"{IGNORED}; --gone 4 is now 3"

@@ -1,5 +1,5 @@
-"""What the flags alone decide: what is refused before anything is loaded, notes about flags without effect, and whether
-the update of a PPO step gives old log-probs and values."""
+"""What the flags alone decide: what is refused before anything is loaded, notes about flags without
+effect, and whether the update of a PPO step gives old log-probs and values."""
 
 import pytest
 from command_lines import NEEDED, config_of, noted, read
@@ -17,48 +17,151 @@ ALONE = f"{TAUGHT} --advantage_estimator none --use_reward_model False"
 FUNCTION = "--use_reward_model False --reward_function exact_match"
 CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part of the message
     # schedule and reference
-    ("sft", "--warmup_ratio 0.1 --num_warmup_steps 5", "--warmup_ratio 0.1 and --num_warmup_steps 5 both set"),
-    ("ppo", "--warmup_ratio 0.1 --num_warmup_steps 5", "--warmup_ratio 0.1 and --num_warmup_steps 5 both set"),
-    ("reward", "--warmup_ratio 0.1 --lr_scheduler_type constant", "--lr_scheduler_type constant has no warm-up"),
-    ("sft", "--min_lr_ratio 0.1 --lr_scheduler_type constant", "--lr_scheduler_type constant does not decay"),
-    ("ppo", "--min_lr_ratio 0.1 --lr_scheduler_type constant_with_warmup", "constant_with_warmup does not decay"),
-    ("ppo", "--kl_coef 0 --ref_model_name_or_path r", "--ref_model_name_or_path r has no effect: it is for the"),
-    ("ppo", "--kl_coef 0 --ref_sync_interval 2", "--ref_sync_interval 2 has no effect: it is for the reference"),
+    (
+        "sft",
+        "--warmup_ratio 0.1 --num_warmup_steps 5",
+        "--warmup_ratio 0.1 and --num_warmup_steps 5 both set",
+    ),
+    (
+        "ppo",
+        "--warmup_ratio 0.1 --num_warmup_steps 5",
+        "--warmup_ratio 0.1 and --num_warmup_steps 5 both set",
+    ),
+    (
+        "reward",
+        "--warmup_ratio 0.1 --lr_scheduler_type constant",
+        "--lr_scheduler_type constant has no warm-up",
+    ),
+    (
+        "sft",
+        "--min_lr_ratio 0.1 --lr_scheduler_type constant",
+        "--lr_scheduler_type constant does not decay",
+    ),
+    (
+        "ppo",
+        "--min_lr_ratio 0.1 --lr_scheduler_type constant_with_warmup",
+        "constant_with_warmup does not decay",
+    ),
+    (
+        "ppo",
+        "--kl_coef 0 --ref_model_name_or_path r",
+        "--ref_model_name_or_path r has no effect: it is for the",
+    ),
+    (
+        "ppo",
+        "--kl_coef 0 --ref_sync_interval 2",
+        "--ref_sync_interval 2 has no effect: it is for the reference",
+    ),
     ("ppo", "--ref_sync_mixup 0.5", "it is for --ref_sync_interval; omit it"),
-    ("ppo", "--ref_sync_interval 2 --ref_sync_mixup 0", "--ref_sync_mixup must be above 0 and at most 1"),
-    ("ppo", "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora", "--ref_sync_interval mixes"),
+    (
+        "ppo",
+        "--ref_sync_interval 2 --ref_sync_mixup 0",
+        "--ref_sync_mixup must be above 0 and at most 1",
+    ),
+    (
+        "ppo",
+        "--ref_sync_interval 2 --actor_lora_dim 4 --only_optimize_lora",
+        "--ref_sync_interval mixes",
+    ),
     ("sft", "--optimizer muon", "--optimizer muon and --muon_learning_rate need each other"),
-    ("ppo", "--muon_learning_rate 0.1", "--optimizer muon and --muon_learning_rate need each other"),
-    *[("ppo", f"--optimizer muon --muon_learning_rate 0.1 {words}", "in place of the gradient") for words in (
-        "--dtype fp32 --critic_zero_stage 1", "--actor_zero_stage 2", "--dtype fp16", "--actor_zero_stage 1 "
-        "--critic_zero_stage 1 --offload", "--actor_zero_stage 1 --critic_zero_stage 1 --offload_optimizer")],
-    ("ppo", f"--optimizer muon --muon_learning_rate 0.1 {LORA}", "omit --actor_lora_dim or --critic_lora_dim, or use"),
+    (
+        "ppo",
+        "--muon_learning_rate 0.1",
+        "--optimizer muon and --muon_learning_rate need each other",
+    ),
+    *[
+        ("ppo", f"--optimizer muon --muon_learning_rate 0.1 {words}", "in place of the gradient")
+        for words in (
+            "--dtype fp32 --critic_zero_stage 1",
+            "--actor_zero_stage 2",
+            "--dtype fp16",
+            "--actor_zero_stage 1 --critic_zero_stage 1 --offload",
+            "--actor_zero_stage 1 --critic_zero_stage 1 --offload_optimizer",
+        )
+    ],
+    (
+        "ppo",
+        f"--optimizer muon --muon_learning_rate 0.1 {LORA}",
+        "omit --actor_lora_dim or --critic_lora_dim, or use",
+    ),
     # one base of all models
     ("ppo", "--share_base --actor_lora_dim 4 --critic_lora_dim 4", "--only_optimize_lora"),
     ("ppo", "--share_base --critic_lora_dim 4 --only_optimize_lora", "--actor_lora_dim above 0"),
     ("ppo", "--share_base --actor_lora_dim 4 --only_optimize_lora", "--critic_lora_dim above 0"),
-    ("ppo", f"--share_base {LORA} --actor_zero_stage 3", "--actor_zero_stage 3 and --critic_zero_stage 0 both"),
-    ("ppo", f"--share_base {LORA} --critic_dropout 0.1", "--actor_dropout and --critic_dropout to the same value"),
+    (
+        "ppo",
+        f"--share_base {LORA} --actor_zero_stage 3",
+        "--actor_zero_stage 3 and --critic_zero_stage 0 both",
+    ),
+    (
+        "ppo",
+        f"--share_base {LORA} --critic_dropout 0.1",
+        "--actor_dropout and --critic_dropout to the same value",
+    ),
     ("ppo", f"--share_base {LORA} {GRPO} {FUNCTION}", "neither a critic"),
     # several groups
-    ("ppo", "--advantage_estimator grpo",
-     "--advantage_estimator grpo compares the answers to one prompt: set --n_samples"),
-    ("ppo", "--dynamic_sampling",
-     "--dynamic_sampling compares the answers to one prompt: set --n_samples_per_prompt to 2"),
-    ("ppo", "--old_logprobs rollout --importance_correction token",
-     "--old_logprobs rollout skips the forward pass that"),
+    (
+        "ppo",
+        "--advantage_estimator grpo",
+        "--advantage_estimator grpo compares the answers to one prompt: set --n_samples",
+    ),
+    (
+        "ppo",
+        "--dynamic_sampling",
+        "--dynamic_sampling compares the answers to one prompt: set --n_samples_per_prompt to 2",
+    ),
+    (
+        "ppo",
+        "--old_logprobs rollout --importance_correction token",
+        "--old_logprobs rollout skips the forward pass that",
+    ),
     ("ppo", "--overlong_buffer 257", "--overlong_buffer 257 is above --max_answer_seq_len 256"),
-    ("ppo", "--kl_coef 0 --offload_reference_model --actor_zero_stage 3",
-     "--offload_reference_model True has no effect: it is for the reference"),
-    ("ppo", f"{FUNCTION} --offload_reward_model --critic_zero_stage 3", "it is for --use_reward_model"),
-    ("ppo", f"{FUNCTION} --normalize_rewards model", "--normalize_rewards model needs a learned reward"),
-    ("ppo", "--use_reward_model False", "--use_reward_model False leaves no reward: give --reward_function"),
+    (
+        "ppo",
+        "--kl_coef 0 --offload_reference_model --actor_zero_stage 3",
+        "--offload_reference_model True has no effect: it is for the reference",
+    ),
+    (
+        "ppo",
+        f"{FUNCTION} --offload_reward_model --critic_zero_stage 3",
+        "it is for --use_reward_model",
+    ),
+    (
+        "ppo",
+        f"{FUNCTION} --normalize_rewards model",
+        "--normalize_rewards model needs a learned reward",
+    ),
+    (
+        "ppo",
+        "--use_reward_model False",
+        "--use_reward_model False leaves no reward: give --reward_function",
+    ),
     # episodes
-    ("ppo", f"{FUNCTION} --environment e.py:E --min_answer_seq_len 2", "--min_answer_seq_len is not for episodes"),
-    ("ppo", "--environment e.py:E --process_reward min", "--process_reward scores the steps of one answer"),
-    ("ppo", "--environment e.py:E --inference_tp_size 2", "--inference_tp_size 2: the ranks of a group"),
-    ("ppo", "--environment e.py:E --agent_func_path a.py", "--environment and --agent_func_path: name one of them"),
-    ("ppo", "--tools t.py:f --tool_config t.yaml", "--tools beside --tool_config: its environment has no other tools"),
+    (
+        "ppo",
+        f"{FUNCTION} --environment e.py:E --min_answer_seq_len 2",
+        "--min_answer_seq_len is not for episodes",
+    ),
+    (
+        "ppo",
+        "--environment e.py:E --process_reward min",
+        "--process_reward scores the steps of one answer",
+    ),
+    (
+        "ppo",
+        "--environment e.py:E --inference_tp_size 2",
+        "--inference_tp_size 2: the ranks of a group",
+    ),
+    (
+        "ppo",
+        "--environment e.py:E --agent_func_path a.py",
+        "--environment and --agent_func_path: name one of them",
+    ),
+    (
+        "ppo",
+        "--tools t.py:f --tool_config t.yaml",
+        "--tools beside --tool_config: its environment has no other tools",
+    ),
     ("ppo", "--max_turns 3", "--max_turns 3 has no effect: it is for --environment, --tools"),
     ("ppo", "--use_reward_model False --tools t.py:f", "--use_reward_model False leaves no reward"),
     # memory
@@ -66,32 +169,86 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--offload --actor_zero_stage 3", "--actor_zero_stage and --critic_zero_stage"),
     ("ppo", "--offload_reference_model", "--actor_zero_stage 3"),
     ("ppo", "--offload_reward_model --actor_zero_stage 3", "--critic_zero_stage 3"),
-    ("ppo", "--enable_test_mode", "--test_stop_step"), ("ppo", "--ema_decay 0.9", "it is for --enable_ema"),
+    ("ppo", "--enable_test_mode", "--test_stop_step"),
+    ("ppo", "--ema_decay 0.9", "it is for --enable_ema"),
     ("sft", "--attn_implementation flex_attention", "left: auto computes packed rows"),
     ("ppo", "--offload_optimizer", "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
-    ("ppo", "--offload_optimizer --actor_zero_stage 2", "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
+    (
+        "ppo",
+        "--offload_optimizer --actor_zero_stage 2",
+        "--actor_zero_stage and --critic_zero_stage 1, 2 or 3",
+    ),
     ("ppo", "--inference_tp_size 2 --unpin_actor_parameters", "use one of the two"),
-    ("ppo", "--zero_hpz_partition_size 2",
-     "--zero_hpz_partition_size (ZeRO++) needs --actor_zero_stage or --critic_zero_stage 3"),
-    ("ppo", "--enable_mixed_precision_lora", "--actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16"),
-    ("ppo", "--kl_estimator full --old_logprobs recompute --sequence_parallel_size 2",
-     "--kl_estimator full needs whole rows"),
-    ("ppo", "--kl_loss_coef 0.1 --kl_loss_estimator full --sequence_parallel_size 2",
-     "--kl_loss_estimator full needs whole rows"),
+    (
+        "ppo",
+        "--zero_hpz_partition_size 2",
+        "--zero_hpz_partition_size (ZeRO++) needs --actor_zero_stage or --critic_zero_stage 3",
+    ),
+    (
+        "ppo",
+        "--enable_mixed_precision_lora",
+        "--actor_zero_stage 3, --actor_lora_dim above 0 and --dtype fp16",
+    ),
+    (
+        "ppo",
+        "--kl_estimator full --old_logprobs recompute --sequence_parallel_size 2",
+        "--kl_estimator full needs whole rows",
+    ),
+    (
+        "ppo",
+        "--kl_loss_coef 0.1 --kl_loss_estimator full --sequence_parallel_size 2",
+        "--kl_loss_estimator full needs whole rows",
+    ),
     # distillation
     ("ppo", f"--use_reward_model False {TAUGHT} --distill_policy_gradient", "or a teacher"),
-    ("ppo", f"{ALONE} --policy_loss gspo", "--policy_loss gspo has no effect: it is for a policy loss, which"),
-    ("ppo", f"{ALONE} --kl_coef 0.1", "--kl_coef 0.1 has no effect: it is for advantages from rewards"),
-    ("ppo", f"{ALONE} --eval_data_path e", "a teacher gives no score to held-out answers; give --eval_reward_function"),
-    ("ppo", "--advantage_estimator none", "--advantage_estimator none has no policy loss; give a teacher"),
+    (
+        "ppo",
+        f"{ALONE} --policy_loss gspo",
+        "--policy_loss gspo has no effect: it is for a policy loss, which",
+    ),
+    (
+        "ppo",
+        f"{ALONE} --kl_coef 0.1",
+        "--kl_coef 0.1 has no effect: it is for advantages from rewards",
+    ),
+    (
+        "ppo",
+        f"{ALONE} --eval_data_path e",
+        "a teacher gives no score to held-out answers; give --eval_reward_function",
+    ),
+    (
+        "ppo",
+        "--advantage_estimator none",
+        "--advantage_estimator none has no policy loss; give a teacher",
+    ),
     ("ppo", "--distill_on mix:2", "must be policy, data or mix:P with P from 0 to 1"),
-    ("ppo", f"{TAUGHT} --distill_policy_gradient --distill_topk 9", "it is for the loss of a divergence"),
+    (
+        "ppo",
+        f"{TAUGHT} --distill_policy_gradient --distill_topk 9",
+        "it is for the loss of a divergence",
+    ),
     ("ppo", f"{TAUGHT} --distill_coef 0", "--distill_coef 0 leaves the teacher without effect"),
-    ("ppo", f"{TAUGHT} --distill_on data", "--distill_on data: answers of the data are no samples of the policy"),
-    ("ppo", f"{TAUGHT} --offload_teacher_model", "--offload_teacher_model needs --actor_zero_stage 3"),
-    ("ppo", f"{TAUGHT} --sequence_parallel_size 2", "a divergence from a teacher needs whole rows on a rank"),
+    (
+        "ppo",
+        f"{TAUGHT} --distill_on data",
+        "--distill_on data: answers of the data are no samples of the policy",
+    ),
+    (
+        "ppo",
+        f"{TAUGHT} --offload_teacher_model",
+        "--offload_teacher_model needs --actor_zero_stage 3",
+    ),
+    (
+        "ppo",
+        f"{TAUGHT} --sequence_parallel_size 2",
+        "a divergence from a teacher needs whole rows on a rank",
+    ),
     ("ppo", f"{TAUGHT} u", "of several teachers each needs SOURCE= in front"),
-    ("sft", f"{TAUGHT} --distill_coef 1.5", "--distill_coef 1.5 is the share of the divergence in the loss"),
+    (
+        "sft",
+        f"{TAUGHT} --distill_coef 1.5",
+        "--distill_coef 1.5 is the share of the divergence in the loss",
+    ),
     ("sft", "--teacher_model_name_or_path a=t", "step 1 takes one teacher, for all rows"),
     # data
     ("sft", "--input_template Question:", "must contain {}"),
@@ -110,103 +267,247 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--health kl_spike", "kl_spike takes a number, or off"),
     ("ppo", "--health kl_negative=0.02", "takes 0 or below, or off"),
     ("ppo", "--health reward_exploited=2", "reward_exploited takes off"),
-    ("ppo", "--health kl_spikes=1", "there is no rule 'kl_spikes', but window, kl_negative, kl_spike"),
-    ("sft", "--health kl_spike=1", "there is no rule 'kl_spike', but window, loss_grows, overfitting"),
+    (
+        "ppo",
+        "--health kl_spikes=1",
+        "there is no rule 'kl_spikes', but window, kl_negative, kl_spike",
+    ),
+    (
+        "sft",
+        "--health kl_spike=1",
+        "there is no rule 'kl_spike', but window, loss_grows, overfitting",
+    ),
     # algorithm
-    ("ppo", "--policy_loss reinforce --clip_eps 0.3", "--clip_eps 0.3 has no effect: it is for --policy_loss ppo or"),
+    (
+        "ppo",
+        "--policy_loss reinforce --clip_eps 0.3",
+        "--clip_eps 0.3 has no effect: it is for --policy_loss ppo or",
+    ),
     ("ppo", "--sapo_tau_negative 2.0", "it is for --policy_loss sapo"),
     ("ppo", "--covariance_share 0.1", "it is for --policy_loss clip_cov or kl_cov"),
     ("ppo", "--policy_loss cispo --dual_clip 3.0", "--dual_clip 3.0 has no effect"),
     ("ppo", "--advantage_estimator grpo --gae_lambda 1.0", "it is for --advantage_estimator gae"),
     ("ppo", "--advantage_estimator rloo --gamma 0.9", "--gamma 0.9 has no effect"),
-    ("ppo", "--advantage_estimator grpo --whiten_advantages False", "--whiten_advantages False has no effect"),
-    ("ppo", "--advantage_estimator gdpo", "--advantage_estimator gdpo compares the answers to one prompt"),
-    *[("ppo", f"--advantage_estimator gdpo --n_samples_per_prompt 2 {words}", "gdpo standardises each reward source")
-      for words in ("--reward_clip 5", "--normalize_rewards running")],
-    *[("ppo", f"--advantage_estimator {name} --n_samples_per_prompt 2 --environment e.py:E --turn_reward to_go",
-       f"--advantage_estimator {name} compares scores of whole episodes") for name in ("gdpo", "remax")],
-    ("ppo", "--normalize_group_std False", "it is for --advantage_estimator grpo or grpo_pass_at_k"),
-    *[("ppo", f"--group_std batch --advantage_estimator {words}", "it is for --normalize_group_std of grpo")
-      for words in ("rloo", "grpo --normalize_group_std False")],
-    ("ppo", "--kl_coef 0.0 --kl_target 0.1", "--kl_target 0.1 has no effect: it is for a --kl_coef above 0"),
-    ("ppo", "--advantage_estimator grpo --kl_target 0.1",
-     "--kl_target 0.1 has no effect: it is for a --kl_coef above 0 (for grpo it is 0 unless given)"),
+    (
+        "ppo",
+        "--advantage_estimator grpo --whiten_advantages False",
+        "--whiten_advantages False has no effect",
+    ),
+    (
+        "ppo",
+        "--advantage_estimator gdpo",
+        "--advantage_estimator gdpo compares the answers to one prompt",
+    ),
+    *[
+        (
+            "ppo",
+            f"--advantage_estimator gdpo --n_samples_per_prompt 2 {words}",
+            "gdpo standardises each reward source",
+        )
+        for words in ("--reward_clip 5", "--normalize_rewards running")
+    ],
+    *[
+        (
+            "ppo",
+            (
+                f"--advantage_estimator {name} --n_samples_per_prompt 2 --environment e.py:E"
+                " --turn_reward to_go"
+            ),
+            f"--advantage_estimator {name} compares scores of whole episodes",
+        )
+        for name in ("gdpo", "remax")
+    ],
+    (
+        "ppo",
+        "--normalize_group_std False",
+        "it is for --advantage_estimator grpo or grpo_pass_at_k",
+    ),
+    *[
+        (
+            "ppo",
+            f"--group_std batch --advantage_estimator {words}",
+            "it is for --normalize_group_std of grpo",
+        )
+        for words in ("rloo", "grpo --normalize_group_std False")
+    ],
+    (
+        "ppo",
+        "--kl_coef 0.0 --kl_target 0.1",
+        "--kl_target 0.1 has no effect: it is for a --kl_coef above 0",
+    ),
+    (
+        "ppo",
+        "--advantage_estimator grpo --kl_target 0.1",
+        (
+            "--kl_target 0.1 has no effect: it is for a --kl_coef above 0 (for grpo it is 0 unless"
+            " given)"
+        ),
+    ),
     ("ppo", "--kl_horizon 5", "it is for --kl_target"),
     ("ppo", "--kl_loss_estimator k2", "it is for --kl_loss_coef above 0"),
-    ("ppo", "--kl_loss_coef 0.1 --kl_loss_estimator full --kl_straight_through False", "a KL loss k1, k3 or abs"),
+    (
+        "ppo",
+        "--kl_loss_coef 0.1 --kl_loss_estimator full --kl_straight_through False",
+        "a KL loss k1, k3 or abs",
+    ),
     ("ppo", "--kl_coef 0.0 --kl_estimator full", "it is for --kl_coef above 0"),
     ("ppo", "--importance_cap 3.0", "it is for --importance_correction"),
-    ("ppo", "--importance_correction token --importance_cap 0.5", "--importance_cap must be above 1"),
+    (
+        "ppo",
+        "--importance_correction token --importance_cap 0.5",
+        "--importance_cap must be above 1",
+    ),
     ("ppo", "--importance_floor 0.5", "it is for --importance_correction"),
-    ("ppo", "--importance_correction token --importance_floor 2", "--importance_floor 2.0 must be below"),
+    (
+        "ppo",
+        "--importance_correction token --importance_floor 2",
+        "--importance_floor 2.0 must be below",
+    ),
     ("ppo", "--entropy_delta 0.1", "it is for --entropy_target"),
-    ("ppo", "--entropy_target 1.0 --entropy_coef 2.0", "--entropy_coef 2.0 is above --entropy_coef_max 1.0"),
+    (
+        "ppo",
+        "--entropy_target 1.0 --entropy_coef 2.0",
+        "--entropy_coef 2.0 is above --entropy_coef_max 1.0",
+    ),
     ("ppo", "--overlong_penalty 2.0", "it is for --overlong_buffer"),
     ("ppo", "--dynamic_sampling_rounds 2", "it is for --dynamic_sampling"),
     ("ppo", "--dynamic_sampling_range 0 1", "it is for --dynamic_sampling"),
-    *[("ppo", f"--dynamic_sampling --n_samples_per_prompt 2 --dynamic_sampling_range {words}", "the lower one first")
-      for words in ("0.5", "1 0", "0 0", "-1 0 1", "nan 1")],
+    *[
+        (
+            "ppo",
+            f"--dynamic_sampling --n_samples_per_prompt 2 --dynamic_sampling_range {words}",
+            "the lower one first",
+        )
+        for words in ("0.5", "1 0", "0 0", "-1 0 1", "nan 1")
+    ],
     # evaluation
     ("ppo", "--eval_batch_size 8", "--eval_batch_size 8 has no effect: it is for --eval_data_path"),
     ("ppo", "--save_best False", "--save_best False has no effect: it is for --eval_data_path"),
     ("ppo", "--validate_only", "--validate_only needs held-out prompts: give --eval_data_path"),
-    ("ppo", "--eval_data_path e --eval_greedy --eval_samples 2",
-     "--eval_greedy gives the same answer every time: omit --eval_samples"),
+    (
+        "ppo",
+        "--eval_data_path e --eval_greedy --eval_samples 2",
+        "--eval_greedy gives the same answer every time: omit --eval_samples",
+    ),
     # rewards
-    ("ppo", f"--process_reward min {FUNCTION}", "--process_reward min has no effect: it is for --use_reward_model"),
+    (
+        "ppo",
+        f"--process_reward min {FUNCTION}",
+        "--process_reward min has no effect: it is for --use_reward_model",
+    ),
     ("ppo", "--remote_reward_sources a", "it is for --remote_reward_url"),
     ("ppo", "--process_reward last --normalize_rewards model", "use --normalize_rewards running"),
     # LoRA
-    ("sft", "--lora_dim 8 --only_optimize_lora --load_in_4bit --load_in_8bit",
-     "--load_in_4bit and --load_in_8bit: use one of the two"),
+    (
+        "sft",
+        "--lora_dim 8 --only_optimize_lora --load_in_4bit --load_in_8bit",
+        "--load_in_4bit and --load_in_8bit: use one of the two",
+    ),
     # objectives
-    ("reward", "--objective dpo_nll --nll_coef 0", "--nll_coef must be above 0 for --objective dpo_nll"),
-    *[("reward", f"--objective {objective} --label_smoothing {share}",
-       f"--label_smoothing must be above 0 and below 0.5 for --objective {objective}")
-      for objective in ("cdpo", "robust_dpo") for share in ("0", "0.5")],
-    ("reward", "--no_use_margin --objective dpo", "--use_margin False has no effect: it is for --objective reward"),
+    (
+        "reward",
+        "--objective dpo_nll --nll_coef 0",
+        "--nll_coef must be above 0 for --objective dpo_nll",
+    ),
+    *[
+        (
+            "reward",
+            f"--objective {objective} --label_smoothing {share}",
+            f"--label_smoothing must be above 0 and below 0.5 for --objective {objective}",
+        )
+        for objective in ("cdpo", "robust_dpo")
+        for share in ("0", "0.5")
+    ],
+    (
+        "reward",
+        "--no_use_margin --objective dpo",
+        "--use_margin False has no effect: it is for --objective reward",
+    ),
     ("reward", "--beta 0.3", "it is for --objective dpo or cdpo or ipo"),
     ("reward", "--nll_coef 1 --objective ipo", "it is for --objective dpo_nll or cpo or simpo"),
     ("reward", "--label_smoothing 0.2 --objective dpo", "it is for --objective cdpo or robust_dpo"),
-    *[("reward", f"--objective {objective} --streaming --streaming_rows 9",
-       f"--objective {objective} computes log-probs of the reference") for objective in ("dpo", "kto")],
-    ("sft", "--packing --streaming --streaming_rows 9", "--packing needs the length of every training row"),
+    *[
+        (
+            "reward",
+            f"--objective {objective} --streaming --streaming_rows 9",
+            f"--objective {objective} computes log-probs of the reference",
+        )
+        for objective in ("dpo", "kto")
+    ],
+    (
+        "sft",
+        "--packing --streaming --streaming_rows 9",
+        "--packing needs the length of every training row",
+    ),
     # the best metric
-    ("sft", "--metric_for_best chosen_score:up", "is a higher or a lower value better? Write eval_chosen_score:up"),
-    ("sft", "--metric_for_best accuracy",
-     "--metric_for_best accuracy: the evaluation has no eval_accuracy; it has eval_loss, eval_perplexity"),
+    (
+        "sft",
+        "--metric_for_best chosen_score:up",
+        "is a higher or a lower value better? Write eval_chosen_score:up",
+    ),
+    (
+        "sft",
+        "--metric_for_best accuracy",
+        (
+            "--metric_for_best accuracy: the evaluation has no eval_accuracy; it has eval_loss,"
+            " eval_perplexity"
+        ),
+    ),
     ("reward", "--metric_for_best centering_loss", "the evaluation has no eval_centering_loss"),
     ("reward", "--metric_for_best nll --objective dpo", "the evaluation has no eval_nll"),
     # what other programs take for off, and words that are no value
-    ("ppo", "--top_k -1", "0 = off"), ("ppo", "--temperature 0", "above 0; --top_k 1"),
-    ("sft", "--max_steps -1", "0 = --num_train_epochs"), ("ppo", "--eval_interval -1 --eval_data_path e", "0 = "),
+    ("ppo", "--top_k -1", "0 = off"),
+    ("ppo", "--temperature 0", "above 0; --top_k 1"),
+    ("sft", "--max_steps -1", "0 = --num_train_epochs"),
+    ("ppo", "--eval_interval -1 --eval_data_path e", "0 = "),
     ("sft", "--push_to_hub model", "--push_to_hub model: name the repository as OWNER/NAME"),
-    ("sft", "--report_to tensorboard,wand", "--report_to wand: expected one of none, tensorboard, wandb"),
-    ("ppo", ["--health", ""], "--health needs a value"), ("sft", "--config", "--config needs a value"),
+    (
+        "sft",
+        "--report_to tensorboard,wand",
+        "--report_to wand: expected one of none, tensorboard, wandb",
+    ),
+    ("ppo", ["--health", ""], "--health needs a value"),
+    ("sft", "--config", "--config needs a value"),
     ("sft", "--offload", "--offload needs --zero_stage 1, 2 or 3"),
-]  # fmt: skip
+]
 
 
 # flag=value, out of the range of the flag
 RANGES = {
-    "ppo": """
-        gamma=1.1 gae_lambda=-0.1 clip_eps=0 clip_eps=1 dual_clip=0.5 value_clip_eps=-1 kl_coef=-0.1 reward_clip=-1
-        temperature=0 top_p=0 top_p=1.1 top_k=-1 min_p=1 min_p=-0.1 repetition_penalty=0 n_samples_per_prompt=0
-        rollout_engine=fast old_logprobs=never min_answer_seq_len=257 stop_token_ids=-1 stop_token_ids=x stop_strings=
-        micro_batch_tokens=-1 ppo_epochs=0 actor_learning_rate=0 critic_learning_rate=1.5 actor_dropout=1.0
-        critic_dropout=-0.5 actor_zero_stage=5 test_stop_step=3 reward_timeout=1e7 high_entropy_share=0
+    "ppo": (
+        """
+        gamma=1.1 gae_lambda=-0.1 clip_eps=0 clip_eps=1 dual_clip=0.5 value_clip_eps=-1
+        kl_coef=-0.1 reward_clip=-1
+        temperature=0 top_p=0 top_p=1.1 top_k=-1 min_p=1 min_p=-0.1 repetition_penalty=0
+        n_samples_per_prompt=0
+        rollout_engine=fast old_logprobs=never min_answer_seq_len=257 stop_token_ids=-1
+        stop_token_ids=x stop_strings=
+        micro_batch_tokens=-1 ppo_epochs=0 actor_learning_rate=0 critic_learning_rate=1.5
+        actor_dropout=1.0
+        critic_dropout=-0.5 actor_zero_stage=5 test_stop_step=3 reward_timeout=1e7
+        high_entropy_share=0
         process_reward=max critic_lora_learning_rate=1.5 ema_decay=1
-    """,
-    "reward": """
-        objective=ppo step_separator= center_rewards_coef=nan beta=0 beta=inf label_smoothing=-0.1 max_seq_len=-5
-    """,
-    "sft": """
-        collective_timeout=0.9 collective_timeout=1e9 per_device_train_batch_size=0 max_seq_len=0 learning_rate=nan
-        learning_rate=fast learning_rate=1.01 adam_beta1=-0.1 adam_beta2=1 adam_epsilon=0 num_train_epochs=0
-        weight_decay=-0.1 eval_fraction=1 zero_stage=4 truncation=sideways seed=-1 data_split=2,4 data_split=0,0,0
-        data_split=1,-1,1 data_split=a,b,c data_split=inf,1,1 data_format=parquet warmup_ratio=1 lora_dim=-1
+    """
+    ),
+    "reward": (
+        """
+        objective=ppo step_separator= center_rewards_coef=nan beta=0 beta=inf
+        label_smoothing=-0.1 max_seq_len=-5
+    """
+    ),
+    "sft": (
+        """
+        collective_timeout=0.9 collective_timeout=1e9 per_device_train_batch_size=0
+        max_seq_len=0 learning_rate=nan
+        learning_rate=fast learning_rate=1.01 adam_beta1=-0.1 adam_beta2=1 adam_epsilon=0
+        num_train_epochs=0
+        weight_decay=-0.1 eval_fraction=1 zero_stage=4 truncation=sideways seed=-1
+        data_split=2,4 data_split=0,0,0
+        data_split=1,-1,1 data_split=a,b,c data_split=inf,1,1 data_format=parquet warmup_ratio=1
+        lora_dim=-1
         lora_alpha=0 lora_dropout=1 streaming_rows=9
-    """,
+    """
+    ),
 }
 RANK = {"sft": "--lora_dim", "dpo": "--lora_dim", "ppo": "--actor_lora_dim"}
 
@@ -223,7 +524,9 @@ def test_flags_that_do_not_go_together_are_refused(step, given, message):
     assert message in refused(step, *(given.split() if isinstance(given, str) else given))
 
 
-@pytest.mark.parametrize(("step", "case"), [(step, case) for step, text in RANGES.items() for case in text.split()])
+@pytest.mark.parametrize(
+    ("step", "case"), [(step, case) for step, text in RANGES.items() for case in text.split()]
+)
 def test_a_value_out_of_range_is_refused(step, case):
     name, _, value = case.partition("=")
     assert f"--{name}" in refused(step, f"--{name}", value)
@@ -233,15 +536,23 @@ def test_a_value_out_of_range_is_refused(step, case):
 def test_lora_flags_that_ask_for_something_need_a_rank_and_quantised_weights_are_frozen_whole(step):
     for name in ("only_optimize_lora", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"):
         message = refused(step, f"--{name}")
-        assert message.startswith(f"--{name} needs LoRA: set {RANK[step]}") and "1e-5 to 2e-5" in message
+        assert (
+            message.startswith(f"--{name} needs LoRA: set {RANK[step]}")
+            and "1e-5 to 2e-5" in message
+        )
     stage = RANK[step].replace("lora_dim", "zero_stage")
     for bits in ("load_in_4bit", "load_in_8bit"):
         lora = [RANK[step], "8", f"--{bits}"]
-        assert refused(step, *lora) == f"--{bits} freezes the weights that it quantises: add --only_optimize_lora"
+        assert (
+            refused(step, *lora)
+            == f"--{bits} freezes the weights that it quantises: add --only_optimize_lora"
+        )
         lora.append("--only_optimize_lora")
         read(step, *lora)
         assert refused(step, *lora, stage, "3").startswith(f"--{bits} needs {stage} 0, 1 or 2")
-        assert refused(step, *lora, "--lora_merge").startswith(f"--{bits} with --lora_merge would save")
+        assert refused(step, *lora, "--lora_merge").startswith(
+            f"--{bits} with --lora_merge would save"
+        )
     words = [RANK[step], "8", "--resize_vocabulary"]
     read(step, *words)
     assert refused(step, *words, "--only_optimize_lora").startswith("--resize_vocabulary adds rows")
@@ -249,98 +560,174 @@ def test_lora_flags_that_ask_for_something_need_a_rank_and_quantised_weights_are
 
 def test_the_size_of_sequence_parallelism_divides_the_ranks():
     check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=2), 4)
-    with pytest.raises(UserError, match=r"--sequence_parallel_size 3 does not divide the 4 ranks .* use 1, 2 or 4$"):
+    with pytest.raises(
+        UserError, match=r"--sequence_parallel_size 3 does not divide the 4 ranks .* use 1, 2 or 4$"
+    ):
         check_sequence_parallel_size(MemoryFlags(sequence_parallel_size=3), 4)
-    assert [possible_sizes(*of) for of in ((1,), (2,), (12, 16), (3, 4))] == ["1", "1 or 2", "1, 2 or 4", "1"]
+    assert [possible_sizes(*of) for of in ((1,), (2,), (12, 16), (3, 4))] == [
+        "1",
+        "1 or 2",
+        "1, 2 or 4",
+        "1",
+    ]
 
 
-@pytest.mark.parametrize(("step", "words", "missing"), [
-    ("sft", "", "--model_name_or_path, --data_path, --output_dir"),
-    ("reward", "--model_name_or_path m", "--data_path, --output_dir"),
-    ("ppo", "--use_reward_model False", "--actor_model_name_or_path, --data_path, --output_dir"),
-    ("ppo", "--data_path d", "--actor_model_name_or_path, --output_dir, --critic_model_name_or_path (or "
-     "--use_reward_model False with --reward_function)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "words", "missing"),
+    [
+        ("sft", "", "--model_name_or_path, --data_path, --output_dir"),
+        ("reward", "--model_name_or_path m", "--data_path, --output_dir"),
+        (
+            "ppo",
+            "--use_reward_model False",
+            "--actor_model_name_or_path, --data_path, --output_dir",
+        ),
+        (
+            "ppo",
+            "--data_path d",
+            (
+                "--actor_model_name_or_path, --output_dir, --critic_model_name_or_path (or "
+                "--use_reward_model False with --reward_function)"
+            ),
+        ),
+    ],
+)
 def test_all_missing_flags_are_named_in_one_line(step, words, missing):
     with pytest.raises(UserError) as problem:
         parse(step, words.split())
-    named = missing.replace("--data_path", "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)")
+    named = missing.replace(
+        "--data_path", "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"
+    )
     assert str(problem.value) == f"required: {named} (all flags: --help all)"
 
 
 def test_an_empty_name_of_a_model_is_no_name():
     """As of a shell variable that is not set."""
-    models = config_of("ppo", "--critic_model_name_or_path", "", "--reward_model_name_or_path", "r").models
+    models = config_of(
+        "ppo", "--critic_model_name_or_path", "", "--reward_model_name_or_path", "r"
+    ).models
     assert models["critic"] == models["reward"] == ("--reward_model_name_or_path", "r")
 
 
 SHARED = f"--share_base {LORA}"
 STAGES = "--actor_zero_stage 3 --critic_zero_stage 2"
-OFFLOAD = "--offload_reference_model --offload_reward_model --actor_zero_stage 3 --critic_zero_stage 3"
+OFFLOAD = (
+    "--offload_reference_model --offload_reward_model --actor_zero_stage 3 --critic_zero_stage 3"
+)
 ALONE = "--lora_dim 8 --only_optimize_lora"
 VALIDATE = "--validate_only --eval_data_path e"
 WITHOUT_EFFECT = [  # step, what is given, the flags without effect
     # trackers
-    ("sft", "--report_to wandb --run_name a --project b", ""), ("sft", "--report_to trackio", ""),
+    ("sft", "--report_to wandb --run_name a --project b", ""),
+    ("sft", "--report_to trackio", ""),
     ("reward", "--report_to tensorboard --run_name a", "run_name"),
     ("ppo", "--project b --enable_tensorboard", "project"),
     ("ppo", "--report_to none --enable_tensorboard", "enable_tensorboard"),
     # schedule, length and reference
-    ("sft", "--warmup_ratio 0.1", ""), ("sft", "--warmup_ratio 0 --num_warmup_steps 5", ""),
-    ("ppo", "--warmup_ratio 0.1 --num_warmup_steps 100", ""),  # its default, as a resolved configuration has it
+    ("sft", "--warmup_ratio 0.1", ""),
+    ("sft", "--warmup_ratio 0 --num_warmup_steps 5", ""),
+    (
+        "ppo",
+        "--warmup_ratio 0.1 --num_warmup_steps 100",
+        "",
+    ),  # its default, as a resolved configuration has it
     ("ppo", "--ref_model_name_or_path r --ref_sync_interval 2 --ref_sync_mixup 0.6", ""),
-    *[(step, *case) for step in NEEDED for case in (
-        ("--max_steps 9 --num_train_epochs 2", "num_train_epochs"), ("--max_steps 9 --num_train_epochs 1", ""),
-        ("--lr_scheduler_type constant --num_warmup_steps 7", "num_warmup_steps"),
-        ("--lr_scheduler_type constant", ""), ("--lr_scheduler_type constant --num_warmup_steps 0", ""),
-    )],
+    *[
+        (step, *case)
+        for step in NEEDED
+        for case in (
+            ("--max_steps 9 --num_train_epochs 2", "num_train_epochs"),
+            ("--max_steps 9 --num_train_epochs 1", ""),
+            ("--lr_scheduler_type constant --num_warmup_steps 7", "num_warmup_steps"),
+            ("--lr_scheduler_type constant", ""),
+            ("--lr_scheduler_type constant --num_warmup_steps 0", ""),
+        )
+    ],
     # LoRA
     ("sft", "--lora_module_name decoder.layers.", "lora_module_name"),
-    ("sft", "--lora_learning_rate 1e-3", "lora_learning_rate"), ("dpo", "--lora_alpha 16", "lora_alpha"),
-    ("reward", "--lora_merge", "lora_merge"), ("sft", "--lora_dim 4 --lora_merge", "lora_merge"),
+    ("sft", "--lora_learning_rate 1e-3", "lora_learning_rate"),
+    ("dpo", "--lora_alpha 16", "lora_alpha"),
+    ("reward", "--lora_merge", "lora_merge"),
+    ("sft", "--lora_dim 4 --lora_merge", "lora_merge"),
     ("ppo", "--actor_lora_module_name layers.", "actor_lora_module_name"),
     ("ppo", "--actor_lora_dim 8 --critic_lora_learning_rate 1e-3", "critic_lora_learning_rate"),
-    ("ppo", f"{GRPO} --critic_lora_dim 8 --critic_lora_learning_rate 1e-3",
-     "critic_lora_dim critic_lora_learning_rate"),
+    (
+        "ppo",
+        f"{GRPO} --critic_lora_dim 8 --critic_lora_learning_rate 1e-3",
+        "critic_lora_dim critic_lora_learning_rate",
+    ),
     ("sft", f"--learning_rate 2e-3 --lora_learning_rate 1e-3 {ALONE}", "learning_rate"),
     ("dpo", f"--learning_rate 2e-3 --lora_learning_rate 5e-4 {ALONE}", "learning_rate"),
-    ("sft", f"--learning_rate 2e-3 {ALONE}", ""), ("sft", "--learning_rate 2e-3 --lora_dim 8", ""),
+    ("sft", f"--learning_rate 2e-3 {ALONE}", ""),
+    ("sft", "--learning_rate 2e-3 --lora_dim 8", ""),
     ("reward", f"--learning_rate 2e-3 {ALONE}", ""),  # of the score head
-    ("ppo", "--actor_learning_rate 1e-3 --actor_lora_learning_rate 2e-3 --actor_lora_dim 8 --only_optimize_lora",
-     "actor_learning_rate"),
+    (
+        "ppo",
+        (
+            "--actor_learning_rate 1e-3 --actor_lora_learning_rate 2e-3 --actor_lora_dim 8"
+            " --only_optimize_lora"
+        ),
+        "actor_learning_rate",
+    ),
     ("ppo", "--actor_learning_rate 1e-3 --critic_lora_dim 8 --only_optimize_lora", ""),
     # memory
     ("ppo", "--inference_tp_size 2 --tp_gather_partition_size 4", ""),
     ("ppo", "--tp_gather_partition_size 4", "tp_gather_partition_size"),
-    ("ppo", OFFLOAD, ""), ("ppo", f"{OFFLOAD} --actor_lora_dim 4", ""),
+    ("ppo", OFFLOAD, ""),
+    ("ppo", f"{OFFLOAD} --actor_lora_dim 4", ""),
     ("ppo", f"{OFFLOAD} {LORA}", "offload_reference_model"),
     ("ppo", f"{OFFLOAD} {SHARED}", "offload_reference_model offload_reward_model"),
-    ("ppo", "--align_overflow --dtype fp16", ""), ("ppo", "--align_overflow", "align_overflow"),
+    ("ppo", "--align_overflow --dtype fp16", ""),
+    ("ppo", "--align_overflow", "align_overflow"),
     ("ppo", "--align_overflow --dtype fp16 --advantage_estimator remax", "align_overflow"),
     # what follows training
-    *[(step, f"--report_to tensorboard --profile 2 --stop_on_health error --push_to_hub me/model {VALIDATE}",
-       "report_to profile stop_on_health push_to_hub") for step in NEEDED],
+    *[
+        (
+            step,
+            (
+                "--report_to tensorboard --profile 2 --stop_on_health error --push_to_hub me/model"
+                f" {VALIDATE}"
+            ),
+            "report_to profile stop_on_health push_to_hub",
+        )
+        for step in NEEDED
+    ],
     ("ppo", f"{VALIDATE} --eval_interval 5", "eval_interval"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("step", "words", "names"), WITHOUT_EFFECT)
 def test_a_note_names_each_flag_without_effect(step, words, names):
     lines = noted(step, *words.split())
-    assert {line.split(" has no effect: ")[0] for line in lines} == {f"--{name}" for name in names.split()}
+    assert {line.split(" has no effect: ")[0] for line in lines} == {
+        f"--{name}" for name in names.split()
+    }
 
 
-@pytest.mark.parametrize("words", [
-    f"--sleep_in_rollout --offload {STAGES}", f"--offload_optimizer {STAGES}",
-    "--optimizer muon --muon_learning_rate 0.1 --actor_zero_stage 1",
-    f"--zero_hpz_partition_size 2 {STAGES}", f"--inference_tp_size 2 {STAGES} --actor_lora_dim 8",
-    f"--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16 {STAGES}",
-    f"{SHARED} --actor_zero_stage 1 --critic_zero_stage 2", f"{SHARED} --actor_dropout 0",
-    f"--share_base --actor_lora_dim 4 --only_optimize_lora {GRPO} --actor_zero_stage 3",
-    "--kl_estimator full --old_logprobs recompute", "--process_reward min --normalize_rewards running",
-    "--actor_lora_dim 8 --only_optimize_lora --load_in_4bit --critic_zero_stage 3",
-    f"{GRPO} --critic_lora_dim 8 --actor_lora_dim 8 --only_optimize_lora --load_in_4bit --critic_zero_stage 3",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"--sleep_in_rollout --offload {STAGES}",
+        f"--offload_optimizer {STAGES}",
+        "--optimizer muon --muon_learning_rate 0.1 --actor_zero_stage 1",
+        f"--zero_hpz_partition_size 2 {STAGES}",
+        f"--inference_tp_size 2 {STAGES} --actor_lora_dim 8",
+        (
+            "--enable_mixed_precision_lora --actor_lora_dim 8 --only_optimize_lora --dtype fp16"
+            f" {STAGES}"
+        ),
+        f"{SHARED} --actor_zero_stage 1 --critic_zero_stage 2",
+        f"{SHARED} --actor_dropout 0",
+        f"--share_base --actor_lora_dim 4 --only_optimize_lora {GRPO} --actor_zero_stage 3",
+        "--kl_estimator full --old_logprobs recompute",
+        "--process_reward min --normalize_rewards running",
+        "--actor_lora_dim 8 --only_optimize_lora --load_in_4bit --critic_zero_stage 3",
+        (
+            f"{GRPO} --critic_lora_dim 8 --actor_lora_dim 8 --only_optimize_lora --load_in_4bit"
+            " --critic_zero_stage 3"
+        ),
+    ],
+)
 def test_flags_that_fit_together_are_accepted(words):
     read("ppo", *words.split())
 
@@ -350,21 +737,38 @@ ONE_UPDATE = (
     "--per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
 )
 GROUPS = "--advantage_estimator grpo --n_samples_per_prompt 2 --per_device_generation_batch_size 2 "
-LLAMA = {"model_type": "llama", "id2label": {0: "LABEL_0"}, "rope_parameters": {"rope_type": "default"}}
+LLAMA = {
+    "model_type": "llama",
+    "id2label": {0: "LABEL_0"},
+    "rope_parameters": {"rope_type": "default"},
+}
 
 
 def source(words: str = "", *models: dict, ranks: int = 1, shared: int = 1) -> tuple:
     config = parse("ppo", (ONE_UPDATE + words).split())
-    return old_logprobs_source(config, plan_ppo(config.ppo, 64, ranks, shared=shared), models or (LLAMA, LLAMA))
+    return old_logprobs_source(
+        config, plan_ppo(config.ppo, 64, ranks, shared=shared), models or (LLAMA, LLAMA)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("words", [
-    "", GROUPS, "--per_device_training_batch_size 1 --gradient_accumulation_steps 4",
-    "--max_log_ratio 0.1 --target_kl 0.1 --off_policy_delta 0.1 --kl_loss_coef 0.1 --kl_loss_estimator full",
-    "--kl_target 0.1 --entropy_target 1 --critic_warmup_rollouts 1 --actor_dropout 0 --router_loss_coef 0.1",
-    GROUPS + "--critic_dropout 0.1",  # there is no critic
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        GROUPS,
+        "--per_device_training_batch_size 1 --gradient_accumulation_steps 4",
+        (
+            "--max_log_ratio 0.1 --target_kl 0.1 --off_policy_delta 0.1 --kl_loss_coef 0.1"
+            " --kl_loss_estimator full"
+        ),
+        (
+            "--kl_target 0.1 --entropy_target 1 --critic_warmup_rollouts 1 --actor_dropout 0"
+            " --router_loss_coef 0.1"
+        ),
+        GROUPS + "--critic_dropout 0.1",  # there is no critic
+    ],
+)
 def test_the_only_update_of_a_step_gives_them(words, dtype):
     assert source(f"{words} --dtype {dtype}") == ("update", None)
 
@@ -375,17 +779,21 @@ def test_rows_of_ranks_and_of_groups_that_share_rows_are_counted():
     assert source("--gradient_accumulation_steps 2", ranks=2, shared=2)[0] == "update"
 
 
-@pytest.mark.parametrize(("words", "reason"), [
-    ("--ppo_epochs 2", "a PPO step makes 2 optimizer steps"),
-    ("--per_device_training_batch_size 1", "a PPO step makes 4 optimizer steps"),
-    (GROUPS + "--dynamic_sampling", "--dynamic_sampling keeps answers"),
-    ("--importance_correction token", "--importance_correction compares"),
-    ("--high_entropy_share 0.5", "--high_entropy_share selects tokens"),
-    ("--policy_loss clip_cov", "--policy_loss clip_cov selects tokens"),
-    ("--kl_estimator full", "--kl_estimator full compares"), ("--actor_dropout 0.1", "--actor_dropout changes them"),
-    ("--critic_dropout 0.1", "--critic_dropout changes values"),
-    ("--actor_lora_dim 4 --lora_dropout 0.1", "--lora_dropout changes them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--ppo_epochs 2", "a PPO step makes 2 optimizer steps"),
+        ("--per_device_training_batch_size 1", "a PPO step makes 4 optimizer steps"),
+        (GROUPS + "--dynamic_sampling", "--dynamic_sampling keeps answers"),
+        ("--importance_correction token", "--importance_correction compares"),
+        ("--high_entropy_share 0.5", "--high_entropy_share selects tokens"),
+        ("--policy_loss clip_cov", "--policy_loss clip_cov selects tokens"),
+        ("--kl_estimator full", "--kl_estimator full compares"),
+        ("--actor_dropout 0.1", "--actor_dropout changes them"),
+        ("--critic_dropout 0.1", "--critic_dropout changes values"),
+        ("--actor_lora_dim 4 --lora_dropout 0.1", "--lora_dropout changes them"),
+    ],
+)
 def test_what_is_needed_before_the_update_is_scored(words, reason):
     in_bf16, why = source(f"{words} --dtype bf16")
     assert in_bf16 == "recompute" and why.startswith(reason)
@@ -398,16 +806,26 @@ def test_what_is_needed_before_the_update_is_scored(words, reason):
 def test_the_absolute_kl_is_scored_where_rounding_would_count():
     reason = "--kl_estimator abs measures rounding in bf16"
     assert source("--kl_estimator abs --dtype bf16") == ("recompute", reason)
-    assert source("--kl_estimator abs --dtype fp32") == source("--kl_estimator k3 --dtype bf16") == ("update", None)
+    assert (
+        source("--kl_estimator abs --dtype fp32")
+        == source("--kl_estimator k3 --dtype bf16")
+        == ("update", None)
+    )
 
 
-@pytest.mark.parametrize("noise", [{"router_jitter_noise": 0.01}, {"ffn_config": {"moe_jitter_eps": 0.01}}])
+@pytest.mark.parametrize(
+    "noise", [{"router_jitter_noise": 0.01}, {"ffn_config": {"moe_jitter_eps": 0.01}}]
+)
 def test_a_router_that_adds_noise_in_training_needs_scoring(noise):
     assert source("--dtype bf16", {**LLAMA, **noise}, LLAMA)[0] == "recompute"
     assert source("--dtype bf16", LLAMA, {**LLAMA, **noise}) == (
-        "recompute", "the router of a model adds noise in training",
-    )  # fmt: skip
-    assert source("", {"router_jitter_noise": 0.0, "ffn_config": {"moe_jitter_eps": None}}) == ("update", None)
+        "recompute",
+        "the router of a model adds noise in training",
+    )
+    assert source("", {"router_jitter_noise": 0.0, "ffn_config": {"moe_jitter_eps": None}}) == (
+        "update",
+        None,
+    )
 
 
 @pytest.mark.parametrize("asked", ["recompute", "rollout"])

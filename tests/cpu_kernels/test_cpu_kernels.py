@@ -1,5 +1,5 @@
-"""Building the kernels, once, whole or not at all; kernels against fp64 by their definitions, and their roundings
-against PyTorch's operations."""
+"""Building the kernels, once, whole or not at all; kernels against fp64 by their definitions, and
+their roundings against PyTorch's operations."""
 
 import ctypes
 import logging
@@ -48,7 +48,9 @@ def library(tmp_path_factory):
 
 def test_it_is_compiled_once(library, monkeypatch):
     folder = library.parent
-    assert folder.name == "dschat_ppo_kernels" and list(folder.iterdir()) == [library], "no temporary folder stays"
+    assert folder.name == "dschat_ppo_kernels" and list(folder.iterdir()) == [library], (
+        "no temporary folder stays"
+    )
     assert operations.load(library).swiglu.restype is None
     monkeypatch.setenv("CXX", str(folder.parent / "cxx"))
     monkeypatch.setattr(operations, "_compile", lambda command: pytest.fail("compiled again"))
@@ -58,25 +60,41 @@ def test_it_is_compiled_once(library, monkeypatch):
 def test_another_processor_source_header_or_flag_gets_a_file_of_its_own(monkeypatch, tmp_path):
     other = tmp_path / "other"
     other.write_text("// changed")
-    names = [operations._fingerprint(command) for command in (["/bin/sh"], ["/bin/sh", "-g"], ["/bin/cat"])]
-    for attribute, value in (("_processor", lambda: ["flags: none"]), ("HEADERS", [other]), ("SOURCES", [other])):
+    names = [
+        operations._fingerprint(command)
+        for command in (["/bin/sh"], ["/bin/sh", "-g"], ["/bin/cat"])
+    ]
+    for attribute, value in (
+        ("_processor", lambda: ["flags: none"]),
+        ("HEADERS", [other]),
+        ("SOURCES", [other]),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(operations, attribute, value)
             names.append(operations._fingerprint(["/bin/sh"]))
     assert len(set(names)) == 6
 
 
-@pytest.mark.parametrize(("compiler", "reason"), [
-    (None, "there is no C++ compiler: install g++, or name a compiler by CXX"),
-    ("missing", "CXX names 'no-such-compiler', which is not there: install g++"),
-    (
-        "echo 'In file x' >&2; echo 'number.h:1: error: no such thing' >&2; echo '  | ^~~' >&2; exit 1",
-        "failed: number.h:1: error: no such thing",
-    ),
-    ("exit 3", "failed: exit code 3"),
-    ('for last; do :; done; echo nothing >"$last"', "file too short"),  # loading fails
-], ids=["none", "missing", "fails", "silent", "not a library"])  # fmt: skip
-def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, tmp_path, caplog, compiler, reason):
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        (None, "there is no C++ compiler: install g++, or name a compiler by CXX"),
+        ("missing", "CXX names 'no-such-compiler', which is not there: install g++"),
+        (
+            (
+                "echo 'In file x' >&2; echo 'number.h:1: error: no such thing' >&2; echo '  | ^~~'"
+                " >&2; exit 1"
+            ),
+            "failed: number.h:1: error: no such thing",
+        ),
+        ("exit 3", "failed: exit code 3"),
+        ('for last; do :; done; echo nothing >"$last"', "file too short"),  # loading fails
+    ],
+    ids=["none", "missing", "fails", "silent", "not a library"],
+)
+def test_a_machine_that_cannot_compile_is_told_once(
+    folder, fresh, monkeypatch, tmp_path, caplog, compiler, reason
+):
     monkeypatch.delenv("CXX", raising=False)
     if compiler is None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -90,11 +108,15 @@ def test_a_machine_that_cannot_compile_is_told_once(folder, fresh, monkeypatch, 
 
 
 @pytest.mark.parametrize("home", [pytest.param(True, marks=pytest.mark.release), False])
-def test_without_a_folder_each_process_compiles_for_itself(fresh, library, home, monkeypatch, tmp_path, caplog):
+def test_without_a_folder_each_process_compiles_for_itself(
+    fresh, library, home, monkeypatch, tmp_path, caplog
+):
     """A file is in the place of the folder, or the home is unknown."""
     monkeypatch.setattr(operations.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CXX", a_compiler(tmp_path / "cxx", f'for last; do :; done; cp "{library}" "$last"'))
+    monkeypatch.setenv(
+        "CXX", a_compiler(tmp_path / "cxx", f'for last; do :; done; cp "{library}" "$last"')
+    )
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file") if home else "")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
@@ -111,7 +133,10 @@ def test_a_stop_ends_the_compilation_and_the_run(folder, fresh, monkeypatch, tmp
         operations.kernels(torch.bfloat16)
 
 
-HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-21}  # largest error of rounding; of fp32, of a short sum
+HALF_STEP = {
+    torch.bfloat16: 2.0**-8,
+    torch.float32: 2.0**-21,
+}  # largest error of rounding; of fp32, of a short sum
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -130,13 +155,17 @@ def drawn(*shape, seed=0, scale=1.0, dtype=torch.bfloat16):
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("rows", "width"), [(3, 50), (700, 96)])
 def test_a_norm_and_its_gradients(rows, width, dtype):
-    states, weight, gradient = (drawn(*shape, dtype=dtype) for shape in ((rows, width), (width,), (rows, width)))
+    states, weight, gradient = (
+        drawn(*shape, dtype=dtype) for shape in ((rows, width), (width,), (rows, width))
+    )
     gradient = gradient.roll(1)
     found = operations.rms_norm(states, weight, 1e-5)
     of_states, of_weight = operations.rms_norm_backward(states, weight, gradient, 1e-5)
     wide, factors = states.double().requires_grad_(), weight.double().requires_grad_()
     exact = factors * wide / (wide.pow(2).mean(dim=1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=0)  # two roundings
+    torch.testing.assert_close(
+        found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=0
+    )  # two roundings
     exact_grads = torch.autograd.grad(exact, [wide, factors], gradient.double())
     for got, true in zip((of_states, of_weight), exact_grads, strict=True):
         torch.testing.assert_close(got.double(), true, rtol=HALF_STEP[dtype], atol=1e-5)
@@ -154,7 +183,10 @@ def test_a_rotation_is_that_of_separate_operations(rows, dtype):
     first, second = values[:, :4].chunk(2, dim=2)
     expected = values[:, :4] * cos[:, None] + torch.cat([-second, first], dim=2) * sin[:, None]
     alike = values[:, :4] * cos[:1, None] + torch.cat([-second, first], dim=2) * sin[:1, None]
-    for angles, right in (((cos, sin), expected), ((cos[:1], sin[:1]), alike)):  # one set of angles for all rows
+    for angles, right in (
+        ((cos, sin), expected),
+        ((cos[:1], sin[:1]), alike),
+    ):  # one set of angles for all rows
         found = values.clone()
         operations.rotate_(found, *angles, 4)
         torch.testing.assert_close(found[:, :4], right, rtol=close, atol=close)
@@ -171,7 +203,9 @@ def test_a_gated_product_and_its_gradients(rows, dtype):
     assert torch.equal(found, operations.swiglu(gate.contiguous(), up.contiguous()))
     wide = [part.double().requires_grad_() for part in (gate, up)]
     exact = wide[0] / (1 + torch.exp(-wide[0])) * wide[1]
-    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=1e-30)
+    torch.testing.assert_close(
+        found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=1e-30
+    )
     got = operations.swiglu_backward(gate.contiguous(), up.contiguous(), gradient)
     for ours, true in zip(got, torch.autograd.grad(exact, wide, gradient.double()), strict=True):
         torch.testing.assert_close(ours.double(), true, rtol=HALF_STEP[dtype], atol=1e-6)
@@ -179,7 +213,8 @@ def test_a_gated_product_and_its_gradients(rows, dtype):
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
-    """Functions of `number.h`, compiled with the flags of the library, which let the compiler reorder sums."""
+    """Functions of `number.h`, compiled with the flags of the library, which let the compiler
+    reorder sums."""
     folder = tmp_path_factory.mktemp("functions")
     (folder / "functions.cpp").write_text(f"""
         #include "{operations.HEADERS[0]}"
@@ -191,19 +226,29 @@ def functions(tmp_path_factory):
         }}
     """)
     made = str(folder / "functions.so")
-    subprocess.run([*operations._compiler(), *operations.FLAGS, str(folder / "functions.cpp"), "-o", made], check=True)
+    subprocess.run(
+        [*operations._compiler(), *operations.FLAGS, str(folder / "functions.cpp"), "-o", made],
+        check=True,
+    )
     compiled = ctypes.CDLL(made)
 
     def run(name, x, dtype):
         y = torch.empty(len(x), dtype=dtype)
-        getattr(compiled, name)(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(len(x)))
+        getattr(compiled, name)(
+            ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_long(len(x))
+        )
         return y
 
     return run
 
 
 def test_the_exponential_is_accurate(functions):
-    x = torch.cat([torch.linspace(-86, 88.7, 2**21), torch.tensor([-1e38, -86.01, 88.73, 1e38, math.inf, -math.inf])])
+    x = torch.cat(
+        [
+            torch.linspace(-86, 88.7, 2**21),
+            torch.tensor([-1e38, -86.01, 88.73, 1e38, math.inf, -math.inf]),
+        ]
+    )
     y, exact = functions("exponential", x, torch.float32), x.double().exp()
     assert ((y.double() - exact).abs() / exact)[:-6].max() < 2e-7
     assert y[-6:].tolist() == [0, 0, math.inf, math.inf, math.inf, 0]
@@ -211,12 +256,18 @@ def test_the_exponential_is_accurate(functions):
 
 
 def test_numbers_are_rounded_as_pytorch_rounds_them(functions):
-    bits = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0)).to(
+        torch.int32
+    )
     ties = bits & ~0xFFFF | 0x8000
-    special = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7F800000, 0x7F7FFFFF, 0x7FC00000, -1, -0x7FFFFF, 0, 1, -(2**31)])
+    special = torch.tensor(
+        [0x7F800001, 0x7FFFFFFF, 0x7F800000, 0x7F7FFFFF, 0x7FC00000, -1, -0x7FFFFF, 0, 1, -(2**31)]
+    )
     x = torch.cat([bits, ties, special.to(torch.int32)]).view(torch.float32)
     found, expected = functions("narrowed", x, torch.bfloat16), x.bfloat16()
-    assert torch.equal(found.isnan(), x.isnan()) and torch.equal(found[~x.isnan()], expected[~x.isnan()])
+    assert torch.equal(found.isnan(), x.isnan()) and torch.equal(
+        found[~x.isnan()], expected[~x.isnan()]
+    )
 
 
 @pytest.mark.parametrize("place", [0, 11, 39])
@@ -227,18 +278,26 @@ def test_nan_stays_nan(place):
     assert norm[1].isnan().all() and not norm[[0, 2]].isnan().any()
     product = operations.swiglu(states, weight.expand(3, -1).contiguous())
     assert product.isnan().nonzero().tolist() == [[1, place]]
-    states = states.view(1, 3, 40).expand(2, -1, -1).contiguous()[:, :, None].transpose(1, 2)  # (2, 1, 3, 40)
+    states = (
+        states.view(1, 3, 40).expand(2, -1, -1).contiguous()[:, :, None].transpose(1, 2)
+    )  # (2, 1, 3, 40)
     parts = torch.tensor([[0, 3, 0, 0]])
-    mixed, _ = operations.causal_attention(states, drawn(2, 1, 3, 40), drawn(2, 1, 3, 40, seed=4), parts, None, 0.1)
+    mixed, _ = operations.causal_attention(
+        states, drawn(2, 1, 3, 40), drawn(2, 1, 3, 40, seed=4), parts, None, 0.1
+    )
     assert not mixed[:, :, [0, 2]].isnan().any() and mixed[:, :, 1].isnan().all()
 
 
 def by_definition(query, histories, scale, window):
-    """(n, heads, d) in fp64, one query after another; `histories`: keys and values of each row, (kv_heads, T, d)."""
+    """(n, heads, d) in fp64, one query after another; `histories`: keys and values of each row,
+    (kv_heads, T, d)."""
     rows = []
     for row, history in enumerate(histories):
         for head in range(query.shape[1]):
-            k, v = (x[head // (query.shape[1] // len(x))].double()[-(window or x.shape[1]) :] for x in history)
+            k, v = (
+                x[head // (query.shape[1] // len(x))].double()[-(window or x.shape[1]) :]
+                for x in history
+            )
             rows.append(torch.softmax(k @ query[row, head, 0].double() * scale, dim=0) @ v)
     return torch.stack(rows).view(len(histories), query.shape[1], -1)
 
@@ -246,10 +305,13 @@ def by_definition(query, histories, scale, window):
 @DTYPES
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(6, 2, 24), (2, 2, 32), (9, 1, 64), (5, 1, 96), (6, 3, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(6, 2, 24), (2, 2, 32), (9, 1, 64), (5, 1, 96), (6, 3, 128)]
+)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_decoding_writes_and_attends(heads, kv_heads, width, window, dtype, pooled):
-    """Three rows of five of a cache; or three segments of a pool, of which two have the same three tokens before."""
+    """Three rows of five of a cache; or three segments of a pool, of which two have the same three
+    tokens before."""
     size = (1, kv_heads, 200, width) if pooled else (5, kv_heads, 40, width)
     keys, values = drawn(*size, dtype=dtype), drawn(*size, seed=1, dtype=dtype)
     kept = keys.clone(), values.clone()

@@ -1,4 +1,5 @@
-"""Small files, their rows as they are read (`load`) and their token rows (`prepare` with `flags_for`)."""
+"""Small files, their rows as they are read (`load`) and their token rows (`prepare` with
+`flags_for`)."""
 
 import json
 from pathlib import Path
@@ -15,24 +16,38 @@ from dschat_ppo.data.streaming import StreamedRows
 from dschat_ppo.tools.toy import make_tokenizer
 
 TOKENIZER = make_tokenizer(["a b c d"])
-WHOLE = {"sft": "1,0,0", "preference": "0,1,0", "unpaired": "0,1,0", "steps": "0,1,0", "prompt": "0,0,1"}
-PAIRS = [{"prompt": f"prompt {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)]
+WHOLE = {
+    "sft": "1,0,0",
+    "preference": "0,1,0",
+    "unpaired": "0,1,0",
+    "steps": "0,1,0",
+    "prompt": "0,0,1",
+}
+PAIRS = [
+    {"prompt": f"prompt {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)
+]
 ROWS = [{"prompt": f"prompt {i}", "response": f"answer {i}"} for i in range(8)]
 
 
 def write_jsonl(path: Path, rows: list) -> str:
-    """The path of a file, perhaps in a new folder, with a line for each row; a text is a line as it is."""
+    """The path of a file, perhaps in a new folder, with a line for each row; a text is a line as it
+    is."""
     path.parent.mkdir(exist_ok=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return str(path)
 
 
-def flags_for(tmp_path: Path, *paths: str, use: str = "sft", rows: int | None = None, **settings) -> DataFlags:
-    """Flags by which a step uses all rows of the paths as text; with `rows`, as a stream of so many."""
+def flags_for(
+    tmp_path: Path, *paths: str, use: str = "sft", rows: int | None = None, **settings
+) -> DataFlags:
+    """Flags by which a step uses all rows of the paths as text; with `rows`, as a stream of so
+    many."""
     settings = {"data_split": WHOLE[use], "apply_chat_template": False, **settings}
     stream = {"streaming": rows is not None, "streaming_rows": rows}
-    return DataFlags(data_path=list(paths), data_output_path=str(tmp_path / "cache"), **stream, **settings)
+    return DataFlags(
+        data_path=list(paths), data_output_path=str(tmp_path / "cache"), **stream, **settings
+    )
 
 
 def prompts_of(rows: Dataset) -> list[str]:
@@ -41,7 +56,10 @@ def prompts_of(rows: Dataset) -> list[str]:
 
 def listed(rows: Dataset | StreamedRows) -> list[dict]:
     """Token rows, of a stream too, in a fixed order, without the digest, which only a table has."""
-    found = [{name: value for name, value in rows[i].items() if name != "digest"} for i in range(len(rows))]
+    found = [
+        {name: value for name, value in rows[i].items() if name != "digest"}
+        for i in range(len(rows))
+    ]
     return sorted(found, key=lambda row: row["prompt_ids"])
 
 
@@ -62,7 +80,11 @@ def load(tmp_path: Path, path: Path | str) -> Read:
     bad = []
 
     def good(rows: Rows) -> Rows:
-        bad.extend(f"{shown_path(rows.table[n][ORIGIN])} {row}" for n, row in enumerate(rows) if isinstance(row, str))
+        bad.extend(
+            f"{shown_path(rows.table[n][ORIGIN])} {row}"
+            for n, row in enumerate(rows)
+            if isinstance(row, str)
+        )
         return rows.select([n for n, row in enumerate(rows) if isinstance(row, dict)])
 
     cache = str(tmp_path / "cache")

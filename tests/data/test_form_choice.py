@@ -1,5 +1,6 @@
-"""What is read, and that no content is left out silently: the examples of docs/data.md, each as its section shows it;
-shapes of data sets of other projects (`inputs/`); rows that can be read in two ways."""
+"""What is read, and that no content is left out silently: the examples of docs/data.md, each as its
+section shows it; shapes of data sets of other projects (`inputs/`); rows that can be read in two
+ways."""
 
 import json
 import math
@@ -22,7 +23,11 @@ from dschat_ppo.run.start_and_end import row_sample
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "data.md"
 USES = {"1": {"sft"}, "2": {"preference", "unpaired"}, "3": {"prompt"}}
-STEP_FORMS = {"stepwise", "prm800k", "math_shepherd"}  # of which step 2 reads labelled steps, and nothing else
+STEP_FORMS = {
+    "stepwise",
+    "prm800k",
+    "math_shepherd",
+}  # of which step 2 reads labelled steps, and nothing else
 # First cell of a line of a table -> (whether the tokenizer has a chat template, flags).
 CASES = {
     "by default": (True, {}),
@@ -45,7 +50,9 @@ class Section:
 
     @property
     def uses(self) -> set[str]:
-        return self.uses_of(re.findall(r"Steps? ([123](?:(?:, | and )[123])*)\.", self.text.replace("\n", " "))[-1])
+        return self.uses_of(
+            re.findall(r"Steps? ([123](?:(?:, | and )[123])*)\.", self.text.replace("\n", " "))[-1]
+        )
 
     def uses_of(self, steps: str) -> set[str]:
         """What the form serves if it serves these steps."""
@@ -57,7 +64,9 @@ class Section:
     @property
     def table(self) -> list[tuple[str, list[str], list[str]]]:
         """(case, prompt, answers) of each line."""
-        lines = [line.strip("|").split(" | ") for line in self.text.splitlines() if line.startswith("| ")]
+        lines = [
+            line.strip("|").split(" | ") for line in self.text.splitlines() if line.startswith("| ")
+        ]
         return [(cells[0].strip(), spans(cells[1]), spans(cells[2])) for cells in lines[1:]]
 
 
@@ -79,13 +88,17 @@ def shown_answers(use: str, answers: list[str]) -> list[str]:
 
 
 PARTS = re.split(
-    r"^### `(\w+)`\n", PAGE.read_text(encoding="utf-8").split("## Forms\n")[1].split("\n## ")[0], flags=re.M
+    r"^### `(\w+)`\n",
+    PAGE.read_text(encoding="utf-8").split("## Forms\n")[1].split("\n## ")[0],
+    flags=re.M,
 )
 SECTIONS = [Section(name, text) for name, text in zip(PARTS[1::2], PARTS[2::2], strict=True)]
 
 
 def test_the_page_has_every_form():
-    assert {section.name for section in SECTIONS} == set(get_args(DATA_FORMATS)) - {"auto"} - set(SETS)
+    assert {section.name for section in SECTIONS} == set(get_args(DATA_FORMATS)) - {"auto"} - set(
+        SETS
+    )
     listed = re.findall(r"^\| \[`(\w+)`\]\(#(\w+)\) \|.*\| ([^|]*) \|$", PARTS[0], flags=re.M)
     assert [line[:2] for line in listed] == [(section.name, section.name) for section in SECTIONS]
     for section, (_, _, steps) in zip(SECTIONS, listed, strict=True):
@@ -98,7 +111,9 @@ def test_an_example_is_read_as_the_page_shows(section):
     assert len(section.rows) == 2 and section.table
     for case, prompt, answers in section.table:
         rows, (has_template, flags) = section.rows, CASES[case]
-        form = detect_form("data.jsonl", list(rows[0]), rows, has_template, DataFlags(["data.jsonl"], **flags))
+        form = detect_form(
+            "data.jsonl", list(rows[0]), rows, has_template, DataFlags(["data.jsonl"], **flags)
+        )
         assert (form.name, set(form.uses)) == (section.name, section.uses)
         for use in form.uses:
             found = form.read(rows[0], use)[0]
@@ -116,7 +131,9 @@ def test_the_page_lists_the_data_sets_of_deepspeed_chat():
     found = {spans(cells[0])[0]: (tuple(spans(cells[1])), cells[-1].strip()) for cells in lines}
     steps = {True: "1, 2, 3", False: "1, 3"}
     columns = {name: tuple(known.columns.split()) for name, known in SETS.items()}
-    assert found == {name: (columns[name], steps[known.rejected is not None]) for name, known in SETS.items()}
+    assert found == {
+        name: (columns[name], steps[known.rejected is not None]) for name, known in SETS.items()
+    }
 
 
 INPUTS = Path(__file__).parent / "inputs"
@@ -124,29 +141,62 @@ LAMP, COLOUR = "user: Where is the lamp?", "user: And its colour?"
 EARLIER = [LAMP, "assistant: In the hall."]
 # File -> (flags, use, the prompt of its first row, and its answers).
 SHAPES = {
-    "question_pairs_plain": ({}, "preference", [LAMP], ["The lamp is in the hall.", "The lamp is lost."]),
-    "input_pairs": ({}, "preference", ["system: Be brief.", LAMP], ["It is in the hall.", "It is lost."]),
+    "question_pairs_plain": (
+        {},
+        "preference",
+        [LAMP],
+        ["The lamp is in the hall.", "The lamp is lost."],
+    ),
+    "input_pairs": (
+        {},
+        "preference",
+        ["system: Be brief.", LAMP],
+        ["It is in the hall.", "It is lost."],
+    ),
     "prompt_response_history": ({}, "sft", [*EARLIER, COLOUR + "\n"], ["red."]),
     "query_response_history": ({}, "sft", ["system: Be brief.", *EARLIER, COLOUR], ["red."]),
     "images_placeholder": (
-        {"ignore_columns": ["images"]}, "sft", ["user: <image>What is the lamp's colour?"], ["red."]
+        {"ignore_columns": ["images"]},
+        "sft",
+        ["user: <image>What is the lamp's colour?"],
+        ["red."],
     ),
     "kto_messages": ({}, "unpaired", [LAMP], ["In the hall."]),
     "kto_string_labels": ({}, "unpaired", "Where is the lamp?\n", ["In the hall."]),
     "rejected_messages": ({}, "preference", [LAMP], ["In the hall.", "Find it."]),
-    "ab_better_id": ({"apply_chat_template": True}, "preference", [LAMP], ["In the hall.", "Find it."]),
+    "ab_better_id": (
+        {"apply_chat_template": True},
+        "preference",
+        [LAMP],
+        ["In the hall.", "Find it."],
+    ),
     "roles_capital": ({}, "sft", [LAMP], ["In the hall."]),
     "roles_model": ({}, "sft", [LAMP], ["In the hall."]),
-    "tool_call_roles": ({}, "sft", [LAMP, "assistant: ", 'tool: {"room": "hall"}'], ["In the hall."]),
+    "tool_call_roles": (
+        {},
+        "sft",
+        [LAMP, "assistant: ", 'tool: {"room": "hall"}'],
+        ["In the hall."],
+    ),
     "user_assistant": ({}, "sft", [LAMP], ["In the hall."]),
     "dialogue_list": ({}, "sft", [LAMP], ["In the hall."]),
     "mixed_output_types": ({}, "sft", ["user: What is 0 + 1?"], ["1"]),
     "alpaca_empty_instruction": ({}, "sft", [LAMP], ["In the hall."]),
     "json_string_pairs": ({}, "preference", [LAMP], ["In the hall.", "Find it."]),
     "turn_weight": ({}, "sft", [LAMP, "assistant: WRONG DRAFT", "user: Sure?"], ["In the hall."]),
-    "turn_loss_mask": ({}, "sft", [LAMP, "assistant: WRONG DRAFT", "user: Sure?"], ["In the hall."]),
-    "turn_train_false": ({}, "sft", [LAMP, "assistant: WRONG DRAFT", "user: Sure?"], ["In the hall."]),
-}  # fmt: skip
+    "turn_loss_mask": (
+        {},
+        "sft",
+        [LAMP, "assistant: WRONG DRAFT", "user: Sure?"],
+        ["In the hall."],
+    ),
+    "turn_train_false": (
+        {},
+        "sft",
+        [LAMP, "assistant: WRONG DRAFT", "user: Sure?"],
+        ["In the hall."],
+    ),
+}
 
 
 def rows_of(name: str) -> list[dict]:
@@ -157,9 +207,11 @@ def rows_of(name: str) -> list[dict]:
 def test_a_shape_of_another_project_is_read(name):
     flags, use, prompt, answers = SHAPES[name]
     example = read(rows_of(name), use, **flags)[0]
-    found = example.prompt if isinstance(example.prompt, str) else [
-        f"{turn['role']}: {turn['content']}" for turn in example.prompt
-    ]  # fmt: skip
+    found = (
+        example.prompt
+        if isinstance(example.prompt, str)
+        else [f"{turn['role']}: {turn['content']}" for turn in example.prompt]
+    )
     assert found == prompt and example.answers == answers
     if isinstance(example.prompt, list):
         assert all(set(turn) <= {"role", "content", "tool_calls"} for turn in example.prompt)
@@ -169,7 +221,9 @@ def test_a_shape_of_another_project_is_read(name):
 def test_a_turn_that_its_owner_excluded_is_context_and_no_target(name, streaming, assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     given = {"streaming": True, "streaming_rows": 4} if streaming else {}
-    flags = DataFlags([str(INPUTS / f"{name}.jsonl")], data_split="1,0,0", data_output_path=str(tmp_path), **given)
+    flags = DataFlags(
+        [str(INPUTS / f"{name}.jsonl")], data_split="1,0,0", data_output_path=str(tmp_path), **given
+    )
     rows = prepare(StepData("sft", flags, 400, all_turns=True), tokenizer).train
     for number in range(2):
         batch = collate_sft(rows, [number], 0, train_on_prompt=False)
@@ -187,29 +241,64 @@ def test_an_excluded_turn_is_no_answer_and_may_be_left_out_of_a_prompt():
     answer = [{"prompt": [ASK], "completion": [assistant("No.", loss=0)]}]
     assert read(answer, "prompt")[0].prompt == [ASK]
     found = read(
-        [{"messages": [ASK, assistant("Yes.", weight=1), {**ASK, "weight": 0}, assistant("c", weight="1.0")]}], "sft"
+        [
+            {
+                "messages": [
+                    ASK,
+                    assistant("Yes.", weight=1),
+                    {**ASK, "weight": 0},
+                    assistant("c", weight="1.0"),
+                ]
+            }
+        ],
+        "sft",
     )
     assert "weight" not in str(found) and found[0].context == ()
     for key in ("trainable", "training", "weights"):
-        turns = [ASK, assistant("No.", **{key: False}), user("Sure?"), assistant("Yes.", **{key: "true"})]
+        turns = [
+            ASK,
+            assistant("No.", **{key: False}),
+            user("Sure?"),
+            assistant("Yes.", **{key: "true"}),
+        ]
         assert [one.context for one in read([{"messages": turns}], "sft")] == [(1,)]
     assert read([{"messages": [ASK, assistant("Yes.", mask=1)]}], "sft")[0].answers == ["Yes."]
     asked = [ASK, assistant("No.", weight=0), user("Sure?")]
-    assert len(read([{"messages": asked}], "prompt")[0].prompt) == 3, "a prompt after an excluded turn"
+    assert len(read([{"messages": asked}], "prompt")[0].prompt) == 3, (
+        "a prompt after an excluded turn"
+    )
 
 
 def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
-    rows = [{"messages": [{"role": "Customer", "content": "Hi"}, {"role": "agent", "content": "Hello."}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "Customer", "content": "Hi"},
+                {"role": "agent", "content": "Hello."},
+            ]
+        }
+    ]
     with pytest.raises(UserError, match="role 'Customer'.*--role_names"):
         read(rows, "sft")
-    [example] = read(rows, "sft", role_names=["customer=user", "agent=assistant"], system_message="Be brief.")
-    assert example.prompt == [{"role": "system", "content": "Be brief."}, user("Hi")] and example.answers == ["Hello."]
+    [example] = read(
+        rows, "sft", role_names=["customer=user", "agent=assistant"], system_message="Be brief."
+    )
+    assert example.prompt == [
+        {"role": "system", "content": "Be brief."},
+        user("Hi"),
+    ] and example.answers == ["Hello."]
     for role in ("system", "developer"):  # a row's own message counts
         turns = [{"role": role, "content": "Be long."}, ASK]
-        [example] = read([{"messages": [*turns, assistant("x")]}], "sft", system_message="Be brief.")
+        [example] = read(
+            [{"messages": [*turns, assistant("x")]}], "sft", system_message="Be brief."
+        )
         assert example.prompt == turns
     with pytest.raises(UserError, match="--system_message precedes chat messages, .*; omit it"):
-        form_of([{"prompt": "P", "chosen": "c", "rejected": "r"}], name="Dahoas/rm-static", system_message="Be brief.")
+        form_of(
+            [{"prompt": "P", "chosen": "c", "rejected": "r"}],
+            name="Dahoas/rm-static",
+            system_message="Be brief.",
+        )
     plain = form_of([{"text": "Once."}], system_message="Be brief.")  # in a mixture with chats
     assert "--system_message does not apply" in plain.description
     assert plain.read({"text": "Once."}, "sft")[0].prompt == ""
@@ -217,16 +306,28 @@ def test_other_roles_are_named_by_a_flag_and_a_message_of_the_system_too():
 
 MARK = "stands nowhere else"
 OTHERS = {
-    "question": MARK, "input": MARK, "context": MARK, "system": MARK, "prompt": MARK, "images": [f"{MARK}.jpg"],
-    "messages": [user(MARK), assistant(MARK)], "history": [[MARK, MARK]], "loss_mask": [0, 1], "label": True,
-    "reasoning": MARK, "chosen": MARK, "response": MARK, "text": MARK,
-}  # fmt: skip
+    "question": MARK,
+    "input": MARK,
+    "context": MARK,
+    "system": MARK,
+    "prompt": MARK,
+    "images": [f"{MARK}.jpg"],
+    "messages": [user(MARK), assistant(MARK)],
+    "history": [[MARK, MARK]],
+    "loss_mask": [0, 1],
+    "label": True,
+    "reasoning": MARK,
+    "chosen": MARK,
+    "response": MARK,
+    "text": MARK,
+}
 OF_REWARDS = {"response", "label", "reasoning"}
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
 def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
-    """Either what the column holds is part of what is read, or the run ends with the column's name and a way out."""
+    """Either what the column holds is part of what is read, or the run ends with the column's name
+    and a way out."""
     for column in OTHERS.keys() - section.rows[0].keys():
         rows, form = [{**row, column: OTHERS[column]} for row in section.rows], None
         try:
@@ -238,18 +339,29 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
             kept = form_of(rows, ignore_columns=[column])
             assert kept.name == form_of(section.rows).name, column
             continue
-        of_rewards = set(form.uses) == {"prompt"} and column in OF_REWARDS  # answers beside prompts alone
+        of_rewards = (
+            set(form.uses) == {"prompt"} and column in OF_REWARDS
+        )  # answers beside prompts alone
         of_rewards |= form.name == "text" and column == "label"  # classes of texts
-        is_told = f"not '{column}'" in form.description  # SFT learns the response and not the chosen answer
+        is_told = (
+            f"not '{column}'" in form.description
+        )  # SFT learns the response and not the chosen answer
         assert MARK in str(found) or of_rewards or is_told or form.name == "kto", column
 
 
-@pytest.mark.parametrize(("column", "empty", "value"), [
-    ("images", [], ["a.png"]), ("loss_mask", None, [0]), ("weight", 1, 0), ("train", True, "false"), ("loss", 0.7, 0),
-    ("input", "", MARK),
-    ("thinking", "a", MARK),  # a copy in the first rows
-    ("input", "Q:", MARK),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("column", "empty", "value"),
+    [
+        ("images", [], ["a.png"]),
+        ("loss_mask", None, [0]),
+        ("weight", 1, 0),
+        ("train", True, "false"),
+        ("loss", 0.7, 0),
+        ("input", "", MARK),
+        ("thinking", "a", MARK),  # a copy in the first rows
+        ("input", "Q:", MARK),
+    ],
+)
 @pytest.mark.parametrize("use", ["sft", "prompt"])
 def test_content_that_comes_after_the_first_rows_is_refused_too(column, empty, value, use):
     row = {"prompt": "Q: ", "response": "a", column: empty}
@@ -262,7 +374,12 @@ def test_content_that_comes_after_the_first_rows_is_refused_too(column, empty, v
 
 def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
     """Beside `messages`, the columns of their question and answer; the first rows have none."""
-    row = {"messages": [user("Where?"), assistant("Here, in the hall.")], "question": None, "answer": None, "input": ""}
+    row = {
+        "messages": [user("Where?"), assistant("Here, in the hall.")],
+        "question": None,
+        "answer": None,
+        "input": "",
+    }
     late = {**row, "question": "Where?", "input": "Where?", "answer": "Here, in the hall."}
     pair = {"prompt": "Q: ", "chosen": "yes", "rejected": "no", "messages": None}
     for one, other in ((row, late), (pair, {**pair, "messages": [user("Q:"), assistant("yes")]})):
@@ -271,11 +388,22 @@ def test_a_copy_that_comes_after_the_first_rows_is_none_there_either():
             assert form.read(other, use) == form.read(one, use)
 
 
-@pytest.mark.parametrize("more", [
-    {"loss_mask": [1, 1.0]}, {"weights": [[1], True]}, {"weight": "1"}, {"weight": math.nan}, {"context": math.nan},
-    {"train": True}, {"training": "train"}, {"loss": 1.37}, {"reasoning": "on"}, {"thinking": False},
-    {"id": 7, "category": "maths", "score_chosen": 2.5},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"loss_mask": [1, 1.0]},
+        {"weights": [[1], True]},
+        {"weight": "1"},
+        {"weight": math.nan},
+        {"context": math.nan},
+        {"train": True},
+        {"training": "train"},
+        {"loss": 1.37},
+        {"reasoning": "on"},
+        {"thinking": False},
+        {"id": 7, "category": "maths", "score_chosen": 2.5},
+    ],
+)
 def test_columns_that_change_nothing_are_named_as_unused(more):
     row = {"prompt": "Q:", "response": "a"}
     found = form_of([row | more])
@@ -289,7 +417,13 @@ def test_columns_that_change_nothing_are_named_as_unused(more):
 def test_tools_beside_messages_in_one_object_are_used():
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
     good, bad = (
-        {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": text}], "tools": tools}
+        {
+            "messages": [
+                {"role": "user", "content": "Where?"},
+                {"role": "assistant", "content": text},
+            ],
+            "tools": tools,
+        }
         for text in ("Here.", "No.")
     )
     for rows in ([{"messages": good}], [{"chosen": json.dumps(good), "rejected": json.dumps(bad)}]):
@@ -309,7 +443,11 @@ def test_a_pair_may_exclude_a_turn_of_one_answer_alone():
 
 
 def test_an_answer_that_is_json_with_a_role_is_an_answer():
-    for answer in ('{"role": "admin", "name": "Ann"}', '[{"role": "admin"}]', '{"from": "Rome", "value": 3}'):
+    for answer in (
+        '{"role": "admin", "name": "Ann"}',
+        '[{"role": "admin"}]',
+        '{"from": "Rome", "value": 3}',
+    ):
         row = {"prompt": "Give JSON:", "chosen": answer, "rejected": "x"}
         assert read([row], "preference")[0].answers == [answer, "x"]
 
@@ -317,8 +455,15 @@ def test_an_answer_that_is_json_with_a_role_is_an_answer():
 def test_lists_that_are_stored_as_json_text_are_read():
     """As in CSV files."""
     for history in ([["Where is the lamp?", "In the hall."]], [ASK, assistant("In the hall.")]):
-        [example] = read([{"prompt": "And its colour?", "response": "red.", "history": json.dumps(history)}], "sft")
-        assert [turn["content"] for turn in example.prompt] == ["Where is the lamp?", "In the hall.", "And its colour?"]
+        [example] = read(
+            [{"prompt": "And its colour?", "response": "red.", "history": json.dumps(history)}],
+            "sft",
+        )
+        assert [turn["content"] for turn in example.prompt] == [
+            "Where is the lamp?",
+            "In the hall.",
+            "And its colour?",
+        ]
     ranked = {"prompt": "Q:", "responses": '["a", "b"]', "scores": "[1, 2]"}
     assert [one.answers for one in read([ranked], "preference")] == [["b", "a"]]
     steps = {"prompt": "Q:", "completions": '["a", "b"]', "labels": "[true, null]"}
@@ -327,18 +472,41 @@ def test_lists_that_are_stored_as_json_text_are_read():
 
 def test_the_better_answer_is_named_by_its_place_the_end_of_its_column_or_the_column():
     places = (0.0, 1.0, 1, "a", "B", "Answer_b")
-    rows = [{"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": place} for place in places]
-    assert [one.answers[0] for one in read(rows, "preference")] == ["Here.", "No.", "No.", "Here.", "No.", "No."]
+    rows = [
+        {"question": "Where?", "answer_a": "Here.", "answer_b": "No.", "better": place}
+        for place in places
+    ]
+    assert [one.answers[0] for one in read(rows, "preference")] == [
+        "Here.",
+        "No.",
+        "No.",
+        "Here.",
+        "No.",
+        "No.",
+    ]
 
 
-@pytest.mark.parametrize("row", [
-    {"messages": [user("Count to 10."), assistant("It is 10.")], "weight": 0},
-    {"messages": [user("a"), assistant("b")], "functions": '[{"name": "f"}]'},
-    {"prompt": "Why?", "chosen": " So.", "rejected": " No.", "history": ["Hi", "Hello", "Why?"]},
-    {"question": "the hill", "answer": "Brocken", "context": "We speak of the hill in the Harz."},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("Count to 10."), assistant("It is 10.")], "weight": 0},
+        {"messages": [user("a"), assistant("b")], "functions": '[{"name": "f"}]'},
+        {
+            "prompt": "Why?",
+            "chosen": " So.",
+            "rejected": " No.",
+            "history": ["Hi", "Hello", "Why?"],
+        },
+        {
+            "question": "the hill",
+            "answer": "Brocken",
+            "context": "We speak of the hill in the Harz.",
+        },
+    ],
+)
 def test_what_stands_in_the_texts_by_chance_is_no_copy_of_them(row):
-    """Digits of a weight are in a number, and the prompt is in what surrounds it; the rest would be lost."""
+    """Digits of a weight are in a number, and the prompt is in what surrounds it; the rest would be
+    lost."""
     with pytest.raises(UserError, match="--ignore_columns"):
         form_of([row])
 
@@ -346,41 +514,95 @@ def test_what_stands_in_the_texts_by_chance_is_no_copy_of_them(row):
 TALK = [user("Why?"), assistant("So.")]
 
 
-@pytest.mark.parametrize(("row", "column", "form", "other"), [
-    ({"prompt": "Q:", "question": "Why?", "answer": "So."}, "prompt", "question_answer", "prompt_response"),
-    ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", "messages", "prompt_response"),
-    ({"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]}, "response", "ranked",
-     "prompt_response"),
-    ({"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": [ASK, HALL]}, "messages", "preference",
-     "messages"),
-    ({"messages": [ASK, HALL], "text": "Something else."}, "text", "messages", "text"),
-])  # fmt: skip
-def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(row, column, form, other):
+@pytest.mark.parametrize(
+    ("row", "column", "form", "other"),
+    [
+        (
+            {"prompt": "Q:", "question": "Why?", "answer": "So."},
+            "prompt",
+            "question_answer",
+            "prompt_response",
+        ),
+        (
+            {"prompt": "Q:", "response": "r", "messages": TALK},
+            "prompt",
+            "messages",
+            "prompt_response",
+        ),
+        (
+            {"prompt": "Q:", "response": "r", "responses": ["a", "b"], "scores": [1, 2]},
+            "response",
+            "ranked",
+            "prompt_response",
+        ),
+        (
+            {"prompt": "Why?", "chosen": " So.", "rejected": " No.", "messages": [ASK, HALL]},
+            "messages",
+            "preference",
+            "messages",
+        ),
+        ({"messages": [ASK, HALL], "text": "Something else."}, "text", "messages", "text"),
+    ],
+)
+def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(
+    row, column, form, other
+):
     with pytest.raises(UserError) as caught:
         form_of([row])
     message = str(caught.value)
     assert message.startswith("d.jsonl: '") and "\n" not in message
-    assert f"that the form {form} does not use; --ignore_columns " in message and "--data_format" in message
+    assert (
+        f"that the form {form} does not use; --ignore_columns " in message
+        and "--data_format" in message
+    )
     assert f"'{column}' holds content, " in message
     for name in (form, other) if other != "text" else (form,):
         assert form_of([row], data_format=name).name == name
 
 
-@pytest.mark.parametrize(("row", "column", "flags", "answer"), [
-    ({"prompt": "Q:", "response": "r", "completion": "c"}, "completion", {"response_column": "completion"}, "c"),
-    ({"prompt": "P:", "question": "Q:", "responses": ["a", "b"], "scores": [1, 2]}, "question",
-     {"prompt_column": "question"}, "b"),
-    ({"prompt": "Q:", "response": "r", "messages": TALK}, "prompt", {"messages_column": "messages"}, "So."),
-    ({"prompt": "Tell of lamps:", "text": " They shine."}, "text", {"response_column": "text"}, " They shine."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "column", "flags", "answer"),
+    [
+        (
+            {"prompt": "Q:", "response": "r", "completion": "c"},
+            "completion",
+            {"response_column": "completion"},
+            "c",
+        ),
+        (
+            {"prompt": "P:", "question": "Q:", "responses": ["a", "b"], "scores": [1, 2]},
+            "question",
+            {"prompt_column": "question"},
+            "b",
+        ),
+        (
+            {"prompt": "Q:", "response": "r", "messages": TALK},
+            "prompt",
+            {"messages_column": "messages"},
+            "So.",
+        ),
+        (
+            {"prompt": "Tell of lamps:", "text": " They shine."},
+            "text",
+            {"response_column": "text"},
+            " They shine.",
+        ),
+    ],
+)
 def test_two_columns_for_one_role_need_a_choice(row, column, flags, answer):
-    with pytest.raises(UserError, match=rf"^d\.jsonl: '{column}' holds .* does not use; --ignore_columns {column}"):
+    with pytest.raises(
+        UserError, match=rf"^d\.jsonl: '{column}' holds .* does not use; --ignore_columns {column}"
+    ):
         form_of([{**row, "response": None, "question": None} | row, row])
     assert [example.answers for example in read([row], "sft", **flags)] == [[answer]]
 
 
 def test_a_difference_in_any_of_the_first_rows_counts():
-    transcripts = [{"text": f"{HH} a"}, {"text": "no transcript"}, {"text": "none"}]  # a form must read half of them
+    transcripts = [
+        {"text": f"{HH} a"},
+        {"text": "no transcript"},
+        {"text": "none"},
+    ]  # a form must read half of them
     assert [form_of(transcripts[:count]).name for count in (2, 3)] == ["hh", "text"]
     same = {"prompt": "Why?", "messages": [user("Why?"), assistant("So.")]}
     assert form_of([same] * 20).name == "messages"
@@ -389,31 +611,72 @@ def test_a_difference_in_any_of_the_first_rows_counts():
     assert form_of([same] * 20 + [same | {"prompt": "Who?"}]).name == "messages"
 
 
-@pytest.mark.parametrize(("row", "form"), [
-    ({"conversation": TALK, "model": "m-1", "user": "u7"}, "sharegpt"),  # WildChat: who asked and answered
-    ({"id": "1", "system_prompt": "Be.", "question": "Why?", "response": "So."}, "question_answer"),  # OpenOrca
-    # UltraChat: the prompt is the first message of the user
-    ({"prompt": "Why?", "messages": [user("Why?"), assistant("So."), user("Oh?"), assistant("Yes.")]}, "messages"),
-    ({"messages": [ASK, HALL], "text": "<s>Where is the lamp?</s> In the hall."}, "messages"),
-    ({"chosen": [ASK, HALL], "rejected": [ASK, ROOF], "messages": [ASK, HALL]}, "implicit_preference"),
-    ({"prompt": "Q:", "chosen": " yes", "rejected": " no", "text": "Q: yes"}, "preference"),
-    ({"prompt": "Q:", "response": "b", "responses": ["a", "b"], "scores": [1, 2]}, "ranked"),
-    ({"question": "1+2=", "steps": ["1+2=3"], "labels": [1], "answer": "42"}, "stepwise"),  # for rewards
-    ({"prompt": "Q:", "output": "A reference.", "reasoning": "Hm."}, "prompt_response"),  # for rewards
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        (
+            {"conversation": TALK, "model": "m-1", "user": "u7"},
+            "sharegpt",
+        ),  # WildChat: who asked and answered
+        (
+            {"id": "1", "system_prompt": "Be.", "question": "Why?", "response": "So."},
+            "question_answer",
+        ),  # OpenOrca
+        # UltraChat: the prompt is the first message of the user
+        (
+            {
+                "prompt": "Why?",
+                "messages": [user("Why?"), assistant("So."), user("Oh?"), assistant("Yes.")],
+            },
+            "messages",
+        ),
+        ({"messages": [ASK, HALL], "text": "<s>Where is the lamp?</s> In the hall."}, "messages"),
+        (
+            {"chosen": [ASK, HALL], "rejected": [ASK, ROOF], "messages": [ASK, HALL]},
+            "implicit_preference",
+        ),
+        ({"prompt": "Q:", "chosen": " yes", "rejected": " no", "text": "Q: yes"}, "preference"),
+        ({"prompt": "Q:", "response": "b", "responses": ["a", "b"], "scores": [1, 2]}, "ranked"),
+        (
+            {"question": "1+2=", "steps": ["1+2=3"], "labels": [1], "answer": "42"},
+            "stepwise",
+        ),  # for rewards
+        (
+            {"prompt": "Q:", "output": "A reference.", "reasoning": "Hm."},
+            "prompt_response",
+        ),  # for rewards
+    ],
+)
 def test_columns_that_repeat_each_other_are_no_second_reading(row, form):
     assert form_of([row]).name == form
 
 
-@pytest.mark.parametrize(("rows", "name", "words"), [
-    ([{"question": "Why?", "answers": {"text": ["So"]}}], "ranked", "'answers' is an object"),  # as in SQuAD
-    ([{"conversation": [{"from": "customer", "value": "Why?"}]}], "sharegpt", "role 'customer'.*--role_names"),
-    ([{"messages": None, "id": 1}] * 9 + [{"messages": TALK, "id": 2}], "messages", "'messages' is null"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "name", "words"),
+    [
+        (
+            [{"question": "Why?", "answers": {"text": ["So"]}}],
+            "ranked",
+            "'answers' is an object",
+        ),  # as in SQuAD
+        (
+            [{"conversation": [{"from": "customer", "value": "Why?"}]}],
+            "sharegpt",
+            "role 'customer'.*--role_names",
+        ),
+        (
+            [{"messages": None, "id": 1}] * 9 + [{"messages": TALK, "id": 2}],
+            "messages",
+            "'messages' is null",
+        ),
+    ],
+)
 def test_rows_that_no_form_can_read_are_warned_of_and_say_what_is_wrong(rows, name, words):
     form = form_of(rows)
     assert form.name == name
-    assert form.warning.startswith(f"most of the first rows do not fit the form {name}; --prompt_column")
+    assert form.warning.startswith(
+        f"most of the first rows do not fit the form {name}; --prompt_column"
+    )
     with pytest.raises(UserError, match=words):
         form.read(rows[0], form.uses[0])
 
@@ -421,12 +684,18 @@ def test_rows_that_no_form_can_read_are_warned_of_and_say_what_is_wrong(rows, na
 # Prompts and answers without anything between them
 
 
-@pytest.mark.parametrize(("glued", "apart"), [
-    (("What is 2+2?", "4"), ("What is 2+2?", " 4")), (("你好。", "好"), ("2+2=", "4")),
-    (('"Why?"', "So"), ("Why", ", so")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("glued", "apart"),
+    [
+        (("What is 2+2?", "4"), ("What is 2+2?", " 4")),
+        (("你好。", "好"), ("2+2=", "4")),
+        (('"Why?"', "So"), ("Why", ", so")),
+    ],
+)
 def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(glued, apart):
-    with pytest.raises(UserError, match="--apply_chat_template True.*False keeps the text; --input_te") as caught:
+    with pytest.raises(
+        UserError, match="--apply_chat_template True.*False keeps the text; --input_te"
+    ) as caught:
         form_of([{"prompt": glued[0], "response": glued[1]}])
     assert repr(f"...{''.join(glued)}...") in str(caught.value)
     form = form_of([{"prompt": apart[0], "response": apart[1]}])  # something is between them
@@ -436,9 +705,19 @@ def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(glued
 def test_glued_rows_count_from_more_than_half():
     glued, apart = {"prompt": "Why?", "response": "So"}, {"prompt": "Why?", "response": " So"}
     assert form_of([glued, apart]).rendering == "text"
-    pair, ranked = {"prompt": "Why?", "chosen": "a", "rejected": "b"}, {"responses": ["a", "b"], "scores": [1, 2]}
+    pair, ranked = (
+        {"prompt": "Why?", "chosen": "a", "rejected": "b"},
+        {"responses": ["a", "b"], "scores": [1, 2]},
+    )
     warning = form_of([glued], has_template=False).warning
-    assert warning.startswith("nothing separates prompt and answer: '...Why?So...'; --input_template ")
-    for rows in ([glued, apart, glued], [pair], [{**glued, "label": True}], [{"prompt": "Why?", **ranked}]):
+    assert warning.startswith(
+        "nothing separates prompt and answer: '...Why?So...'; --input_template "
+    )
+    for rows in (
+        [glued, apart, glued],
+        [pair],
+        [{**glued, "label": True}],
+        [{"prompt": "Why?", **ranked}],
+    ):
         with pytest.raises(UserError, match="nothing separates"):
             form_of(rows)

@@ -1,5 +1,5 @@
-"""From data sets to token rows: splits, mixtures, evaluation rows, labels, messages about bad input; the cache:
-complete entries are reused, and its keys notice what rows depend on."""
+"""From data sets to token rows: splits, mixtures, evaluation rows, labels, messages about bad
+input; the cache: complete entries are reused, and its keys notice what rows depend on."""
 
 import errno
 import json
@@ -12,7 +12,17 @@ import torch
 from conftest import tiny_config  # noqa: F401  (sets the environment before transformers is imported)
 from datasets import Dataset
 from filelock import FileLock
-from prepared import PAIRS, ROWS, TOKENIZER, column, flags_for, listed, load, prompts_of, write_jsonl
+from prepared import (
+    PAIRS,
+    ROWS,
+    TOKENIZER,
+    column,
+    flags_for,
+    listed,
+    load,
+    prompts_of,
+    write_jsonl,
+)
 from tiny_tokenizers import tokenizer_of
 
 from dschat_ppo.checkpoint.identity import rows_fingerprint
@@ -25,7 +35,16 @@ from dschat_ppo.data import prepare as data_prepare
 from dschat_ppo.data.cache import cached
 from dschat_ppo.data.examples import SPLIT_SEED
 from dschat_ppo.data.parts import FilePart
-from dschat_ppo.data.prepare import Part, TokenRows, epoch_rows, hold_out, joined, prepare, share_of_step, text_blocks
+from dschat_ppo.data.prepare import (
+    Part,
+    TokenRows,
+    epoch_rows,
+    hold_out,
+    joined,
+    prepare,
+    share_of_step,
+    text_blocks,
+)
 from dschat_ppo.data.sources import DataSource
 from dschat_ppo.errors import StopRequested, UserError
 
@@ -40,7 +59,9 @@ def rows_for(use: str, flags: DataFlags, limit: int = 64, **wanted) -> TokenRows
 def test_tools_need_prompts_of_chat_messages(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "Where?"}\n' * 9)
     tool = {"type": "function", "function": {"name": "look"}}
-    with pytest.raises(UserError, match="describes tools to the model, so the prompt must be chat messages"):
+    with pytest.raises(
+        UserError, match="describes tools to the model, so the prompt must be chat messages"
+    ):
         rows_for("prompt", DataFlags([str(tmp_path / "a.jsonl")]), tools=[tool])
 
 
@@ -57,7 +78,8 @@ def test_the_parts_of_the_steps_are_disjoint_and_complete(shares, count):
 
 
 @pytest.mark.parametrize(
-    ("count", "fraction", "held"), [(100, 0.05, 5), (10, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0), (3, 0, 0)]
+    ("count", "fraction", "held"),
+    [(100, 0.05, 5), (10, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0), (3, 0, 0)],
 )
 def test_hold_out_takes_its_fraction_and_keeps_a_training_row(count, fraction, held):
     train, kept = hold_out(np.arange(count) * 10, fraction)
@@ -70,19 +92,31 @@ def mixed(*sets: tuple[list[int], float | None, int | None]) -> list[list[int]]:
     parts = [
         Part(
             DataSource(name, "--data_path", name, None, None, name, weight, samples),
-            Dataset.from_dict({"number": range(max(rows) + 1)}), np.array(rows),
+            Dataset.from_dict({"number": range(max(rows) + 1)}),
+            np.array(rows),
         )
         for name, (rows, weight, samples) in zip("abc", sets, strict=False)
-    ]  # fmt: skip
+    ]
     found, _ = joined(parts, epoch_rows(parts))
-    return [[row["number"] for row in found if row["source"] == place] for place in range(len(sets))]
+    return [
+        [row["number"] for row in found if row["source"] == place] for place in range(len(sets))
+    ]
 
 
 def test_weights_share_the_sum_of_the_sizes_of_the_weighted_sets():
     def used_rows(*sets: tuple[int, float | None, int | None]) -> list[int]:
-        return list(map(len, mixed(*((list(range(rows)), weight, samples) for rows, weight, samples in sets))))
+        return list(
+            map(
+                len,
+                mixed(*((list(range(rows)), weight, samples) for rows, weight, samples in sets)),
+            )
+        )
 
-    assert used_rows((100, 3.0, None), (60, 1.0, None)) == used_rows((100, 0.3, None), (60, 0.1, None)) == [120, 40]
+    assert (
+        used_rows((100, 3.0, None), (60, 1.0, None))
+        == used_rows((100, 0.3, None), (60, 0.1, None))
+        == [120, 40]
+    )
     assert used_rows((5, 1.0, None), (3, 1.0, None), (2, 1.0, None)) == [3, 4, 3]  # 10 rows in all
     assert used_rows((5, None, None), (3, None, 7), (4, 2.0, None)) == [5, 7, 4]
 
@@ -103,15 +137,23 @@ def test_the_three_steps_share_one_file_without_overlap(tmp_path, said):
     for use, count in (("sft", 4), ("preference", 8), ("prompt", 8)):
         rows = rows_for(use, flags_for(tmp_path, path, use=use, data_split="2,4,4")).train
         assert len(rows) == count
-        assert any(f"this step uses {count} of 20 rows (--data_split 2,4,4)" in line for line in said)
+        assert any(
+            f"this step uses {count} of 20 rows (--data_split 2,4,4)" in line for line in said
+        )
         prompts += prompts_of(rows)
     assert sorted(prompts) == sorted(row["prompt"] for row in PAIRS)
     whole = [write_jsonl(tmp_path / "whole.jsonl", ROWS)]  # is not split over the steps
-    assert len(rows_for("sft", flags_for(tmp_path, path, data_split="2,4,4"), whole_paths=whole).train) == 4 + 8
+    assert (
+        len(rows_for("sft", flags_for(tmp_path, path, data_split="2,4,4"), whole_paths=whole).train)
+        == 4 + 8
+    )
 
 
 def test_weights_and_numbers_of_rows_mix_data_sets_whose_rows_name_them(tmp_path, said):
-    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS[:6]), write_jsonl(tmp_path / "b.jsonl", ROWS[6:])
+    first, second = (
+        write_jsonl(tmp_path / "a.jsonl", ROWS[:6]),
+        write_jsonl(tmp_path / "b.jsonl", ROWS[6:]),
+    )
     rows = rows_for("sft", flags_for(tmp_path, f"{first}:1", f"{second}:3"), eval_paths=[second])
     assert (rows.sources, rows.eval_sources) == (("a", "b"), ("b",))
     assert (list(rows.train["source"]), list(rows.eval["source"])) == ([0] * 2 + [1] * 6, [0, 0])
@@ -125,27 +167,52 @@ def test_weights_and_numbers_of_rows_mix_data_sets_whose_rows_name_them(tmp_path
 def test_rows_their_order_and_their_fingerprints_are_those_of_earlier_versions(tmp_path):
     """For steps 1 and 2 those of the code that tokenised the permuted rows."""
     rows = [
-        {"prompt": f"p{i}", "chosen": "good " * (i % 4 + 1), "rejected": f"bad {i}", "margin": i / 4,
-         "note": ["é", None][i % 2]} for i in range(40)
-    ]  # fmt: skip
+        {
+            "prompt": f"p{i}",
+            "chosen": "good " * (i % 4 + 1),
+            "rejected": f"bad {i}",
+            "margin": i / 4,
+            "note": ["é", None][i % 2],
+        }
+        for i in range(40)
+    ]
     paths = [write_jsonl(tmp_path / "a.jsonl", rows)]
-    paths.append(write_jsonl(tmp_path / "b.jsonl", [row | {"prompt": "q" + row["prompt"]} for row in rows[:15]]))
-    flags = flags_for(tmp_path, *paths, use="preference", data_split="2,4,4", preprocessing_num_workers=2)
+    paths.append(
+        write_jsonl(
+            tmp_path / "b.jsonl", [row | {"prompt": "q" + row["prompt"]} for row in rows[:15]]
+        )
+    )
+    flags = flags_for(
+        tmp_path, *paths, use="preference", data_split="2,4,4", preprocessing_num_workers=2
+    )
     found = rows_for("preference", flags, 24, eval_fraction=0.2)
     order = "p18 p4 p10 p35 p1 p34 p23 p0 p21 p11 p7 p22 p13 qp13 qp0 p11 qp5 qp3"
-    assert (" ".join(prompts_of(found.train)), " ".join(prompts_of(found.eval))) == (order, "p15 p26 p24 qp12")
-    assert rows_fingerprint(found.train) == "a9a7630b8c816bfe2d14de779a322d56a6cb3a29ea7f46f6a89220b547ae1c15"
-    # whole data sets, whatever the split, in the order of the files, each with the number of its data set
+    assert (" ".join(prompts_of(found.train)), " ".join(prompts_of(found.eval))) == (
+        order,
+        "p15 p26 p24 qp12",
+    )
+    assert (
+        rows_fingerprint(found.train)
+        == "a9a7630b8c816bfe2d14de779a322d56a6cb3a29ea7f46f6a89220b547ae1c15"
+    )
+    # whole data sets, whatever the split, in the order of the files, each with the number of its
+    # data set
     prepared = rows_for("preference", flags, whole_flag="--data_path")
     assert prompts_of(prepared.eval) == [f"p{i}" for i in range(40)] + [f"qp{i}" for i in range(15)]
-    assert (list(prepared.eval["source"]), prepared.eval_sources) == ([0] * 40 + [1] * 15, ("a", "b"))
+    assert (list(prepared.eval["source"]), prepared.eval_sources) == (
+        [0] * 40 + [1] * 15,
+        ("a", "b"),
+    )
 
 
 # Evaluation rows
 
 
 def test_held_out_rows_are_not_trained_on_and_evaluation_paths_replace_them(tmp_path):
-    path, other = write_jsonl(tmp_path / "d.jsonl", ROWS), write_jsonl(tmp_path / "e/eval.jsonl", ROWS[6:])
+    path, other = (
+        write_jsonl(tmp_path / "d.jsonl", ROWS),
+        write_jsonl(tmp_path / "e/eval.jsonl", ROWS[6:]),
+    )
     rows = rows_for("sft", flags_for(tmp_path, path), eval_fraction=0.25)
     assert (len(rows.train), len(rows.eval)) == (6, 2)
     assert sorted(prompts_of(rows.train) + prompts_of(rows.eval)) == [row["prompt"] for row in ROWS]
@@ -154,10 +221,14 @@ def test_held_out_rows_are_not_trained_on_and_evaluation_paths_replace_them(tmp_
         assert len(rows.train) == 8 and sorted(prompts_of(rows.eval)) == ["prompt 6", "prompt 7"]
 
 
-@pytest.mark.parametrize(("use", "fraction", "with_paths", "used", "logged"), [
-    ("prompt", None, False, 0, "not used; name them with --eval_data_path"),
-    ("sft", 0.5, True, 1, "replaced by those of --eval_data_path"), ("sft", 0.5, False, 3, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("use", "fraction", "with_paths", "used", "logged"),
+    [
+        ("prompt", None, False, 0, "not used; name them with --eval_data_path"),
+        ("sft", 0.5, True, 1, "replaced by those of --eval_data_path"),
+        ("sft", 0.5, False, 3, None),
+    ],
+)
 def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
     tmp_path, said, use, fraction, with_paths, used, logged
 ):
@@ -171,7 +242,9 @@ def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
     lines = [line.partition(" are ")[2] for line in said if "its rows for evaluation" in line]
     assert lines == ([logged] if logged else [])
     assert any("1 of 4 rows cannot be used" in line for line in said) is (used == 3)
-    write_jsonl(tmp_path / "data/validation.jsonl", [LONG])  # rows for evaluation may all be too long
+    write_jsonl(
+        tmp_path / "data/validation.jsonl", [LONG]
+    )  # rows for evaluation may all be too long
     flags = flags_for(tmp_path, str(tmp_path / "data"), use=use, truncation="drop")
     assert len(rows_for(use, flags, eval_fraction=fraction).eval or ()) == 0
 
@@ -182,9 +255,14 @@ def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
 def test_pairs_become_single_token_rows_with_labels(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", PAIRS[:2])
     made = rows_for("unpaired", flags_for(tmp_path, path, use="unpaired")).train
-    texts = [(TOKENIZER.decode(row["prompt_ids"]), *map(TOKENIZER.decode, row["answers"])) for row in made]
+    texts = [
+        (TOKENIZER.decode(row["prompt_ids"]), *map(TOKENIZER.decode, row["answers"]))
+        for row in made
+    ]
     assert sorted((*text, label) for text, label in zip(texts, made["label"], strict=True)) == [
-        (f"prompt {i}", f"{word} {i}{EOS}", label) for i in range(2) for word, label in (("bad", 0.0), ("good", 1.0))
+        (f"prompt {i}", f"{word} {i}{EOS}", label)
+        for i in range(2)
+        for word, label in (("bad", 0.0), ("good", 1.0))
     ]
 
 
@@ -207,7 +285,9 @@ def test_labels_are_at_the_separators_and_at_the_final_token(tmp_path, separator
     flags = {"use": "steps", "rows": 2 if separator == "\n" else None}
     path = write_jsonl(tmp_path / "d.jsonl", STEPS)
     rows_for("steps", flags_for(tmp_path, path, use="steps"), step_separator="|")
-    rows = listed(rows_for("steps", flags_for(tmp_path, path, **flags), step_separator=separator).train)
+    rows = listed(
+        rows_for("steps", flags_for(tmp_path, path, **flags), step_separator=separator).train
+    )
     found = []
     for row in rows:
         [answer] = row["answers"]
@@ -222,7 +302,11 @@ def test_labels_are_at_the_separators_and_at_the_final_token(tmp_path, separator
 
 
 def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp_path, said):
-    rows = [ROWS[0], {"prompt": "x" * 100, "response": "ok"}, {"prompt": "p", "response": "x" * 100}]
+    rows = [
+        ROWS[0],
+        {"prompt": "x" * 100, "response": "ok"},
+        {"prompt": "p", "response": "x" * 100},
+    ]
     path = write_jsonl(tmp_path / "d.jsonl", rows)
     kept = rows_for("sft", flags_for(tmp_path, path, truncation="left"), 32).train
     assert any("3 rows of 3, 1 kept whole, 1 prompt cut, 1 answer cut" in line for line in said)
@@ -238,13 +322,19 @@ def test_cut_rows_are_counted_and_end_without_eos_only_if_the_answer_was_cut(tmp
 
 
 def test_another_rank_reads_the_same_rows_from_the_cache(tmp_path, monkeypatch):
-    first, second = write_jsonl(tmp_path / "a.jsonl", ROWS), write_jsonl(tmp_path / "b.jsonl", ROWS[:3])
+    first, second = (
+        write_jsonl(tmp_path / "a.jsonl", ROWS),
+        write_jsonl(tmp_path / "b.jsonl", ROWS[:3]),
+    )
     flags = flags_for(tmp_path, f"{first}:2", f"{second}:3", data_split="1,1,0")
     rows = rows_for("sft", flags, eval_fraction=0.3)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(data_prepare, "tokenise_batch", None)
     again = rows_for("sft", flags, eval_fraction=0.3)
-    assert again.train.to_list() == rows.train.to_list() and again.eval.to_list() == rows.eval.to_list()
+    assert (
+        again.train.to_list() == rows.train.to_list()
+        and again.eval.to_list() == rows.eval.to_list()
+    )
     with pytest.raises(TypeError):  # another limit misses the cache
         rows_for("sft", flags, 63, eval_fraction=0.3)
 
@@ -263,7 +353,9 @@ def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is
         assert any("4 of 400 rows cannot be used" in line for line in said)
         assert any("d.jsonl, row 397" in line for line in said)
     write_jsonl(tmp_path / "d.jsonl", [*good[:395], *[bad] * 4])
-    with pytest.raises(UserError, match="4 of 399 rows cannot .*--bad_rows skip.* row 396.* row 397.* row 398"):
+    with pytest.raises(
+        UserError, match="4 of 399 rows cannot .*--bad_rows skip.* row 396.* row 397.* row 398"
+    ):
         rows_for("sft", flags)
     path = flags.data_path[0]
     assert len(rows_for("sft", flags_for(tmp_path, path, bad_rows="skip")).train) == 395
@@ -274,7 +366,9 @@ def test_up_to_one_percent_of_bad_rows_are_skipped_by_default(tmp_path, said, is
         with pytest.raises(UserError) as stopped:
             rows_for("sft", flags_for(tmp_path, path, bad_rows=policy))
         assert "--bad_rows" not in str(stopped.value)
-        assert ("every row is bad" if is_line else "4 of 4 rows cannot be used") in str(stopped.value)
+        assert ("every row is bad" if is_line else "4 of 4 rows cannot be used") in str(
+            stopped.value
+        )
 
 
 def labelled(good: set[int]) -> list[dict]:
@@ -282,15 +376,26 @@ def labelled(good: set[int]) -> list[dict]:
 
 
 def test_flags_of_columns_are_about_all_data_sets(tmp_path):
-    """The evaluation set may lack a column that a flag names; a column that no set has is refused with any number."""
-    train = write_jsonl(tmp_path / "d.jsonl", [{"ask": row["prompt"], "say": row["response"], "x": 1} for row in ROWS])
+    """The evaluation set may lack a column that a flag names; a column that no set has is refused
+    with any number."""
+    train = write_jsonl(
+        tmp_path / "d.jsonl",
+        [{"ask": row["prompt"], "say": row["response"], "x": 1} for row in ROWS],
+    )
     held = write_jsonl(tmp_path / "e.jsonl", ROWS)
-    flags = flags_for(tmp_path, train, prompt_column="ask", response_column="say", ignore_columns=["x"])
+    flags = flags_for(
+        tmp_path, train, prompt_column="ask", response_column="say", ignore_columns=["x"]
+    )
     assert len(rows_for("sft", flags, eval_paths=[held]).eval) == len(ROWS)
     flags = flags_for(tmp_path, train, use="prompt", prompt_column="ask", response_column="say")
     wanted = {"keeps_answers": True, "teacher_column": "x"}
-    found = rows_for("prompt", flags, eval_paths=[write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p"}])], **wanted)
-    assert "teacher_prompt_ids" in found.train.column_names and "teacher_prompt_ids" not in found.eval.column_names
+    found = rows_for(
+        "prompt", flags, eval_paths=[write_jsonl(tmp_path / "p.jsonl", [{"prompt": "p"}])], **wanted
+    )
+    assert (
+        "teacher_prompt_ids" in found.train.column_names
+        and "teacher_prompt_ids" not in found.eval.column_names
+    )
     for paths in ([held], [held, held]):
         with pytest.raises(UserError, match="--ignore_columns y z: no data set has such a column"):
             rows_for("sft", flags_for(tmp_path, *paths, ignore_columns=["y\nz"]))
@@ -299,17 +404,57 @@ def test_flags_of_columns_are_about_all_data_sets(tmp_path):
 
 
 BAD = [  # use, rows, flags, message
-    ("sft", [*ROWS[:3], {"prompt": "p", "response": EOS}], {}, r"d\.jsonl, row 4: the answer is empty"),
-    ("sft", [*ROWS[:3], {"prompt": "p", "response": None}, ROWS[3]], {}, r"d\.jsonl, row 4: 'response'"),
-    ("sft", [*ROWS, LONG], {"truncation": "error"}, r"^.*d\.jsonl, row 9: .*64 tokens.*--truncation error.*left cuts"),
-    ("sft", [*ROWS, LONG], {"truncation": "error", "bad_rows": "skip"}, r"d\.jsonl, row 9: .*--truncation error"),
+    (
+        "sft",
+        [*ROWS[:3], {"prompt": "p", "response": EOS}],
+        {},
+        r"d\.jsonl, row 4: the answer is empty",
+    ),
+    (
+        "sft",
+        [*ROWS[:3], {"prompt": "p", "response": None}, ROWS[3]],
+        {},
+        r"d\.jsonl, row 4: 'response'",
+    ),
+    (
+        "sft",
+        [*ROWS, LONG],
+        {"truncation": "error"},
+        r"^.*d\.jsonl, row 9: .*64 tokens.*--truncation error.*left cuts",
+    ),
+    (
+        "sft",
+        [*ROWS, LONG],
+        {"truncation": "error", "bad_rows": "skip"},
+        r"d\.jsonl, row 9: .*--truncation error",
+    ),
     ("sft", [LONG], {"truncation": "drop"}, "no row is within --max_seq_len 64; raise it"),
-    ("sft", [{"prompt": "p", "response": "b" * 99}], {}, "every answer is cut by --max_seq_len 64; raise it"),
+    (
+        "sft",
+        [{"prompt": "p", "response": "b" * 99}],
+        {},
+        "every answer is cut by --max_seq_len 64; raise it",
+    ),
     ("prompt", [LONG], {"truncation": "drop"}, "no row is within --max_prompt_seq_len 64"),
-    ("steps", [{"prompt": "p", "completions": ["x" * 99], "labels": [1]}], {"truncation": "drop"}, "no row is within"),
+    (
+        "steps",
+        [{"prompt": "p", "completions": ["x" * 99], "labels": [1]}],
+        {"truncation": "drop"},
+        "no row is within",
+    ),
     ("sft", ROWS, {"data_split": "0,1,1"}, "--data_split 0,1,1 leaves no row"),
-    ("preference", [{"question": "q", "reply": "r"}], {}, r"d\.jsonl.*'question', 'reply'.*fit no known form"),
-    ("steps", [{**STEPS[0], "completions": ["one", "t\nwo", "three"]}], {}, r"row 1: step 2 contains .*'\\n'; choose"),
+    (
+        "preference",
+        [{"question": "q", "reply": "r"}],
+        {},
+        r"d\.jsonl.*'question', 'reply'.*fit no known form",
+    ),
+    (
+        "steps",
+        [{**STEPS[0], "completions": ["one", "t\nwo", "three"]}],
+        {},
+        r"row 1: step 2 contains .*'\\n'; choose",
+    ),
     ("sft", labelled(set()), {}, "no row .*all answers are labelled bad: --ignore_columns label"),
     ("sft", labelled({9}), {}, "d.jsonl: none of its rows for training serves this step"),
 ]
@@ -335,7 +480,9 @@ def test_a_stop_request_ends_the_preparation_at_the_next_row(tmp_path, monkeypat
     monkeypatch.setattr(forms.Form, "read", reading_three)
     stop_requests.install()
     for rows in (3, 3):  # the second call stops before its first row
-        with pytest.raises(StopRequested, match="while it prepared the data; run the same command again"):
+        with pytest.raises(
+            StopRequested, match="while it prepared the data; run the same command again"
+        ):
             rows_for("sft", flags_for(tmp_path, path))
         assert len(read) == rows
 
@@ -350,21 +497,32 @@ def read_blocks(tmp_path, rows: list, length: int, **flags):
 
 def test_texts_of_the_unsupervised_loss_are_joined_by_eos_and_cut_into_blocks(tmp_path):
     texts = ["a b c d", None, "d c"]
-    joined = [token for text in texts for token in [*TOKENIZER.encode(text or ""), TOKENIZER.eos_token_id]]
-    for length in (4, len(joined) - 1):  # the last block of the second, which is not in the cache, is one token
+    joined = [
+        token for text in texts for token in [*TOKENIZER.encode(text or ""), TOKENIZER.eos_token_id]
+    ]
+    for length in (
+        4,
+        len(joined) - 1,
+    ):  # the last block of the second, which is not in the cache, is one token
         rows = read_blocks(tmp_path, [{"text": text} for text in texts], length)
         expected = [joined[start : start + length] for start in range(0, len(joined), length)]
-        assert [[*row["prompt_ids"], *row["answers"][0]] for row in rows] == [b for b in expected if len(b) > 1]
+        assert [[*row["prompt_ids"], *row["answers"][0]] for row in rows] == [
+            b for b in expected if len(b) > 1
+        ]
         assert all(len(row["prompt_ids"]) == 1 and row["margin"] == 0 for row in rows)
 
 
-def test_bad_texts_are_counted_whether_or_not_the_blocks_are_in_the_cache(tmp_path, said, monkeypatch):
+def test_bad_texts_are_counted_whether_or_not_the_blocks_are_in_the_cache(
+    tmp_path, said, monkeypatch
+):
     good = [{"text": f"{number} a b c d"} for number in range(99)]
     rows = [{"text": 3}, *good]
     read = read_blocks(tmp_path, rows, 8)
     assert read["answers"][:] == read_blocks(tmp_path, good, 8)["answers"][:]
     assert any("skipped: 1 of 100 rows cannot be used; the first:" in line for line in said)
-    with pytest.raises(UserError, match=r"^--unsup.*: 1 of 100 rows cannot be used; --bad_rows skip"):
+    with pytest.raises(
+        UserError, match=r"^--unsup.*: 1 of 100 rows cannot be used; --bad_rows skip"
+    ):
         read_blocks(tmp_path, rows, 8, bad_rows="error")
     for rows, words in (
         ([{"prompt": "a"}], "has the columns prompt; it needs a text column 'text'"),
@@ -374,7 +532,9 @@ def test_bad_texts_are_counted_whether_or_not_the_blocks_are_in_the_cache(tmp_pa
         with pytest.raises(UserError, match=f"^--unsupervised_dataset_name.*{words}"):
             read_blocks(tmp_path, rows, 8)
     monkeypatch.setattr(encode, "MOST_BYTES", 10)
-    with pytest.raises(UserError, match=r"^--unsup.* The first: .*, row 2: a text of 11 characters is too long for"):
+    with pytest.raises(
+        UserError, match=r"^--unsup.* The first: .*, row 2: a text of 11 characters is too long for"
+    ):
         read_blocks(tmp_path, [{"text": "a"}, {"text": "b" * 11}], 8)
 
 
@@ -401,8 +561,12 @@ def test_an_entry_is_made_once_and_keeps_the_order_of_its_files(tmp_path):
     rows = Rows(tmp_path)
     assert [rows.read(), rows.read()] == [[1, 2, 3], [1, 2, 3]]
     assert rows.calls == 1
-    assert sorted(path.name for path in rows.folder.glob("*.arrow")) == ["rows_00000.arrow", "rows_00001.arrow"]
-    # `Dataset.map` writes the rows that are made from an entry into its folder; they are no part of it
+    assert sorted(path.name for path in rows.folder.glob("*.arrow")) == [
+        "rows_00000.arrow",
+        "rows_00001.arrow",
+    ]
+    # `Dataset.map` writes the rows that are made from an entry into its folder; they are no part of
+    # it
     rows.rows().map(lambda row: {"a": row["a"] + 10})
     assert len(list(rows.folder.iterdir())) > 2 and rows.read() == [1, 2, 3]
 
@@ -414,14 +578,20 @@ def test_an_unfinished_entry_is_made_again_and_one_that_cannot_be_read_is_named(
     assert rows.read() == [1, 2, 3] and not (tmp_path / "dschat_ppo/key.partial").exists()
     for file in rows.folder.glob("*.arrow"):
         file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(UserError, match=f"^{rows.folder}: prepared data cannot be read; remove this folder: "):
+    with pytest.raises(
+        UserError, match=f"^{rows.folder}: prepared data cannot be read; remove this folder: "
+    ):
         rows.read()
 
 
 def test_other_settings_code_or_another_vocabulary_miss_the_cache(monkeypatch):
     tokenizer = tokenizer_of("letters")
     key = cache.token_key("rows", tokenizer, "x")
-    assert cache.token_key("rows", tokenizer_of("letters"), "x") == key != cache.token_key("rows", tokenizer, "y")
+    assert (
+        cache.token_key("rows", tokenizer_of("letters"), "x")
+        == key
+        != cache.token_key("rows", tokenizer, "y")
+    )
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_code", lambda: "other")
         assert cache.token_key("rows", tokenizer, "x") != key
@@ -431,12 +601,18 @@ def test_other_settings_code_or_another_vocabulary_miss_the_cache(monkeypatch):
             setattr(tokenizer, name, value)
         found.add(cache.token_key("rows", tokenizer, "x"))
     first, second = list(tokenizer.letters)[:2]
-    tokenizer.letters[first], tokenizer.letters[second] = tokenizer.letters[second], tokenizer.letters[first]
+    tokenizer.letters[first], tokenizer.letters[second] = (
+        tokenizer.letters[second],
+        tokenizer.letters[first],
+    )
     assert len({*found, cache.token_key("rows", tokenizer, "x")}) == 4
 
 
 def test_the_identity_of_rows_is_their_content_and_of_the_cache_their_place(tmp_path):
-    one, two = (FilePart(Path(write_jsonl(tmp_path / name / "a.jsonl", ROWS)), "--data_path") for name in "ab")
+    one, two = (
+        FilePart(Path(write_jsonl(tmp_path / name / "a.jsonl", ROWS)), "--data_path")
+        for name in "ab"
+    )
     content, place = one.content, one.key
     assert content == two.content and place != two.key
     os.utime(one.path, (1, 1))
@@ -471,7 +647,10 @@ def test_waiting_for_another_process_is_logged_and_can_be_stopped(tmp_path, monk
     monkeypatch.setattr(stop_requests, "flag_is_set", lambda: next(flag_is_set))
     rows = Rows(tmp_path)
     rows.folder.parent.mkdir()
-    with FileLock(f"{rows.folder}.lock", is_singleton=False), pytest.raises(StopRequested, match="waited for prepared"):
+    with (
+        FileLock(f"{rows.folder}.lock", is_singleton=False),
+        pytest.raises(StopRequested, match="waited for prepared"),
+    ):
         rows.read()
     assert lines == [f"data: another process prepares {rows.folder}; waiting for it"]
     assert rows.read() == [1, 2, 3]

@@ -1,5 +1,5 @@
-"""Streams: order of raw and token rows, chunks, positions, mixtures, bad rows; what a rank sees; ends and failures;
-`prepare` with --streaming gives the token rows that it gives without."""
+"""Streams: order of raw and token rows, chunks, positions, mixtures, bad rows; what a rank sees;
+ends and failures; `prepare` with --streaming gives the token rows that it gives without."""
 
 import atexit
 import io
@@ -48,7 +48,8 @@ FEATURES = datasets.Features({**ANSWERS, "margin": datasets.Value("float32"), "s
 
 @dataclass
 class NumberFile:
-    """A file with the rows {"n": first}, {"n": first + 1}, ...; `read` notes the number of each row that is read."""
+    """A file with the rows {"n": first}, {"n": first + 1}, ...; `read` notes the number of each row
+    that is read."""
 
     first: int
     count: int
@@ -64,7 +65,11 @@ class NumberFile:
 
 def tokens_of(batch: Batch) -> Tokens:
     """A token row [n] for each row; multiples of 5 give none, multiples of 3 two."""
-    kept = [n for n in (row["n"] for row in batch.rows) for _ in range(0 if n % 5 == 0 else 2 if n % 3 == 0 else 1)]
+    kept = [
+        n
+        for n in (row["n"] for row in batch.rows)
+        for _ in range(0 if n % 5 == 0 else 2 if n % 3 == 0 else 1)
+    ]
     made = [{"prompt_ids": [n], "answers": [[n, 0]], "margin": n / 2} for n in kept]
     return made, Counter({"kept whole": len(kept)}), ""
 
@@ -75,7 +80,12 @@ def expected(numbers) -> list[int]:
 
 
 def source_of(
-    *files, weight: float = 1.0, share: tuple[int, int] = ALL, name: str = "numbers", make=tokens_of, policy="error"
+    *files,
+    weight: float = 1.0,
+    share: tuple[int, int] = ALL,
+    name: str = "numbers",
+    make=tokens_of,
+    policy="error",
 ) -> StreamSource:
     return StreamSource(name, weight, files, share, make, policy)
 
@@ -89,11 +99,19 @@ def small_chunks(monkeypatch):
 
 def rest_of(parts, share=ALL, *position) -> list[tuple[str, int]]:
     batches = raw_batches(parts, share, *position)
-    return [(origin, row["n"]) for batch in batches for origin, row in zip(batch.origins, batch.rows, strict=True)]
+    return [
+        (origin, row["n"])
+        for batch in batches
+        for origin, row in zip(batch.origins, batch.rows, strict=True)
+    ]
 
 
 def files() -> list[NumberFile]:
-    return [NumberFile(100, 16, name="a"), NumberFile(0, 0, name="empty"), NumberFile(500, 7, name="b")]
+    return [
+        NumberFile(100, 16, name="a"),
+        NumberFile(0, 0, name="empty"),
+        NumberFile(500, 7, name="b"),
+    ]
 
 
 def test_raw_rows_of_a_share_continue_after_any_batch_without_reading_the_rows_before():
@@ -123,10 +141,16 @@ def test_the_steps_divide_the_rows_in_proportion_whatever_the_batches_are(monkey
 
 def chunks_of(*sources, num_rows: int = 50, first: int = 0, position=None):
     """(numbers, their sources, end) of each chunk, from chunk `first` on."""
-    for chunk in filter(None, chunks(sources, num_rows, FEATURES, first, position or start_of(sources))):
+    for chunk in filter(
+        None, chunks(sources, num_rows, FEATURES, first, position or start_of(sources))
+    ):
         columns = chunk.rows[:]
         assert columns["answers"] == [[[n, 0]] for [n] in columns["prompt_ids"]]
-        yield [n for [n] in columns["prompt_ids"]], columns["source"], replace(chunk, rows=len(chunk.rows))
+        yield (
+            [n for [n] in columns["prompt_ids"]],
+            columns["source"],
+            replace(chunk, rows=len(chunk.rows)),
+        )
 
 
 def test_the_position_after_a_chunk_continues_it_in_json_and_reads_at_most_one_batch_again():
@@ -135,7 +159,10 @@ def test_the_position_after_a_chunk_continues_it_in_json_and_reads_at_most_one_b
     assert sum((rows for rows, _, _ in whole), []) == NUMBERS[:50]
     assert [len(rows) for rows, _, _ in whole] == [8] * 6 + [2]
     counts = [end.counts for _, _, end in whole[:2]]
-    assert (sum(c[READ] for c in counts), sum(c["kept whole"] for c in counts)) == (21, len(expected(range(21))))
+    assert (sum(c[READ] for c in counts), sum(c["kept whole"] for c in counts)) == (
+        21,
+        len(expected(range(21))),
+    )
     whole = list(chunks_of(source_of(NumberFile(0, 99))))
     for number, (rows, _, end) in enumerate(whole[:-1], start=1):
         text, file = json.dumps(end.after), NumberFile(0, 99)
@@ -145,13 +172,19 @@ def test_the_position_after_a_chunk_continues_it_in_json_and_reads_at_most_one_b
 
 
 def tokens_of_text(batch: Batch) -> Tokens:
-    return tokens_of(replace(batch, rows=[{"n": int(row["n"])} for row in batch.rows if isinstance(row, dict)]))
+    return tokens_of(
+        replace(batch, rows=[{"n": int(row["n"])} for row in batch.rows if isinstance(row, dict)])
+    )
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_files_whose_batches_differ_after_a_resume_continue_at_the_same_row(tmp_path, monkeypatch, kind):
+def test_files_whose_batches_differ_after_a_resume_continue_at_the_same_row(
+    tmp_path, monkeypatch, kind
+):
     if kind == "parquet":  # batches cross its row groups, and reading begins with a row group
-        pyarrow.parquet.write_table(pa.table({"n": range(99)}), tmp_path / "a.parquet", row_group_size=11)
+        pyarrow.parquet.write_table(
+            pa.table({"n": range(99)}), tmp_path / "a.parquet", row_group_size=11
+        )
     else:  # the bad rows behind the last batch of a file are a batch without rows
         (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(28)) + "1,2\n" * 3)
         (tmp_path / "b.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(28, 99)))
@@ -161,7 +194,9 @@ def test_files_whose_batches_differ_after_a_resume_continue_at_the_same_row(tmp_
     assert sum((rows for rows, _ in whole), []) == expected(range(99))[:90]
     monkeypatch.setattr(parts, "BATCH_ROWS", 3)
     for number, (_, position) in enumerate(whole[:-1], start=1):
-        again = [rows for rows, _, _ in chunks_of(source, num_rows=90, first=number, position=position)]
+        again = [
+            rows for rows, _, _ in chunks_of(source, num_rows=90, first=number, position=position)
+        ]
         assert again == [rows for rows, _ in whole[number:]]
 
 
@@ -186,19 +221,27 @@ def test_the_sources_of_a_mixture_keep_their_shares_at_every_row_and_after_a_res
 
 def spoilt(batch: Batch, bad: set[int]) -> Tokens:
     rows, counts, _ = tokens_of(Batch([], [row for row in batch.rows if row["n"] not in bad]))
-    found = [origin for origin, row in zip(batch.origins, batch.rows, strict=True) if row["n"] in bad]
+    found = [
+        origin for origin, row in zip(batch.origins, batch.rows, strict=True) if row["n"] in bad
+    ]
     return rows, counts + Counter({UNUSABLE: len(found)}), f"{found[0]}: bad" if found else ""
 
 
 def test_too_many_bad_rows_in_a_chunk_are_an_error(monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK_ROWS", 20)
     monkeypatch.setattr(parts, "BATCH_ROWS", 20)
-    # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second chunk reads one
+    # chunks of 20 rows end in the raw rows 19 and 37; read in batches of 20, of which the second
+    # chunk reads one
     for bad, policy in (({21}, "few"), ({29, 30}, "few"), ({21}, "skip")):
-        found = chunks_of(source_of(NumberFile(0, 99), name="set", make=partial(spoilt, bad=bad), policy=policy))
+        found = chunks_of(
+            source_of(NumberFile(0, 99), name="set", make=partial(spoilt, bad=bad), policy=policy)
+        )
         next(found)
         if policy == "few":
-            words = rf"^set: {len(bad)} of \d+ rows .*--bad_rows skip.* The first: numbers, row {min(bad) + 1}: bad"
+            words = (
+                rf"^set: {len(bad)} of \d+ rows .*--bad_rows skip.* The first: numbers, row"
+                rf" {min(bad) + 1}: bad"
+            )
             with pytest.raises(UserError, match=words):
                 next(found)
         else:
@@ -206,15 +249,32 @@ def test_too_many_bad_rows_in_a_chunk_are_an_error(monkeypatch):
             assert end.counts[UNUSABLE] == 1 and end.problems == ["numbers, row 22: bad"]
 
 
-@pytest.mark.parametrize(("sources", "full_chunks", "words"), [
-    ([source_of(NumberFile(0, 30))], 4, "50: numbers has only 32 rows for this step; set --streaming_rows 32 or"),
-    # 1 2 3 3 4 of the first one
-    ([source_of(NumberFile(1, 4), name="few"), source_of(NumberFile(1, 99))], 1,
-     "50: few has only 5 rows for this step; set --streaming_rows 10 or less"),
-    ([source_of(NumberFile(0, 0))], 0, "has only 0 rows for this step; --data_split leaves it none"),
-    ([source_of(NumberFile(1, 30), name="set", make=partial(spoilt, bad=set(range(31))))], 0,
-     r"^set: 30 of 30 rows cannot be used\. The first: numbers, row 1: bad$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sources", "full_chunks", "words"),
+    [
+        (
+            [source_of(NumberFile(0, 30))],
+            4,
+            "50: numbers has only 32 rows for this step; set --streaming_rows 32 or",
+        ),
+        # 1 2 3 3 4 of the first one
+        (
+            [source_of(NumberFile(1, 4), name="few"), source_of(NumberFile(1, 99))],
+            1,
+            "50: few has only 5 rows for this step; set --streaming_rows 10 or less",
+        ),
+        (
+            [source_of(NumberFile(0, 0))],
+            0,
+            "has only 0 rows for this step; --data_split leaves it none",
+        ),
+        (
+            [source_of(NumberFile(1, 30), name="set", make=partial(spoilt, bad=set(range(31))))],
+            0,
+            r"^set: 30 of 30 rows cannot be used\. The first: numbers, row 1: bad$",
+        ),
+    ],
+)
 def test_a_stream_that_ends_says_how_many_rows_it_has(sources, full_chunks, words):
     found = chunks_of(*sources)
     for _ in range(full_chunks):
@@ -244,7 +304,10 @@ def tried(make) -> StreamedRows:
 def test_rows_in_training_order_with_three_chunks_in_memory():
     numbers = expected(range(140))[:76]
     rows = stream(source_of(NumberFile(0, 140)), rows=76)
-    assert rows[3] == {"prompt_ids": [3], "answers": [[3, 0]], "margin": 1.5, "source": 0} and len(rows) == 76
+    assert (
+        rows[3] == {"prompt_ids": [3], "answers": [[3, 0]], "margin": 1.5, "source": 0}
+        and len(rows) == 76
+    )
     for epoch in range(3):
         order = list(chunked_order(rows, 5, epoch))
         assert [number_of(rows, i) for i in order] == [numbers[i] for i in order]
@@ -257,7 +320,9 @@ def test_rows_in_training_order_with_three_chunks_in_memory():
 
 
 @pytest.mark.parametrize(("index", "epochs"), [(16, 0), (49, 1)])
-def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path, index, epochs, said):
+def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(
+    tmp_path, index, epochs, said
+):
     before = stream()
     for number in [*range(50)] * epochs + [*range(index)]:
         before[number]
@@ -275,11 +340,18 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(tmp_path,
     saved.seek(0)
     rows.load_state_dict(torch.load(saved, weights_only=True))
     assert [number_of(rows, i) for i in range(index, 50)] == NUMBERS[index:50]
-    places, last = opened.read_text().split(), NUMBERS[index // 8 * 8 - 1]  # of the last row before the chunk
-    assert places[:2] == ["None", str(last // 7 * 7)] and not any("no position" in line for line in said)
+    places, last = (
+        opened.read_text().split(),
+        NUMBERS[index // 8 * 8 - 1],
+    )  # of the last row before the chunk
+    assert places[:2] == ["None", str(last // 7 * 7)] and not any(
+        "no position" in line for line in said
+    )
 
 
-@pytest.mark.parametrize("state", [{"rows": "f", "positions": {}}, {"rows": "others", "positions": {5: "wrong"}}])
+@pytest.mark.parametrize(
+    "state", [{"rows": "f", "positions": {}}, {"rows": "others", "positions": {5: "wrong"}}]
+)
 def test_without_a_position_the_rows_before_are_read_again(state, said):
     rows = stream()
     rows.load_state_dict(state)
@@ -287,7 +359,10 @@ def test_without_a_position_the_rows_before_are_read_again(state, said):
     assert number_of(rows, 44) == NUMBERS[44]
     before.join(20)
     assert before.exitcode == 0, "what nobody reads ends"
-    assert any("no position of these rows after row 40, so they are read again from row 8" in line for line in said)
+    assert any(
+        "no position of these rows after row 40, so they are read again from row 8" in line
+        for line in said
+    )
 
 
 def test_a_bad_row_ends_the_run_where_its_chunk_is_needed():
@@ -309,7 +384,7 @@ def long_rows(batch):
     return [row | {"answers": [[0] * 50_000]} for row in tokens_of(batch)[0]], Counter(), ""
 
 
-def test_the_launchers_signals_do_not_end_the_process_and_its_end_ends_the_run_where_its_rows_are_needed():
+def test_the_launchers_signals_do_not_end_the_process_and_its_end_ends_the_run_that_needs_rows():
     rows = tried(long_rows)
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(rows.process.pid, name)
@@ -348,7 +423,10 @@ def test_no_process_is_left_when_the_rank_ends(is_killed):
     os.waitpid(rank, 0)
     assert code == ("None" if is_killed else "-9")
     until = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+    while (
+        Path(f"/proc/{pid}").exists()
+        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    ):
         assert time.monotonic() < until
         time.sleep(0.05)
 
@@ -383,12 +461,19 @@ def test_a_process_that_begins_after_a_stop_request_still_reads():
 
 # `prepare` with --streaming
 
-SIXTY = [{"prompt": f"prompt {i}", "chosen": f"good {i}", "rejected": f"bad {i}", "answer": str(i)} for i in range(60)]
+SIXTY = [
+    {"prompt": f"prompt {i}", "chosen": f"good {i}", "rejected": f"bad {i}", "answer": str(i)}
+    for i in range(60)
+]
 LONG = "word " * 200
 
 
-def train(tmp_path: Path, *paths: str, rows: int | None = 60, use: str = "sft", limit: int = 64, **flags) -> TokenRows:
-    return prepare(StepData(use, flags_for(tmp_path, *paths, rows=rows, use=use, **flags), limit), TOKENIZER)
+def train(
+    tmp_path: Path, *paths: str, rows: int | None = 60, use: str = "sft", limit: int = 64, **flags
+) -> TokenRows:
+    return prepare(
+        StepData(use, flags_for(tmp_path, *paths, rows=rows, use=use, **flags), limit), TOKENIZER
+    )
 
 
 @pytest.mark.parametrize(("use", "limit"), [("sft", 14), ("preference", 14), ("prompt", 64)])
@@ -408,15 +493,23 @@ def test_evaluation_rows_come_from_the_data_set_or_a_flag_and_none_are_held_out(
     assert len(prepare(StepData("sft", flags, 64, eval_fraction=0.1), TOKENIZER).eval) == 7
     assert len(prepare(StepData("sft", flags, 64, eval_paths=[other]), TOKENIZER).eval) == 3
     assert prepare(StepData("sft", flags, 64), TOKENIZER).eval is None
-    assert any("its rows for evaluation are not used; name them with --eval_data_path" in line for line in said)
+    assert any(
+        "its rows for evaluation are not used; name them with --eval_data_path" in line
+        for line in said
+    )
     flags = flags_for(tmp_path, str(folder / "train.jsonl"), rows=60)
     alone = prepare(StepData("sft", flags, 64, eval_fraction=0.1), TOKENIZER)
-    assert alone.eval is None and len({tuple(row["prompt_ids"]) for row in listed(alone.train)}) == 60
+    assert (
+        alone.eval is None and len({tuple(row["prompt_ids"]) for row in listed(alone.train)}) == 60
+    )
     assert any("--eval_fraction holds no rows out of a stream" in line for line in said)
 
 
 def test_rows_that_are_left_out_are_counted_and_replaced_by_later_ones(tmp_path, said):
-    rows = [row | {"chosen": {0: LONG, 1: None}.get(i % 5, row["chosen"])} for i, row in enumerate(SIXTY)]
+    rows = [
+        row | {"chosen": {0: LONG, 1: None}.get(i % 5, row["chosen"])}
+        for i, row in enumerate(SIXTY)
+    ]
     path = write_jsonl(tmp_path / "data.jsonl", rows)
     found = train(tmp_path, path, rows=36, truncation="drop", bad_rows="skip").train
     assert [TOKENIZER.decode(found[i]["prompt_ids"]) for i in range(36)] == [
@@ -425,18 +518,35 @@ def test_rows_that_are_left_out_are_counted_and_replaced_by_later_ones(tmp_path,
     assert any(f"data: skipped: {path}, row 2: 'chosen' is null" in line for line in said)
     labelled = [{"prompt": f"p {n}", "completion": "yes", "label": n % 4 != 0} for n in range(40)]
     rows = train(tmp_path, write_jsonl(tmp_path / "d.jsonl", labelled), rows=30).train
-    assert [rows[i]["prompt_ids"] for i in (0, 29)] == [TOKENIZER.encode("p 1"), TOKENIZER.encode("p 39")]
+    assert [rows[i]["prompt_ids"] for i in (0, 29)] == [
+        TOKENIZER.encode("p 1"),
+        TOKENIZER.encode("p 39"),
+    ]
 
 
-@pytest.mark.parametrize(("rows", "flags", "words"), [
-    ([*PAIRS[:10], PAIRS[10] | {"chosen": None}, *PAIRS[11:]], {}, "row 11: 'chosen' is null"),
-    ([row | {"chosen": LONG} for row in SIXTY], {}, "every answer is cut by --max_seq_len 64"),
-    ([*PAIRS[:10], PAIRS[10] | {"chosen": LONG}, *PAIRS[11:]], {"truncation": "error", "bad_rows": "skip"},
-     r"d\.jsonl, row 11: longer than the limit of 64 tokens"),
-    (["", ""], {}, "the data set is empty"),
-    (SIXTY, {"data_split": "2,4,4"}, "has only 12 rows for this step; set --streaming_rows 12 or less"),
-    (["x", "no"], {"bad_rows": "skip"}, r"none of its rows can be read; the first: .*d\.jsonl, row 1 is not JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "flags", "words"),
+    [
+        ([*PAIRS[:10], PAIRS[10] | {"chosen": None}, *PAIRS[11:]], {}, "row 11: 'chosen' is null"),
+        ([row | {"chosen": LONG} for row in SIXTY], {}, "every answer is cut by --max_seq_len 64"),
+        (
+            [*PAIRS[:10], PAIRS[10] | {"chosen": LONG}, *PAIRS[11:]],
+            {"truncation": "error", "bad_rows": "skip"},
+            r"d\.jsonl, row 11: longer than the limit of 64 tokens",
+        ),
+        (["", ""], {}, "the data set is empty"),
+        (
+            SIXTY,
+            {"data_split": "2,4,4"},
+            "has only 12 rows for this step; set --streaming_rows 12 or less",
+        ),
+        (
+            ["x", "no"],
+            {"bad_rows": "skip"},
+            r"none of its rows can be read; the first: .*d\.jsonl, row 1 is not JSON",
+        ),
+    ],
+)
 def test_data_that_cannot_be_streamed_are_refused(tmp_path, rows, flags, words):
     path = write_jsonl(tmp_path / "d.jsonl", rows)
     with pytest.raises(UserError, match=words):
@@ -447,4 +557,6 @@ def test_the_fingerprint_is_that_of_the_files_not_of_their_place(tmp_path):
     one = train(tmp_path, write_jsonl(tmp_path / "data.jsonl", SIXTY)).train.fingerprint
     other = write_jsonl(tmp_path / "copy" / "data.jsonl", SIXTY)
     assert train(tmp_path, other, rows=30).train.fingerprint == one
-    assert train(tmp_path, write_jsonl(tmp_path / "data.jsonl", SIXTY[::-1])).train.fingerprint != one
+    assert (
+        train(tmp_path, write_jsonl(tmp_path / "data.jsonl", SIXTY[::-1])).train.fingerprint != one
+    )

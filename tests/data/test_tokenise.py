@@ -1,5 +1,5 @@
-"""Texts to ids on many tokenizers, as in the rendered conversation; rows to token rows: several, one or none of each,
-the length limit, the ends of labelled steps, and columns for rewards."""
+"""Texts to ids on many tokenizers, as in the rendered conversation; rows to token rows: several,
+one or none of each, the length limit, the ends of labelled steps, and columns for rewards."""
 
 import json
 import math
@@ -39,9 +39,26 @@ from dschat_ppo.data.tokenise import Fitted, TokeniseSettings, fit, row_text, to
 from dschat_ppo.errors import UserError
 
 WORDS = [
-    "Where", " lamp", "hall.", "\n", "\n\n", "  ", " ", "😀", "é", "☕", "Human:", " Assistant:", "<|im_end|>",
-    "<|eot_id|>", "</s>", "<|im_start|>", "<|user|>", "user", ":",
-]  # fmt: skip
+    "Where",
+    " lamp",
+    "hall.",
+    "\n",
+    "\n\n",
+    "  ",
+    " ",
+    "😀",
+    "é",
+    "☕",
+    "Human:",
+    " Assistant:",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "</s>",
+    "<|im_start|>",
+    "<|user|>",
+    "user",
+    ":",
+]
 
 
 def random_text(rng: random.Random) -> str:
@@ -50,7 +67,12 @@ def random_text(rng: random.Random) -> str:
 
 def random_chat(rng: random.Random) -> list[dict]:
     roles = rng.choice(
-        (["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant"] * 2 + ["user"])
+        (
+            ["user"],
+            ["system", "user"],
+            ["user", "assistant", "user"],
+            ["user", "assistant"] * 2 + ["user"],
+        )
     )
     return [{"role": role, "content": random_text(rng)} for role in roles]
 
@@ -65,11 +87,15 @@ def test_prompt_and_answer_equal_the_rendered_conversation(kind, name):
         chat, answer = random_chat(rng), f"{random_text(rng)}lamp{rng.choice(('', ' ', '😀'))}"
         prompt = encode_prompt(tokenizer, chat)
         found = prompt + encode_answer(tokenizer, chat, answer)
-        text = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": answer}], tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [*chat, {"role": "assistant", "content": answer}], tokenize=False
+        )
         whole = tokenizer.encode(text.removesuffix(end.dropped), add_special_tokens=False)
         whole += [end.token] * (not end.kept)
         equal += found == whole
-        assert found == whole or whole[: len(prompt)] != prompt or name == "opening ends with a token"
+        assert (
+            found == whole or whole[: len(prompt)] != prompt or name == "opening ends with a token"
+        )
     assert equal > 10 or name == "opening ends with a token"
 
 
@@ -84,10 +110,17 @@ def test_an_answer_whose_first_token_would_span_the_end_of_the_prompt_is_encoded
 @pytest.mark.parametrize("single", ["$A", "<s> $A", "<s> $A </s>"])
 def test_what_a_tokenizer_adds_to_every_text_is_no_part_of_answers(single):
     tokenizer = tokenizer_of("bytes")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single, special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     for answer in ("In the hall.", "In the hall.</s>", "In the hall.</s></s>"):
         ids = encode_answer(tokenizer, "Where?", answer)
-        assert (tokenizer.decode(ids[:-1]), ids[-1], ids.count(2), ids.count(1)) == ("In the hall.", 2, 1, 0)
+        assert (tokenizer.decode(ids[:-1]), ids[-1], ids.count(2), ids.count(1)) == (
+            "In the hall.",
+            2,
+            1,
+            0,
+        )
     assert 2 not in encode_prompt(tokenizer, "Where is it?")
     own = encode_prompt(tokenizer, "<s>Where is it?</s>")  # a text that brings both
     assert (own[0], own[-1], own.count(1), own.count(2)) == (1, 2, 1, 1)
@@ -133,7 +166,9 @@ VOCABULARY = ["<unk>", "</s>", "a", "b", "c", ".", "\n", ".\n", "\n\n", " ", "."
 @pytest.fixture(scope="module")
 def merging():
     """A tokenizer whose tokens are those of VOCABULARY; ids are given by hand."""
-    backend = Tokenizer(models.WordLevel({token: at for at, token in enumerate(VOCABULARY[:-1])}, "<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({token: at for at, token in enumerate(VOCABULARY[:-1])}, "<unk>")
+    )
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
@@ -142,25 +177,34 @@ def ids(*tokens: str) -> list[int]:
     return [VOCABULARY.index(token) for token in tokens]
 
 
-@pytest.mark.parametrize(("tokens", "separator", "ends"), [
-    (["a", "\n", "b", "</s>"], "\n", [1, 3]),
-    (["a", ".\n", "b", ".", "</s>"], "\n", [1, 4]),  # the token has more than the separator
-    (["a", "\n", "\n", "b", "</s>"], "\n", [1, 4]),  # no step between the line breaks
-    (["a", "\n", "\n", "b", "</s>"], "\n\n", [2, 4]),  # completed by the second token
-    (["\n", "a", "\n", "b"], "\n", [2, 3]),  # cut off: no final token
-    (["a", "\n", "b", "\n", "</s>"], "\n", [1, 4]),  # the final token alone is no step
-    (["a", "\n", "b", "\n"], "\n", [1, 3]), (["a", "b", "</s>"], "\n", [2]), (["</s>"], "\n", [0]), ([], "\n", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "separator", "ends"),
+    [
+        (["a", "\n", "b", "</s>"], "\n", [1, 3]),
+        (["a", ".\n", "b", ".", "</s>"], "\n", [1, 4]),  # the token has more than the separator
+        (["a", "\n", "\n", "b", "</s>"], "\n", [1, 4]),  # no step between the line breaks
+        (["a", "\n", "\n", "b", "</s>"], "\n\n", [2, 4]),  # completed by the second token
+        (["\n", "a", "\n", "b"], "\n", [2, 3]),  # cut off: no final token
+        (["a", "\n", "b", "\n", "</s>"], "\n", [1, 4]),  # the final token alone is no step
+        (["a", "\n", "b", "\n"], "\n", [1, 3]),
+        (["a", "b", "</s>"], "\n", [2]),
+        (["</s>"], "\n", [0]),
+        ([], "\n", []),
+    ],
+)
 def test_ends_by_hand(merging, tokens, separator, ends):
     assert step_ends(merging, ids(*tokens), separator) == ends
 
 
 def test_a_character_of_several_byte_tokens_before_the_separator():
-    """Half of it decodes to several characters, as in the SentencePiece tokenizers of Llama 2 and Mistral."""
+    """Half of it decodes to several characters, as in the SentencePiece tokenizers of Llama 2 and
+    Mistral."""
     pieces = ["<unk>", "</s>", "a", "\n", *(f"<0x{byte:02X}>" for byte in "😀".encode())]
     backend = Tokenizer(models.WordLevel({piece: at for at, piece in enumerate(pieces)}, "<unk>"))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"
+    )
     answer = [2, 4, 5, 6, 7, 3, 2, 1]  # a 😀 line break a </s>
     assert tokenizer.decode(answer) == "a😀\na</s>" and len(tokenizer.decode(answer[:4])) == 4
     assert step_ends(tokenizer, answer, "\n") == [5, 7]
@@ -169,17 +213,32 @@ def test_a_character_of_several_byte_tokens_before_the_separator():
 
 def test_labels_belong_to_the_ends_of_steps(merging):
     answer = ids("a", "\n", "b", "\n", "c", "</s>")
-    assert labelled_ends(merging, answer, (1.0, math.nan, 0.25), "\n") == ([1, 5], [1.0, 0.25])  # NaN: no label
-    with pytest.raises(UserError, match=r"have 1 steps and not 2: the tokenizer does not keep .*--step_separator"):
+    assert labelled_ends(merging, answer, (1.0, math.nan, 0.25), "\n") == (
+        [1, 5],
+        [1.0, 0.25],
+    )  # NaN: no label
+    with pytest.raises(
+        UserError, match=r"have 1 steps and not 2: the tokenizer does not keep .*--step_separator"
+    ):
         labelled_ends(merging, ids("a", "b", "</s>"), (1.0, 0.0), "\n")
 
 
-@pytest.mark.parametrize(("steps", "labels", "problem"), [
-    (["a", "b" + "\n" * 10**5 + "c"], (1.0, 0.0), "step 2 contains the separator .* choose another --step_sep"),
-    (["a", "\n \n"], (1.0, 0.0), "step 2 is empty"), (["a", "b"], (math.nan, math.nan), "no step has a label"),
-    ([], (), "no step has a label"),
-])  # fmt: skip
-def test_separators_at_the_ends_of_steps_are_removed_and_other_steps_cannot_be_joined(steps, labels, problem):
+@pytest.mark.parametrize(
+    ("steps", "labels", "problem"),
+    [
+        (
+            ["a", "b" + "\n" * 10**5 + "c"],
+            (1.0, 0.0),
+            "step 2 contains the separator .* choose another --step_sep",
+        ),
+        (["a", "\n \n"], (1.0, 0.0), "step 2 is empty"),
+        (["a", "b"], (math.nan, math.nan), "no step has a label"),
+        ([], (), "no step has a label"),
+    ],
+)
+def test_separators_at_the_ends_of_steps_are_removed_and_other_steps_cannot_be_joined(
+    steps, labels, problem
+):
     joined = joined_steps(Example("Q:", ["\na\n\n", "b\n", " c"], labels=(1.0, 0.0, 1.0)), "\n")
     assert (joined.answers, joined.labels) == (["a\nb\n c"], (1.0, 0.0, 1.0))
     assert joined_steps(Example("Q:", ["\n\na\n\n\n"], labels=(1.0,)), "\n\n").answers == ["a\n"]
@@ -192,11 +251,16 @@ def read(cells, use):
     row = cells.row
     if row["answers"] is None:
         raise UserError("'answers' is null")
-    return row["prompt"], [Answer(text, 1.0, f"answer {number}") for number, text in enumerate(row["answers"], start=1)]
+    return row["prompt"], [
+        Answer(text, 1.0, f"answer {number}") for number, text in enumerate(row["answers"], start=1)
+    ]
 
 
 FORM = Form(
-    Kind("several", {}, (("sft prompt", ""),), read, labelled=True), {}, about="f", description="several answers"
+    Kind("several", {}, (("sft prompt", ""),), read, labelled=True),
+    {},
+    about="f",
+    description="several answers",
 )
 
 
@@ -207,7 +271,9 @@ def settings(use="sft", limit=64, truncation="left", form=FORM, flags=None) -> T
 
 def raw_rows(count: int) -> list[dict]:
     """Row n has n % 3 answers."""
-    return [{"prompt": f"p{n}", "answers": [f"a{n}.{k}" for k in range(n % 3)]} for n in range(count)]
+    return [
+        {"prompt": f"p{n}", "answers": [f"a{n}.{k}" for k in range(n % 3)]} for n in range(count)
+    ]
 
 
 def batch(rows, **changes) -> list[dict]:
@@ -220,45 +286,79 @@ def numbers(rows: list[dict], code: Fitted = Fitted.KEPT_WHOLE) -> list[int]:
 
 def test_a_bad_row_stands_at_its_place_once_with_its_first_characters():
     rows = [
-        {"prompt": "p", "answers": ["a"]}, {"prompt": "", "answers": ["b"]}, {"prompt": "q", "answers": None},
-        {"prompt": "r" * 500, "answers": ["c" * 100, ""]}, {"prompt": "s", "answers": ["e", "<|end|>"]},
         {"prompt": "p", "answers": ["a"]},
-    ]  # fmt: skip
+        {"prompt": "", "answers": ["b"]},
+        {"prompt": "q", "answers": None},
+        {"prompt": "r" * 500, "answers": ["c" * 100, ""]},
+        {"prompt": "s", "answers": ["e", "<|end|>"]},
+        {"prompt": "p", "answers": ["a"]},
+    ]
     found = batch(rows, truncation="error")
-    assert [row["number"] for row in found] == [0, 1, 2, 3, 4, 5], "a row with one bad answer gives no token row"
+    assert [row["number"] for row in found] == [0, 1, 2, 3, 4, 5], (
+        "a row with one bad answer gives no token row"
+    )
     assert (numbers(found), numbers(found, Fitted.UNUSABLE)) == ([0, 5], [1, 2, 3, 4])
     problems = [row["problem"] for row in found[1:5]]
-    assert problems[0].startswith('f, row 2: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}')
+    assert problems[0].startswith(
+        'f, row 2: the prompt is empty; the row: {"prompt": "", "answers": ["b"]}'
+    )
     assert problems[1] == 'f, row 3: \'answers\' is null; the row: {"prompt": "q", "answers": null}'
     assert problems[2].endswith(json.dumps(rows[3])[:200] + "...")
-    assert problems[3].startswith("f, row 5, answer 2: the answer is empty: it has only the final token; the row: ")
+    assert problems[3].startswith(
+        "f, row 5, answer 2: the answer is empty: it has only the final token; the row: "
+    )
 
 
 def test_digests_tell_rows_apart_by_their_final_content():
-    rows = [{"prompt": prompt, "answers": ["a"]} for prompt in ("x" * 40, "y" + "x" * 39, "x" * 39 + "y")]
+    rows = [
+        {"prompt": prompt, "answers": ["a"]}
+        for prompt in ("x" * 40, "y" + "x" * 39, "x" * 39 + "y")
+    ]
     digests = [row["digest"] for row in batch(rows, limit=12)]
     assert digests[0] == digests[1] != digests[2], "after the limit"
     rows = [{"prompt": "p", "answers": ["a"], "truth": truth} for truth in ("4", "5", "4", 4)]
-    digests = [row["digest"] for row in batch(rows, use="prompt", form=replace(FORM, truth="truth"))]
+    digests = [
+        row["digest"] for row in batch(rows, use="prompt", form=replace(FORM, truth="truth"))
+    ]
     assert digests[0] == digests[2] and len({*digests}) == 3
 
 
 def test_plain_text_has_its_first_token_as_prompt_and_blocks_count_their_own_tokens():
-    form = replace(FORM, kind=Kind("text", {}, (("sft", ""),), lambda cells, use: ("", [Answer(cells.row["text"])])))
+    form = replace(
+        FORM,
+        kind=Kind("text", {}, (("sft", ""),), lambda cells, use: ("", [Answer(cells.row["text"])])),
+    )
     rows = batch([{"text": "abc"}, {"text": "a"}, {"text": ""}], form=form)
     texts = [TOKENIZER.decode([*row["prompt_ids"], 0, *row["answers"][0]]) for row in rows[:2]]
-    assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [2]
-    blocks = batch([{"text": "abcdef"}], form=form, limit=4)  # 7 tokens, of which the blocks share one
+    assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [
+        2
+    ]
+    blocks = batch(
+        [{"text": "abcdef"}], form=form, limit=4
+    )  # 7 tokens, of which the blocks share one
     assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCKS)] * 2
-    assert [TOKENIZER.decode([*row["prompt_ids"], *row["answers"][0]]) for row in blocks] == ["abcd", "def<|end|>"]
+    assert [TOKENIZER.decode([*row["prompt_ids"], *row["answers"][0]]) for row in blocks] == [
+        "abcd",
+        "def<|end|>",
+    ]
     cut, *dropped = batch([{"prompt": "p" * 30, "answers": ["abc"]}], limit=10)
     assert (cut["tokens"], cut["fitted"], dropped) == (34, Fitted.PROMPT_CUT, [])
 
 
 def test_a_teacher_reads_the_text_of_its_column_and_answers_of_the_data_stay_beside_the_prompt():
     def rows(raw, prompt, answers=(), **changes):
-        kind = Kind("taught", {}, (("sft prompt", ""),), lambda cells, use: (prompt, answers), labelled=False)
-        of = settings("prompt", form=Form(kind, {}, about="f", description="a prompt"), limit=changes.pop("limit", 64))
+        kind = Kind(
+            "taught",
+            {},
+            (("sft prompt", ""),),
+            lambda cells, use: (prompt, answers),
+            labelled=False,
+        )
+        of = settings(
+            "prompt",
+            form=Form(kind, {}, about="f", description="a prompt"),
+            limit=changes.pop("limit", 64),
+        )
         of = replace(of, step=replace(of.step, **changes))
         return tokenise_batch([raw], ["f, row 1"], of)
 
@@ -281,49 +381,85 @@ def test_a_teacher_reads_the_text_of_its_column_and_answers_of_the_data_stay_bes
 
 def test_row_text_keeps_the_columns_and_adds_what_they_lack():
     row = {"prompt": "é", "answer": "... #### 4", "n": None}
-    assert row_text(row, Example("é", []), settings("prompt")) == json.dumps(row)[:-1] + ',\n"data_source": "mine"}'
+    assert (
+        row_text(row, Example("é", []), settings("prompt"))
+        == json.dumps(row)[:-1] + ',\n"data_source": "mine"}'
+    )
     solved = Example([{"role": "user", "content": "é"}], [], truth="4")
     chat = {"data_source": "mine", "_messages": solved.prompt}
-    assert json.loads(row_text(row, solved, settings("prompt"))) == row | chat | {"ground_truth": "4", "_truth": "4"}
+    assert json.loads(row_text(row, solved, settings("prompt"))) == row | chat | {
+        "ground_truth": "4",
+        "_truth": "4",
+    }
     named = settings("prompt", flags=DataFlags(data_path=["f"], answer_column="x"))
-    assert json.loads(row_text(row, solved, named)) == row | chat | {"answer": "4", "ground_truth": "4", "_truth": "4"}
+    assert json.loads(row_text(row, solved, named)) == row | chat | {
+        "answer": "4",
+        "ground_truth": "4",
+        "_truth": "4",
+    }
     assert row_text({"data_source": "own"}, Example("p", []), named) == '{"data_source": "own"}'
     assert json.loads(row_text({}, Example("p", []), named)) == {"data_source": "mine"}
-    # rewards would take the value of a column with the name of an added one for the conversation of the row
-    assert row_text({"data_source": "own", "_messages": "no"}, Example("p", []), named) == '{"data_source": "own"}'
+    # rewards would take the value of a column with the name of an added one for the conversation of
+    # the row
+    assert (
+        row_text({"data_source": "own", "_messages": "no"}, Example("p", []), named)
+        == '{"data_source": "own"}'
+    )
 
 
 # A whole data set: in the order of the step, equal for any number of processes
 
 
-def parts_of(rows: list[dict], train, held_out, tmp_path, workers=1) -> tuple[list[Part], list[Part]]:
-    table = Dataset.from_list([{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)])
+def parts_of(
+    rows: list[dict], train, held_out, tmp_path, workers=1
+) -> tuple[list[Part], list[Part]]:
+    table = Dataset.from_list(
+        [{ROW: json.dumps(row), ORIGIN: f"f, row {n + 1}"} for n, row in enumerate(rows)]
+    )
     cache = str(tmp_path / f"cache{workers}")
-    flags = DataFlags(data_path=["f"], data_output_path=cache, preprocessing_num_workers=workers, bad_rows="skip")
-    raw, numbers = Rows(table, tuple(rows[0])), (np.array(train, dtype=int), np.array(held_out, dtype=int))
+    flags = DataFlags(
+        data_path=["f"], data_output_path=cache, preprocessing_num_workers=workers, bad_rows="skip"
+    )
+    raw, numbers = (
+        Rows(table, tuple(rows[0])),
+        (np.array(train, dtype=int), np.array(held_out, dtype=int)),
+    )
     return tokenised(parse_sources(["f"], "--data_path")[0], raw, settings(flags=flags), *numbers)
 
 
 def answers_of(part: Part) -> list[str]:
-    return [TOKENIZER.decode(ids[0]).removesuffix("<|end|>") for ids in part.rows.select(part.order)["answers"]]
+    return [
+        TOKENIZER.decode(ids[0]).removesuffix("<|end|>")
+        for ids in part.rows.select(part.order)["answers"]
+    ]
 
 
 def test_token_rows_follow_the_order_of_the_step(tmp_path):
-    [train], [held_out] = parts_of(raw_rows(12), [8, 1, 3, 5], [7, 2], tmp_path)  # of 3 there are no answers
+    [train], [held_out] = parts_of(
+        raw_rows(12), [8, 1, 3, 5], [7, 2], tmp_path
+    )  # of 3 there are no answers
     assert answers_of(train) == ["a8.0", "a8.1", "a1.0", "a5.0", "a5.1"]
     assert answers_of(held_out) == ["a7.0", "a2.0", "a2.1"]
-    with pytest.raises(UserError, match=r"mine: no row of this data set serves this step \(several answers\)"):
+    with pytest.raises(
+        UserError, match=r"mine: no row of this data set serves this step \(several answers\)"
+    ):
         parts_of(raw_rows(12), [0], [], tmp_path)
 
 
-def test_several_processes_make_the_same_rows_and_bad_ones_stand_among_them(tmp_path, monkeypatch, said):
+def test_several_processes_make_the_same_rows_and_bad_ones_stand_among_them(
+    tmp_path, monkeypatch, said
+):
     monkeypatch.setattr(prepare, "BATCH_ROWS", 7)
     rows, places = raw_rows(30), [20, 25, 29]
     for place in places:
         rows[place] = {"prompt": "p", "answers": None}
-    [[one], _], [[two], _] = (parts_of(rows, np.arange(30), [], tmp_path, workers) for workers in (1, 2))
+    [[one], _], [[two], _] = (
+        parts_of(rows, np.arange(30), [], tmp_path, workers) for workers in (1, 2)
+    )
     assert one.rows.to_list() == two.rows.to_list() and (one.order == two.order).all()
-    assert answers_of(two) == [f"a{n}.{k}" for n in range(30) if n not in places for k in range(n % 3)]
+    assert answers_of(two) == [
+        f"a{n}.{k}" for n in range(30) if n not in places for k in range(n % 3)
+    ]
     assert sum("f, row 21: 'answers' is null; the row: " in line for line in said) == 2
     assert sum("f: 3 of 30 rows cannot be used" in line for line in said) == 2
 
@@ -335,7 +471,8 @@ A = Fitted.ANSWER_CUT
 
 
 class Tokens:
-    """What the length limit asks of a tokenizer: BOS is 0, and a chat prompt ends with the added token 8."""
+    """What the length limit asks of a tokenizer: BOS is 0, and a chat prompt ends with the added
+    token 8."""
 
     bos_token_id, added_tokens_decoder = 0, {8: "<|end|>"}
 
@@ -344,7 +481,9 @@ class Tokens:
 
 
 def fitted(prompt, answers, limit, policy, spans=(), of="text"):
-    [found] = fit(EncodedExample(prompt, answers, list(spans)), Example(of), Tokens(), limit, policy)
+    [found] = fit(
+        EncodedExample(prompt, answers, list(spans)), Example(of), Tokens(), limit, policy
+    )
     return found
 
 
@@ -353,29 +492,37 @@ def fit_ids(prompt, answers, limit, policy):
     return row.prompt, row.answers, done
 
 
-@pytest.mark.parametrize(("prompt", "answers", "limit", "left", "right", "middle", "expected_answers", "done"), [
-    ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7, 8]], Fitted.KEPT_WHOLE),
-    ([1, 2, 3], [[7, 8]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], P), ([1, 2, 3], [[7, 8]], 3, [3], [1], [3], [[7, 8]], P),
-    ([1, 2, 3], [[7, 8]], 2, [3], [1], [3], [[7]], A),
-    # An answer that leaves the prompt less than an eighth of the limit is cut to what the eighth leaves: 24 - 3.
-    ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [1], [3], [[7, 8, 9]], A),
-    ([1, 2, 3], [[7] * 40], 24, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7] * 21], A),
-    ([1, 2, 3, 4], [[7] * 22], 24, [2, 3, 4], [1, 2, 3], [1, 3, 4], [[7] * 21], A),
-    # half of the limit is for the prompt where an answer alone is over it
-    ([1, 2, 3, 4, 5, 6], [[7] * 9], 8, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [[7] * 4], A),
-    # The longer answer of a pair decides; both keep the same prompt, and the short one stays whole.
-    ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
-    ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
-    ([1, 2, 3, 4], [], 3, [2, 3, 4], [1, 2, 3], [1, 3, 4], [], P),
-    ([1, 2, 3, 4, 5, 6], [], 4, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [], P),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "answers", "limit", "left", "right", "middle", "expected_answers", "done"),
+    [
+        ([1, 2, 3], [[7, 8]], 5, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7, 8]], Fitted.KEPT_WHOLE),
+        ([1, 2, 3], [[7, 8]], 4, [2, 3], [1, 2], [1, 3], [[7, 8]], P),
+        ([1, 2, 3], [[7, 8]], 3, [3], [1], [3], [[7, 8]], P),
+        ([1, 2, 3], [[7, 8]], 2, [3], [1], [3], [[7]], A),
+        # An answer that leaves the prompt less than an eighth of the limit is cut to what the
+        # eighth leaves: 24 - 3.
+        ([1, 2, 3], [[7, 8, 9, 0]], 4, [3], [1], [3], [[7, 8, 9]], A),
+        ([1, 2, 3], [[7] * 40], 24, [1, 2, 3], [1, 2, 3], [1, 2, 3], [[7] * 21], A),
+        ([1, 2, 3, 4], [[7] * 22], 24, [2, 3, 4], [1, 2, 3], [1, 3, 4], [[7] * 21], A),
+        # half of the limit is for the prompt where an answer alone is over it
+        ([1, 2, 3, 4, 5, 6], [[7] * 9], 8, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [[7] * 4], A),
+        # The longer answer of a pair decides; both keep the same prompt, and the short one stays
+        # whole.
+        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 6, [2, 3], [1, 2], [1, 3], [[7, 0], [7, 8, 9, 0]], P),
+        ([1, 2, 3], [[7, 0], [7, 8, 9, 0]], 4, [3], [1], [3], [[7, 0], [7, 8, 9]], A),
+        ([1, 2, 3, 4], [], 3, [2, 3, 4], [1, 2, 3], [1, 3, 4], [], P),
+        ([1, 2, 3, 4, 5, 6], [], 4, [3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 5, 6], [], P),
+    ],
+)
 def test_the_prompt_is_cut_unless_the_answer_leaves_it_no_room(
     prompt, answers, limit, left, right, middle, expected_answers, done
 ):
     for policy, kept in (("left", left), ("right", right), ("middle", middle)):
         assert fit_ids(prompt, answers, limit, policy) == (kept, expected_answers, done)
     whole = (prompt, answers, Fitted.KEPT_WHOLE if done == Fitted.KEPT_WHOLE else Fitted.DROPPED)
-    assert fit_ids(prompt, answers, limit, "drop") == fit_ids(prompt, answers, limit, "error") == whole
+    assert (
+        fit_ids(prompt, answers, limit, "drop") == fit_ids(prompt, answers, limit, "error") == whole
+    )
 
 
 @pytest.mark.parametrize("policy", ["left", "right", "middle"])
@@ -384,16 +531,35 @@ def test_spans_that_are_whole_mark_the_same_tokens_after_the_cut(policy, limit):
     prompt, spans = list(range(1, 21)), [(0, 2), (5, 9), (9, 10), (13, 20)]
     row, _ = fitted(prompt, [[99]], limit, policy, spans)
     found = [row.prompt[start:end] for start, end in row.prompt_spans]
-    assert found == [prompt[start:end] for start, end in spans if set(prompt[start:end]) <= set(row.prompt)]
+    assert found == [
+        prompt[start:end] for start, end in spans if set(prompt[start:end]) <= set(row.prompt)
+    ]
 
 
-@pytest.mark.parametrize(("policy", "limit", "expected"), [
-    ("left", 7, [0, 5, 6, 7, 8, 9]), ("right", 7, [0, 1, 2, 3, 8, 9]), ("middle", 7, [0, 1, 2, 7, 8, 9]),
-    ("left", 4, [0, 8, 9]), ("right", 4, [0, 8, 9]), ("middle", 4, [0, 8, 9]), ("left", 3, [8, 9]),
-    ("right", 3, [0, 9]), ("middle", 3, [0, 9]), ("left", 2, [9]), ("right", 2, [0]), ("middle", 2, [9]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "limit", "expected"),
+    [
+        ("left", 7, [0, 5, 6, 7, 8, 9]),
+        ("right", 7, [0, 1, 2, 3, 8, 9]),
+        ("middle", 7, [0, 1, 2, 7, 8, 9]),
+        ("left", 4, [0, 8, 9]),
+        ("right", 4, [0, 8, 9]),
+        ("middle", 4, [0, 8, 9]),
+        ("left", 3, [8, 9]),
+        ("right", 3, [0, 9]),
+        ("middle", 3, [0, 9]),
+        ("left", 2, [9]),
+        ("right", 2, [0]),
+        ("middle", 2, [9]),
+    ],
+)
 def test_the_first_token_and_the_opening_of_the_answer_are_kept(policy, limit, expected):
     chat = [{"role": "user", "content": "Where?"}]
     row, done = fitted(list(range(10)), [[99]], limit, policy, of=chat)
     assert (row.prompt, done) == (expected, P)
-    assert fitted([0, 1, 2, 3, 4, 8, 5, 6], [[99]], 5, policy, of=chat)[0].prompt == [0, 8, 5, 6]  # a longer opening
+    assert fitted([0, 1, 2, 3, 4, 8, 5, 6], [[99]], 5, policy, of=chat)[0].prompt == [
+        0,
+        8,
+        5,
+        6,
+    ]  # a longer opening

@@ -1,5 +1,5 @@
-"""Chats as tokens, in chat templates as people have them: which tokens of earlier answers train, how an answer begins
-and ends, once, with one final token, and what is shown of a sample."""
+"""Chats as tokens, in chat templates as people have them: which tokens of earlier answers train,
+how an answer begins and ends, once, with one final token, and what is shown of a sample."""
 
 import re
 from dataclasses import replace
@@ -32,17 +32,20 @@ from dschat_ppo.ppo.collect import end_ids
 from dschat_ppo.run.start_and_end import MOST_CHARACTERS, log_samples, row_sample
 
 TALK = [
-    {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where is it?"},
-    {"role": "assistant", "content": "In the hall 😀"}, {"role": "user", "content": "In the hall 😀"},
-    {"role": "assistant", "content": " Café\n"}, {"role": "user", "content": "And now?"},
-]  # fmt: skip
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Where is it?"},
+    {"role": "assistant", "content": "In the hall 😀"},
+    {"role": "user", "content": "In the hall 😀"},
+    {"role": "assistant", "content": " Café\n"},
+    {"role": "user", "content": "And now?"},
+]
 CHATML = TEMPLATES["BOS by the template"]
 UNMARKED = re.compile(r"\{%-? *(end)?generation *%\}")
 # As those of Qwen 3 and DeepSeek R1: thinking is shown in the last answer only.
 DROPS_THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content.split('</think>')[-1].strip() if m.role == 'assistant' and not loop.last else m.content }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].strip() if"
+    " m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 OPENS_THINKING = DROPS_THINKING.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 
@@ -51,9 +54,14 @@ def spans_of(tokenizer, prompt=TALK, tools=None) -> list[str]:
     """The text of each earlier answer; checks that the ids are those of the prompt."""
     found = encode_example(tokenizer, Example(prompt, ["lamp"], tools=tools), True)
     assert found.prompt == encode_prompt(tokenizer, prompt, tools)
-    assert encode_example(tokenizer, Example(prompt, ["lamp"], tools=tools)) == replace(found, prompt_spans=[])
+    assert encode_example(tokenizer, Example(prompt, ["lamp"], tools=tools)) == replace(
+        found, prompt_spans=[]
+    )
     ids, texts = found.prompt, []
-    for start, stop in found.prompt_spans:  # decoded with what comes before: some tokenizers drop a first space
+    for (
+        start,
+        stop,
+    ) in found.prompt_spans:  # decoded with what comes before: some tokenizers drop a first space
         before = tokenizer.decode(ids[:start])
         whole = tokenizer.decode(ids[:stop])
         texts.append(whole[len(before) :])
@@ -69,9 +77,12 @@ def test_named_templates_with_and_without_marks(kind, name, marks):
         tokenizer.chat_template = UNMARKED.sub("", tokenizer.chat_template)
     end = tokenizer.convert_ids_to_tokens(turn_end(tokenizer).token)
     answers = {
-        "llama-3": ["In the hall 😀", "Café"], "human-assistant": [" In the hall 😀", "  Café\n"]
-    }.get(name, ["In the hall 😀", " Café\n"])  # fmt: skip
-    found = [text.replace("<unk>", "") for text in spans_of(tokenizer)]  # for the letters that a vocabulary lacks
+        "llama-3": ["In the hall 😀", "Café"],
+        "human-assistant": [" In the hall 😀", "  Café\n"],
+    }.get(name, ["In the hall 😀", " Café\n"])
+    found = [
+        text.replace("<unk>", "") for text in spans_of(tokenizer)
+    ]  # for the letters that a vocabulary lacks
     assert found == [f"{answer}{end}" for answer in answers]
 
 
@@ -84,34 +95,56 @@ def test_thinking_that_the_template_drops_is_not_trained(kind, template):
 
 
 MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}ANSWER{% else %}{{ m.content }}"
-    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}ANSWER{% else"
+    " %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<|im_start|>assistant\n{% endif %}"
 )
 FULL = ["In the hall 😀<|im_end|>", " Café\n<|im_end|>"]
 ASIDE = "[aside]{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
 
 
-@pytest.mark.parametrize(("template", "expected"), [
-    # marks that reach too far or not far enough end with the final token
-    (MARKED.replace("ANSWER", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"), FULL),
-    (MARKED.replace("ANSWER", "{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"), FULL),
-    # wrong marks are not used
-    (CHATML.replace("{{ m.role }}", "{% generation %}{{ m.role }}{% endgeneration %}"), FULL),
-    (CHATML.replace("<s>", "<s>{% generation %}x{% endgeneration %}"), FULL),
-    # marks leave out what the template writes before an answer
-    (MARKED.replace("ANSWER", ASIDE), FULL),
-    (MARKED.replace("ANSWER", UNMARKED.sub("", ASIDE)), [f"[aside]{text}" for text in FULL]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        # marks that reach too far or not far enough end with the final token
+        (
+            MARKED.replace(
+                "ANSWER", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{{ '\n' }}"
+            ),
+            FULL,
+        ),
+        (
+            MARKED.replace(
+                "ANSWER", "{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"
+            ),
+            FULL,
+        ),
+        # wrong marks are not used
+        (CHATML.replace("{{ m.role }}", "{% generation %}{{ m.role }}{% endgeneration %}"), FULL),
+        (CHATML.replace("<s>", "<s>{% generation %}x{% endgeneration %}"), FULL),
+        # marks leave out what the template writes before an answer
+        (MARKED.replace("ANSWER", ASIDE), FULL),
+        (MARKED.replace("ANSWER", UNMARKED.sub("", ASIDE)), [f"[aside]{text}" for text in FULL]),
+    ],
+)
 def test_answers_by_marks(template, expected):
     assert spans_of(templated(template)) == expected
 
 
 def test_answers_without_marks():
-    """An answer may hold what the template writes after it; what precedes one belongs to it but at the start."""
-    talk = [TALK[1], {"role": "assistant", "content": "Here.\n\nThere."}, {"role": "user", "content": ""},
-            {"role": "assistant", "content": "Yes."}, TALK[5]]  # fmt: skip
+    """An answer may hold what the template writes after it; what precedes one belongs to it but at
+    the start."""
+    talk = [
+        TALK[1],
+        {"role": "assistant", "content": "Here.\n\nThere."},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "Yes."},
+        TALK[5],
+    ]
     assert spans_of(templated(TEMPLATES["no marker"]), talk) == ["Here.\n\nThere.", "Yes."]
-    spaced = TEMPLATES["no marker"].replace("{{ m", "{{ ' ' if m.role == 'assistant' else '' }}{{ m")
+    spaced = TEMPLATES["no marker"].replace(
+        "{{ m", "{{ ' ' if m.role == 'assistant' else '' }}{{ m"
+    )
     assert spans_of(templated(spaced), talk) == [" Here.\n\nThere.", " Yes."]
     tokenizer = chat_tokenizer("bytes", "human-assistant")
     tokenizer.chat_template = UNMARKED.sub("", tokenizer.chat_template)
@@ -122,9 +155,10 @@ def test_answers_without_marks():
 def test_tool_calls_are_trained_and_tool_messages_are_not(content):
     """Also where the template opens an answer with empty thinking."""
     template = (
-        "{% for m in messages %}CHECK<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-        "<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+        "{% for m in messages %}CHECK<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in"
+        " m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<|im_end|>\n{%"
+        " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{%"
+        " endif %}"
     )
     call = {"type": "function", "function": {"name": "find", "arguments": {"what": "lamp"}}}
     answer = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -137,11 +171,18 @@ def test_tool_calls_are_trained_and_tool_messages_are_not(content):
         spans_of(templated(template.replace("CHECK", check)), talk)
 
 
-@pytest.mark.parametrize("template", [
-    CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' or loop.last }}"),  # drops answers
-    CHATML.replace("{{ m.content }}", "{{ m.content | upper if loop.index < 4 else m.content }}"),
-    CHATML + "{{ messages[2].content | length }}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace(
+            "{{ m.content }}", "{{ m.content if m.role != 'assistant' or loop.last }}"
+        ),  # drops answers
+        CHATML.replace(
+            "{{ m.content }}", "{{ m.content | upper if loop.index < 4 else m.content }}"
+        ),
+        CHATML + "{{ messages[2].content | length }}",
+    ],
+)
 def test_an_answer_that_cannot_be_found_is_refused(template):
     talk = [m if m["role"] == "assistant" else {**m, "content": m["content"].upper()} for m in TALK]
     with pytest.raises(UserError, match="--train_on last"):
@@ -155,27 +196,33 @@ def test_tokens_of_ranges_of_characters():
     assert token_spans(offsets, [(0, 2), (6, 7)]) == [(0, 1), (4, 5)]
 
 
-# As those of DeepSeek R1 and Qwen 3: the opening begins the thinking, and earlier answers lose theirs.
+# As those of DeepSeek R1 and Qwen 3: the opening begins the thinking, and earlier answers lose
+# theirs.
 OPENS_THINK = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% set text = m.content %}{% set thought = '' %}"
-    "{% if m.role == 'assistant' and '</think>' in text %}"
-    "{% set thought = text.split('</think>')[0].split('<think>')[-1].strip() %}"
-    "{% set text = text.split('</think>')[-1].strip() %}{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.index0 > ns.last %}"
-    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ text + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last"
+    " = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% set text = m.content %}{%"
+    " set thought = '' %}{% if m.role == 'assistant' and '</think>' in text %}{% set thought ="
+    " text.split('</think>')[0].split('<think>')[-1].strip() %}{% set text ="
+    " text.split('</think>')[-1].strip() %}{% endif %}{{ '<|im_start|>' + m.role + '\n' }}{% if"
+    " m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n'"
+    " }}{% endif %}{{ text + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
-# The last answer ends with a token that earlier ones do not have: gpt-oss; those of GLM end with the next role.
+# The last answer ends with a token that earlier ones do not have: gpt-oss; those of GLM end with
+# the next role.
 OTHER_END = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[final]{% endif %}"
-    "{{ m.content }}{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}<|endoftext|>"
-    "{% else %}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[final]{% endif"
+    " %}{{ m.content }}{% if m.role == 'assistant' and loop.last and not add_generation_prompt"
+    " %}<|endoftext|>{% else %}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<|im_start|>assistant\n{% endif %}"
 )
 NEXT_ROLE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"  # noqa: E501
 PLAIN_CHATML = SHAPES["ChatML"].template
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|user|>", "<|assistant|>")
-ASK, AGAIN = {"role": "user", "content": "Where is the lamp?"}, {"role": "user", "content": "And its\ncolour?"}
+ASK, AGAIN = (
+    {"role": "user", "content": "Where is the lamp?"},
+    {"role": "user", "content": "And its\ncolour?"},
+)
 LAMP_TALK = [ASK, {"role": "assistant", "content": "In the hall."}, AGAIN]
 
 
@@ -187,7 +234,10 @@ def thinking(thought: str, text: str) -> dict:
 def test_the_end_of_turn_token_is_found_in_the_template_and_stands_once(name):
     tokenizer, shape = shaped(name)
     found = turn_end(tokenizer)
-    assert (found.token, found.dropped) == (tokenizer.convert_tokens_to_ids(shape.end), shape.dropped)
+    assert (found.token, found.dropped) == (
+        tokenizer.convert_tokens_to_ids(shape.end),
+        shape.dropped,
+    )
     assert found.kept.strip() == shape.end
     assert answer_ends(tokenizer) == tuple(dict.fromkeys((tokenizer.eos_token_id, found.token)))
     plain = tokenizer.decode(encode_answer(tokenizer, [ASK], "In the hall."))
@@ -197,14 +247,26 @@ def test_the_end_of_turn_token_is_found_in_the_template_and_stands_once(name):
     assert tokenizer.decode(encode_answer(tokenizer, "Where?", "Here.")) == f"Here.{shape.eos}"
 
 
-THINK = EACH + "<u>{{ m.content }}{{ '<e>' if m.role == 'assistant' }}" + EVERY + opened_by("<u><think>\n")
+THINK = (
+    EACH
+    + "<u>{{ m.content }}{{ '<e>' if m.role == 'assistant' }}"
+    + EVERY
+    + opened_by("<u><think>\n")
+)
 
 
-@pytest.mark.parametrize(("template", "tokens", "answer"), [
-    (EACH + "{{ m.role }}: {{ m.content }}\n" + EVERY + opened_by("assistant: "), ("<|im_end|>",), "Here.</s>"),
-    (PLAIN_CHATML, (), "Here.</s>"),  # generation cannot stop at a string of several tokens
-    (THINK, ("<u>", "<e>"), "Here.<e>"),  # renders the opening in two ways
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "tokens", "answer"),
+    [
+        (
+            EACH + "{{ m.role }}: {{ m.content }}\n" + EVERY + opened_by("assistant: "),
+            ("<|im_end|>",),
+            "Here.</s>",
+        ),
+        (PLAIN_CHATML, (), "Here.</s>"),  # generation cannot stop at a string of several tokens
+        (THINK, ("<u>", "<e>"), "Here.<e>"),  # renders the opening in two ways
+    ],
+)
 def test_an_answer_ends_with_eos_if_the_template_has_no_token_of_its_own(template, tokens, answer):
     tokenizer = special_tokenizer(template, "</s>", tokens)
     assert tokenizer.decode(encode_answer(tokenizer, [ASK], "Here.")) == answer
@@ -212,12 +274,25 @@ def test_an_answer_ends_with_eos_if_the_template_has_no_token_of_its_own(templat
 
 
 def test_the_example_that_a_template_renders_may_have_other_added_tokens_or_be_rejected():
-    tokenizer = special_tokenizer(EACH + "{{ m.content }}  </answer><|im_end|>\n" + EVERY, "</s>", ("<|im_end|>",))
-    tokenizer.add_tokens(["  ", "\n", "</answer>"])  # special tokens precede them, and spaces do not count
+    tokenizer = special_tokenizer(
+        EACH + "{{ m.content }}  </answer><|im_end|>\n" + EVERY, "</s>", ("<|im_end|>",)
+    )
+    tokenizer.add_tokens(
+        ["  ", "\n", "</answer>"]
+    )  # special tokens precede them, and spaces do not count
     assert turn_end(tokenizer).kept == "  </answer><|im_end|>"
     tokenizer.chat_template = EACH + "{{ m.content }}  </answer>\n" + EVERY
-    assert turn_end(tokenizer) == TurnEnd("  </answer>", "\n", tokenizer.convert_tokens_to_ids("</answer>"))
-    for template in ("{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{% broken", {"tools": "x"}, "no message", None):
+    assert turn_end(tokenizer) == TurnEnd(
+        "  </answer>", "\n", tokenizer.convert_tokens_to_ids("</answer>")
+    )
+    for template in (
+        "{{ raise_exception('no') }}",
+        "{{ 1 / 0 }}",
+        "{% broken",
+        {"tools": "x"},
+        "no message",
+        None,
+    ):
         tokenizer = special_tokenizer(template, "</s>")
         assert answer_ends(tokenizer) == (tokenizer.eos_token_id,)
 
@@ -233,24 +308,32 @@ def test_thinking_that_the_template_opens_is_opened_once():
     opening = tokenizer.decode(found.prompt)
     assert opening.endswith("<|im_start|>assistant\n<think>\n") and opening.count("<think>") == 1
     assert list(map(tokenizer.decode, found.answers)) == [
-        "I saw it.\n</think>\n\nIn the hall.<|im_end|>", "No idea.\n</think>\n\nFind it.<|im_end|>"
-    ]  # fmt: skip
+        "I saw it.\n</think>\n\nIn the hall.<|im_end|>",
+        "No idea.\n</think>\n\nFind it.<|im_end|>",
+    ]
 
 
 DROPS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\nOPENED{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] if m.role"
+    " == 'assistant' else m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt"
+    " %}<|im_start|>assistant\nOPENED{% endif %}"
 )
 
 
-@pytest.mark.parametrize(("opened", "answer", "expected"), [
-    ("<think>\n", "<think>\nUm.</think>Here.", "Um.</think>Here."),
-    ("<think>\n", "Um.</think>Here.", "Um.</think>Here."),
-    ("", "<think>\nUm.</think>Here.", "<think>\nUm.</think>Here."),  # its template would drop what is trained
-    ("", "Here.", "Here."),
-    ("Answers:\n", "s:\nlamp", "s:\nlamp"),  # begins as the opening ends, and keeps its start
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("opened", "answer", "expected"),
+    [
+        ("<think>\n", "<think>\nUm.</think>Here.", "Um.</think>Here."),
+        ("<think>\n", "Um.</think>Here.", "Um.</think>Here."),
+        (
+            "",
+            "<think>\nUm.</think>Here.",
+            "<think>\nUm.</think>Here.",
+        ),  # its template would drop what is trained
+        ("", "Here.", "Here."),
+        ("Answers:\n", "s:\nlamp", "s:\nlamp"),  # begins as the opening ends, and keeps its start
+    ],
+)
 def test_the_thinking_of_an_answer_is_kept_and_opened_once(opened, answer, expected):
     tokenizer = special_tokenizer(DROPS.replace("OPENED", opened), "</s>", MARKERS)
     assert tokenizer.decode(encode_answer(tokenizer, [ASK], answer)) == f"{expected}<|im_end|>"
@@ -262,9 +345,14 @@ def test_the_thinking_of_an_answer_is_kept_and_opened_once(opened, answer, expec
 # Each turn of a talk
 
 
-@pytest.mark.parametrize(("template", "earlier", "last"), [
-    (OTHER_END, "[final]{}<|im_end|>", "[final]{}<|endoftext|>"), (NEXT_ROLE, "{}<|user|>", "{}<|endoftext|>"),
-], ids=["gpt-oss", "GLM"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "earlier", "last"),
+    [
+        (OTHER_END, "[final]{}<|im_end|>", "[final]{}<|endoftext|>"),
+        (NEXT_ROLE, "{}<|user|>", "{}<|endoftext|>"),
+    ],
+    ids=["gpt-oss", "GLM"],
+)
 def test_each_trained_turn_ends_with_its_end_token(template, earlier, last):
     tokenizer = special_tokenizer(template, "<|endoftext|>", MARKERS)
     talk = [*LAMP_TALK, {"role": "assistant", "content": "red."}, ASK]
@@ -283,7 +371,8 @@ def test_each_trained_turn_ends_with_its_end_token(template, earlier, last):
 def test_a_text_that_brings_its_own_bos_has_one(kind):
     tokenizer = tokenizer_of(kind)
     with_bos, without = (
-        encode_example(tokenizer, Example("", [text]), True) for text in ("<s>In the hall.", "In the hall.")
+        encode_example(tokenizer, Example("", [text]), True)
+        for text in ("<s>In the hall.", "In the hall.")
     )
     ids = [*with_bos.prompt, *with_bos.answers[0]]
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
@@ -291,17 +380,26 @@ def test_a_text_that_brings_its_own_bos_has_one(kind):
     assert with_bos.prompt == without.prompt
 
 
-@pytest.mark.parametrize(("end", "after"), [
-    ("<|im_end|>", ""), ("<|im_end|>", "\n<|endoftext|>"), ("<|endoftext|>", " \n\n"),
-])  # fmt: skip
-@pytest.mark.parametrize("prompt", ["", "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"])
+@pytest.mark.parametrize(
+    ("end", "after"),
+    [
+        ("<|im_end|>", ""),
+        ("<|im_end|>", "\n<|endoftext|>"),
+        ("<|endoftext|>", " \n\n"),
+    ],
+)
+@pytest.mark.parametrize(
+    "prompt", ["", "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"]
+)
 def test_a_rendered_text_keeps_its_one_end(end, after, prompt):
     tokenizer = special_tokenizer(PLAIN_CHATML, "<|endoftext|>", MARKERS)
     found = encode_example(tokenizer, Example(prompt, [f"In the hall.{end}{after}"]), True)
     assert tokenizer.decode(found.answers[0]) == f"In the hall.{end}"
     assert found.answers == [encode_answer(tokenizer, prompt, f"In the hall.{end}{after}")]
     scored = encode_finished(tokenizer, f"{prompt}In the hall.{end}{after}")
-    assert tokenizer.decode(scored).endswith("In the hall.<|im_end|>" if prompt else f"In the hall.{end}")
+    assert tokenizer.decode(scored).endswith(
+        "In the hall.<|im_end|>" if prompt else f"In the hall.{end}"
+    )
     chat = encode_answer(tokenizer, [ASK], f"In the hall.{end}{after}")
     assert tokenizer.decode(chat) == "In the hall.<|im_end|>"
 
@@ -309,14 +407,18 @@ def test_a_rendered_text_keeps_its_one_end(end, after, prompt):
 # What depends on it: generation and saved models
 
 
-@pytest.mark.parametrize(("listed", "after"), [(1, [1, 4]), ([4, 9], [1, 4, 9]), ([8, 9], [1, 4]), (None, [1, 4])])
+@pytest.mark.parametrize(
+    ("listed", "after"), [(1, [1, 4]), ([4, 9], [1, 4, 9]), ([8, 9], [1, 4]), (None, [1, 4])]
+)
 def test_saved_models_list_every_final_token(assets, tmp_path, listed, after):
     lm = LlamaForCausalLM(tiny_config())
     lm.generation_config.eos_token_id = listed
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     save_model(SimpleNamespace(module=PolicyModel(lm)), tokenizer, tmp_path, ends=(1, 4))
     assert LlamaForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == after
-    eos, end = shaped("Phi")[0].convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])  # generation stops at these, too
+    eos, end = shaped("Phi")[0].convert_tokens_to_ids(
+        ["<|endoftext|>", "<|end|>"]
+    )  # generation stops at these, too
     for ids, others in ((None, ()), (7, ()), ([7, 9], ()), ([end, 9, eos], (9,))):
         model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ids))
         assert end_ids(shaped("Phi")[0], model) == (eos, end, *others)
@@ -340,7 +442,11 @@ HALL_TALK = [
 
 
 def row_of(encoded) -> dict:
-    return {"prompt_ids": encoded.prompt, "answers": encoded.answers, "prompt_spans": encoded.prompt_spans}
+    return {
+        "prompt_ids": encoded.prompt,
+        "answers": encoded.answers,
+        "prompt_spans": encoded.prompt_spans,
+    }
 
 
 def sample(kind: str, answers: list[str], prompt=HALL_TALK) -> str:
@@ -351,23 +457,37 @@ def sample(kind: str, answers: list[str], prompt=HALL_TALK) -> str:
 
 @pytest.mark.parametrize("kind", ["bytes", "letters"])
 def test_trained_parts_are_marked(kind):
-    expected = "<|user|>\nWhere is it?</s>\n<|assistant|>\n⟦In the hall.</s>⟧\n<|user|>\nAnd now?</s>\n<|assistant|>\n"
+    expected = (
+        "<|user|>\nWhere is it?</s>\n<|assistant|>\n⟦In the hall.</s>⟧\n<|user|>\nAnd"
+        " now?</s>\n<|assistant|>\n"
+    )
     assert sample(kind, ["There."]) == expected + "⟦There.</s>⟧"
     assert sample(kind, ["There.", "No."]) == expected + "⟦There.</s>⟧\nor ⟦No.</s>⟧"
     text = sample(kind, ["c" * 3000 + "b"])
-    assert text.startswith("<|user|>") and text.endswith("cb</s>⟧") and len(text) == MOST_CHARACTERS + len(" [...] ")
+    assert (
+        text.startswith("<|user|>")
+        and text.endswith("cb</s>⟧")
+        and len(text) == MOST_CHARACTERS + len(" [...] ")
+    )
     assert sample(kind, []) == expected.replace("⟦", "").replace("⟧", "")
 
 
 def test_the_first_row_of_each_data_set_is_logged(said):
     tokenizer = chat_tokenizer("letters", "zephyr")
     encoded = [row_of(encode_example(tokenizer, Example(letter, ["x"]))) for letter in "abcd"]
-    rows = Dataset.from_list([row | {"source": source} for row, source in zip(encoded, (1, 1, 0, 0), strict=True)])
-    for count, shown in ((1, ["first c", "second a"]), (3, ["first c", "first d", "second a", "second b"])):
+    rows = Dataset.from_list(
+        [row | {"source": source} for row, source in zip(encoded, (1, 1, 0, 0), strict=True)]
+    )
+    for count, shown in (
+        (1, ["first c", "second a"]),
+        (3, ["first c", "first d", "second a", "second b"]),
+    ):
         said.clear()
         log_samples(tokenizer, rows, ("first", "second"), count)
         lines = [text.split() for text in shown]
-        assert said == [f"data: {name}: a sample, answers in ⟦ ⟧:\n{prompt}⟦x</s>⟧" for name, prompt in lines]
+        assert said == [
+            f"data: {name}: a sample, answers in ⟦ ⟧:\n{prompt}⟦x</s>⟧" for name, prompt in lines
+        ]
 
 
 def test_a_sample_and_a_refusal_do_not_control_the_terminal(capsys):

@@ -39,7 +39,10 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """The bash blocks of a page, in their order."""
     text, name = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))
-    return [Block(name, text.count("\n", 0, match.start(1)) + 1, match[1]) for match in _BLOCK.finditer(text)]
+    return [
+        Block(name, text.count("\n", 0, match.start(1)) + 1, match[1])
+        for match in _BLOCK.finditer(text)
+    ]
 
 
 def files_of(page: Path) -> dict[str, str]:

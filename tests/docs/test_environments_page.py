@@ -1,4 +1,5 @@
-"""The game of docs/environments.md in each form, as it stands there and with the flags of the page."""
+"""The game of docs/environments.md in each form, as it stands there and with the flags of the
+page."""
 
 import json
 import re
@@ -22,7 +23,10 @@ EXPECTED = {  # what the guesses 5, 8 and 7 are answered; rewards of the three a
     "trl_game": (SAID, [0, 0, 0, 1]),
     "gymnasium_game": (SAID, [0, 0, 1, 0]),
     "skyrl_game": (["higher", "lower", ""], [0, 0, 1, 0]),
-    "openrlhf_game": (["<|user|>higher<|assistant|>", "<|user|>lower<|assistant|>", ""], [0, 0, 1, 0]),
+    "openrlhf_game": (
+        ["<|user|>higher<|assistant|>", "<|user|>lower<|assistant|>", ""],
+        [0, 0, 1, 0],
+    ),
     "verl_game": (SAID, [-0.01, -0.01, -0.01, 1]),
 }
 
@@ -36,7 +40,9 @@ def files(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.parametrize("words", FLAGS, ids=lambda words: re.search(r"\w+(?=\.\w+)", " ".join(words))[0])
+@pytest.mark.parametrize(
+    "words", FLAGS, ids=lambda words: re.search(r"\w+(?=\.\w+)", " ".join(words))[0]
+)
 def test_a_game(words, request):
     name = request.node.callspec.id
     if name in INSTALLED:
@@ -52,7 +58,9 @@ def test_a_game(words, request):
                 for key, value in (("number", number), ("other", 7))
                 if key in tool["parameters"]["properties"]
             }
-            action["tool_calls"] = [{"type": "function", "function": {"name": tool["name"], "arguments": given}}]
+            action["tool_calls"] = [
+                {"type": "function", "function": {"name": tool["name"], "arguments": given}}
+            ]
         turn = episode.step(action)
         assert not turn.failed_calls
         said.append("".join(message["content"] for message in turn.messages) or turn.text or "")

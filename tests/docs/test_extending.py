@@ -1,4 +1,5 @@
-"""The functions of docs/extending.md run, as they stand there; `main.py` reads the flags that name them."""
+"""The functions of docs/extending.md run, as they stand there; `main.py` reads the flags that name
+them."""
 
 import json
 import re
@@ -25,14 +26,20 @@ from dschat_ppo.rewards.function_reward import parse_function
 PAGE = ROOT / "docs/extending.md"
 FILES = files_of(PAGE)
 STEP_3, STEP_2 = (
-    [word for block in blocks_of(PAGE) if (FLAGS_OF_STEP_3 in block.text) is is_flags
-     for word in " ".join(block.commands).split()]
+    [
+        word
+        for block in blocks_of(PAGE)
+        if (FLAGS_OF_STEP_3 in block.text) is is_flags
+        for word in " ".join(block.commands).split()
+    ]
     for is_flags in (True, False)
-)  # fmt: skip
+)
 NEEDED = ["--actor_model_name_or_path", "model", "--data_path", "rows.jsonl", "--output_dir", "out"]
 TICKET = {
     "ticket": "The lid is broken.",
-    "replies": [{"text": t, "rating": r} for t, r in (("Sorry!", 3), ("No.", 1), ("We send one.", 5))],
+    "replies": [
+        {"text": t, "rating": r} for t, r in (("Sorry!", 3), ("No.", 1), ("We send one.", 5))
+    ],
 }
 
 
@@ -48,7 +55,10 @@ def files(tmp_path, monkeypatch):
 
 
 def config(*words):
-    return parse("ppo", [*NEEDED, "--use_reward_model", "False", "--reward_function", "brevity.py:brevity", *words])
+    return parse(
+        "ppo",
+        [*NEEDED, "--use_reward_model", "False", "--reward_function", "brevity.py:brevity", *words],
+    )
 
 
 def of_flag(flag: str) -> str:
@@ -79,9 +89,14 @@ def test_the_loss_has_the_gradient_of_its_formula():
     mask = torch.tensor([[True, True], [True, False]])
     logprobs = torch.tensor([[-1.0, -2.0], [-0.5, float("nan")]], requires_grad=True)
     terms = PolicyTerms(
-        logprobs, torch.tensor([[-1.2, -2.0], [-0.4, 0.0]]), torch.tensor([[2.0, -1.0], [0.5, 3.0]]), mask
+        logprobs,
+        torch.tensor([[-1.2, -2.0], [-0.4, 0.0]]),
+        torch.tensor([[2.0, -1.0], [0.5, 3.0]]),
+        mask,
     )
-    found = own_function("--policy_loss", of_flag("--policy_loss"))(terms, PolicyLossSettings(clip_eps_high=0.5))
+    found = own_function("--policy_loss", of_flag("--policy_loss"))(
+        terms, PolicyLossSettings(clip_eps_high=0.5)
+    )
     found.losses.sum().backward()
     ratio = torch.tensor([0.2, 0.0, -0.1]).exp()
     expected = ratio * (-torch.tensor([2.0, -1.0, 0.5]) + (ratio - 1) / 0.5)
@@ -97,15 +112,22 @@ def test_the_form_serves_all_steps_leaves_rows_out_and_its_identity_is_that_of_i
     [pair] = form.read(TICKET, "preference")
     assert (pair.prompt, pair.answers) == ("The lid is broken.", ["We send one.", "No."])
     assert form.read(TICKET, "prompt")[0].prompt == "The lid is broken."
-    with pytest.raises(UserError, match=r"^tickets.py:read raised KeyError: 'replies' \(.*tickets.py:3\)"):
+    with pytest.raises(
+        UserError, match=r"^tickets.py:read raised KeyError: 'replies' \(.*tickets.py:3\)"
+    ):
         form.read({"ticket": "?"}, "prompt")
     (files / "tickets.py").write_text(FILES["tickets.py"] + "\n")
-    assert detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags).identity != form.identity
+    assert (
+        detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags).identity != form.identity
+    )
 
 
 def test_the_metric_by_hand():
     rows = made_up_rows()
-    assert own_metrics([of_flag("--metrics")], rows) == {"own/long_answers": 0.0, "own/score_of_long_answers": 0.0}
+    assert own_metrics([of_flag("--metrics")], rows) == {
+        "own/long_answers": 0.0,
+        "own/score_of_long_answers": 0.0,
+    }
     wide = torch.ones(4, 101, dtype=torch.bool) & torch.tensor([[True], [False], [True], [False]])
     found = own_metrics(["answers.py:long_answers"], replace(rows, response_mask=wide))
     assert found == {"own/long_answers": 0.5, "own/score_of_long_answers": 0.0}  # scores 1 and -1
@@ -115,12 +137,18 @@ def test_the_sampler_takes_easy_prompts_first_leaves_out_what_is_solved_and_resu
     rows = [{"level": 2}, {"level": 0}, {"level": 1}, {}]
     sampler = OwnSampler(of_flag("--sampler"), rows, 0)
     assert sampler.take(2) == [1, 3] and sampler.taken == 2
-    sampler.update(torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.0, 0.5]))  # groups: places in the order of taking
+    sampler.update(
+        torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.0, 0.5])
+    )  # groups: places in the order of taking
     again = OwnSampler(of_flag("--sampler"), rows, 0)
     again.load_state_dict(sampler.state_dict())
     assert sampler.take(4) == again.take(4) == [2, 0, 3, 2] and again.order == [1, 3, 2, 0, 3, 2]
-    (files / "own.py").write_text("class Few:\n def __init__(self, rows, seed): pass\n def take(self, n): return [9]")
-    with pytest.raises(UserError, match=r"--sampler own.py:Few: take\(4\): ValueError: it must return 4 numbers"):
+    (files / "own.py").write_text(
+        "class Few:\n def __init__(self, rows, seed): pass\n def take(self, n): return [9]"
+    )
+    with pytest.raises(
+        UserError, match=r"--sampler own.py:Few: take\(4\): ValueError: it must return 4 numbers"
+    ):
         check_own_functions(config("--sampler", "own.py:Few"))
 
 
@@ -132,17 +160,32 @@ def test_a_metric_that_fails_is_named_in_the_run_and_before_it(files):
         own_metrics(["own.py:mean"], replace(made_up_rows(), values=None))
     check_own_functions(config("--metrics", "own.py:mean"))  # PPO has values
     with pytest.raises(UserError, match=r"--metrics own.py:mean: AttributeError"):
-        check_own_functions(config("--metrics", "own.py:mean", "--advantage_estimator", "reinforce_plus_plus"))
+        check_own_functions(
+            config("--metrics", "own.py:mean", "--advantage_estimator", "reinforce_plus_plus")
+        )
     check_own_functions(config("--metrics", "own.py:sets", "--data_path", "a.jsonl", "b.jsonl"))
 
 
 def test_a_checkpoint_belongs_to_the_files_of_estimator_and_loss(files):
-    words = ["--advantage_estimator", of_flag("--advantage_estimator"), "--policy_loss", of_flag("--policy_loss")]
-    inputs = inputs_of(config(*words), ModelFolders("model", None, None), TokenRows(None, None), None)
+    words = [
+        "--advantage_estimator",
+        of_flag("--advantage_estimator"),
+        "--policy_loss",
+        of_flag("--policy_loss"),
+    ]
+    inputs = inputs_of(
+        config(*words), ModelFolders("model", None, None), TokenRows(None, None), None
+    )
     found = {flag: path for flag, path in inputs.files if flag in words}
-    assert found == {words[0]: str(files / "leave_one_out.py"), words[2]: str(files / "squared_ratio.py")}
+    assert found == {
+        words[0]: str(files / "leave_one_out.py"),
+        words[2]: str(files / "squared_ratio.py"),
+    }
     assert not {"--advantage_estimator", "--policy_loss"} & {
-        flag for flag, _ in inputs_of(config(), ModelFolders("model", None, None), TokenRows(None, None), None).files
+        flag
+        for flag, _ in inputs_of(
+            config(), ModelFolders("model", None, None), TokenRows(None, None), None
+        ).files
     }
 
 
@@ -152,21 +195,43 @@ WRONG = {
     "cannot be loaded: ZeroDivisionError": ("--policy_loss", "own.py:f", "1 / 0"),
     r"TypeError: f\(\) takes 0 positional": ("--advantage_estimator", "own.py:f", "def f(): pass"),
     r"advantages must be a tensor \(4, 3\) torch.float32, got \(4,\)": (
-        "--advantage_estimator", "own.py:f", "def f(i): return i.scores, i.rewards"),
+        "--advantage_estimator",
+        "own.py:f",
+        "def f(i): return i.scores, i.rewards",
+    ),
     "advantages must be 0 outside response_mask": (
-        "--advantage_estimator", "own.py:f", "def f(i): return i.rewards + 1, i.rewards"),
-    "it must return TokenLosses, not Tensor": ("--policy_loss", "own.py:f", "def f(t, s): return t.logprobs"),
+        "--advantage_estimator",
+        "own.py:f",
+        "def f(i): return i.rewards + 1, i.rewards",
+    ),
+    "it must return TokenLosses, not Tensor": (
+        "--policy_loss",
+        "own.py:f",
+        "def f(t, s): return t.logprobs",
+    ),
     "losses have no gradient": (
-        "--policy_loss", "own.py:f",
-        "from dschat_ppo.algorithms.actor_critic_losses import *\n"
-        "def f(t, s): return TokenLosses(t.advantages, t.advantages, t.mask)"),
+        "--policy_loss",
+        "own.py:f",
+        (
+            "from dschat_ppo.algorithms.actor_critic_losses import *\n"
+            "def f(t, s): return TokenLosses(t.advantages, t.advantages, t.mask)"
+        ),
+    ),
     "losses are not finite": (
-        "--policy_loss", "own.py:f",
-        "from dschat_ppo.algorithms.actor_critic_losses import *\n"
-        "def f(t, s): return TokenLosses(t.logprobs / t.mask.cumsum(0).sub(1), t.advantages, t.mask)"),
-    "it must return a number or a dict of numbers": ("--metrics", "own.py:f", "def f(rows): return 'x'"),
+        "--policy_loss",
+        "own.py:f",
+        (
+            "from dschat_ppo.algorithms.actor_critic_losses import *\ndef f(t, s): return"
+            " TokenLosses(t.logprobs / t.mask.cumsum(0).sub(1), t.advantages, t.mask)"
+        ),
+    ),
+    "it must return a number or a dict of numbers": (
+        "--metrics",
+        "own.py:f",
+        "def f(rows): return 'x'",
+    ),
     "expected FILE.py:FUNCTION": ("--metrics", "kl", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("cause", WRONG)
@@ -180,7 +245,12 @@ def test_a_wrong_function_ends_the_run_before_a_model_is_loaded(files, cause):
 
 def test_what_a_form_makes_must_fit(files):
     (files / "own.py").write_text("def f(row): return [row['ticket']]\ndef g(row): return None")
-    for name, cause in (("f", "own.py:f must return a dict, a list of dicts or None"), ("g", "own.py:g: makes no row")):
+    for name, cause in (
+        ("f", "own.py:f must return a dict, a list of dicts or None"),
+        ("g", "own.py:g: makes no row"),
+    ):
         flags = DataFlags(["tickets.jsonl"], data_format=f"own.py:{name}")
         with pytest.raises(UserError, match=cause):
-            detect_form("tickets.jsonl", list(TICKET), [json.loads(json.dumps(TICKET))], False, flags)
+            detect_form(
+                "tickets.jsonl", list(TICKET), [json.loads(json.dumps(TICKET))], False, flags
+            )

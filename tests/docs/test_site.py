@@ -1,4 +1,5 @@
-"""The site: `mkdocs build --strict` has no warning, pages need no network, and links of README.md lead somewhere."""
+"""The site: `mkdocs build --strict` has no warning, pages need no network, and links of README.md
+lead somewhere."""
 
 import re
 import subprocess
@@ -15,9 +16,18 @@ _FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "li
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built site. It contains every page of docs/ and no other file of this machine."""
+    """The folder of the built site. It contains every page of docs/ and no other file of this
+    machine."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(ROOT / "mkdocs.yml"),
+    ]
     result = subprocess.run(
         [*command, "--site-dir", str(folder)], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -48,7 +58,10 @@ def seen_in(page) -> Seen:
 
 
 def test_every_page_is_built_and_none_loads_anything_from_the_network(site):
-    pages = [page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")]
+    pages = [
+        page.relative_to(ROOT / "docs").with_suffix(".html")
+        for page in (ROOT / "docs").rglob("*.md")
+    ]
     assert [page for page in pages if not (site / page).exists()] == []
     loaded = {address for page in site.rglob("*.html") for address in seen_in(page).loaded}
     assert not [address for address in loaded if re.match(r"(https?:)?//", address)]
@@ -63,4 +76,6 @@ def test_links_of_a_page_outside_of_the_site(site, name):
         assert (ROOT / path).exists(), f"{name} links to {path}, which does not exist"
         if anchor:
             page = site / path.removeprefix("docs/").replace(".md", ".html")
-            assert anchor in seen_in(page).anchors, f"{name} links to {link}, which has no such heading"
+            assert anchor in seen_in(page).anchors, (
+                f"{name} links to {link}, which has no such heading"
+            )

@@ -1,4 +1,5 @@
-"""docs/traced-step.md shows the calls and shapes of a real PPO step on two ranks. `--update-docs` writes them."""
+"""docs/traced-step.md shows the calls and shapes of a real PPO step on two ranks. `--update-docs`
+writes them."""
 
 import json
 import re
@@ -9,7 +10,8 @@ from launch import forked, succeed
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 PAGE = ROOT / "docs" / "traced-step.md"
-FLAGS = """--per_device_generation_batch_size 4 --per_device_training_batch_size 2 --max_answer_seq_len 6
+FLAGS = """--per_device_generation_batch_size 4 --per_device_training_batch_size 2
+--max_answer_seq_len 6
 --min_answer_seq_len 6 --actor_zero_stage 3 --critic_zero_stage 3 --max_steps 1 --num_warmup_steps 0
 --data_split 0,0,1"""
 

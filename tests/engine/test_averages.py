@@ -1,4 +1,5 @@
-"""The moving average of the weights, the reference that follows the actor, and the parts of weights that ranks hold."""
+"""The moving average of the weights, the reference that follows the actor, and the parts of weights
+that ranks hold."""
 
 import json
 from types import SimpleNamespace
@@ -13,7 +14,12 @@ from torch import nn
 
 from dschat_ppo.common.dist import is_partitioned, own_part
 from dschat_ppo.engine import averages
-from dschat_ppo.engine.averages import MovingAverage, ReferenceSync, refresh_whole_copy, whole_averages
+from dschat_ppo.engine.averages import (
+    MovingAverage,
+    ReferenceSync,
+    refresh_whole_copy,
+    whole_averages,
+)
 from dschat_ppo.errors import NonFiniteError
 
 
@@ -37,7 +43,9 @@ def test_the_average_matches_the_formula_also_after_a_resume():
 
 def test_a_partition_is_restored_from_another_partitioning(monkeypatch):
     """That of four ranks, the last one padded."""
-    states = [{"weight": torch.tensor(part)} for part in ([0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0])]
+    states = [
+        {"weight": torch.tensor(part)} for part in ([0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 99.0])
+    ]
     model = nn.Linear(7, 1, bias=False)
     model.weight = partitioned_weight(7, [0.0] * 3)
     for rank, expected in enumerate(([0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0])):
@@ -47,11 +55,20 @@ def test_a_partition_is_restored_from_another_partitioning(monkeypatch):
         assert average.state_dict()["weight"].tolist()[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("saved", [
-    [{"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}, {}],  # all on the first rank
-    [{"bias": torch.tensor([3.0])}, {}, {"weight": torch.tensor([[1.0, 2.0]])}],
-    [{"weight": torch.tensor([1.0]), "bias": torch.tensor([3.0])}, {"weight": torch.tensor([2.0])}],  # partitions
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "saved",
+    [
+        [
+            {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])},
+            {},
+        ],  # all on the first rank
+        [{"bias": torch.tensor([3.0])}, {}, {"weight": torch.tensor([[1.0, 2.0]])}],
+        [
+            {"weight": torch.tensor([1.0]), "bias": torch.tensor([3.0])},
+            {"weight": torch.tensor([2.0])},
+        ],  # partitions
+    ],
+)
 def test_whole_weights_are_restored_from_any_division(saved, monkeypatch):
     for rank, expected in enumerate(({"weight": [[1.0, 2.0]]}, {"bias": [3.0]})):
         monkeypatch.setenv("RANK", str(rank))
@@ -105,7 +122,10 @@ def test_whole_averages_are_joined_without_padding_from_whatever_each_rank_holds
         {"a": torch.arange(4.0, 8.0), "b": torch.tensor([99.0]), "other": torch.zeros(2)},
     ]
     found = whole_averages(iter(parts), shapes)
-    assert {name: value.tolist() for name, value in found.items()} == {"a": [[0, 1, 2], [3, 4, 5]], "b": [8]}
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "a": [[0, 1, 2], [3, 4, 5]],
+        "b": [8],
+    }
     whole = [{"a": torch.arange(6.0).view(2, 3)}, {}]  # without ZeRO-3 rank 0 holds everything
     assert whole_averages(whole, shapes)["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -142,7 +162,9 @@ def test_half_precision_is_mixed_in_fp32_and_rounded_once():
     actor, reference = models(torch.bfloat16)
     old = reference.weight.detach().clone()
     expected = np.float32(0.3) * actor.weight.detach().float().numpy()
-    expected = torch.from_numpy(expected + np.float32(1 - 0.3) * old.float().numpy()).to(torch.bfloat16)
+    expected = torch.from_numpy(expected + np.float32(1 - 0.3) * old.float().numpy()).to(
+        torch.bfloat16
+    )
     sync_of(actor, reference, 0.3).update()
     assert reference.weight.dtype == torch.bfloat16 and torch.equal(reference.weight, expected)
     in_half = 0.3 * actor.weight.detach() + (1 - 0.3) * old
@@ -155,7 +177,9 @@ def test_an_actor_that_is_not_finite_leaves_the_reference_as_it_is():
     actor.bias.data[1] = float("inf")
     with pytest.raises(NonFiniteError, match=r"^actor: weights are not finite \(rank 0: lm.bias\)"):
         sync_of(actor, reference, 0.5).update()
-    assert all(torch.equal(one, other) for one, other in zip(before, reference.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, reference.parameters(), strict=True)
+    )
 
 
 WHOLE = [float(number) for number in range(7)]
@@ -170,7 +194,8 @@ def partitioned_weight(numel: int, part: list[float]) -> nn.Parameter:
 
 
 @pytest.mark.parametrize(
-    ("rank", "first", "kept"), [(0, 0, [1.0, 2.0]), (1, 2, [1.0, 2.0]), (2, 4, [1.0]), (3, 5, []), (9, 5, [])]
+    ("rank", "first", "kept"),
+    [(0, 0, [1.0, 2.0]), (1, 2, [1.0, 2.0]), (2, 4, [1.0]), (3, 5, []), (9, 5, [])],
 )
 def test_a_partition_has_no_padding(monkeypatch, rank, first, kept):
     """Five elements in parts of two."""
@@ -183,7 +208,10 @@ def test_a_partition_has_no_padding(monkeypatch, rank, first, kept):
 
 
 def test_a_sync_moves_the_whole_copy_too_if_zero_keeps_one():
-    for status, expected in ((ZeroParamStatus.AVAILABLE, [[1.0, -2.0]]), (ZeroParamStatus.NOT_AVAILABLE, [[0.0, 0.0]])):
+    for status, expected in (
+        (ZeroParamStatus.AVAILABLE, [[1.0, -2.0]]),
+        (ZeroParamStatus.NOT_AVAILABLE, [[0.0, 0.0]]),
+    ):
         actor, reference = (nn.Linear(2, 1, bias=False) for _ in range(2))
         actor.weight.data = torch.tensor([[4.0, -8.0]])
         reference.weight = weight = partitioned_weight(2, [0.0, 0.0])

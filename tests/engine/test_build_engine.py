@@ -1,5 +1,5 @@
-"""Engines from models: parameter groups, optimizer, modes, and the schedule, equal to those of transformers to the last
-bit."""
+"""Engines from models: parameter groups, optimizer, modes, and the schedule, equal to those of
+transformers to the last bit."""
 
 import math
 import os
@@ -45,7 +45,9 @@ def test_biases_and_norms_do_not_decay_also_where_weights_are_partitioned():
     decayed, others = parameter_groups(model, SETTINGS)
     assert (decayed["weight_decay"], others["weight_decay"], len(others["params"])) == (0.1, 0.0, 3)
     assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[2].weight)}
-    assert not is_layer_matrix("backbone.layers.0.mixer.A_log", (8, 4)), "of Mamba, which multiplies no states"
+    assert not is_layer_matrix("backbone.layers.0.mixer.A_log", (8, 4)), (
+        "of Mamba, which multiplies no states"
+    )
 
 
 def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
@@ -55,28 +57,47 @@ def test_lora_has_its_own_rate_and_the_schedule_scales_all_groups():
     groups = parameter_groups(model, settings)
     names = {id(p): name for name, p in model.named_parameters()}
     assert [(group.get("lr"), group["weight_decay"]) for group in groups] == [
-        (None, 0.1), (None, 0.0), (2.0, 0.1), (2.0, 0.0)
-    ]  # fmt: skip
-    assert ["lora" in names[id(group["params"][0])] for group in groups] == [False, False, True, True]
-    assert sum(len(group["params"]) for group in groups) == sum(weight.requires_grad for weight in model.parameters())
+        (None, 0.1),
+        (None, 0.0),
+        (2.0, 0.1),
+        (2.0, 0.0),
+    ]
+    assert ["lora" in names[id(group["params"][0])] for group in groups] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert sum(len(group["params"]) for group in groups) == sum(
+        weight.requires_grad for weight in model.parameters()
+    )
     optimizer = build_optimizer(model, settings)
     scheduler = LambdaLR(optimizer, partial(rate_factor, settings))
     scheduler.step()
     assert scheduler.get_last_lr() == [0.375, 0.375, 1.5, 1.5]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, torch.bfloat16), (1, torch.bfloat16), (0, torch.float32)]
+)
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank_neither_copies_nor_rounds_accumulated_gradients(stage, dtype):
-    """Two micro-batches with gradients 1 and 2**-9: their sum is no number of bf16. Its tenth is Adam's first state."""
-    model, settings = nn.Linear(1, 1, bias=False).to(dtype), replace(SETTINGS, warmup_steps=0, betas=(0.9, 0.9))
+    """Two micro-batches with gradients 1 and 2**-9: their sum is no number of bf16. Its tenth is
+    Adam's first state."""
+    model, settings = (
+        nn.Linear(1, 1, bias=False).to(dtype),
+        replace(SETTINGS, warmup_steps=0, betas=(0.9, 0.9)),
+    )
     config = train_config(stage, "bf16" if dtype.itemsize == 2 else "fp32", False, 1, 0.0)
     engine = train_engine(model, config, settings)
     reduced = []
     engine.allreduce_bucket = lambda *_: reduced.append(1)
     for last, gradient in ((False, 1.0), (True, 2.0**-9)):
         engine.set_gradient_accumulation_boundary(last)
-        engine.backward(engine(torch.full((1, 1), gradient, dtype=dtype, device=dist.device())), scale_wrt_gas=False)
+        engine.backward(
+            engine(torch.full((1, 1), gradient, dtype=dtype, device=dist.device())),
+            scale_wrt_gas=False,
+        )
     engine.step()
     [state] = [state for state in engine.optimizer.state.values() if "exp_avg" in state]
     assert float(state["exp_avg"].flatten()[0]) == pytest.approx(0.1 * (1 + 2.0**-9), rel=1e-6)
@@ -105,41 +126,67 @@ def orthogonal(matrix: np.ndarray) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize(("stage", "dtype", "kind", "muon"), [
-    (0, "fp32", "gpt2", 0.2), (1, "bf16", "llama", 0.2), (0, "fp32", "llama", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "dtype", "kind", "muon"),
+    [
+        (0, "fp32", "gpt2", 0.2),
+        (1, "bf16", "llama", 0.2),
+        (0, "fp32", "llama", None),
+    ],
+)
 @pytest.mark.usefixtures("one_rank")
-def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(stage, dtype, kind, muon, monkeypatch):
-    """Momentum, iteration, scale and decay in numpy; gradients are clipped, and a skipped step changes nothing."""
+def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(
+    stage, dtype, kind, muon, monkeypatch
+):
+    """Momentum, iteration, scale and decay in numpy; gradients are clipped, and a skipped step
+    changes nothing."""
     words = "--learning_rate 0.1 --weight_decay 0.1 --adam_epsilon 1e-6 --lr_scheduler_type linear"
     words += f" --optimizer muon --muon_learning_rate {muon}" if muon else ""
     settings = optimizer_settings(parse("sft", [*NEEDED["sft"], *words.split()]), 4)
-    engine = train_engine(new_model(kind).to(DTYPES[dtype]), train_config(stage, dtype, False, 1, 0.05), settings)
+    engine = train_engine(
+        new_model(kind).to(DTYPES[dtype]), train_config(stage, dtype, False, 1, 0.05), settings
+    )
     module = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
-    monkeypatch.setattr(module, "ns_compute_dtype", {"standard": torch.float32}.__getitem__)  # in place of bf16
+    monkeypatch.setattr(
+        module, "ns_compute_dtype", {"standard": torch.float32}.__getitem__
+    )  # in place of bf16
 
     def numbers(of) -> dict[str, np.ndarray]:
-        return {name: of(weight).double().cpu().numpy().copy() for name, weight in engine.module.named_parameters()}
+        return {
+            name: of(weight).double().cpu().numpy().copy()
+            for name, weight in engine.module.named_parameters()
+        }
 
     master = safe_get_full_fp32_param if stage else torch.detach
-    ids, momenta = torch.arange(24, device=dist.device()).view(2, 12), dict.fromkeys(numbers(torch.detach), 0.0)
+    ids, momenta = (
+        torch.arange(24, device=dist.device()).view(2, 12),
+        dict.fromkeys(numbers(torch.detach), 0.0),
+    )
     for factor, bad in ((1, 0.0), (0.75, math.inf), (0.75, 0.0)):
         before = numbers(master)
         rates = {"lr": 0.1 * factor} | ({"muon_lr": muon * factor} if muon else {})
         assert learning_rates(engine) == pytest.approx(rates)
-        rows = accumulate(engine, [ids], lambda rows, bad=bad: engine(rows).logits.float().logsumexp(-1).mean() + bad)
+        rows = accumulate(
+            engine,
+            [ids],
+            lambda rows, bad=bad: engine(rows).logits.float().logsumexp(-1).mean() + bad,
+        )
         gradients, result = numbers(safe_get_full_grad), apply(rows)
         for name, after in numbers(master).items():
             old, gradient = before[name], gradients[name] * min(1, 0.05 / result.grad_norm)
             if bad:
                 expected = old
-            elif muon and gradient.ndim > 1 and (".0." in name or ".1." in name):  # a matrix of one of the two layers
+            elif (
+                muon and gradient.ndim > 1 and (".0." in name or ".1." in name)
+            ):  # a matrix of one of the two layers
                 momenta[name] = 0.95 * momenta[name] + 0.05 * gradient
                 update = orthogonal(0.05 * gradient + 0.95 * momenta[name])
                 update *= max(1, gradient.shape[0] / gradient.shape[1]) ** 0.5
                 expected = old - muon * factor * (update + 0.1 * old)
             elif factor == 1:  # the first step of Adam
-                expected = old - 0.1 * (gradient / (abs(gradient) + 1e-6) + 0.1 * old * (gradient.ndim > 1))
+                expected = old - 0.1 * (
+                    gradient / (abs(gradient) + 1e-6) + 0.1 * old * (gradient.ndim > 1)
+                )
             else:
                 continue
             np.testing.assert_allclose(after, expected, atol=2e-4, err_msg=name)
@@ -147,10 +194,18 @@ def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(stage, dtype,
 
 @pytest.mark.ranks
 def test_below_zero_2_the_number_of_ranks_changes_no_gradient(tmp_path):
-    """The sums of bf16 gradients are added in fp32. (Each gradient is rounded, the same on any rank.) So Muon's updates
-    are the same too, though one matrix lies on both ranks."""
+    """The sums of bf16 gradients are added in fp32. (Each gradient is rounded, the same on any
+    rank.) So Muon's updates are the same too, though one matrix lies on both ranks."""
     for ranks in (1, 2):
-        succeed(forked(ranks, "tests/workers/two_ranks.py", "summed_gradients", tmp_path / f"{ranks}.pt", timeout=100))
+        succeed(
+            forked(
+                ranks,
+                "tests/workers/two_ranks.py",
+                "summed_gradients",
+                tmp_path / f"{ranks}.pt",
+                timeout=100,
+            )
+        )
     (one, moved), (two, others) = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
     assert len(one) == 2 and all(part.abs().max() > 1e-3 for part in one)
     for part, other in zip(one, two, strict=True):
@@ -160,7 +215,14 @@ def test_below_zero_2_the_number_of_ranks_changes_no_gradient(tmp_path):
         torch.testing.assert_close(part, other, rtol=0, atol=1e-5)
 
 
-KINDS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+KINDS = [
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+]
 
 
 def of_transformers(kind: str, warmup: int, total: int, peak: float, **settings) -> list[float]:
@@ -169,15 +231,21 @@ def of_transformers(kind: str, warmup: int, total: int, peak: float, **settings)
     return [float(scheduler.lr_lambdas[0](step)) for step in range(total + 4)]
 
 
-def factors(kind: str, warmup: int, total: int, steps: int, peak: float = 1.0, least: float = 0.0) -> list[float]:
-    settings = OptimizerSettings(peak, 0.0, kind, warmup, total, (0.9, 0.95), 1e-8, min_lr_ratio=least)
+def factors(
+    kind: str, warmup: int, total: int, steps: int, peak: float = 1.0, least: float = 0.0
+) -> list[float]:
+    settings = OptimizerSettings(
+        peak, 0.0, kind, warmup, total, (0.9, 0.95), 1e-8, min_lr_ratio=least
+    )
     return [rate_factor(settings, step) for step in range(steps)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("warmup", "total"), [(0, 7), (3, 11), (7, 100), (0, 1), (5, 6)])
 def test_factors_are_those_of_transformers(kind, warmup, total):
-    assert factors(kind, warmup, total, total + 4, 3e-5) == of_transformers(kind, warmup, total, 3e-5)
+    assert factors(kind, warmup, total, total + 4, 3e-5) == of_transformers(
+        kind, warmup, total, 3e-5
+    )
     if kind == "cosine":  # which has a lowest factor there
         expected = of_transformers("cosine_with_min_lr", warmup, total, 0.5, min_lr_rate=0.3)
         assert factors(kind, warmup, total, total + 4, least=0.3) == expected
@@ -185,5 +253,9 @@ def test_factors_are_those_of_transformers(kind, warmup, total):
 
 def test_a_lowest_factor_by_hand():
     assert factors("linear", 1, 5, 7, least=0.2) == pytest.approx([0, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert factors("polynomial", 1, 5, 7, 0.5, least=0.2) == pytest.approx([0, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert factors("cosine_with_restarts", 1, 3, 5, least=0.2) == pytest.approx([0, 1, 0.6, 0.2, 0.2])
+    assert factors("polynomial", 1, 5, 7, 0.5, least=0.2) == pytest.approx(
+        [0, 1, 0.8, 0.6, 0.4, 0.2, 0.2]
+    )
+    assert factors("cosine_with_restarts", 1, 3, 5, least=0.2) == pytest.approx(
+        [0, 1, 0.6, 0.2, 0.2]
+    )

@@ -1,5 +1,5 @@
-"""Switching a model between training and generation (over ranks: tests/ranks/test_ranks_hybrid.py), training states in
-host memory meanwhile; which models can be divided over ranks."""
+"""Switching a model between training and generation (over ranks: tests/ranks/test_ranks_hybrid.py),
+training states in host memory meanwhile; which models can be divided over ranks."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +15,12 @@ from torch import nn
 from dschat_ppo.checkpoint.engine_state import flat_masters
 from dschat_ppo.common import dist
 from dschat_ppo.engine import hybrid_engine
-from dschat_ppo.engine.build_engine import OptimizerSettings, eval_engine, train_engine, whole_weights
+from dschat_ppo.engine.build_engine import (
+    OptimizerSettings,
+    eval_engine,
+    train_engine,
+    whole_weights,
+)
 from dschat_ppo.engine.ds_config import eval_config, train_config
 from dschat_ppo.engine.hybrid_engine import (
     HybridEngine,
@@ -56,10 +61,17 @@ def test_adapters_cannot_be_merged_into_weights_that_are_never_whole():
         HybridEngine(SimpleNamespace(module=model), pinned=False, merge=lambda *_: None)
 
 
-@pytest.mark.parametrize(("partitioned", "pinned", "collective"), [
-    (True, False, True), (True, True, False), (False, False, False),
-])  # fmt: skip
-def test_forward_passes_are_collective_only_if_layers_are_gathered_one_by_one(partitioned, pinned, collective):
+@pytest.mark.parametrize(
+    ("partitioned", "pinned", "collective"),
+    [
+        (True, False, True),
+        (True, True, False),
+        (False, False, False),
+    ],
+)
+def test_forward_passes_are_collective_only_if_layers_are_gathered_one_by_one(
+    partitioned, pinned, collective
+):
     model = torch.nn.Linear(2, 2)
     if partitioned:
         model.weight.ds_id = 0
@@ -83,15 +95,21 @@ def engine_of(stage: int, dtype: str):
     torch.manual_seed(0)
     config = train_config(stage, dtype, False, 1, 1.0)
     config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1}
-    config["zero_optimization"] |= {"reduce_bucket_size": 1000}  # a sleep fills the default one, 2 GB, with zeros
+    config["zero_optimization"] |= {
+        "reduce_bucket_size": 1000
+    }  # a sleep fills the default one, 2 GB, with zeros
     model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)).to(DTYPES[dtype])
     return train_engine(model, config, SETTINGS)
 
 
 def step(engine, number: int, dtype: str) -> float:
     generator = torch.Generator().manual_seed(number)
-    batches = [torch.randn(2, 4, generator=generator).to(dist.device(), DTYPES[dtype]) for _ in range(2)]
-    return apply(accumulate(engine, batches, lambda x: engine(x).float().pow(2).sum() / 12)).grad_norm
+    batches = [
+        torch.randn(2, 4, generator=generator).to(dist.device(), DTYPES[dtype]) for _ in range(2)
+    ]
+    return apply(
+        accumulate(engine, batches, lambda x: engine(x).float().pow(2).sum() / 12)
+    ).grad_norm
 
 
 def numbers_of(engine) -> list[torch.Tensor]:
@@ -101,39 +119,62 @@ def numbers_of(engine) -> list[torch.Tensor]:
 
 
 def held_bytes(tensors) -> int:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 
 @pytest.mark.parametrize(("stage", "dtype"), CASES)
-def test_training_is_bit_equal_with_and_without_sleep_at_every_stage_and_dtype(stage, dtype, simulated):
-    """Meanwhile states, masters and gradients have left the device, and the actor's weights stay."""
+def test_training_is_bit_equal_with_and_without_sleep_at_every_stage_and_dtype(
+    stage, dtype, simulated
+):
+    """Meanwhile states, masters and gradients have left the device, and the actor's weights
+    stay."""
     awake, sleeper = engine_of(stage, dtype), engine_of(stage, dtype)
     hybrid, weights = HybridEngine(sleeper, sleeping=[sleeper]), 4 * 9 + 9 + 9 * 3 + 3
     for number in range(3):
         assert step(awake, number, dtype) == step(sleeper, number, dtype)
         before = numbers_of(sleeper)
-        moments = [value for state in sleeper.basic_optimizer.state.values() for value in state.values()]
+        moments = [
+            value for state in sleeper.basic_optimizer.state.values() for value in state.values()
+        ]
         with hybrid.generating() as model:
             assert held_bytes(model.parameters()) > 0
             model(torch.zeros(1, 4, dtype=DTYPES[dtype], device=dist.device()))
             assert held_bytes(moments) == 0 and len(moments) > 0
-            if not isinstance(sleeper.optimizer, torch.optim.Optimizer):  # else the parameters are the fp32 weights
-                assert held_bytes(flat_masters(sleeper)) == held_bytes(training_states(sleeper)) == 0
-        assert held_bytes(moments) >= 2 * 4 * weights  # two moments of 4 bytes each; at stage 3 padded
+            if not isinstance(
+                sleeper.optimizer, torch.optim.Optimizer
+            ):  # else the parameters are the fp32 weights
+                assert (
+                    held_bytes(flat_masters(sleeper)) == held_bytes(training_states(sleeper)) == 0
+                )
+        assert (
+            held_bytes(moments) >= 2 * 4 * weights
+        )  # two moments of 4 bytes each; at stage 3 padded
         assert len(before) > 4 and all(map(torch.equal, before, numbers_of(sleeper)))
     assert all(map(torch.equal, numbers_of(awake), numbers_of(sleeper)))
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(3, "fp32"), (3, "bf16"), (2, "bf16"), (1, "bf16")])
-def test_buffers_of_gradients_leave_the_device_without_a_copy_and_12_bytes_a_weight_are_copied(stage, dtype, simulated):
+def test_buffers_of_gradients_leave_the_device_without_a_copy_and_12_bytes_a_weight_are_copied(
+    stage, dtype, simulated
+):
     engine = engine_of(stage, dtype)
     step(engine, 0, dtype)
-    buffers, weights = list(gradient_buffers(engine)), sum(flat.numel() for flat in flat_masters(engine))
-    size, copied = held_bytes(buffers), held_bytes(training_states(engine))  # the actor's weights stay
+    buffers, weights = (
+        list(gradient_buffers(engine)),
+        sum(flat.numel() for flat in flat_masters(engine)),
+    )
+    size, copied = (
+        held_bytes(buffers),
+        held_bytes(training_states(engine)),
+    )  # the actor's weights stay
     bucket = engine.optimizer.reduce_bucket_size * DTYPES[dtype].itemsize if stage == 3 else 0
     assert size == bucket + 4 * weights * (stage != 2)
-    assert 12 * weights <= copied <= 12 * weights + 64  # fp32 weights and two moments, besides counts of steps
+    assert (
+        12 * weights <= copied <= 12 * weights + 64
+    )  # fp32 weights and two moments, besides counts of steps
     hybrid, host = HybridEngine(engine, sleeping=[engine]), []
     with hybrid.generating():
         assert held_bytes(buffers) == 0
@@ -164,12 +205,19 @@ def test_engines_that_generation_does_not_use_sleep_with_their_weights(simulated
     reference = eval_engine(nn.Linear(4, 4).bfloat16(), eval_config(0, "bf16", False, 1))
     reward = eval_engine(nn.Sequential(base), eval_config(0, "bf16", False, 1))
     with HybridEngine(actor, sleeping=[actor, critic, reference, reward]).generating():
-        assert held_bytes(weights_of(critic)) == held_bytes(weights_of(reference)) == held_bytes([base.bias]) == 0
+        assert (
+            held_bytes(weights_of(critic))
+            == held_bytes(weights_of(reference))
+            == held_bytes([base.bias])
+            == 0
+        )
         assert held_bytes(weights_of(actor)) > 0 and held_bytes([base.weight]) > 0
     assert held_bytes(weights_of(critic)) > 0 and held_bytes(weights_of(reference)) > 0
 
 
-def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(simulated, monkeypatch):
+def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(
+    simulated, monkeypatch
+):
     tensors = [torch.arange(5.0), torch.arange(3.0)]
     with pytest.raises(KeyError), asleep(tensors):
         assert held_bytes(tensors) == 0
@@ -192,7 +240,9 @@ def test_an_error_in_the_block_and_while_falling_asleep_brings_everything_back(s
 
 def test_host_memory_is_kept_for_tensors_of_the_same_size(simulated, monkeypatch):
     made = []
-    monkeypatch.setattr(hybrid_engine, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size))
+    monkeypatch.setattr(
+        hybrid_engine, "host_memory", lambda size: made.append(size) or torch.UntypedStorage(size)
+    )
     tensors, host = [torch.arange(5.0), torch.arange(3.0)], {}
     for number in range(3):
         with asleep(tensors, host=host):
@@ -206,17 +256,22 @@ def test_host_memory_is_kept_for_tensors_of_the_same_size(simulated, monkeypatch
 
 
 class Runtime:
-    """CUDA's functions for host memory. As there, an error stays until a kernel is launched, which then fails."""
+    """CUDA's functions for host memory. As there, an error stays until a kernel is launched, which
+    then fails."""
 
     def __init__(self, monkeypatch):
         self.held, self.most, self.error = {}, 2**40, 0
         ones = torch.ones
         monkeypatch.setattr(hybrid_engine, "on_gpu", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(torch, "ones", lambda *args, **named: self.launch() or ones(*args, **named))
+        monkeypatch.setattr(
+            torch, "ones", lambda *args, **named: self.launch() or ones(*args, **named)
+        )
 
     def cudaHostRegister(self, place, size, flags):  # noqa: N802  CUDA's name
-        assert flags == 0 and all(place + size <= first or place >= end for first, end in self.held.items())
+        assert flags == 0 and all(
+            place + size <= first or place >= end for first, end in self.held.items()
+        )
         if sum(end - first for first, end in self.held.items()) + size > self.most:
             self.error = 2
             return 2
@@ -237,7 +292,9 @@ class Runtime:
         return sorted(end - first for first, end in self.held.items())
 
 
-def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(monkeypatch, simulated, said):
+def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(
+    monkeypatch, simulated, said
+):
     runtime, mib, host = Runtime(monkeypatch), 2**20, {}
     sizes = (mib, 3 * mib + 4, mib - 1)
     memory = [kept_memory(host, number, size) for number, size in enumerate(sizes)]
@@ -254,17 +311,31 @@ def test_with_a_gpu_host_memory_is_page_locked_until_it_is_freed_or_replaced(mon
     assert runtime.sizes == []
     runtime.most = 0
     kept = hybrid_engine.host_memory(mib)
-    assert kept.nbytes() == mib and len(said) == 1 and "cannot be page-locked (CUDA error 2)" in said[0]
+    assert (
+        kept.nbytes() == mib
+        and len(said) == 1
+        and "cannot be page-locked (CUDA error 2)" in said[0]
+    )
     runtime.launch()  # no kernel is blamed for it
 
 
-@pytest.mark.parametrize(("name", "size", "ranks", "refused"), [
-    ("llama", 2, 3, "--inference_tp_size 2 must divide the number of ranks, 3"),
-    ("llama", 4, 4, "must divide the model's 2 key-value heads: lower it, or use --unpin_actor_parameters"),
-    ("gpt-neox", 8, 8, "must divide the model's 4 attention heads"),
-    ("gpt2", 2, 3, "--inference_tp_size 2 must divide the number of ranks, 3"),
-])  # fmt: skip
-def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(name, size, ranks, refused):
+@pytest.mark.parametrize(
+    ("name", "size", "ranks", "refused"),
+    [
+        ("llama", 2, 3, "--inference_tp_size 2 must divide the number of ranks, 3"),
+        (
+            "llama",
+            4,
+            4,
+            "must divide the model's 2 key-value heads: lower it, or use --unpin_actor_parameters",
+        ),
+        ("gpt-neox", 8, 8, "must divide the model's 4 attention heads"),
+        ("gpt2", 2, 3, "--inference_tp_size 2 must divide the number of ranks, 3"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(
+    name, size, ranks, refused
+):
     config = new_model(name).config
     check_tensor_parallel(config, 1, ranks)
     if name in ("llama", "gpt2"):  # of GPT-2 no layer is divided
@@ -274,11 +345,16 @@ def test_models_that_cannot_be_divided_are_refused_before_they_are_loaded(name, 
 
 
 def test_layers_are_divided_only_where_transformers_has_a_plan_of_known_parts_and_without_lora():
-    reasons = {name: reason_not_to_divide(new_model(name).config, 0) for name in ("llama", "gpt2", "mixtral")}
+    reasons = {
+        name: reason_not_to_divide(new_model(name).config, 0)
+        for name in ("llama", "gpt2", "mixtral")
+    }
     assert reasons == {
         "llama": None,
         "gpt2": "transformers has no tensor-parallel plan for gpt2 models",
-        "mixtral": "the plan of mixtral models has moe_tp_experts, packed_colwise, which is not supported",
+        "mixtral": (
+            "the plan of mixtral models has moe_tp_experts, packed_colwise, which is not supported"
+        ),
     }
     assert reason_not_to_divide(new_model("llama").config, 8) == "layers with LoRA are not divided"
 
@@ -291,7 +367,12 @@ def test_two_halves_of_each_layer_hold_the_whole_weight_once():
     """By hand: columns of q are rows of its weight, rows of o are columns of its weight."""
     model = new_model("llama")
     attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
-    for layer, along in ((attention.q_proj, 0), (attention.k_proj, 0), (attention.o_proj, 1), (mlp.down_proj, 1)):
+    for layer, along in (
+        (attention.q_proj, 0),
+        (attention.k_proj, 0),
+        (attention.o_proj, 1),
+        (mlp.down_proj, 1),
+    ):
         whole, halves = layer.weight.detach().clone(), []
         for rank in (0, 1):
             with divided(model, two(rank)):
@@ -312,7 +393,9 @@ def test_layers_are_gathered_as_many_at_a_time_as_the_flag_says(layers, monkeypa
     monkeypatch.setattr(hybrid_engine.deepspeed.zero, "GatheredParameters", gathering)
     with divided(model, two(0, layers)):
         pass
-    assert gathered == {1: [7, 7], 8: [14]}[layers], "seven linear layers in each of two decoder layers"
+    assert gathered == {1: [7, 7], 8: [14]}[layers], (
+        "seven linear layers in each of two decoder layers"
+    )
 
 
 def test_a_row_wise_bias_is_added_once(monkeypatch):
@@ -321,7 +404,9 @@ def test_a_row_wise_bias_is_added_once(monkeypatch):
     nn.init.normal_(dense.bias)
     inputs, parts = torch.randn(3, 32), []
     expected = dense(inputs)
-    monkeypatch.setattr(dist, "all_reduce", lambda value, group=None: parts.append(value) or sum(parts))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda value, group=None: parts.append(value) or sum(parts)
+    )
     for rank in (0, 1):
         with divided(model, two(rank)):
             found = dense(inputs.chunk(2, dim=-1)[rank])
@@ -336,15 +421,25 @@ def test_an_error_restores_weights_and_forward_and_a_layer_that_is_not_linear_is
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any("forward" in vars(part) for part in model.modules())
     model.model.layers[1].mlp.up_proj = nn.Identity()
-    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj is a Identity"), divided(model, two(0)):
+    with (
+        pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj is a Identity"),
+        divided(model, two(0)),
+    ):
         pass
 
 
-@pytest.mark.parametrize(("way", "said_of"), [("adds up", ""), ("halves", "differ from"), ("raises", "IndexError")])
+@pytest.mark.parametrize(
+    ("way", "said_of"), [("adds up", ""), ("halves", "differ from"), ("raises", "IndexError")]
+)
 def test_a_division_that_computes_something_else_stops_the_run(way, said_of, monkeypatch, said):
-    """In one process: layers compute with their whole weights, or with this rank's half of each sum alone."""
+    """In one process: layers compute with their whole weights, or with this rank's half of each sum
+    alone."""
     model = new_model("llama")
-    whole = {id(layer): layer.weight.detach().clone() for layer in model.modules() if isinstance(layer, nn.Linear)}
+    whole = {
+        id(layer): layer.weight.detach().clone()
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+    }
 
     def forward(layer, style, parallel, inputs):
         if way == "raises":
@@ -352,7 +447,9 @@ def test_a_division_that_computes_something_else_stops_the_run(way, said_of, mon
         return nn.functional.linear(inputs, whole[id(layer)] if way == "adds up" else layer.weight)
 
     monkeypatch.setattr(hybrid_engine, "_forward", forward)
-    hybrid = HybridEngine(SimpleNamespace(module=model, eval=model.eval, train=model.train), parallel=two(0))
+    hybrid = HybridEngine(
+        SimpleNamespace(module=model, eval=model.eval, train=model.train), parallel=two(0)
+    )
     if not said_of:
         hybrid.check_division()
         assert any("divided over 2 ranks agrees" in line for line in said)

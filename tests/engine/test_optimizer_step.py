@@ -1,5 +1,5 @@
-"""One optimizer step on one rank: micro-batches add up, a NaN or infinity changes nothing, and the load-balancing loss
-is that of the whole step, however it is divided."""
+"""One optimizer step on one rank: micro-batches add up, a NaN or infinity changes nothing, and the
+load-balancing loss is that of the whole step, however it is divided."""
 
 import math
 
@@ -33,18 +33,24 @@ def engine_of(stage: int, dtype: str = "fp32", frozen: bool = False):
     torch.manual_seed(0)
     config = train_config(stage, dtype, False, 1, 1.0)
     config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1}
-    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.2), nn.Linear(9, 3)).to(DTYPES[dtype])
+    model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.2), nn.Linear(9, 3)).to(
+        DTYPES[dtype]
+    )
     model[0].requires_grad_(not frozen)
     return train_engine(model, config, SETTINGS)
 
 
 def weights(engine) -> torch.Tensor:
-    return torch.cat([parameter.detach().float().flatten() for parameter in engine.module.parameters()])
+    return torch.cat(
+        [parameter.detach().float().flatten() for parameter in engine.module.parameters()]
+    )
 
 
 def batches(step: int, dtype: str = "fp32") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(2, 4, generator=generator).to(dist.device(), DTYPES[dtype]) for _ in range(3)]
+    return [
+        torch.randn(2, 4, generator=generator).to(dist.device(), DTYPES[dtype]) for _ in range(3)
+    ]
 
 
 def good(engine):
@@ -73,7 +79,12 @@ def infinite_loss_with_finite_gradients(loss, y):
 
 
 def nan_gradient(loss, y):  # the slope of the root at 0 is infinite, times 0
-    return loss + torch.where(torch.zeros_like(y, dtype=torch.bool), (y - y.detach()).abs().sqrt(), 0.0).sum()
+    return (
+        loss
+        + torch.where(
+            torch.zeros_like(y, dtype=torch.bool), (y - y.detach()).abs().sqrt(), 0.0
+        ).sum()
+    )
 
 
 def huge_gradient(loss, y):  # finite, but the sum of its squares is not
@@ -82,16 +93,22 @@ def huge_gradient(loss, y):  # finite, but the sum of its squares is not
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "bf16"), (2, "bf16"), (1, "fp32")])
 def test_weights_of_one_layer_lie_side_by_side(stage, dtype):
-    """A rollout on a GPU multiplies by those of queries, keys and values together (`rollout/fused_layers.py`)."""
+    """A rollout on a GPU multiplies by those of queries, keys and values together
+    (`rollout/fused_layers.py`)."""
     model = new_model("qwen2").to(DTYPES[dtype])
     train_engine(model, train_config(stage, dtype, False, 1, 1.0), SETTINGS)
     for layer in model.model.layers:
         attention = layer.self_attn
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        for parts in ([x.weight for x in projections], [x.bias for x in projections],
-                      [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]):  # fmt: skip
+        for parts in (
+            [x.weight for x in projections],
+            [x.bias for x in projections],
+            [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight],
+        ):
             joined = side_by_side([part.detach() for part in parts])
-            assert joined is not None and torch.equal(joined, torch.cat([part.detach() for part in parts]))
+            assert joined is not None and torch.equal(
+                joined, torch.cat([part.detach() for part in parts])
+            )
 
 
 def test_a_model_that_was_loaded_in_eval_mode_trains():
@@ -113,17 +130,26 @@ def test_micro_batches_add_up_to_one_batch():
 
 
 @pytest.mark.parametrize(("stage", "frozen"), [(0, False), (2, True)])
-@pytest.mark.parametrize(("bad", "kind"), [
-    (nan_loss, "loss"), (infinite_loss_with_finite_gradients, "loss"), (nan_gradient, "gradient"),
-    (huge_gradient, "norm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        (nan_loss, "loss"),
+        (infinite_loss_with_finite_gradients, "loss"),
+        (nan_gradient, "gradient"),
+        (huge_gradient, "norm"),
+    ],
+)
 def test_a_bad_number_skips_the_update_and_is_located(stage, frozen, bad, kind):
     """The engine then trains like one that never saw the step; also if one layer is frozen."""
     engine, spared = engine_of(stage, frozen=frozen), engine_of(stage, frozen=frozen)
     start = [weight.detach().clone() for weight in engine.module[0].parameters()]
     for step in range(4):
         if step == 2:
-            before, rate, skipped = weights(engine), learning_rates(engine)["lr"], engine.skipped_steps
+            before, rate, skipped = (
+                weights(engine),
+                learning_rates(engine)["lr"],
+                engine.skipped_steps,
+            )
             result = apply(accumulate(engine, batches(9), bad_in(engine, 1, bad)))
             assert (result.applied, result.overflow, result.grad_norm) == (False, False, math.inf)
             assert (result.fault.kind, result.fault.rank, result.fault.micro_batch) == (kind, 0, 1)
@@ -135,7 +161,10 @@ def test_a_bad_number_skips_the_update_and_is_located(stage, frozen, bad, kind):
             results.append(apply(accumulate(one, batches(step), good(one))))
         assert results[0] == results[1] and results[0].applied
     assert torch.equal(weights(engine), weights(spared))
-    still = [torch.equal(weight, first) for weight, first in zip(engine.module[0].parameters(), start, strict=True)]
+    still = [
+        torch.equal(weight, first)
+        for weight, first in zip(engine.module[0].parameters(), start, strict=True)
+    ]
     assert still == [frozen] * 2
 
 
@@ -156,23 +185,33 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_bf16_gradients_are_gone_after_each_backward_pass(stage):
-    """They are in fp32 by then. Weights and norms are those of an engine that keeps them, to the bit, and after steps
-    without an update too."""
+    """They are in fp32 by then. Weights and norms are those of an engine that keeps them, to the
+    bit, and after steps without an update too."""
     held = {"bf16": {"immediate_grad_update": False}}
     engines = []
     for overlay in ({}, held):
         torch.manual_seed(0)
-        engines.append(train_engine(Tied().bfloat16(), train_config(stage, "bf16", False, 1, 1.0, overlay), SETTINGS))
+        engines.append(
+            train_engine(
+                Tied().bfloat16(), train_config(stage, "bf16", False, 1, 1.0, overlay), SETTINGS
+            )
+        )
     for step in range(6):
         parts = batches(step, "bf16")
         if step % 2 == 0:
             for bad in (nan_loss, nan_gradient):
-                found = [apply(accumulate(engine, parts, bad_in(engine, 1, bad))) for engine in engines]
-                assert repr(found[0]) == repr(found[1]) and found[0].fault.micro_batch == 1  # NaN is not equal to NaN
+                found = [
+                    apply(accumulate(engine, parts, bad_in(engine, 1, bad))) for engine in engines
+                ]
+                assert (
+                    repr(found[0]) == repr(found[1]) and found[0].fault.micro_batch == 1
+                )  # NaN is not equal to NaN
         results = [apply(accumulate(engine, parts, good(engine))) for engine in engines]
         assert results[0].applied and results[0] == results[1]
         assert torch.equal(*map(weights, engines))
-    of_steps = 2 * (6 + 3 + 2 * 3)  # two of three micro-batches; the search for a bad gradient repeats them
+    of_steps = 2 * (
+        6 + 3 + 2 * 3
+    )  # two of three micro-batches; the search for a bad gradient repeats them
     assert [engine.module.gradients.count(True) for engine in engines] == [0, of_steps]
 
 
@@ -207,7 +246,12 @@ def scale(engine) -> float:
 def test_an_fp16_overflow_lowers_the_scale_and_is_no_fault_but_at_the_smallest_scale(fp16):
     engine = engine_of(2, "fp16")
     result = apply(accumulate(engine, batches(0, "fp16"), bad_in(engine, 1, nan_gradient)))
-    assert (result.applied, result.overflow, result.fault, scale(engine)) == (False, True, None, 128)
+    assert (result.applied, result.overflow, result.fault, scale(engine)) == (
+        False,
+        True,
+        None,
+        128,
+    )
     assert apply(accumulate(engine, batches(1, "fp16"), good(engine))).applied
     engine.optimizer.loss_scaler.cur_scale = smallest = engine.optimizer.loss_scaler.min_scale
     result = apply(accumulate(engine, batches(2, "fp16"), bad_in(engine, 2, nan_gradient)))
@@ -223,10 +267,18 @@ def test_one_overflow_skips_the_updates_of_both_engines_and_lowers_only_its_own_
     engines = engine_of(2, "fp16"), engine_of(2, "fp16")
     before = [weights(engine) for engine in engines]
     losses = good(engines[0]), bad_in(engines[1], 0, nan_gradient)
-    parts = [accumulate(e, batches(0, "fp16"), loss_of) for e, loss_of in zip(engines, losses, strict=True)]
+    parts = [
+        accumulate(e, batches(0, "fp16"), loss_of)
+        for e, loss_of in zip(engines, losses, strict=True)
+    ]
     results = apply_together(parts)
-    assert [(result.applied, result.overflow) for result in results] == [(False, False), (False, True)]
-    assert all(torch.equal(weights(engine), old) for engine, old in zip(engines, before, strict=True))
+    assert [(result.applied, result.overflow) for result in results] == [
+        (False, False),
+        (False, True),
+    ]
+    assert all(
+        torch.equal(weights(engine), old) for engine, old in zip(engines, before, strict=True)
+    )
     assert [scale(engine) for engine in engines] == [256, 128]
     parts = [accumulate(engine, batches(1, "fp16"), good(engine)) for engine in engines]
     assert [result.applied for result in apply_together(parts)] == [True, True]
@@ -234,7 +286,8 @@ def test_one_overflow_skips_the_updates_of_both_engines_and_lowers_only_its_own_
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_never_waits_for_the_device(stage, monkeypatch):
-    """DeepSpeed's throughput timer would, from the third step on, in every forward pass and update."""
+    """DeepSpeed's throughput timer would, from the third step on, in every forward pass and
+    update."""
     waits = []
     engine = engine_of(stage)
     monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda self, *_: waits.append(1))
@@ -263,7 +316,9 @@ def whole_step(lm):
     return ids, wanted, nll, router
 
 
-@pytest.mark.parametrize(("parts", "packed"), [([[0, 1], [2, 3]], False), ([[0], [1], [2], [3]], True)])
+@pytest.mark.parametrize(
+    ("parts", "packed"), [([[0, 1], [2, 3]], False), ([[0], [1], [2], [3]], True)]
+)
 def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, packed):
     lm = new_model("mixtral")
     ids, wanted, nll, router = whole_step(lm)
@@ -275,7 +330,12 @@ def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, pack
     batches = [SFTBatch(ids[rows], wanted[rows]) for rows in parts]
     settings = router_settings(0.5, policy)
     loss_of = with_router_term(
-        settings, "router_loss", batches, lambda batch, sums: sft_loss(policy, batch, total, sums), real_rows, sums
+        settings,
+        "router_loss",
+        batches,
+        lambda batch, sums: sft_loss(policy, batch, total, sums),
+        real_rows,
+        sums,
     )
     losses = [loss_of(batch) for batch in batches]
     sum(losses).backward()
@@ -284,7 +344,9 @@ def test_micro_batches_add_up_to_transformers_loss_of_the_whole_step(parts, pack
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
     metrics = sums.reduce()
     assert metrics["router_loss"] == pytest.approx(router.item(), rel=1e-5)
-    assert metrics["loss"] == pytest.approx(nll.item(), rel=1e-5), "the counting passes add no metrics"
+    assert metrics["loss"] == pytest.approx(nll.item(), rel=1e-5), (
+        "the counting passes add no metrics"
+    )
 
 
 def test_dropout_is_the_same_in_both_passes():
@@ -300,7 +362,9 @@ def test_dropout_is_the_same_in_both_passes():
 
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    loss_of = with_router_term(RouterSettings(1.0, 2), "router_loss", [batch], loss, real_rows, MetricSums())
+    loss_of = with_router_term(
+        RouterSettings(1.0, 2), "router_loss", [batch], loss, real_rows, MetricSums()
+    )
     assert torch.equal(torch.get_rng_state(), state)
     loss_of(batch)
     torch.testing.assert_close(seen[0], seen[1])

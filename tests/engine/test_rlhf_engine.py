@@ -1,4 +1,5 @@
-"""The engines of step 3 on one rank: which train, and with LoRA what they share and what the reference computes."""
+"""The engines of step 3 on one rank: which train, and with LoRA what they share and what the
+reference computes."""
 
 import json
 
@@ -22,12 +23,33 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def engines_of(
-    assets, *words: str, actor: str = "lm", critic: str | None = "reward", reward: bool = True, reference: str = ""
+    assets,
+    *words: str,
+    actor: str = "lm",
+    critic: str | None = "reward",
+    reward: bool = True,
+    reference: str = "",
 ) -> RLHFEngine:
     """The engines of models in `assets`; the reward model is that of the critic."""
     lm, scalar = str(assets / actor), str(assets / (critic or "reward"))
-    flags = ["--actor_model_name_or_path", lm, "--critic_model_name_or_path", scalar, "--data_path", "d"]
-    flags += ["--output_dir", "o", "--dtype", "fp32", "--actor_learning_rate", "0.25", "--critic_learning_rate", "0.5"]
+    flags = [
+        "--actor_model_name_or_path",
+        lm,
+        "--critic_model_name_or_path",
+        scalar,
+        "--data_path",
+        "d",
+    ]
+    flags += [
+        "--output_dir",
+        "o",
+        "--dtype",
+        "fp32",
+        "--actor_learning_rate",
+        "0.25",
+        "--critic_learning_rate",
+        "0.5",
+    ]
     flags += [] if "--warmup_ratio" in words else ["--num_warmup_steps", "0"]
     flags += ["--ref_model_name_or_path", str(assets / reference)] if reference else []
     config, own = parse("ppo", [*flags, *words]), str(assets / reference) if reference else None
@@ -40,7 +62,9 @@ IDS, LENGTHS = torch.tensor([[5, 6, 7, 8]]), torch.tensor([4])
 
 @torch.no_grad()
 def logprobs(model) -> torch.Tensor:
-    return model(IDS.to(dist.device()), torch.ones_like(IDS, dtype=torch.bool, device=dist.device()))[0].cpu()
+    return model(
+        IDS.to(dist.device()), torch.ones_like(IDS, dtype=torch.bool, device=dist.device())
+    )[0].cpu()
 
 
 @torch.no_grad()
@@ -64,7 +88,9 @@ def test_actor_and_critic_train_and_reference_and_reward_do_not(plain):
     assert plain.actor_average is None
     assert plain.hybrid.model is plain.actor.module.lm and plain.hybrid.sleeping == []
     assert plain.reward.module.layout == plain.critic.module.layout
-    assert plain.reference.module.layout == plain.actor.module.layout, "the same bits before any update"
+    assert plain.reference.module.layout == plain.actor.module.layout, (
+        "the same bits before any update"
+    )
 
 
 def test_every_role_has_the_attention_of_the_flag(assets, plain):
@@ -79,13 +105,25 @@ def test_every_role_has_the_attention_of_the_flag(assets, plain):
 
 
 def test_dropout_checkpointing_average_and_sleep_follow_their_flags(assets):
-    words = "--actor_gradient_checkpointing --critic_gradient_checkpointing --enable_ema --sleep_in_rollout"
+    words = (
+        "--actor_gradient_checkpointing --critic_gradient_checkpointing --enable_ema"
+        " --sleep_in_rollout"
+    )
     engines = engines_of(assets, *words.split(), "--actor_dropout", "0.5")
-    assert engines.hybrid.sleeping == [engines.actor, engines.reference, engines.critic, engines.reward]
+    assert engines.hybrid.sleeping == [
+        engines.actor,
+        engines.reference,
+        engines.critic,
+        engines.reward,
+    ]
     assert engines.actor.module.lm.is_gradient_checkpointing
     assert engines.critic.module.classifier.is_gradient_checkpointing
-    assert set(engines.actor_average.state_dict()) == {name for name, _ in engines.actor.module.lm.named_parameters()}
-    assert not torch.equal(logprobs(engines.actor), logprobs(engines.actor)), "training mode, with dropout"
+    assert set(engines.actor_average.state_dict()) == {
+        name for name, _ in engines.actor.module.lm.named_parameters()
+    }
+    assert not torch.equal(logprobs(engines.actor), logprobs(engines.actor)), (
+        "training mode, with dropout"
+    )
     engines.eval()
     assert not engines.critic.module.training
     assert torch.equal(logprobs(engines.actor), logprobs(engines.reference))
@@ -101,7 +139,9 @@ def test_roles_that_the_run_does_not_use_are_none(assets):
     assert list(engines.trained) == ["actor"]
 
 
-@pytest.mark.parametrize(("flag", "weights"), [("--offload_optimizer", "none"), ("--offload", "cpu")])
+@pytest.mark.parametrize(
+    ("flag", "weights"), [("--offload_optimizer", "none"), ("--offload", "cpu")]
+)
 def test_memory_and_schedule_flags_reach_each_built_engine(flag, weights, assets):
     """40 prompts in steps of 16, one update each: 3 updates."""
     words = f"--actor_zero_stage 3 --critic_zero_stage 2 {flag}"
@@ -110,17 +150,27 @@ def test_memory_and_schedule_flags_reach_each_built_engine(flag, weights, assets
     actor, critic = engines.actor, engines.critic
     assert actor.zero_offload_optimizer().device == critic.zero_offload_optimizer().device == "cpu"
     assert actor.zero_offload_param().device == weights
-    found = {role: (rates_of(engine), engine.gradient_clipping()) for role, engine in engines.trained.items()}
+    found = {
+        role: (rates_of(engine), engine.gradient_clipping())
+        for role, engine in engines.trained.items()
+    }
     factors = [0, 0.5, 1]  # 2 warm-up steps of 3
-    assert found == {"actor": ([0.25 * f for f in factors], 2.0), "critic": ([0.5 * f for f in factors], 2.0)}
+    assert found == {
+        "actor": ([0.25 * f for f in factors], 2.0),
+        "critic": ([0.5 * f for f in factors], 2.0),
+    }
 
 
 def test_the_reference_may_be_another_model_with_kernels_of_its_own(assets):
     """With LoRA too, where it would otherwise be the actor without its adapter."""
     words = ("--actor_lora_dim", "2", "--only_optimize_lora")
     engines = engines_of(assets, *words, reference="uniform_lm", reward=False)
-    expected = PolicyModel(LlamaForCausalLM.from_pretrained(assets / "uniform_lm"), Layout(fused=False))
-    assert torch.allclose(logprobs(engines.reference), logprobs(expected.to(dist.device())), atol=1e-5)
+    expected = PolicyModel(
+        LlamaForCausalLM.from_pretrained(assets / "uniform_lm"), Layout(fused=False)
+    )
+    assert torch.allclose(
+        logprobs(engines.reference), logprobs(expected.to(dist.device())), atol=1e-5
+    )
     assert not torch.allclose(logprobs(engines.reference), logprobs(engines.actor), atol=1e-2)
     assert engines.reference_sync is None and not engines.reference.module.training
     kernels = [engine.module.layout for engine in (engines.reference, engines.actor)]
@@ -141,12 +191,15 @@ def test_a_sync_moves_the_reference_at_any_zero_stage(assets, tmp_path, stages):
     words = ["--actor_zero_stage", flag, "--ref_sync_interval", "1", "--ref_sync_mixup", "0.25"]
     words += ["--deepspeed_config", str(tmp_path / "ds.json")]
     engines = engines_of(assets, *words, reference="uniform_lm", reward=False)
-    assert [hasattr(next(engine.module.parameters()), "ds_id") for engine in (engines.actor, engines.reference)] == [
-        overlay == 3, flag == "3"
-    ]  # fmt: skip
+    assert [
+        hasattr(next(engine.module.parameters()), "ds_id")
+        for engine in (engines.actor, engines.reference)
+    ] == [overlay == 3, flag == "3"]
     before = logprobs(engines.reference)
     moved = engines.reference_sync.update()
-    expected, actor = (LlamaForCausalLM.from_pretrained(assets / name) for name in ("uniform_lm", "lm"))
+    expected, actor = (
+        LlamaForCausalLM.from_pretrained(assets / name) for name in ("uniform_lm", "lm")
+    )
     size, change = 0.0, 0.0
     with torch.no_grad():
         for weight, source in zip(expected.parameters(), actor.parameters(), strict=True):
@@ -155,14 +208,24 @@ def test_a_sync_moves_the_reference_at_any_zero_stage(assets, tmp_path, stages):
             weight.copy_(0.25 * source + 0.75 * weight)
     by_hand = logprobs(PolicyModel(expected, Layout(fused=False)).to(dist.device()))
     assert moved == pytest.approx((change / size) ** 0.5, rel=1e-5)
-    assert torch.allclose(logprobs(engines.reference), by_hand, atol=1e-5), "in the next forward pass"
+    assert torch.allclose(logprobs(engines.reference), by_hand, atol=1e-5), (
+        "in the next forward pass"
+    )
     assert not torch.allclose(before, by_hand, atol=1e-2)
 
 
 # Adapters
 
 
-FROZEN = ("--actor_lora_dim", "4", "--critic_lora_dim", "4", "--only_optimize_lora", "--lora_alpha", "8")
+FROZEN = (
+    "--actor_lora_dim",
+    "4",
+    "--critic_lora_dim",
+    "4",
+    "--only_optimize_lora",
+    "--lora_alpha",
+    "8",
+)
 CONTINUED = {"actor": "role_actor", "critic": "role_reward"}
 
 
@@ -186,7 +249,9 @@ def change_adapter(engine) -> None:
                 weight += 0.1
 
 
-def test_the_reference_uses_the_weights_of_the_actor_and_stays_when_its_adapter_trains(adapters, said):
+def test_the_reference_uses_the_weights_of_the_actor_and_stays_when_its_adapter_trains(
+    adapters, said
+):
     engines = engines_of(adapters, *FROZEN, "--enable_ema", critic="role_reward")
     actor, reference = engines.actor, engines.reference
     assert held(actor, reference) == held(actor)
@@ -203,10 +268,16 @@ def test_the_reference_uses_the_weights_of_the_actor_and_stays_when_its_adapter_
     assert not reference.module.training and actor.module.training
 
 
-def test_an_actor_that_continues_an_adapter_has_a_frozen_copy_of_it_as_the_reference(adapters, said):
+def test_an_actor_that_continues_an_adapter_has_a_frozen_copy_of_it_as_the_reference(
+    adapters, said
+):
     engines = engines_of(adapters, *FROZEN, **CONTINUED)
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(adapters / "lm"), adapters / "role_actor")
-    expected = logprobs(PolicyModel(plain.merge_and_unload().eval(), Layout(fused=False)).to(dist.device()))
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(adapters / "lm"), adapters / "role_actor"
+    )
+    expected = logprobs(
+        PolicyModel(plain.merge_and_unload().eval(), Layout(fused=False)).to(dist.device())
+    )
     torch.testing.assert_close(logprobs(engines.reference), expected, rtol=1e-5, atol=1e-5)
     before = logprobs(engines.reference)
     assert torch.equal(logprobs(engines.actor), before)
@@ -227,7 +298,9 @@ def test_a_reference_beside_weights_that_train_is_a_model_itself(adapters, said)
     held_alone = held(engines.reference)
     assert held(engines.actor, engines.reference) == held(engines.actor) + held_alone
     assert not adapter_layers(engines.reference.module)
-    torch.testing.assert_close(logprobs(engines.reference), logprobs(engines.actor), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs(engines.reference), logprobs(engines.actor), rtol=1e-5, atol=1e-5
+    )
     assert "no reference model is held" not in str(said)
     assert engines.saves_merged
 
@@ -238,9 +311,15 @@ def test_one_base_holds_four_models(adapters):
     four = (engines.actor, engines.reference, engines.critic, engines.reward)
     base = held(engines.reference)
     adapter = held(engines.actor) - base
-    head = next(getattr(p, "ds_numel", p.numel()) for n, p in engines.critic.module.named_parameters() if "score" in n)
+    head = next(
+        getattr(p, "ds_numel", p.numel())
+        for n, p in engines.critic.module.named_parameters()
+        if "score" in n
+    )
     assert 0 < adapter < base / 2
-    assert held(*four) == base + 3 * adapter + 2 * head, "actor, critic and reward model have adapters"
+    assert held(*four) == base + 3 * adapter + 2 * head, (
+        "actor, critic and reward model have adapters"
+    )
     separate = engines_of(adapters, *FROZEN, critic="role_reward")
     for role in ("critic", "reward"):
         found, alone = values(getattr(engines, role)), values(getattr(separate, role))
@@ -252,10 +331,17 @@ def test_one_base_holds_four_models(adapters):
 
 
 @pytest.mark.release
-def test_the_stage_that_the_deepspeed_config_sets_is_that_of_all_models_over_the_base(adapters, tmp_path):
+def test_the_stage_that_the_deepspeed_config_sets_is_that_of_all_models_over_the_base(
+    adapters, tmp_path
+):
     """Layers that are gathered one by one generate with their adapters beside."""
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    words = ("--deepspeed_config", str(tmp_path / "ds.json"), "--share_base", "--unpin_actor_parameters")
+    words = (
+        "--deepspeed_config",
+        str(tmp_path / "ds.json"),
+        "--share_base",
+        "--unpin_actor_parameters",
+    )
     engines = engines_of(adapters, *FROZEN, *words, **CONTINUED)
     engines.eval()
     assert torch.equal(logprobs(engines.actor), logprobs(engines.reference))

@@ -38,7 +38,8 @@ class Guess:
         return "Guess.", {}
     def step(self, action):
         right = int(action) == self.secret
-        return ("right" if right else "wrong"), float(right), right, self.low > 5, {"tried": 1, "note": "text"}
+        verdict = "right" if right else "wrong"
+        return verdict, float(right), right, self.low > 5, {"tried": 1, "note": "text"}
     def close(self):
         pass
 '''
@@ -70,7 +71,11 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def say(content="", *calls):
-    return {"role": "assistant", "content": content, "tool_calls": [{"function": call} for call in calls]}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"function": call} for call in calls],
+    }
 
 
 def call(name, **arguments):
@@ -98,15 +103,26 @@ def test_functions_of_trl(write):
     }
     episode = form.make()
     assert episode.reset({"question": "?"}, 0) == Turn()
-    turn = episode.step(say("", call("multiply", a=6, b=7), call("wait", seconds=0.0), call("divide", a=1)))
+    turn = episode.step(
+        say("", call("multiply", a=6, b=7), call("wait", seconds=0.0), call("divide", a=1))
+    )
     assert [message["content"] for message in turn.messages[:2]] == ["42", '{"waited": 0.0}']
-    assert turn.messages[2]["content"] == "error: there is no tool 'divide'; there are: multiply, wait"
+    assert (
+        turn.messages[2]["content"] == "error: there is no tool 'divide'; there are: multiply, wait"
+    )
     assert turn.messages[2] | {"content": ""} == {"role": "tool", "name": "divide", "content": ""}
     assert (turn.failed_calls, turn.done) == (1, False)
-    named = episode.step({"role": "assistant", "tool_calls": [{"id": "c9", "function": call("multiply", a=1, b=2)}]})
-    assert named.messages == [{"role": "tool", "name": "multiply", "content": "2", "tool_call_id": "c9"}]
+    named = episode.step(
+        {"role": "assistant", "tool_calls": [{"id": "c9", "function": call("multiply", a=1, b=2)}]}
+    )
+    assert named.messages == [
+        {"role": "tool", "name": "multiply", "content": "2", "tool_call_id": "c9"}
+    ]
     wrong = episode.step(say("", call("multiply", a=6)))
-    assert wrong.failed_calls == 1 and "TypeError: multiply() missing 1 required" in wrong.messages[0]["content"]
+    assert (
+        wrong.failed_calls == 1
+        and "TypeError: multiply() missing 1 required" in wrong.messages[0]["content"]
+    )
     assert episode.step(say("It is 42.")) == Turn(done=True)
     assert episode.finish() == Turn()
 
@@ -117,7 +133,9 @@ def test_gymnasium(write):
     assert episode.reset({"secret": 7}, 3) == Turn([{"role": "user", "content": "Guess."}])
     expected = Turn([{"role": "user", "content": "wrong"}], None, 0.0, False, {"tried": 1.0})
     assert episode.step(say("5")) == expected
-    assert episode.step(say("7")) == Turn([{"role": "user", "content": "right"}], None, 1.0, True, {"tried": 1.0})
+    assert episode.step(say("7")) == Turn(
+        [{"role": "user", "content": "right"}], None, 1.0, True, {"tried": 1.0}
+    )
     late = form.make()
     late.reset({"secret": 7}, 9)
     assert late.step(say("1")).done, "truncated episodes end, too"
@@ -137,7 +155,12 @@ def begun(monkeypatch, found, **methods):
 
 def test_numbers_of_skyrl_gym(monkeypatch):
     """docs/environments.md plays a game of it."""
-    found = {"observations": [], "reward": 1, "done": True, "metadata": {"length": 4, "note": "text"}}
+    found = {
+        "observations": [],
+        "reward": 1,
+        "done": True,
+        "metadata": {"length": 4, "note": "text"},
+    }
     episode = begun(monkeypatch, found, init=lambda self, prompt: (prompt, {}))
     assert episode.step(say("x")) == Turn([], None, 1.0, True, {"length": 4.0})
 
@@ -154,7 +177,8 @@ def test_an_agent_of_openrlhf(write):
 
 
 @pytest.mark.parametrize(
-    ("reward", "problem"), [("high", "its reward is str, not a number"), (float("nan"), "its reward is nan")]
+    ("reward", "problem"),
+    [("high", "its reward is str, not a number"), (float("nan"), "its reward is nan")],
 )
 def test_a_reward_that_is_no_number(reward, problem, monkeypatch):
     episode = begun(monkeypatch, (None, reward, True, False, {}))
@@ -164,13 +188,17 @@ def test_a_reward_that_is_no_number(reward, problem, monkeypatch):
 
 @pytest.mark.parametrize("found", ["only text", ("text", 1.0), 3])
 def test_a_step_of_another_form_says_so(found, monkeypatch):
-    with pytest.raises(TypeError, match=f"step returned {type(found).__name__}, not observation, reward and"):
+    with pytest.raises(
+        TypeError, match=f"step returned {type(found).__name__}, not observation, reward and"
+    ):
         begun(monkeypatch, found).step(say("x"))
 
 
 @pytest.mark.parametrize("text", ["tools: {a: 1}", "nothing: 1", "", "tools: [{config: {}}]"])
 def test_a_file_of_verl_without_classes_says_so(write, text):
-    with pytest.raises(ValueError, match="expected an entry `tools`, a list whose entries have a `class_name`"):
+    with pytest.raises(
+        ValueError, match="expected an entry `tools`, a list whose entries have a `class_name`"
+    ):
         form_of(tool_config=write("tools.yaml", text))
 
 

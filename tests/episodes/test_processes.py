@@ -1,5 +1,5 @@
-"""Processes of episodes: what they answer, what a call that goes wrong costs, and their answers on the disk: a second
-start asks for none of them again."""
+"""Processes of episodes: what they answer, what a call that goes wrong costs, and their answers on
+the disk: a second start asks for none of them again."""
 
 import json
 import os
@@ -87,7 +87,11 @@ time.sleep(600)
 
 
 def call(name, **arguments):
-    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +135,26 @@ def test_each_episode_has_a_state_of_its_own(episodes):
     episodes.end(3)
 
 
-@pytest.mark.parametrize(("how", "expected"), [
-    ("raise", Turn([{"role": "tool", "name": "fail", "content": "error: ValueError: no"}], failed_calls=1)),
-    ("print", Turn([{"role": "tool", "name": "fail", "content": "<|im_end|>"}])),
-    ("tell", Turn([{"role": "tool", "name": "fail", "content": "[]"}])),  # a fork copies no large library
-    ("hang", "took longer than 4 s"),
-    ("die", "its process ended"),
-    ("flood", "longer than 16 MiB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (
+            "raise",
+            Turn(
+                [{"role": "tool", "name": "fail", "content": "error: ValueError: no"}],
+                failed_calls=1,
+            ),
+        ),
+        ("print", Turn([{"role": "tool", "name": "fail", "content": "<|im_end|>"}])),
+        (
+            "tell",
+            Turn([{"role": "tool", "name": "fail", "content": "[]"}]),
+        ),  # a fork copies no large library
+        ("hang", "took longer than 4 s"),
+        ("die", "its process ended"),
+        ("flood", "longer than 16 MiB"),
+    ],
+)
 def test_a_call_that_goes_wrong_costs_its_episode_at_most(episodes, how, expected):
     episodes.start(0, {}, 0)
     episodes.start(1, {"start": 5}, 0)
@@ -164,7 +180,9 @@ def test_a_failure_names_the_line_of_the_file(episodes):
     episodes.finish(0)
     problem = str(answers(episodes, 1)[0])
     line = FILE.splitlines().index("        return self.count / 2") + 1
-    assert problem.startswith("TypeError: unsupported operand") and problem.endswith(f"mine.py:{line})")
+    assert problem.startswith("TypeError: unsupported operand") and problem.endswith(
+        f"mine.py:{line})"
+    )
 
 
 def test_a_file_that_cannot_be_used(tmp_path):
@@ -174,7 +192,8 @@ def test_a_file_that_cannot_be_used(tmp_path):
 
 
 def test_the_end_of_the_server_is_no_failure_of_its_episodes(tmp_path):
-    """It ends the run, which resumes: the episodes die with the server, and must not count as answered."""
+    """It ends the run, which resumes: the episodes die with the server, and must not count as
+    answered."""
     (tmp_path / "mine.py").write_text(FILE)
     server = Episodes({"environment": f"{tmp_path / 'mine.py'}:Counter"}, 30.0, 4)
     server.start(0, {}, 0)
@@ -197,10 +216,13 @@ def runs(process):
 
 
 def test_what_an_episode_has_started_ends_with_the_trainer_and_outlives_a_stop(tmp_path):
-    """A trainer that is killed leaves nothing; SIGTERM to all processes, as of Slurm, leaves the call alone."""
+    """A trainer that is killed leaves nothing; SIGTERM to all processes, as of Slurm, leaves the
+    call alone."""
     (tmp_path / "starts.py").write_text(STARTS)
     place = json.dumps([str(tmp_path), str(ROOT)])
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER.format(place)], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER.format(place)], stdout=subprocess.PIPE, text=True
+    )
     program, episode, server = map(int, trainer.stdout.readline().split())
     for process in (episode, server):
         os.kill(process, signal.SIGTERM)
@@ -215,7 +237,8 @@ FAILURES = {"crash": "its process ended (a crash)", "late": "took longer than 4 
 
 
 class Processes:
-    """Episodes that answer each request with its number of requests so far; `heard` has all requests."""
+    """Episodes that answer each request with its number of requests so far; `heard` has all
+    requests."""
 
     def __init__(self):
         self.heard, self.counts, self.answers = [], {}, []
@@ -233,7 +256,10 @@ class Processes:
     def _answer(self, number, request):
         self.heard.append((number, request))
         self.counts[number] += 1
-        turn = Turn([{"role": "user", "content": str(self.counts[number])}], reward=0.1 * self.counts[number])
+        turn = Turn(
+            [{"role": "user", "content": str(self.counts[number])}],
+            reward=0.1 * self.counts[number],
+        )
         self.answers.append((number, CallError(FAILURES[request]) if request in FAILURES else turn))
 
     def poll(self, seconds):
@@ -262,7 +288,8 @@ def answers_of(episodes, count):
 
 
 def live(episodes, *actions, number=0):
-    """The contents and rewards of the answers_of to a reset and to `actions`; "finish" ends the episode."""
+    """The contents and rewards of the answers_of to a reset and to `actions`; "finish" ends the
+    episode."""
     episodes.start(number, {"prompt": "a"}, 7)
     found = [answers_of(episodes, 1)[number]]
     for action in actions:
@@ -274,9 +301,11 @@ def live(episodes, *actions, number=0):
     if actions[-1] == "finish":
         episodes.end(number)
     return [
-        str(turn) if isinstance(turn, CallError)
-        else ("".join(message["content"] for message in turn.messages), turn.reward) for turn in found
-    ]  # fmt: skip
+        str(turn)
+        if isinstance(turn, CallError)
+        else ("".join(message["content"] for message in turn.messages), turn.reward)
+        for turn in found
+    ]
 
 
 def test_a_whole_episode_has_no_process_the_second_time(tmp_path):
@@ -287,8 +316,12 @@ def test_a_whole_episode_has_no_process_the_second_time(tmp_path):
     assert live(again, "x", "y", "finish") == expected and processes.heard == []
 
 
-@pytest.mark.parametrize(("has_state", "heard"), [(True, ["reset", "x", "y", "z"]), (False, ["reset", "z"])])
-def test_where_the_journal_ends_an_environment_hears_again_what_was_said(tmp_path, has_state, heard):
+@pytest.mark.parametrize(
+    ("has_state", "heard"), [(True, ["reset", "x", "y", "z"]), (False, ["reset", "z"])]
+)
+def test_where_the_journal_ends_an_environment_hears_again_what_was_said(
+    tmp_path, has_state, heard
+):
     first, processes = episodes_of(tmp_path, has_state=has_state)
     live(first, "x", "y")
     assert [request for _, request in processes.heard] == ["reset", "x", "y"]
@@ -296,7 +329,12 @@ def test_where_the_journal_ends_an_environment_hears_again_what_was_said(tmp_pat
     found = live(again, "x", "y", "z")
     assert [request for _, request in processes.heard] == heard
     begun = ("1", 0.1) if has_state else ("", 0.0)
-    assert found == [begun, ("2", 0.2), ("3", pytest.approx(0.3)), (str(len(heard)), 0.1 * len(heard))]
+    assert found == [
+        begun,
+        ("2", 0.2),
+        ("3", pytest.approx(0.3)),
+        (str(len(heard)), 0.1 * len(heard)),
+    ]
     third, processes = episodes_of(tmp_path, has_state=has_state)
     assert live(third, "x", "y", "z") == found and processes.heard == []
 
@@ -315,7 +353,9 @@ def test_another_action_row_rollout_number_or_step_is_another_question(tmp_path)
     live(again, "x", "other")
     assert [request for _, request in processes.heard] == ["reset", "x", "other"]
     again, processes = episodes_of(tmp_path, first=4)
-    live(again, "x", number=-4)  # another rank asked for the same episode: its number over all ranks counts
+    live(
+        again, "x", number=-4
+    )  # another rank asked for the same episode: its number over all ranks counts
     assert processes.heard == []
     for changes in ({"first": 1}, {"rollout": "greedy/3"}, {"step": 4}):
         again, processes = episodes_of(tmp_path, **changes)
@@ -325,7 +365,8 @@ def test_another_action_row_rollout_number_or_step_is_another_question(tmp_path)
 
 @pytest.mark.parametrize(("request_", "again_"), [("late", []), ("crash", ["reset", "crash"])])
 def test_failures_are_answers_too_but_for_the_end_of_a_process(tmp_path, request_, again_):
-    """Who kills a whole job may end an episode before its rank, which must not take that for the environment's."""
+    """Who kills a whole job may end an episode before its rank, which must not take that for the
+    environment's."""
     first, _ = episodes_of(tmp_path)
     expected = live(first, request_)
     assert expected == [("1", 0.1), FAILURES[request_]]
@@ -368,5 +409,7 @@ def test_files_a_cut_line_other_ranks_and_steps_that_never_run_again(tmp_path):
     again, processes = episodes_of(tmp_path)
     live(again, "x", "y")
     assert [request for _, request in processes.heard] == ["reset", "x", "y"]
-    assert [json.loads(line) for line in mine.read_text().splitlines()][0].keys(), "the cut line is gone"
+    assert [json.loads(line) for line in mine.read_text().splitlines()][0].keys(), (
+        "the cut line is gone"
+    )
     assert sorted(path.name[5:11] for path in folder.iterdir()) == ["000002", "000003", "000003"]

@@ -1,5 +1,5 @@
-"""What happens between two actions of an episode: rewards, limits, calls that cannot be read; episodes as they are
-shown."""
+"""What happens between two actions of an episode: rewards, limits, calls that cannot be read;
+episodes as they are shown."""
 
 import json
 from dataclasses import replace
@@ -33,54 +33,84 @@ def rows_of(tokenizer, *rows):
     """A rollout of rows of (text, whether the model wrote it, reward) each."""
     ids, mask, rewards = [], [], []
     for row in rows:
-        parts = [(encode_after(tokenizer, "", text), chosen, reward) for text, chosen, reward in row]
+        parts = [
+            (encode_after(tokenizer, "", text), chosen, reward) for text, chosen, reward in row
+        ]
         ids.append(torch.tensor([number for part, _, _ in parts for number in part]))
         mask.append(torch.tensor([chosen for part, chosen, _ in parts for _ in part]))
-        rewards.append(torch.tensor([r * (n == len(part)) for part, _, r in parts for n in range(1, len(part) + 1)]))
+        rewards.append(
+            torch.tensor(
+                [r * (n == len(part)) for part, _, r in parts for n in range(1, len(part) + 1)]
+            )
+        )
     pad = torch.nn.utils.rnn.pad_sequence
     mask = pad(mask, batch_first=True)
     return record(
-        ScoredRollout, mask, response_ids=pad(ids, batch_first=True, padding_value=5),
-        turn_rewards=pad(rewards, batch_first=True), episode_lengths=torch.tensor([len(row) for row in ids]),
-    )  # fmt: skip
+        ScoredRollout,
+        mask,
+        response_ids=pad(ids, batch_first=True, padding_value=5),
+        turn_rewards=pad(rewards, batch_first=True),
+        episode_lengths=torch.tensor([len(row) for row in ids]),
+    )
 
 
 def test_turns_are_the_runs_of_the_mask():
     tokenizer, _ = shaped("ChatML")
     heard = "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     short = [("One turn.<|im_end|>", True, 1.0)]
-    long = [("First.<|im_end|>", True, 0.5), (heard, False, 0.0), (f"Well.\n{CALL}<|im_end|>", True, -1.0),
-            (heard.replace("again", "x<|y|>"), False, 0.0), (f"{CALL}", True, 2.0)]  # fmt: skip
+    long = [
+        ("First.<|im_end|>", True, 0.5),
+        (heard, False, 0.0),
+        (f"Well.\n{CALL}<|im_end|>", True, -1.0),
+        (heard.replace("again", "x<|y|>"), False, 0.0),
+        (f"{CALL}", True, 2.0),
+    ]
     rows = rows_of(tokenizer, short, long)
     found = turns_of(tokenizer, rows)
-    assert found == [[], [
-        {"role": "model", "text": "First.", "reward": 0.5}, {"role": "environment", "text": "again"},
-        {"role": "model", "text": "Well."}, {"role": "call", "text": CALL, "reward": -1.0},
-        {"role": "environment", "text": "x<|y|>"}, {"role": "call", "text": CALL, "reward": 2.0},
-    ]]  # fmt: skip
+    assert found == [
+        [],
+        [
+            {"role": "model", "text": "First.", "reward": 0.5},
+            {"role": "environment", "text": "again"},
+            {"role": "model", "text": "Well."},
+            {"role": "call", "text": CALL, "reward": -1.0},
+            {"role": "environment", "text": "x<|y|>"},
+            {"role": "call", "text": CALL, "reward": 2.0},
+        ],
+    ]
     assert [heading(part) for part in found[1][:2]] == ["model, reward 0.500", "environment"]
-    assert all("reward" not in part for part in turns_of(tokenizer, replace(rows, turn_rewards=None))[1])
+    assert all(
+        "reward" not in part for part in turns_of(tokenizer, replace(rows, turn_rewards=None))[1]
+    )
 
 
 def test_samples_printed_answers_and_held_out_answers_have_turns():
     tokenizer, _ = shaped("ChatML")
     heard = "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     rows = rows_of(
-        tokenizer, [("One.<|im_end|>", True, 1.0)],
+        tokenizer,
+        [("One.<|im_end|>", True, 1.0)],
         [("First.<|im_end|>", True, 0.5), (heard, False, 0.0), (f"{CALL}<|im_end|>", True, 1.0)],
-    )  # fmt: skip
+    )
     plain, line = sample_lines(rows, tokenizer, ["environment"])
-    turns = [{"role": "model", "text": "First.", "reward": 0.5}, {"role": "environment", "text": "again"},
-             {"role": "call", "text": CALL, "reward": 1.0}]  # fmt: skip
+    turns = [
+        {"role": "model", "text": "First.", "reward": 0.5},
+        {"role": "environment", "text": "again"},
+        {"role": "call", "text": CALL, "reward": 1.0},
+    ]
     assert "turns" not in plain and line["turns"] == turns
     assert line["answer"] == f"First.\nuser\nagain\nassistant\n{CALL}", "all of it"
     assert printed_answers(1, [line]).split("\n")[3:] == [
-        "    model, reward 0.500: First.", "    environment: again", f"    call, reward 1.000: {CALL}",
-    ]  # fmt: skip
+        "    model, reward 0.500: First.",
+        "    environment: again",
+        f"    call, reward 1.000: {CALL}",
+    ]
     requests = RewardRequests(SimpleNamespace(names=["environment"]), None, tokenizer)
     scores = Scores(torch.ones(2), torch.ones(2, 1))
     one, two = answered_rows(requests, [4, 5], rows, ["One.", "First."], scores, [])
-    assert "turns" not in json.loads(json_line(one)) and json.loads(json_line(two))["turns"] == [turns]
+    assert "turns" not in json.loads(json_line(one)) and json.loads(json_line(two))["turns"] == [
+        turns
+    ]
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -88,28 +118,38 @@ def test_samples_printed_answers_and_held_out_answers_have_turns():
 def test_the_text_of_an_observation_is_its_content(name, role):
     tokenizer, _ = shaped(name)
     for ended in (True, False):
-        ids = ObservationTokens(tokenizer, [], 100)(Turn([{"role": role, "content": f"{SEEN}<|eot_id|>"}]), ended)
+        ids = ObservationTokens(tokenizer, [], 100)(
+            Turn([{"role": role, "content": f"{SEEN}<|eot_id|>"}]), ended
+        )
         assert observed_text(tokenizer, ids) == f"{SEEN}<|eot_id|>"
 
 
 def test_the_text_of_an_observation_without_a_template_or_around_several_messages():
     tokenizer, _ = shaped("ChatML")
-    several = ObservationTokens(tokenizer, [], 100)(Turn([{"role": "tool", "content": text} for text in "ab"]))
+    several = ObservationTokens(tokenizer, [], 100)(
+        Turn([{"role": "tool", "content": text} for text in "ab"])
+    )
     assert observed_text(tokenizer, several) == "a\ntool\nb"
-    assert observed_text(tokenizer, encode_after(tokenizer, "", "wrong</s>\nHuman: again\n")) == "wrong\nHuman: again"
+    assert (
+        observed_text(tokenizer, encode_after(tokenizer, "", "wrong</s>\nHuman: again\n"))
+        == "wrong\nHuman: again"
+    )
     tokenizer.chat_template = None
     assert observed_text(tokenizer, encode_after(tokenizer, "", " wrong\n")) == "wrong"
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("It is 3.", ("It is 3.", "")),
-    (f"I add.\n{CALL}\n{CALL}", ("I add.", f"{CALL}\n{CALL}")),
-    ("Well.[TOOL_CALLS]add[ARGS]{}", ("Well.", "[TOOL_CALLS]add[ARGS]{}")),
-    ('<|python_tag|>{"name": "add"}', ("", '<|python_tag|>{"name": "add"}')),
-    ('{"name": "add", "parameters": {}}', ("", '{"name": "add", "parameters": {}}')),
-    ('{"title": "add"}', ('{"title": "add"}', "")),
-    ('<tool_call>{"name": "add', ("", '<tool_call>{"name": "add')),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It is 3.", ("It is 3.", "")),
+        (f"I add.\n{CALL}\n{CALL}", ("I add.", f"{CALL}\n{CALL}")),
+        ("Well.[TOOL_CALLS]add[ARGS]{}", ("Well.", "[TOOL_CALLS]add[ARGS]{}")),
+        ('<|python_tag|>{"name": "add"}', ("", '<|python_tag|>{"name": "add"}')),
+        ('{"name": "add", "parameters": {}}', ("", '{"name": "add", "parameters": {}}')),
+        ('{"title": "add"}', ('{"title": "add"}', "")),
+        ('<tool_call>{"name": "add', ("", '<tool_call>{"name": "add')),
+    ],
+)
 def test_what_a_message_says_and_what_it_calls(text, expected):
     assert said_and_called(text) == expected
 
@@ -151,23 +191,42 @@ def user(text):
 
 def test_rewards_of_turns_and_of_the_end_belong_to_their_actions():
     turns, answers, record, tokenizer = turns_with(
-        steps=[Turn(user("again"), reward=0.5, numbers={"n": 1.0}), Turn(user("right"), reward=1.0, done=True)],
+        steps=[
+            Turn(user("again"), reward=0.5, numbers={"n": 1.0}),
+            Turn(user("right"), reward=1.0, done=True),
+        ],
         last=Turn(reward=0.25, numbers={"m": 2.0}),
-    )  # fmt: skip
+    )
     turns.end_turn(0, tokenizer.encode("first<|im_end|>"), 4)
     [(number, tokens)] = turns.observed(True)
     assert number == 0
-    assert tokenizer.decode(tokens) == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(tokens) == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    )
     turns.end_turn(0, tokenizer.encode("second<|im_end|>"), 19)
     assert turns.observed(True) == [(0, [])] and answers.ended == []
     turns.finish()
-    assert answers.ended == [0] and [action["content"] for action in answers.asked] == ["first", "second"]
-    assert (record.ends, record.rewards, record.numbers) == ([4, 19], [0.5, 1.25], {"n": 1.0, "m": 2.0})
-    assert [message["content"] for message in record.messages] == ["first", "again", "second", "right"]
+    assert answers.ended == [0] and [action["content"] for action in answers.asked] == [
+        "first",
+        "second",
+    ]
+    assert (record.ends, record.rewards, record.numbers) == (
+        [4, 19],
+        [0.5, 1.25],
+        {"n": 1.0, "m": 2.0},
+    )
+    assert [message["content"] for message in record.messages] == [
+        "first",
+        "again",
+        "second",
+        "right",
+    ]
 
 
 def test_an_episode_ends_after_the_most_turns_or_where_a_limit_cuts_it():
-    turns, answers, record, tokenizer = turns_with(most=1, steps=[Turn(user("again"))], last=Turn(reward=2.0))
+    turns, answers, record, tokenizer = turns_with(
+        most=1, steps=[Turn(user("again"))], last=Turn(reward=2.0)
+    )
     turns.end_turn(0, tokenizer.encode("x<|im_end|>"), 1)
     assert turns.observed(True) == [(0, [])]
     turns.finish()
@@ -191,7 +250,9 @@ def test_an_observation_that_cannot_be_rendered_ends_the_episode():
     turns.end_turn(0, tokenizer.encode("x<|im_end|>"), 1)
     assert turns.observed(True) == [(0, [])]
     turns.finish()
-    assert record.problem.startswith("answered what cannot be rendered: ") and record.rewards == [1.0]
+    assert record.problem.startswith("answered what cannot be rendered: ") and record.rewards == [
+        1.0
+    ]
 
 
 @pytest.mark.parametrize("when", ["step", "end"])
@@ -208,11 +269,17 @@ def test_an_environment_that_fails_ends_its_episode(when):
 
 def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
     def failed(name, said):
-        return Record(messages=[{"role": "tool", "name": name, "content": f"error: {said}"}], failed_calls=1)
+        return Record(
+            messages=[{"role": "tool", "name": name, "content": f"error: {said}"}], failed_calls=1
+        )
 
     rollouts = object.__new__(EpisodeRollouts)
     rollouts._has_told = False
-    records = [Record(), *(Record(problem=problem) for problem in "abacdd"), failed("error", "no JSON")]
+    records = [
+        Record(),
+        *(Record(problem=problem) for problem in "abacdd"),
+        failed("error", "no JSON"),
+    ]
     rollouts._tell([*records, failed("add", "ValueError: no")])
     rollouts._tell([failed("add", "ValueError: again")])
     *warnings, note = capsys.readouterr().out.splitlines()
@@ -226,19 +293,31 @@ def test_environments_that_all_fail_at_first_end_the_run():
     rollouts = object.__new__(EpisodeRollouts)
     rollouts._has_told = rollouts._has_counted = False
     forgotten = []
-    rollouts.journalled = SimpleNamespace(journal=SimpleNamespace(forget=lambda: forgotten.append(1)))
-    rollouts._numbers, rollouts._flags, rollouts.episodes = [], "--environment", SimpleNamespace(end_all=lambda: None)
+    rollouts.journalled = SimpleNamespace(
+        journal=SimpleNamespace(forget=lambda: forgotten.append(1))
+    )
+    rollouts._numbers, rollouts._flags, rollouts.episodes = (
+        [],
+        "--environment",
+        SimpleNamespace(end_all=lambda: None),
+    )
     one = torch.zeros(2, 1)
     rollout = Rollout(one.long(), one.bool(), one.long(), one.bool(), one, one[:, 0].to(torch.int8))
 
     def end(*problems, cancelled=False):
         records = [Record(ends=[0], rewards=[0.5], problem=problem) for problem in problems]
-        return rollouts.end(rollout, SimpleNamespace(records=records, finish=lambda: None), cancelled, True)
+        return rollouts.end(
+            rollout, SimpleNamespace(records=records, finish=lambda: None), cancelled, True
+        )
 
     end("x", "y", cancelled=True)
-    with pytest.raises(UserError, match="--environment: all environments of the first rollout failed: x"):
+    with pytest.raises(
+        UserError, match="--environment: all environments of the first rollout failed: x"
+    ):
         end("x", "y")
     assert forgotten == [1], "the next start asks again"
     rollouts._has_counted = False
     end("x", "")
-    assert end("x", "y").turn_rewards.tolist() == [[0.5], [0.5]], "later failures cost their episodes alone"
+    assert end("x", "y").turn_rewards.tolist() == [[0.5], [0.5]], (
+        "later failures cost their episodes alone"
+    )

@@ -1,4 +1,5 @@
-"""Oracle of forward passes: tiny models of several architectures, rows, and each row alone in plain transformers."""
+"""Oracle of forward passes: tiny models of several architectures, rows, and each row alone in plain
+transformers."""
 
 import torch
 import transformers
@@ -12,7 +13,17 @@ ANSWERS = (6, 3, 1, 0, 5, 5, 8, 4, 3)
 ORDER = (4, 0, 7, 8, 5, 1, 3, 6, 2)  # of the rows in the rollout
 TEMPERATURE = 0.8
 # These let their attention be replaced and have no soft caps.
-PACKED = ("llama", "llama tied", "mistral-window", "gpt2", "opt-350m", "phi", "gemma3", "cohere", "granite")
+PACKED = (
+    "llama",
+    "llama tied",
+    "mistral-window",
+    "gpt2",
+    "opt-350m",
+    "phi",
+    "gemma3",
+    "cohere",
+    "granite",
+)
 FAMILIES = (*PACKED, "bloom", "gpt-neo", "gemma2")
 SCALED = {"cohere": {"logit_scale": 0.25}, "granite": {"logits_scaling": 4.0}}  # their logits
 
@@ -21,13 +32,20 @@ def model_of(name: str, scalar: bool = False):
     """A causal model, with a `score` head for a `ScalarModel` if asked, without dropout."""
     if name in SCALED:
         torch.manual_seed(1)
-        kind, settings = getattr(transformers, f"{name.title()}ForCausalLM"), {**KINDS["llama"][2], **SCALED[name]}
+        kind, settings = (
+            getattr(transformers, f"{name.title()}ForCausalLM"),
+            {**KINDS["llama"][2], **SCALED[name]},
+        )
         model = kind(kind.config_class(**settings)).eval()
     else:
-        changes = {"init_std": 0.2, "dropout": 0.0} if name == "opt-350m" else {"initializer_range": 0.2}
+        changes = (
+            {"init_std": 0.2, "dropout": 0.0} if name == "opt-350m" else {"initializer_range": 0.2}
+        )
         model = new_model(name.split()[0], tie_word_embeddings="tied" in name, **changes)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):  # they are initialised to 0, where no test would notice them
+        if parameter_name.endswith(
+            "bias"
+        ):  # they are initialised to 0, where no test would notice them
             torch.nn.init.normal_(parameter, std=0.3)
     if scalar:
         model.score = torch.nn.Linear(model.get_output_embeddings().in_features, 1, bias=False)
@@ -43,9 +61,13 @@ def without_dropout(model):
 
 
 def rollout(padding_seed: int = 0) -> Rollout:
-    """Nine rows with four prompts; two answers are the same, one is empty; random ids in padding."""
+    """Nine rows with four prompts; two answers are the same, one is empty; random ids in
+    padding."""
     generator, of_padding = (torch.Generator().manual_seed(seed) for seed in (3, padding_seed))
-    drawn = {size: torch.randint(0, VOCABULARY, (max(PROMPTS),), generator=generator) for size in sorted({*PROMPTS})}
+    drawn = {
+        size: torch.randint(0, VOCABULARY, (max(PROMPTS),), generator=generator)
+        for size in sorted({*PROMPTS})
+    }
     prompt_ids = torch.stack([drawn[size] for size in PROMPTS])
     response_ids = torch.randint(0, VOCABULARY, (len(ANSWERS), max(ANSWERS)), generator=generator)
     response_ids[5] = response_ids[4]
@@ -57,7 +79,12 @@ def rollout(padding_seed: int = 0) -> Rollout:
         return torch.where(mask, ids, filler)[torch.tensor(ORDER)], mask[torch.tensor(ORDER)]
 
     zeros = torch.zeros(response_mask.shape)
-    return Rollout(*padded(prompt_ids, prompt_mask), *padded(response_ids, response_mask), zeros, zeros[:, 0].bool())
+    return Rollout(
+        *padded(prompt_ids, prompt_mask),
+        *padded(response_ids, response_mask),
+        zeros,
+        zeros[:, 0].bool(),
+    )
 
 
 def rows_alone(rows: Rollout):
@@ -88,15 +115,23 @@ def scores_alone(lm, rows: Rollout, ends: LateEnds | None = None):
 
 def values_alone(classifier, rows: Rollout) -> list[torch.Tensor]:
     """Scores of all tokens (n,) of each row without padding."""
-    return [classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)[0, :, 0]
-            for _, ids in rows_alone(rows)]  # fmt: skip
+    return [
+        classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)[0, :, 0]
+        for _, ids in rows_alone(rows)
+    ]
 
 
 def assert_same_gradients(found, expected, parameters: dict, atol: float = 3e-5) -> None:
-    """Of two losses in all `parameters`; one that does not take part in one takes part in neither."""
-    gradients = (torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) for loss in (found, expected))
+    """Of two losses in all `parameters`; one that does not take part in one takes part in
+    neither."""
+    gradients = (
+        torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for loss in (found, expected)
+    )
     for key, a, b in zip(parameters, *gradients, strict=True):
         if b is None:
             assert a is None, key
         else:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=1e-4, atol=atol, msg=lambda text, key=key: f"{key}: {text}"
+            )

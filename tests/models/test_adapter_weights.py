@@ -1,4 +1,5 @@
-"""Adapter folders: plain peft and transformers load them with equal logits; they are accepted as model folders."""
+"""Adapter folders: plain peft and transformers load them with equal logits; they are accepted as
+model folders."""
 
 import json
 import re
@@ -22,7 +23,13 @@ from dschat_ppo.models.loading import (
     load_config,
     load_sequence_classifier,
 )
-from dschat_ppo.models.model_folders import base_folder, base_name, is_adapter_folder, model_folder, read_adapter_config
+from dschat_ppo.models.model_folders import (
+    base_folder,
+    base_name,
+    is_adapter_folder,
+    model_folder,
+    read_adapter_config,
+)
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
@@ -45,7 +52,9 @@ def trained(assets, variant: str = "lora"):
 def once(assets, tmp_path_factory):
     """(model, its adapter folder) of "lora"; tests change a copy."""
     model = trained(assets)
-    return model, saved(PolicyModel(model), assets, tmp_path_factory.mktemp("once") / "adapter", merge=False)
+    return model, saved(
+        PolicyModel(model), assets, tmp_path_factory.mktemp("once") / "adapter", merge=False
+    )
 
 
 @pytest.fixture
@@ -67,7 +76,10 @@ def test_peft_transformers_and_this_project_load_what_was_saved(assets, tmp_path
     assert not (folder / "config.json").exists() and not (folder / "model.safetensors").exists()
     plain = AutoModelForCausalLM.from_pretrained(assets / "lm")
     assert not torch.allclose(logits(model), logits(plain), atol=0.1)
-    exact = [peft.AutoPeftModelForCausalLM.from_pretrained(folder), peft.PeftModel.from_pretrained(plain, folder)]
+    exact = [
+        peft.AutoPeftModelForCausalLM.from_pretrained(folder),
+        peft.PeftModel.from_pretrained(plain, folder),
+    ]
     if variant != "dora":  # whose magnitudes transformers does not find
         exact.append(AutoModelForCausalLM.from_pretrained(folder))
     exact.append(load_causal_lm(str(folder), "fp32", None, adapter=VARIANTS[variant]))
@@ -76,7 +88,9 @@ def test_peft_transformers_and_this_project_load_what_was_saved(assets, tmp_path
     assert model_folder(str(folder), "--m") == str(folder)
     assert load_config(str(folder), "--m").hidden_size == 32
     loaded = load_causal_lm(str(folder), "fp32", None)
-    assert adapter_layers(loaded) == {} and all(weight.requires_grad for weight in loaded.parameters())
+    assert adapter_layers(loaded) == {} and all(
+        weight.requires_grad for weight in loaded.parameters()
+    )
     assert not hasattr(loaded, "peft_config")
     merged = saved(PolicyModel(model), assets, tmp_path / "merged", merge=True)
     assert not is_adapter_folder(str(merged))
@@ -92,8 +106,12 @@ def test_a_folder_holds_one_form_of_a_model(assets, tmp_path):
     folder = saved(PolicyModel(earlier), assets, tmp_path / "out", merge=False)
     (folder / "metrics.jsonl").touch()
     saved(PolicyModel(now), assets, folder, merge=True)
-    assert not is_adapter_folder(str(folder)) and not (folder / "adapter_model.safetensors").exists()
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder)), logits(now), rtol=1e-4, atol=1e-4)
+    assert (
+        not is_adapter_folder(str(folder)) and not (folder / "adapter_model.safetensors").exists()
+    )
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(folder)), logits(now), rtol=1e-4, atol=1e-4
+    )
     saved(PolicyModel(earlier), assets, folder, merge=False)
     assert is_adapter_folder(str(folder)) and not list(folder.glob("model*"))
     assert not (folder / "config.json").exists() and (folder / "metrics.jsonl").exists()
@@ -112,7 +130,10 @@ def test_other_architectures_round_trip(assets, tmp_path, name):
     plain = peft.AutoPeftModelForCausalLM.from_pretrained(folder)
     torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-5)
     merged = saved(PolicyModel(model), assets, tmp_path / "merged", merge=True)
-    for each in (AutoModelForCausalLM.from_pretrained(merged), load_causal_lm(str(folder), "fp32", None)):
+    for each in (
+        AutoModelForCausalLM.from_pretrained(merged),
+        load_causal_lm(str(folder), "fp32", None),
+    ):
         torch.testing.assert_close(logits(each), logits(model), rtol=1e-3, atol=1e-3)
 
 
@@ -140,8 +161,12 @@ def test_a_reward_model_saves_its_head(assets, tmp_path):
     loaded = ScalarModel(load_sequence_classifier(str(folder), "fp32", None, False))
     again = ScalarModel(load_sequence_classifier(str(folder), "fp32", None, False, adapter=LORA))
     with torch.no_grad():
-        torch.testing.assert_close(loaded.eval()(IDS, lengths, last_only=True), expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(again.eval()(IDS, lengths, last_only=True), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            loaded.eval()(IDS, lengths, last_only=True), expected, rtol=1e-4, atol=1e-4
+        )
+        torch.testing.assert_close(
+            again.eval()(IDS, lengths, last_only=True), expected, rtol=0, atol=1e-5
+        )
     plain = peft.AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     plain.config.pad_token_id = 0
     torch.testing.assert_close(logits(plain).squeeze(1)[0], expected[0], rtol=1e-5, atol=1e-5)
@@ -150,7 +175,9 @@ def test_a_reward_model_saves_its_head(assets, tmp_path):
     torch.testing.assert_close(logits(whole).squeeze(1)[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_that_the_file_lacks_is_not_trained_and_an_adapter_with_one_is_no_language_model(assets, tmp_path):
+def test_a_head_that_the_file_lacks_is_not_trained_and_an_adapter_with_one_is_no_language_model(
+    assets, tmp_path
+):
     model = load_sequence_classifier(str(assets / "lm"), "fp32", None, True, adapter=LORA)
     folder = saved(ScalarModel(model), assets, tmp_path / "adapter", merge=False)
     with pytest.raises(UserError, match="adapter: is a reward model"):
@@ -163,7 +190,9 @@ def test_a_head_that_the_file_lacks_is_not_trained_and_an_adapter_with_one_is_no
         check_sequence_classifier(str(folder), new_head=False)
 
 
-def test_an_adapter_of_a_language_model_starts_a_reward_model_which_saves_its_head(assets, tmp_path, once):
+def test_an_adapter_of_a_language_model_starts_a_reward_model_which_saves_its_head(
+    assets, tmp_path, once
+):
     model, folder = once[0], str(once[1])
     assert check_sequence_classifier(folder, new_head=True) is True
     with pytest.raises(UserError, match="has no trained scalar head"):
@@ -196,45 +225,102 @@ def test_the_tokenizer_is_the_folder_s_or_that_of_its_base(folder):
 
 
 def test_the_base_is_named_by_its_absolute_path_or_its_name_on_the_hub(assets, folder):
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(assets / "lm")
+    assert json.loads((folder / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(assets / "lm")
     assert base_folder(str(folder), "--m") == str(assets / "lm")
     assert base_folder(str(assets / "lm"), "--m") == str(assets / "lm")
     cached = "/c/models--org--some-model/snapshots/0123456789abcdef0123456789abcdef01234567"
     assert base_name(cached) == ("org/some-model", "0123456789abcdef0123456789abcdef01234567")
 
 
-def settings(rank=4, alpha=8.0, dropout=0.0, targets=None, rslora=False, dora=False, flag="--lora_module_name"):
+def settings(
+    rank=4,
+    alpha=8.0,
+    dropout=0.0,
+    targets=None,
+    rslora=False,
+    dora=False,
+    flag="--lora_module_name",
+):
     return AdapterSettings(rank, alpha, dropout, targets, rslora, dora, True, flag=flag)
 
 
 CORRECT = "; correct base_model_name_or_path in ADAPTER/adapter_config.json"
 MERGE = ".*; merge it into its base with peft"
-# entries of adapter_config.json, the adapter that is asked for, and the message; ADAPTER: the folder
+# entries of adapter_config.json, the adapter that is asked for, and the message; ADAPTER: the
+# folder
 REFUSED = [
-    *(({"base_model_name_or_path": name}, None, f"ADAPTER: base model of the adapter, {name}: {reason}{CORRECT}")
-      for name, reason in (("/moved/away", "no such folder"), ("org/none", "neither a local folder nor a model .*"))),
-    ({"base_model_name_or_path": None}, None, f"ADAPTER: the adapter does not name its base model{CORRECT}"),
-    ({"base_model_name_or_path": "ONCE"}, None, "ADAPTER: its base model ONCE is an adapter too; merge that one first"),
-    ({"base_model_name_or_path": "GPT2"}, None, "ADAPTER: the adapter does not fit GPT2LMHeadModel"),
-    ({"base_model_name_or_path": "WIDE"}, None, r"fit LlamaForCausalLM: wrong shape: model\.layers\.0\.mlp\.down_proj"),
+    *(
+        (
+            {"base_model_name_or_path": name},
+            None,
+            f"ADAPTER: base model of the adapter, {name}: {reason}{CORRECT}",
+        )
+        for name, reason in (
+            ("/moved/away", "no such folder"),
+            ("org/none", "neither a local folder nor a model .*"),
+        )
+    ),
+    (
+        {"base_model_name_or_path": None},
+        None,
+        f"ADAPTER: the adapter does not name its base model{CORRECT}",
+    ),
+    (
+        {"base_model_name_or_path": "ONCE"},
+        None,
+        "ADAPTER: its base model ONCE is an adapter too; merge that one first",
+    ),
+    (
+        {"base_model_name_or_path": "GPT2"},
+        None,
+        "ADAPTER: the adapter does not fit GPT2LMHeadModel",
+    ),
+    (
+        {"base_model_name_or_path": "WIDE"},
+        None,
+        r"fit LlamaForCausalLM: wrong shape: model\.layers\.0\.mlp\.down_proj",
+    ),
     ({"peft_type": "IA3"}, None, f"ADAPTER: holds an adapter of type IA3{MERGE}"),
     ({"bias": "all"}, None, f"holds LoRA with trained biases{MERGE}"),
     ({"target_parameters": ["mlp.experts"]}, None, f"holds LoRA with target_parameters{MERGE}"),
     ({"of_a_later_peft": "x"}, None, f"holds LoRA with of_a_later_peft{MERGE}"),
-    ({"init_lora_weights": "pissa"}, None, f"holds LoRA that changed the weights of its base{MERGE}"),
-    ({"layers_pattern": "h"}, None, "ADAPTER: its adapter_config.json cannot be used: .*layers_to_transform"),
-    ({"modules_to_save": ["lm_head"]}, LORA, r"also holds whole layers \(lm_head\), which would not be trained"),
-    ({}, settings(16, flag="--actor_lora_module_name"), "^--actor_lora_dim 16: the adapter in ADAPTER has rank 4;"),
+    (
+        {"init_lora_weights": "pissa"},
+        None,
+        f"holds LoRA that changed the weights of its base{MERGE}",
+    ),
+    (
+        {"layers_pattern": "h"},
+        None,
+        "ADAPTER: its adapter_config.json cannot be used: .*layers_to_transform",
+    ),
+    (
+        {"modules_to_save": ["lm_head"]},
+        LORA,
+        r"also holds whole layers \(lm_head\), which would not be trained",
+    ),
+    (
+        {},
+        settings(16, flag="--actor_lora_module_name"),
+        "^--actor_lora_dim 16: the adapter in ADAPTER has rank 4;",
+    ),
     ({}, settings(dora=True), "^--use_dora: the adapter in ADAPTER is not DoRA"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("entries", "asked", "message"), REFUSED, ids=[message[-60:] for *_, message in REFUSED])
+@pytest.mark.parametrize(
+    ("entries", "asked", "message"), REFUSED, ids=[message[-60:] for *_, message in REFUSED]
+)
 def test_adapters_that_cannot_be_used_are_refused(once, folder, tmp_path, entries, asked, message):
     new_model("gpt2").save_pretrained(tmp_path / "gpt2")
     new_model("llama", vocab_size=320, hidden_size=64).save_pretrained(tmp_path / "wide")
     names = {"ONCE": str(once[1]), "GPT2": str(tmp_path / "gpt2"), "WIDE": str(tmp_path / "wide")}
-    entries = {key: names.get(value, value) if isinstance(value, str) else value for key, value in entries.items()}
+    entries = {
+        key: names.get(value, value) if isinstance(value, str) else value
+        for key, value in entries.items()
+    }
     for name, path in {"ADAPTER": str(folder), "ONCE": str(once[1])}.items():
         message = message.replace(name, re.escape(path))
     with pytest.raises(UserError, match=message):
@@ -251,7 +337,12 @@ def test_broken_files_are_refused(folder):
 
 
 def test_only_a_closed_list_of_settings_reaches_peft(tmp_path):
-    settings = {"peft_type": "LORA", "r": 4, "megatron_core": "own.code", "auto_mapping": {"parent_library": "own"}}
+    settings = {
+        "peft_type": "LORA",
+        "r": 4,
+        "megatron_core": "own.code",
+        "auto_mapping": {"parent_library": "own"},
+    }
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     assert read_adapter_config(str(tmp_path), "--model") == {"r": 4}
 
@@ -261,7 +352,9 @@ def test_an_adapter_that_continues_keeps_its_scale(once, said):
     again = load_causal_lm(folder, "fp32", None, adapter=settings(4, 32.0, 0.5, "q_proj", True))
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
     kept = f"model: the adapter in {folder} is trained further with its layers and scale"
-    assert said[-2] == f"{kept}; --lora_module_name, --use_rslora without effect", "32 is the default of --lora_alpha"
+    assert said[-2] == f"{kept}; --lora_module_name, --use_rslora without effect", (
+        "32 is the default of --lora_alpha"
+    )
     load_causal_lm(folder, "fp32", None, adapter=settings(4, 16.0, 0.5))
     assert said[-2] == f"{kept}; --lora_alpha without effect"
     load_causal_lm(folder, "fp32", None, adapter=settings(4, 8.0, 0.5))

@@ -1,4 +1,5 @@
-"""LoRA: which layers get it, its formula by hand, what trains; merges against peft's own; models over one base."""
+"""LoRA: which layers get it, its formula by hand, what trains; merges against peft's own; models
+over one base."""
 
 import copy
 import math
@@ -63,7 +64,18 @@ def test_the_default_is_all_linear_layers_of_the_blocks():
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "opt-350m", "falcon", "bloom", "gpt-oss", "mamba", "rwkv", "granite-hybrid", "electra"]
+    "name",
+    [
+        "gpt2",
+        "opt-350m",
+        "falcon",
+        "bloom",
+        "gpt-oss",
+        "mamba",
+        "rwkv",
+        "granite-hybrid",
+        "electra",
+    ],
 )
 def test_every_adapter_of_every_architecture_gets_a_gradient(name):
     model = new_model(name)
@@ -73,7 +85,9 @@ def test_every_adapter_of_every_architecture_gets_a_gradient(name):
     model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained and all(is_adapter_parameter(name) for name in trained)
-    assert [name for name, weight in trained.items() if weight.grad is None or not weight.grad.any()] == []
+    assert [
+        name for name, weight in trained.items() if weight.grad is None or not weight.grad.any()
+    ] == []
 
 
 def test_routers_and_tensors_of_experts_get_none():
@@ -85,24 +99,45 @@ def test_routers_and_tensors_of_experts_get_none():
         assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
     dense = new_model("llama")
     dense.model.layers[0].mlp.gate = torch.nn.Linear(32, 4)
-    assert "model.layers.0.mlp.gate" in lora_targets(dense, None), "without experts a gate is an ordinary layer"
+    assert "model.layers.0.mlp.gate" in lora_targets(dense, None), (
+        "without experts a gate is an ordinary layer"
+    )
 
 
-@pytest.mark.parametrize(("names", "tied", "message"), [
-    ("lm_head,q_proj", True, "lm_head,q_proj: no layer of LlamaForCausalLM that can get LoRA has 'lm_head'"),
-    ("decoder.", False, "decoder.: no layer of LlamaForCausalLM .*down_proj, gate_proj, k_proj, lm_head, o_proj"),
-    ("q_proj,v_prj", False, "q_proj,v_prj: .* has 'v_prj' in its name"), (",", False, ",: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "tied", "message"),
+    [
+        (
+            "lm_head,q_proj",
+            True,
+            "lm_head,q_proj: no layer of LlamaForCausalLM that can get LoRA has 'lm_head'",
+        ),
+        (
+            "decoder.",
+            False,
+            (
+                "decoder.: no layer of LlamaForCausalLM .*down_proj, gate_proj, k_proj, lm_head,"
+                " o_proj"
+            ),
+        ),
+        ("q_proj,v_prj", False, "q_proj,v_prj: .* has 'v_prj' in its name"),
+        (",", False, ",: "),
+    ],
+)
 def test_names_that_are_not_found_end_in_one_line_with_names_that_are(names, tied, message):
     assert lora_targets(new_model("llama"), "lm_head,q_proj")[-1] == "lm_head"
     with pytest.raises(UserError, match=f"^--actor_lora_module_name {message}"):
-        lora_targets(new_model("llama", tie_word_embeddings=tied), names, "--actor_lora_module_name")
+        lora_targets(
+            new_model("llama", tie_word_embeddings=tied), names, "--actor_lora_module_name"
+        )
 
 
 # Formulas
 
 
-@pytest.mark.parametrize(("name", "rslora", "scale"), [("llama", False, 8 / 4), ("gpt2", True, 8 / math.sqrt(4))])
+@pytest.mark.parametrize(
+    ("name", "rslora", "scale"), [("llama", False, 8 / 4), ("gpt2", True, 8 / math.sqrt(4))]
+)
 def test_the_update_is_scale_times_b_a_x(name, rslora, scale):
     model, part = new_model(name), {"llama": "down_proj", "gpt2": "c_fc"}[name]
     add_adapter(model, AdapterSettings(4, 8.0, 0.0, part, rslora, False, True))
@@ -128,7 +163,9 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_whatever_was_drawn_before
         assert torch.equal(logits(model, IDS % 48), before)
         found.append(next(iter(adapter_layers(model).values())).lora_A["default"].weight)
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    assert found[0].abs().max() <= 1 / math.sqrt(32), "Kaiming's uniform distribution with a = sqrt(5)"
+    assert found[0].abs().max() <= 1 / math.sqrt(32), (
+        "Kaiming's uniform distribution with a = sqrt(5)"
+    )
 
 
 # What trains
@@ -137,7 +174,10 @@ def test_a_new_adapter_changes_nothing_and_is_the_same_whatever_was_drawn_before
 def test_only_lora_and_a_score_head_train_with_a_frozen_base(assets):
     model = new_model("llama")
     add_adapter(model, LORA)
-    assert all(weight.requires_grad is is_adapter_parameter(name) for name, weight in model.named_parameters())
+    assert all(
+        weight.requires_grad is is_adapter_parameter(name)
+        for name, weight in model.named_parameters()
+    )
     model = load_sequence_classifier(str(assets / "reward"), "fp32", None, False, adapter=LORA)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert {name for name in trained if not is_adapter_parameter(name)} == {"score.weight"}
@@ -156,10 +196,16 @@ def test_without_a_frozen_base_all_but_the_weights_under_the_adapter_train():
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would raise ModuleNotFoundError
-    with pytest.raises(UserError, match=r'^LoRA needs the package peft: pip install -e "\.\[lora\]"$'):
+    monkeypatch.setitem(
+        sys.modules, "peft", None
+    )  # an import of it would raise ModuleNotFoundError
+    with pytest.raises(
+        UserError, match=r'^LoRA needs the package peft: pip install -e "\.\[lora\]"$'
+    ):
         adapter_settings(LoraFlags(5), AdapterFlags())
-    with pytest.raises(UserError, match=r"^the adapter folder out/sft needs the package peft: pip install"):
+    with pytest.raises(
+        UserError, match=r"^the adapter folder out/sft needs the package peft: pip install"
+    ):
         load_merged(nn.Linear(1, 1), "out/sft")
 
 
@@ -170,7 +216,9 @@ def adapted(name: str, dtype=torch.float32, **settings) -> nn.Module:
     """A tiny model with a random adapter on all its linear layers."""
     model = new_model(name).to(dtype)
     targets = ["c_attn", "c_proj"] if name == "gpt2" else ["q_proj", "v_proj", "down_proj"]
-    config = LoraConfig(r=3, lora_alpha=6, target_modules=targets, fan_in_fan_out=name == "gpt2", **settings)
+    config = LoraConfig(
+        r=3, lora_alpha=6, target_modules=targets, fan_in_fan_out=name == "gpt2", **settings
+    )
     inject_adapter_in_model(config, model)
     for path, weight in model.named_parameters():
         if "lora_B" in path:
@@ -181,21 +229,33 @@ def adapted(name: str, dtype=torch.float32, **settings) -> nn.Module:
 
 
 def tensors(model: nn.Module) -> list[tuple[str, int, torch.Tensor]]:
-    return [(name, weight.data_ptr(), weight.detach().clone()) for name, weight in model.named_parameters()]
+    return [
+        (name, weight.data_ptr(), weight.detach().clone())
+        for name, weight in model.named_parameters()
+    ]
 
 
-@pytest.mark.parametrize(("name", "settings", "dtype", "on_host"), [
-    ("llama", {}, torch.float32, False), ("llama", {"use_rslora": True}, torch.bfloat16, True),
-    ("llama", {"use_dora": True}, torch.bfloat16, False), ("gpt2", {}, torch.bfloat16, False),
-    ("gpt2", {"use_dora": True}, torch.float32, True),
-])  # fmt: skip
-def test_weights_inside_are_those_of_pefts_merge_and_come_back_bit_for_bit(name, settings, dtype, on_host):
+@pytest.mark.parametrize(
+    ("name", "settings", "dtype", "on_host"),
+    [
+        ("llama", {}, torch.float32, False),
+        ("llama", {"use_rslora": True}, torch.bfloat16, True),
+        ("llama", {"use_dora": True}, torch.bfloat16, False),
+        ("gpt2", {}, torch.bfloat16, False),
+        ("gpt2", {"use_dora": True}, torch.float32, True),
+    ],
+)
+def test_weights_inside_are_those_of_pefts_merge_and_come_back_bit_for_bit(
+    name, settings, dtype, on_host
+):
     model = adapted(name, dtype, **settings)
     by_peft = copy.deepcopy(model).float()
     for layer in adapter_layers(by_peft).values():
         layer.merge()
     before, layers = tensors(model), adapter_layers(model)
-    wanted = {path: layer.get_base_layer().weight for path, layer in adapter_layers(by_peft).items()}
+    wanted = {
+        path: layer.get_base_layer().weight for path, layer in adapter_layers(by_peft).items()
+    }
     for _ in range(3):
         with merged(model, originals_on_host=on_host):
             assert not adapter_layers(model)
@@ -203,10 +263,15 @@ def test_weights_inside_are_those_of_pefts_merge_and_come_back_bit_for_bit(name,
                 layer = model.get_submodule(path)
                 assert type(layer).__name__ in ("Linear", "Conv1D") and layer.weight.dtype == dtype
                 torch.testing.assert_close(
-                    layer.weight, weight.to(dtype), rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
+                    layer.weight,
+                    weight.to(dtype),
+                    rtol=2e-2 if dtype != torch.float32 else 1e-6,
+                    atol=1e-6,
                 )
             if dtype == torch.float32:
-                torch.testing.assert_close(model(ROW).logits, by_peft(ROW).logits, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    model(ROW).logits, by_peft(ROW).logits, rtol=1e-4, atol=1e-4
+                )
     assert adapter_layers(model) == layers
     after = tensors(model)
     assert [entry[:2] for entry in after] == [entry[:2] for entry in before], "a weight has moved"
@@ -214,7 +279,9 @@ def test_weights_inside_are_those_of_pefts_merge_and_come_back_bit_for_bit(name,
 
 
 @pytest.mark.parametrize("is_partition", [False, True])
-def test_disposable_weights_are_merged_in_place_and_restored_only_if_they_are_the_partition_itself(is_partition):
+def test_disposable_weights_are_merged_in_place_and_restored_only_if_they_are_the_partition_itself(
+    is_partition,
+):
     """On one rank ZeRO-3 gathers no copy; otherwise it drops the copy."""
     model = adapted("llama")
     layer = model.model.layers[1].mlp.down_proj
@@ -223,7 +290,9 @@ def test_disposable_weights_are_merged_in_place_and_restored_only_if_they_are_th
     address, before, other = weight.data_ptr(), weight.detach().clone(), kept.detach().clone()
     with merged(model, disposable=[weight]):
         inside = weight.detach().clone()
-        assert (weight.data_ptr() == address) is not is_partition and not torch.equal(inside, before)
+        assert (weight.data_ptr() == address) is not is_partition and not torch.equal(
+            inside, before
+        )
     assert torch.equal(weight, before if is_partition else inside)
     assert torch.equal(kept, other)
 
@@ -234,13 +303,18 @@ def test_an_error_inside_restores_the_model():
     with pytest.raises(KeyError), merged(model):
         raise KeyError
     assert adapter_layers(model) == layers
-    assert all(torch.equal(a[2], b[2]) and a[1] == b[1] for a, b in zip(tensors(model), before, strict=True))
+    assert all(
+        torch.equal(a[2], b[2]) and a[1] == b[1]
+        for a, b in zip(tensors(model), before, strict=True)
+    )
 
 
 def test_a_quantised_layer_keeps_its_adapter_beside_it():
     model = adapted("llama")
     layer = model.model.layers[0].self_attn.q_proj
-    layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.to(torch.int8), requires_grad=False)
+    layer.base_layer.weight = nn.Parameter(
+        layer.base_layer.weight.to(torch.int8), requires_grad=False
+    )
     with merged(model):
         assert adapter_layers(model) == {"model.layers.0.self_attn.q_proj": layer}
 
@@ -287,7 +361,9 @@ def test_a_classifier_over_the_base_is_the_one_that_peft_loads(adapters):
     torch.testing.assert_close(found, peft_model(SHORT_ROW).logits, rtol=1e-5, atol=1e-5)
     own = own_parameters(tree, lm)
     assert {name for name in own if not is_adapter_parameter(name)} == {"score.weight"}
-    assert {name for name, p in tree.named_parameters() if p.requires_grad} == own, "adapter and head train, no more"
+    assert {name for name, p in tree.named_parameters() if p.requires_grad} == own, (
+        "adapter and head train, no more"
+    )
     assert tree.config is tree.base_model.config and tree.config.num_labels == 1
     assert lm.config.num_labels != 1 or lm.config is not tree.config
     assert not any(weight.is_meta for weight in (*tree.parameters(), *tree.buffers()))
@@ -304,4 +380,6 @@ def test_checkpointing_and_mode_of_one_model_do_not_affect_another(adapters):
     tree = model_over_base(lm).eval()
     lm.train()
     lm.gradient_checkpointing_enable()
-    assert not tree.training and not any(getattr(m, "gradient_checkpointing", False) for m in tree.modules())
+    assert not tree.training and not any(
+        getattr(m, "gradient_checkpointing", False) for m in tree.modules()
+    )

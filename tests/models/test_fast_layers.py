@@ -32,29 +32,45 @@ def fast(layer):
 def output_and_gradients(norm, states, gradient):
     states = states.clone().requires_grad_()
     output = norm(states)
-    return output.detach(), *torch.autograd.grad(output, [states, norm.weight], gradient.to(output.dtype))
+    return output.detach(), *torch.autograd.grad(
+        output, [states, norm.weight], gradient.to(output.dtype)
+    )
 
 
-@pytest.mark.parametrize(("kind", "scale"), [(LlamaRMSNorm, 1e-4), (Qwen3RMSNorm, 1.0), (LlamaRMSNorm, 300.0)])
+@pytest.mark.parametrize(
+    ("kind", "scale"), [(LlamaRMSNorm, 1e-4), (Qwen3RMSNorm, 1.0), (LlamaRMSNorm, 300.0)]
+)
 def test_norms_are_rounded_alike_and_gradients_as_close_to_fp64_as_autograds(kind, scale):
     plain = norm_of(kind)
     made = fast(plain)
     assert type(made) is not kind
-    states, gradient = scale * torch.randn(3, 50, SIZE).bfloat16(), torch.randn(3, 50, SIZE).bfloat16()
+    states, gradient = (
+        scale * torch.randn(3, 50, SIZE).bfloat16(),
+        torch.randn(3, 50, SIZE).bfloat16(),
+    )
     expected, found = (output_and_gradients(norm, states, gradient) for norm in (plain, made))
-    differs = (found[0] != expected[0]).float().mean()  # a sum in another order may move a number across a rounding
+    differs = (
+        (found[0] != expected[0]).float().mean()
+    )  # a sum in another order may move a number across a rounding
     assert differs < 0.002 and torch.allclose(found[0], expected[0], rtol=2**-7, atol=0)
     wide, weight = states.double().requires_grad_(), plain.weight.double().detach().requires_grad_()
     exact = weight * wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + 1e-5)
     truth = torch.autograd.grad(exact, [wide, weight], gradient.double())
     for got, autograds, true in zip(found[1:], expected[1:], truth, strict=True):
-        error, of_autograd = ((part.double() - true).norm() / true.norm() for part in (got, autograds))
+        error, of_autograd = (
+            (part.double() - true).norm() / true.norm() for part in (got, autograds)
+        )
         assert error <= 1.05 * of_autograd + 1e-6
         assert error < 0.01
 
 
 def test_a_norm_on_a_gpu_is_pytorchs_kernel_and_is_rounded_alike(monkeypatch):
-    plain, states, calls, original = norm_of(LlamaRMSNorm), torch.randn(3, 50, SIZE).bfloat16(), [], F.rms_norm
+    plain, states, calls, original = (
+        norm_of(LlamaRMSNorm),
+        torch.randn(3, 50, SIZE).bfloat16(),
+        [],
+        F.rms_norm,
+    )
     monkeypatch.setattr(F, "rms_norm", lambda *a: calls.append(1) or original(*a))
     with pretended_gpu():
         found = moved(fast(plain))(on_gpu(states)).held
@@ -79,7 +95,9 @@ def test_mlps_are_equal_and_gradients_as_close_to_fp64_as_autograds(kind, bias):
     for mlp in (made, plain, exact):
         given = states.to(mlp.up_proj.weight.dtype).requires_grad_()
         outputs.append(mlp(given))
-        grads = torch.autograd.grad(outputs[-1], [given, *mlp.parameters()], gradient.to(given.dtype))
+        grads = torch.autograd.grad(
+            outputs[-1], [given, *mlp.parameters()], gradient.to(given.dtype)
+        )
         gradients.append([part.double() for part in grads])
     torch.testing.assert_close(outputs[0], outputs[1], rtol=2**-6, atol=2**-6)
     for found, autograds, true in zip(*gradients, strict=True):

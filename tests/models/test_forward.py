@@ -1,5 +1,6 @@
-"""Log-probs, entropies, values and gradients in every layout of rows, compared with each row alone; arguments of
-forward passes, the division of rows into micro-batches, and which models suit `--sequence_parallel_size`."""
+"""Log-probs, entropies, values and gradients in every layout of rows, compared with each row alone;
+arguments of forward passes, the division of rows into micro-batches, and which models suit
+`--sequence_parallel_size`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,33 +31,61 @@ from dschat_ppo.models.architectures import backbone_of
 from dschat_ppo.models.backbone import Layout, hidden_window
 from dschat_ppo.models.kernel_selection import check_long_sequences, reason_not_to_divide
 from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
-from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, Teaching, response_logprobs, response_values
+from dschat_ppo.models.wrapped_models import (
+    PolicyModel,
+    ScalarModel,
+    Teaching,
+    response_logprobs,
+    response_values,
+)
 from dschat_ppo.supervised.policy_objectives import answer_logprobs
 from dschat_ppo.types import LateEnds, Rollout, full_sequences
 
 LAYOUTS = {
-    "plain": Layout(fused=False), "padded": Layout(), "padded few": Layout(reads_few=True),
-    "packed": Layout(packed=True), "packed few": Layout(packed=True, reads_few=True),
-    "shared": Layout(packed=True, shares=True), "shared few": Layout(packed=True, shares=True, reads_few=True),
-}  # fmt: skip
+    "plain": Layout(fused=False),
+    "padded": Layout(),
+    "padded few": Layout(reads_few=True),
+    "packed": Layout(packed=True),
+    "packed few": Layout(packed=True, reads_few=True),
+    "shared": Layout(packed=True, shares=True),
+    "shared few": Layout(packed=True, shares=True, reads_few=True),
+}
 HYBRIDS = (*OF_GENERATION, "nemotron-h", "mamba")
-UNSHARED = {(name, "shared few") for name in ("jamba", "mamba")}  # their scan takes no state to start from
+UNSHARED = {
+    (name, "shared few") for name in ("jamba", "mamba")
+}  # their scan takes no state to start from
 OF_PACKED, ENDS = ("packed", "shared few"), LateEnds((3, 40), 2)
-# family, layout, what else is switched on: (ends that could not be drawn), a value of --attn_implementation, ...
+# family, layout, what else is switched on: (ends that could not be drawn), a value of
+# --attn_implementation, ...
 CASES = [(name, "padded few", None) for name in FAMILIES]
 CASES += [(name, "plain", None) for name in ("llama", "opt-350m", "bloom", "gemma2")]
 CASES += [(name, way, None) for name in PACKED for way in OF_PACKED]
-CASES += [(name, way, None) for name in ("llama", "gpt2") for way in ("padded", "packed few", "shared")]
+CASES += [
+    (name, way, None) for name in ("llama", "gpt2") for way in ("padded", "packed few", "shared")
+]
 CASES += [("llama", way, "late ends") for way in ("plain", "padded", "shared")]
-CASES += [(name, way, "checkpointing") for name in ("mistral-window", "opt-350m") for way in OF_PACKED]
+CASES += [
+    (name, way, "checkpointing") for name in ("mistral-window", "opt-350m") for way in OF_PACKED
+]
 CASES += [(name, way, None) for name in HYBRIDS for way in OF_PACKED if (name, way) not in UNSHARED]
-CASES += [(name, way, "checkpointing") for name in ("lfm2", "granite-hybrid", "qwen3.5") for way in OF_PACKED]
-CASES += [("gpt-oss", way, choice) for way in ("padded", "packed", "shared") for choice in (None, "eager")]  # sinks
+CASES += [
+    (name, way, "checkpointing")
+    for name in ("lfm2", "granite-hybrid", "qwen3.5")
+    for way in OF_PACKED
+]
+CASES += [
+    ("gpt-oss", way, choice) for way in ("padded", "packed", "shared") for choice in (None, "eager")
+]  # sinks
 CASES += [("gemma2", "shared", None)]
-CASES += [(name, way, choice) for way in ("padded", *OF_PACKED)
-          for name, choice in (("llama", "sdpa"), ("mistral-window", "eager"), ("gemma2", "eager"))]  # fmt: skip
+CASES += [
+    (name, way, choice)
+    for way in ("padded", *OF_PACKED)
+    for name, choice in (("llama", "sdpa"), ("mistral-window", "eager"), ("gemma2", "eager"))
+]
 # the other layout of packed rows shows the same of these
-BEFORE_A_RELEASE = [(name, "packed", change) for name in HYBRIDS for change in (None, "checkpointing")]
+BEFORE_A_RELEASE = [
+    (name, "packed", change) for name in HYBRIDS for change in (None, "checkpointing")
+]
 BEFORE_A_RELEASE += [
     ("gpt-oss", "packed", None),
     ("gpt-oss", "padded", "eager"),
@@ -66,12 +95,18 @@ BEFORE_A_RELEASE += [
 
 @pytest.mark.parametrize(
     ("name", "way", "change"),
-    [pytest.param(*case, marks=pytest.mark.release) if case in BEFORE_A_RELEASE else case for case in CASES],
+    [
+        pytest.param(*case, marks=pytest.mark.release) if case in BEFORE_A_RELEASE else case
+        for case in CASES
+    ],
 )
 def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
     lm, rows, ends = model_of(name), rollout(), ENDS if change == "late ends" else None
     if ends is not None:
-        rows = replace(rows, response_ids=torch.where(rows.response_ids == 40, 4, rows.response_ids.clamp_min(4)))
+        rows = replace(
+            rows,
+            response_ids=torch.where(rows.response_ids == 40, 4, rows.response_ids.clamp_min(4)),
+        )
     policy = PolicyModel(lm, LAYOUTS[way])
     assert policy.layout.fused is (way != "plain")
     if change in ("sdpa", "eager"):
@@ -88,17 +123,27 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     weights = torch.linspace(-1, 1, len(expected[0]))
-    loss, of_alone = ((weights * logprobs + 0.1 * entropy).sum() for logprobs, entropy in (found, expected))
+    loss, of_alone = (
+        (weights * logprobs + 0.1 * entropy).sum() for logprobs, entropy in (found, expected)
+    )
     # after a shared prompt the chunks of a kernel begin elsewhere, so it rounds elsewhere
     atol = 3e-4 if name in HYBRIDS and way == "shared few" else 3e-5
     assert_same_gradients(loss, of_alone, dict(lm.named_parameters()), atol)
 
 
-@pytest.mark.parametrize(("name", "way"), [
-    *((name, way) for name in ("llama", "mistral-window", "gpt2", "opt-350m") for way in ("padded few", *OF_PACKED)),
-    ("bloom", "padded few"), ("gemma2", "padded few"),
-    *((name, way) for name in ("lfm2", "granite-hybrid", "qwen3-next") for way in OF_PACKED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(
+            (name, way)
+            for name in ("llama", "mistral-window", "gpt2", "opt-350m")
+            for way in ("padded few", *OF_PACKED)
+        ),
+        ("bloom", "padded few"),
+        ("gemma2", "padded few"),
+        *((name, way) for name in ("lfm2", "granite-hybrid", "qwen3-next") for way in OF_PACKED),
+    ],
+)
 def test_values_and_last_scores_and_gradients_are_those_of_each_row_alone(name, way):
     classifier, rows = model_of(name, scalar=True), rollout()
     model, alone = ScalarModel(classifier, LAYOUTS[way]), values_alone(classifier, rows)
@@ -106,15 +151,21 @@ def test_values_and_last_scores_and_gradients_are_those_of_each_row_alone(name, 
     before = torch.cat([v[start - 1 : -1] for v, start in zip(alone, prompts, strict=True)])
     values = response_values(model, rows)[rows.response_mask]
     torch.testing.assert_close(values, before, rtol=0, atol=1e-5)
-    weights = torch.linspace(-1, 1, len(before))  # prompts share their last token: its gradients add up
-    assert_same_gradients((weights * values).sum(), (weights * before).sum(), dict(classifier.named_parameters()))
+    weights = torch.linspace(
+        -1, 1, len(before)
+    )  # prompts share their last token: its gradients add up
+    assert_same_gradients(
+        (weights * values).sum(), (weights * before).sum(), dict(classifier.named_parameters())
+    )
     ids, lengths = full_sequences(rows)
     with torch.no_grad():
         ends = torch.stack([v[-1] for v in alone])
         torch.testing.assert_close(model(ids, lengths, last_only=True), ends, rtol=0, atol=1e-5)
         whole = model(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(whole, ends, rtol=0, atol=1e-5)
-        wanted = (torch.arange(ids.shape[1]) % 3 == 1) & (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
+        wanted = (torch.arange(ids.shape[1]) % 3 == 1) & (
+            torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+        )
         expected = torch.cat([v[mask[: len(v)]] for v, mask in zip(alone, wanted, strict=True)])
         torch.testing.assert_close(model(ids, lengths, wanted=wanted), expected, rtol=0, atol=1e-5)
 
@@ -135,15 +186,24 @@ def test_ends_that_could_not_be_drawn_have_no_probability_in_fp16(way):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gpt-neo", "gemma2"])
 def test_ids_in_padding_change_nothing(name):
-    policy, (one, other) = PolicyModel(model_of(name)), (rollout(padding_seed=seed) for seed in (0, 7))
+    policy, (one, other) = (
+        PolicyModel(model_of(name)),
+        (rollout(padding_seed=seed) for seed in (0, 7)),
+    )
     assert not torch.equal(one.response_ids, other.response_ids)
     with torch.no_grad():
-        pairs = zip(both(response_logprobs(policy, one, 1.0)), both(response_logprobs(policy, other, 1.0)), strict=True)
+        pairs = zip(
+            both(response_logprobs(policy, one, 1.0)),
+            both(response_logprobs(policy, other, 1.0)),
+            strict=True,
+        )
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("late_ends", [None, ENDS], ids=["free", "late"])
-@pytest.mark.parametrize(("name", "teacher"), [("llama", "qwen3"), ("gemma2", "llama"), ("gpt2", "gemma2")])
+@pytest.mark.parametrize(
+    ("name", "teacher"), [("llama", "qwen3"), ("gemma2", "llama"), ("gpt2", "gemma2")]
+)
 def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teacher, late_ends):
     lm, other, rows = model_of(name), model_of(teacher), rollout()
 
@@ -152,17 +212,28 @@ def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teach
         for ids, length in zip(*full_sequences(rows), strict=True):
             found.append(model(input_ids=ids[None, :length], use_cache=False).logits[0])
         starts = (rows.prompt_mask.sum(dim=1) - 1).tolist()
-        logits = torch.cat([each[start:-1] for each, start in zip(found, starts, strict=True)]) / TEMPERATURE
+        logits = (
+            torch.cat([each[start:-1] for each, start in zip(found, starts, strict=True)])
+            / TEMPERATURE
+        )
         if late_ends is not None:
-            early = (torch.arange(max(ANSWERS)) < late_ends.minimum).expand_as(rows.response_mask)[rows.response_mask]
+            early = (torch.arange(max(ANSWERS)) < late_ends.minimum).expand_as(rows.response_mask)[
+                rows.response_mask
+            ]
             for token in late_ends.ids:
-                logits = logits.index_put((early.nonzero().squeeze(1), torch.tensor(token)), torch.tensor(-1e4))
+                logits = logits.index_put(
+                    (early.nonzero().squeeze(1), torch.tensor(token)), torch.tensor(-1e4)
+                )
         return torch.log_softmax(logits, dim=-1)
 
     with torch.no_grad():
-        layer = response_logprobs(PolicyModel(other), rows, TEMPERATURE, late_ends=late_ends, keeps_layer=True).layer
+        layer = response_logprobs(
+            PolicyModel(other), rows, TEMPERATURE, late_ends=late_ends, keeps_layer=True
+        ).layer
     teachings = [Teaching(layer, Divergence(kind)) for kind in ("reverse_kl", "jsd")]
-    found = response_logprobs(PolicyModel(lm), rows, TEMPERATURE, late_ends=late_ends, teachings=teachings).divergences
+    found = response_logprobs(
+        PolicyModel(lm), rows, TEMPERATURE, late_ends=late_ends, teachings=teachings
+    ).divergences
     log_p, log_q = table(lm), table(other).detach()
     weights = 0.01 * torch.randn(2, len(log_p), generator=torch.Generator().manual_seed(1))
     loss = of_alone = torch.zeros(())
@@ -185,10 +256,13 @@ def test_rows_without_a_response_give_zero_gradients():
 
 
 def test_hooks_of_the_head_run_around_the_fused_function():
-    """ZeRO-3 gathers the head's weight in such hooks. The head gets the states of the response tokens only."""
+    """ZeRO-3 gathers the head's weight in such hooks. The head gets the states of the response
+    tokens only."""
     lm, rows, seen = model_of("llama"), rollout(), []
     lm.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
-    lm.lm_head.register_forward_hook(lambda module, inputs, output: seen.append([o.shape for o in output]))
+    lm.lm_head.register_forward_hook(
+        lambda module, inputs, output: seen.append([o.shape for o in output])
+    )
     response_logprobs(PolicyModel(lm), rows, 1.0)
     count = sum(ANSWERS)
     assert seen == [(count, 32), [(count,), (count,)]]
@@ -203,16 +277,20 @@ def config(**facts) -> SimpleNamespace:
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@pytest.mark.parametrize(("facts", "received", "hidden"), [
-    ({}, {0: None, 1: None}, False), ({"sliding_window": 8}, {0: 8, 1: 8}, False),
-    ({"sliding_window": 8}, {0: None, 1: None}, True),
-    ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: 8, 1: None}, False),
-    ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: None, 1: None}, True),
-    ({"sliding_window": 8, "layer_types": [FULL, FULL]}, {0: 8, 1: None}, True),
-    ({"layer_types": [FULL, "chunked_attention"]}, {0: None, 1: None}, True),
-    ({"layer_types": ["linear_attention", "mlp", "hybrid"]}, {2: None}, False),
-    ({"attention_chunk_size": 16}, {0: None}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "received", "hidden"),
+    [
+        ({}, {0: None, 1: None}, False),
+        ({"sliding_window": 8}, {0: 8, 1: 8}, False),
+        ({"sliding_window": 8}, {0: None, 1: None}, True),
+        ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: 8, 1: None}, False),
+        ({"sliding_window": 8, "layer_types": [SLIDING, FULL]}, {0: None, 1: None}, True),
+        ({"sliding_window": 8, "layer_types": [FULL, FULL]}, {0: 8, 1: None}, True),
+        ({"layer_types": [FULL, "chunked_attention"]}, {0: None, 1: None}, True),
+        ({"layer_types": ["linear_attention", "mlp", "hybrid"]}, {2: None}, False),
+        ({"attention_chunk_size": 16}, {0: None}, True),
+    ],
+)
 def test_hidden_windows_by_hand(facts, received, hidden):
     assert hidden_window(config(**facts), received) is hidden
 
@@ -222,10 +300,13 @@ def rollout_of(prompt: int, response: int, rows: int = 3) -> Rollout:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.arange(response, response - rows, -1)
     return Rollout(
-        torch.randint(2, VOCABULARY, (rows, prompt), generator=generator), torch.ones(rows, prompt, dtype=torch.bool),
+        torch.randint(2, VOCABULARY, (rows, prompt), generator=generator),
+        torch.ones(rows, prompt, dtype=torch.bool),
         torch.randint(2, VOCABULARY, (rows, response), generator=generator),
-        torch.arange(response) < lengths.unsqueeze(1), torch.zeros(rows, response), torch.zeros(rows, dtype=torch.int8),
-    )  # fmt: skip
+        torch.arange(response) < lengths.unsqueeze(1),
+        torch.zeros(rows, response),
+        torch.zeros(rows, dtype=torch.int8),
+    )
 
 
 def numbers_of(policy: PolicyModel, critic: ScalarModel, rows: Rollout) -> list[torch.Tensor]:
@@ -240,13 +321,21 @@ def numbers_of(policy: PolicyModel, critic: ScalarModel, rows: Rollout) -> list[
     found += [values, critic(ids, lengths, last_only=True)]
     found.append(critic(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1))
     leaves = [*policy.parameters(), *critic.parameters()]
-    grads = torch.autograd.grad(sum(part.double().sum() for part in found), leaves, allow_unused=True)
+    grads = torch.autograd.grad(
+        sum(part.double().sum() for part in found), leaves, allow_unused=True
+    )
     return found + [gradient for gradient in grads if gradient is not None]
 
 
-@pytest.mark.parametrize(("name", "prompt", "response", "width"), [
-    ("llama", 20, 9, 64), ("gpt2", 60, 4, 64), ("llama", 60, 10, POSITIONS), ("gpt2", 80, 16, POSITIONS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "prompt", "response", "width"),
+    [
+        ("llama", 20, 9, 64),
+        ("gpt2", 60, 4, 64),
+        ("llama", 60, 10, POSITIONS),
+        ("gpt2", 80, 16, POSITIONS),
+    ],
+)
 def test_on_a_gpu_rows_have_few_widths_within_the_models_positions_and_the_same_numbers(
     name, prompt, response, width, monkeypatch
 ):
@@ -255,7 +344,11 @@ def test_on_a_gpu_rows_have_few_widths_within_the_models_positions_and_the_same_
     critic = ScalarModel(new_model(name))
     critic.classifier.score = torch.nn.Linear(32, 1)
     rows = rollout_of(prompt, response)
-    expected, widths, sdpa = numbers_of(policy, critic, rows), set(), torch.nn.functional.scaled_dot_product_attention
+    expected, widths, sdpa = (
+        numbers_of(policy, critic, rows),
+        set(),
+        torch.nn.functional.scaled_dot_product_attention,
+    )
 
     def spy(query, key, *rest, **options):
         widths.update((query.shape[2], key.shape[2]))
@@ -292,8 +385,13 @@ def test_shares_have_equal_rows_and_nearly_equal_tokens(ranks):
 
 
 def prompts_of(*groups: tuple[int, list[int]]) -> tuple[torch.Tensor, RowPrompts]:
-    """Lengths and prompts of rows, from (tokens of the prompt, tokens of each answer) of each group."""
-    rows = [(number, prompt, answer) for number, (prompt, answers) in enumerate(groups) for answer in answers]
+    """Lengths and prompts of rows, from (tokens of the prompt, tokens of each answer) of each
+    group."""
+    rows = [
+        (number, prompt, answer)
+        for number, (prompt, answers) in enumerate(groups)
+        for answer in answers
+    ]
     numbers, prompt, answer = torch.tensor(rows).unbind(dim=1)
     return prompt + answer, RowPrompts(numbers, prompt)
 
@@ -306,23 +404,41 @@ def tokens_run(part: torch.Tensor, lengths: torch.Tensor, prompts: RowPrompts) -
 
 
 def test_answers_to_one_prompt_stay_together_and_their_prompt_counts_once():
-    # Prompts of 40 with answers of 10; each answer but the first adds 10 tokens and the copy of a prompt, 40 / 8 = 5.
+    # Prompts of 40 with answers of 10; each answer but the first adds 10 tokens and the copy of a
+    # prompt, 40 / 8 = 5.
     lengths, prompts = prompts_of((40, [10, 10, 10]), (40, [10]), (40, [10, 10, 10, 10]))
     found = [part.tolist() for part in split_by_tokens(lengths, 95, prompts)]
-    assert found == [[4, 5, 6, 7], [0, 1, 2], [3]]  # 40 + 40 + 15, 40 + 30 + 10 (50 + 80 > 95), and one row alone
-    assert [part.tolist() for part in split_by_tokens(lengths, 65, prompts)] == [[4, 5], [6, 7], [0, 1], [2], [3]]
-    assert [part.tolist() for part in split_by_tokens(lengths, 175, prompts)] == [[4, 5, 6, 7, 0, 1, 2], [3]]
+    assert found == [
+        [4, 5, 6, 7],
+        [0, 1, 2],
+        [3],
+    ]  # 40 + 40 + 15, 40 + 30 + 10 (50 + 80 > 95), and one row alone
+    assert [part.tolist() for part in split_by_tokens(lengths, 65, prompts)] == [
+        [4, 5],
+        [6, 7],
+        [0, 1],
+        [2],
+        [3],
+    ]
+    assert [part.tolist() for part in split_by_tokens(lengths, 175, prompts)] == [
+        [4, 5, 6, 7, 0, 1, 2],
+        [3],
+    ]
 
 
 def test_rows_that_share_little_are_divided_as_if_they_shared_nothing():
     generator = torch.Generator().manual_seed(1)
     answers = torch.randint(50, 500, (12,), generator=generator).tolist()
-    lengths, prompts = prompts_of((7, answers[:4]), (12, answers[4:8]), *((90, [x]) for x in answers[8:]))
+    lengths, prompts = prompts_of(
+        (7, answers[:4]), (12, answers[4:8]), *((90, [x]) for x in answers[8:])
+    )
     for budget in (1, 600, 3000):
         expected = [part.tolist() for part in split_by_tokens(lengths, budget)]
         assert [part.tolist() for part in split_by_tokens(lengths, budget, prompts)] == expected
     for ranks in (1, 2, 4):
-        assert [part.tolist() for part in deal(lengths, ranks, prompts)] == [p.tolist() for p in deal(lengths, ranks)]
+        assert [part.tolist() for part in deal(lengths, ranks, prompts)] == [
+            p.tolist() for p in deal(lengths, ranks)
+        ]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -339,8 +455,14 @@ def test_parts_of_groups_contain_each_row_once_within_the_budget(seed):
         for found in (parts, alone):
             assert sorted(torch.cat(found).tolist()) == list(range(len(lengths)))
         for part in parts:
-            assert len(part) == 1 or min(tokens_run(part, lengths, prompts), len(part) * lengths[part].max()) <= budget
-        assert all(len(part) == 1 or len(part) * int(lengths[part].max()) <= budget for part in alone)
+            assert (
+                len(part) == 1
+                or min(tokens_run(part, lengths, prompts), len(part) * lengths[part].max())
+                <= budget
+            )
+        assert all(
+            len(part) == 1 or len(part) * int(lengths[part].max()) <= budget for part in alone
+        )
     for ranks in (1, 2, 3):
         if len(lengths) % ranks == 0:
             shares = deal(lengths, ranks, prompts)
@@ -351,12 +473,17 @@ def test_parts_of_groups_contain_each_row_once_within_the_budget(seed):
 def test_ranks_divide_groups_where_that_evens_their_tokens():
     lengths, prompts = prompts_of(*((384, [64] * 8) for _ in range(3)))
     shares = deal(lengths, 2, prompts)
-    assert [part.tolist() for part in shares] == [list(range(12)), list(range(12, 24))]  # the second group is divided
+    assert [part.tolist() for part in shares] == [
+        list(range(12)),
+        list(range(12, 24)),
+    ]  # the second group is divided
     lengths, prompts = prompts_of(*((384, [64] * 8) for _ in range(16)))
     assert [len(part) for part in deal(lengths, 2, prompts)] == [64, 64]
     lengths, prompts = prompts_of((384, [64] * 4))
     assert [len(part) for part in deal(lengths, 4, prompts)] == [1, 1, 1, 1]
-    lengths, prompts = prompts_of((30, [0, 0, 500, 0]))  # none above the 530 tokens of the longest row
+    lengths, prompts = prompts_of(
+        (30, [0, 0, 500, 0])
+    )  # none above the 530 tokens of the longest row
     assert [part.tolist() for part in deal(lengths, 4, prompts)] == [[0, 1], [2], [3], []]
 
 
@@ -379,10 +506,15 @@ def refusal(folder: str, scalar: bool = False, **flags) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [
-    ("bloom", "transformers does not let its attention be replaced"), ("mamba", "its MambaMixer carries a state"),
-    ("lfm2", "its Lfm2ShortConv carries a state"), ("qwen3.5", "its Qwen3_5GatedDeltaNet carries a state"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("bloom", "transformers does not let its attention be replaced"),
+        ("mamba", "its MambaMixer carries a state"),
+        ("lfm2", "its Lfm2ShortConv carries a state"),
+        ("qwen3.5", "its Qwen3_5GatedDeltaNet carries a state"),
+    ],
+)
 def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind, reason):
     found = refusal(folder(kind), sequence_parallel_size=2)
     assert found.startswith(f"--sequence_parallel_size 2: --model {folder(kind)}: ")
@@ -390,11 +522,17 @@ def test_models_that_cannot_be_divided_are_refused_by_name(folder, kind, reason)
     assert type(backbone_of(new_model(kind))).__name__ in found
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({"layer_types": ["chunked_attention", "full_attention"]}, "layers of the type chunked_attention"),
-    ({"attention_chunk_size": 8}, "its attention needs a mask"),
-    ({"num_attention_heads": [4, 2]}, "differ in their numbers of attention heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"layer_types": ["chunked_attention", "full_attention"]},
+            "layers of the type chunked_attention",
+        ),
+        ({"attention_chunk_size": 8}, "its attention needs a mask"),
+        ({"num_attention_heads": [4, 2]}, "differ in their numbers of attention heads"),
+    ],
+)
 def test_settings_that_need_whole_rows(changes, reason):
     backbone = new_model("llama").model
     assert reason_not_to_divide(backbone) is None
@@ -404,5 +542,9 @@ def test_settings_that_need_whole_rows(changes, reason):
 
 
 def test_the_size_divides_the_heads(folder):
-    found = refusal(folder("llama", num_attention_heads=2, num_key_value_heads=1), sequence_parallel_size=4)
-    assert found.endswith("has 2 attention heads, which the size must divide; with 4 ranks use 1 or 2")
+    found = refusal(
+        folder("llama", num_attention_heads=2, num_key_value_heads=1), sequence_parallel_size=4
+    )
+    assert found.endswith(
+        "has 2 attention heads, which the size must divide; with 4 ranks use 1 or 2"
+    )

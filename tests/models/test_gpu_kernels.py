@@ -1,4 +1,5 @@
-"""Triton's kernels without a GPU: interpreted, against PyTorch; compiled; and in the layers of models."""
+"""Triton's kernels without a GPU: interpreted, against PyTorch; compiled; and in the layers of
+models."""
 
 import copy
 import logging
@@ -25,7 +26,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def kernels():
-    """They take tensors of the CPU. The interpreter does not round to bfloat16 as a GPU does, but to half precision."""
+    """They take tensors of the CPU. The interpreter does not round to bfloat16 as a GPU does, but
+    to half precision."""
     from dschat_ppo import gpu_kernels
 
     return gpu_kernels
@@ -57,12 +59,18 @@ def test_they_round_where_the_layers_of_transformers_do(kernels):
     assert differs < 0.002  # a sum in another order may move a number across a rounding
     gate, up = drawn(9, 90).chunk(2, dim=1)
     assert torch.equal(kernels.swiglu(gate, up), nn.functional.silu(gate) * up)
-    (q, k), angles = (drawn(2, 3, 5, 12), drawn(2, 1, 5, 12, seed=1)), drawn(2, 5, 6).float().repeat(1, 1, 2)
+    (q, k), angles = (
+        (drawn(2, 3, 5, 12), drawn(2, 1, 5, 12, seed=1)),
+        drawn(2, 5, 6).float().repeat(1, 1, 2),
+    )
     angles[..., 6:] *= 0.5  # the two halves may have different angles
     cos, sin = angles.cos().half(), angles.sin().half()
     original = getattr(llama.apply_rotary_pos_emb, "_original", llama.apply_rotary_pos_emb)
-    for found, expected in zip((kernels.rotated(q, cos, sin), kernels.rotated(k, cos, sin)),
-                               original(q, k, cos, sin), strict=True):  # fmt: skip
+    for found, expected in zip(
+        (kernels.rotated(q, cos, sin), kernels.rotated(k, cos, sin)),
+        original(q, k, cos, sin),
+        strict=True,
+    ):
         assert torch.equal(found, expected)
 
 
@@ -75,10 +83,12 @@ from dschat_ppo import gpu_kernels
 KINDS = {"p": "*bf16", "f": "*fp32", "i": "i32", "x": "fp32"}
 SIGNATURES = {  # types of the arguments, and sizes that are known when a kernel is compiled
     "_norm_kernel": ("p p p i x", [1024]), "_norm_backward_kernel": ("p p p p f i i x", [16, 2048]),
-    "_rotation_kernel": ("p p p p i i i i i", [True, 16, 32]), "_gated_kernel": ("p p p i i", [1024]),
+    "_rotation_kernel": ("p p p p i i i i i", [True, 16, 32]), "_gated_kernel": ("p p p i i",
+    [1024]),
     "_gated_backward_kernel": ("p p p p p i", [1024]),
 }
-assert {name for name, value in vars(gpu_kernels).items() if hasattr(value, "arg_names")} == set(SIGNATURES)
+kernels = {name for name, value in vars(gpu_kernels).items() if hasattr(value, "arg_names")}
+assert kernels == set(SIGNATURES)
 for name, (kinds, sizes) in SIGNATURES.items():
     kernel = getattr(gpu_kernels, name)
     types = [KINDS[kind] for kind in kinds.split()] + ["constexpr"] * len(sizes)
@@ -91,7 +101,9 @@ print("compiled")
 
 def test_they_compile_for_gpus(tmp_path):
     settings = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=settings, capture_output=True, text=True
+    )
     assert ran.stdout == "compiled\n", ran.stderr
 
 
@@ -99,7 +111,9 @@ def test_which_kernels_run():
     half = torch.ones(2, 2).bfloat16()
     assert kernels_for(half) in (operations, None)  # None without a compiler
     assert kernels_for(half.to("meta")) is operations
-    assert all(kernels_for(x, x.float()) is None is kernels_for(x.half()) for x in (half, half.to("meta")))
+    assert all(
+        kernels_for(x, x.float()) is None is kernels_for(x.half()) for x in (half, half.to("meta"))
+    )
 
 
 @pytest.mark.parametrize("broken", ["swiglu", "rotated_parts", None])
@@ -121,7 +135,9 @@ def test_kernels_that_compute_something_else_are_not_used(broken, kernels, monke
 @pytest.fixture
 def in_layers(kernels, monkeypatch):
     for module in (fast_layers, fused_layers):
-        monkeypatch.setattr(module, "kernels_for", lambda *tensors: None if tensors[0].is_meta else kernels)
+        monkeypatch.setattr(
+            module, "kernels_for", lambda *tensors: None if tensors[0].is_meta else kernels
+        )
 
 
 def losses_and_gradients(model):

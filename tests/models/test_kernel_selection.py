@@ -1,5 +1,6 @@
-"""The probe that selects kernels: fused or plain heads, packed, shared or padded rows, the last MLP for few tokens;
-architectures: positions, head formats, reward models without transformers' class, and refused configurations."""
+"""The probe that selects kernels: fused or plain heads, packed, shared or padded rows, the last MLP
+for few tokens; architectures: positions, head formats, reward models without transformers' class,
+and refused configurations."""
 
 from dataclasses import replace
 from functools import partial
@@ -40,10 +41,14 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, said):
 
     def forward(*args, **kwargs):
         if change == "before":
-            kwargs["position_ids"] = kwargs["position_ids"] * 2  # the model runs its backbone differently
+            kwargs["position_ids"] = (
+                kwargs["position_ids"] * 2
+            )  # the model runs its backbone differently
             return inner(*args, **kwargs)
         output = inner(*args, **kwargs)
-        output.logits = output.logits * 0.5 if change == "scale" else 2 * torch.tanh(output.logits / 2)
+        output.logits = (
+            output.logits * 0.5 if change == "scale" else 2 * torch.tanh(output.logits / 2)
+        )
         return output
 
     if change == "class":
@@ -60,12 +65,15 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, said):
     rows = rollout()
     with torch.no_grad():
         found = response_logprobs(policy, rows, 1.0).logprobs
-    assert not torch.equal(found, response_logprobs(PolicyModel(model_of("llama")), rows, 1.0).logprobs)
+    assert not torch.equal(
+        found, response_logprobs(PolicyModel(model_of("llama")), rows, 1.0).logprobs
+    )
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
 def test_layers_that_would_mix_packed_rows_are_found(kind, dtype):
-    """A layer that carries a state along the row, as in Mamba: padded rows are right, packed rows are not."""
+    """A layer that carries a state along the row, as in Mamba: padded rows are right, packed rows
+    are not."""
     model = model_of("llama", kind == 2).to(dtype)
 
     def add_previous(module, inputs, output):
@@ -84,7 +92,10 @@ def test_models_with_states_sinks_or_soft_caps_pack_rows_and_share_prompts(name,
     for module in (PolicyModel(new_model(name)), ScalarModel(model_of(name, scalar=True))):
         assert select_kernels(module) is None
         assert (module.layout.packed, module.layout.shares) == (True, shares)
-    assert shares or len([line for line in said if "takes no state, so prompts are not shared" in line]) == 2
+    assert (
+        shares
+        or len([line for line in said if "takes no state, so prompts are not shared" in line]) == 2
+    )
 
 
 def test_a_layer_with_a_state_that_mixes_packed_rows_is_named(said):
@@ -92,7 +103,9 @@ def test_a_layer_with_a_state_that_mixes_packed_rows_is_named(said):
     lm.model.layers[0].conv.register_forward_hook(lambda layer, args, output: output.cumsum(dim=1))
     policy = PolicyModel(lm)
     assert "Lfm2ShortConv" in select_kernels(policy)
-    assert not policy.layout.packed and [line for line in said if "Lfm2ShortConv does not keep rows apart" in line]
+    assert not policy.layout.packed and [
+        line for line in said if "Lfm2ShortConv does not keep rows apart" in line
+    ]
 
 
 @pytest.mark.parametrize(("name", "packed"), [("mistral-window", True), ("phimoe", False)])
@@ -102,19 +115,27 @@ def test_a_model_whose_window_is_only_in_its_mask_is_not_packed(name, packed):
     assert policy.layout.packed is packed
 
 
-@pytest.mark.parametrize(("name", "said_of"), [
-    ("rwkv", "a last MLP for some tokens"), ("electra", "output head"), ("doge", "a mask of its own"),
-    ("bloom", "so rows are padded"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "said_of"),
+    [
+        ("rwkv", "a last MLP for some tokens"),
+        ("electra", "output head"),
+        ("doge", "a mask of its own"),
+        ("bloom", "so rows are padded"),
+    ],
+)
 def test_a_way_that_does_not_fit_a_model_is_not_taken_and_the_log_says_why(name, said_of, said):
-    """RWKV's MLP takes a state, ELECTRA projects before its head; Doge adds a learned bias that is 0 at first, so the
-    numbers of packed rows would be the same."""
+    """RWKV's MLP takes a state, ELECTRA projects before its head; Doge adds a learned bias that is
+    0 at first, so the numbers of packed rows would be the same."""
     policy = PolicyModel(new_model(name)).eval()
     plain = PolicyModel(policy.lm, Layout(fused=False)).eval()
     select_kernels(policy)
     assert [line for line in said if said_of in line]
     assert (policy.layout.fused, policy.layout.packed) == (name != "electra", name == "electra")
-    ids, wanted = torch.randint(2, 48, (3, 12), generator=torch.Generator().manual_seed(0)), torch.ones(3, 12).bool()
+    ids, wanted = (
+        torch.randint(2, 48, (3, 12), generator=torch.Generator().manual_seed(0)),
+        torch.ones(3, 12).bool(),
+    )
     wanted[1, 5:] = wanted[2, 8:] = False
     torch.testing.assert_close(policy(ids, wanted), plain(ids, wanted), rtol=0, atol=1e-5)
 
@@ -123,13 +144,20 @@ def test_a_way_that_fails_on_another_rank_is_taken_on_none(monkeypatch, said):
     monkeypatch.setattr(backbone, "all_reduce", lambda value, op: torch.ones_like(value))
     policy = PolicyModel(new_model("llama"))
     assert "another rank" in select_kernels(policy)
-    assert not (policy.layout.fused or policy.layout.packed or policy.layout.shares or policy.layout.reads_few)
+    assert not (
+        policy.layout.fused
+        or policy.layout.packed
+        or policy.layout.shares
+        or policy.layout.reads_few
+    )
     assert [line for line in said if "another rank cannot run it" in line]
 
 
 def test_memory_that_runs_out_in_a_probe_ends_it(monkeypatch):
     policy = PolicyModel(new_model("llama"))
-    monkeypatch.setattr(packing, "blockwise_attention", partial(fail, torch.OutOfMemoryError("out of memory")))
+    monkeypatch.setattr(
+        packing, "blockwise_attention", partial(fail, torch.OutOfMemoryError("out of memory"))
+    )
     with pytest.raises(torch.OutOfMemoryError):
         select_kernels(policy)
 
@@ -168,8 +196,12 @@ def test_wrong_numbers_of_shared_rows_are_found(monkeypatch, by_blocks):
     assert policy.layout.shares
     blocks, grouped = packing.blockwise_attention, segment_attention._grouped_attention
     broken = {
-        (packing, "blockwise_attention"): lambda q, k, v, parts, *o: blocks(q, k, v, Segments(parts.lengths), *o),
-        (segment_attention, "_grouped_attention"): lambda q, k, v, band, **o: grouped(q, k, v, None, **o),
+        (packing, "blockwise_attention"): lambda q, k, v, parts, *o: blocks(
+            q, k, v, Segments(parts.lengths), *o
+        ),
+        (segment_attention, "_grouped_attention"): lambda q, k, v, band, **o: grouped(
+            q, k, v, None, **o
+        ),
     }
     for (module, name), function in broken.items():
         monkeypatch.setattr(module, name, function)
@@ -185,19 +217,24 @@ def tokens_of_products(backbone) -> list[int]:
     """How many tokens the first product of the last MLP gets, in each pass from now on."""
     sizes: list[int] = []
     first = next(module for module in last_mlp(backbone).modules() if not any(module.children()))
-    first.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[0].shape[:-1].numel()))
+    first.register_forward_pre_hook(
+        lambda module, inputs: sizes.append(inputs[0].shape[:-1].numel())
+    )
     return sizes
 
 
 def test_the_same_operations_are_recorded_however_many_tokens_are_read():
-    """Under ZeRO-3 the ranks gather weights together, also while activation checkpointing runs layers again."""
+    """Under ZeRO-3 the ranks gather weights together, also while activation checkpointing runs
+    layers again."""
     ids = torch.randint(2, 48, (2, 20), generator=torch.Generator().manual_seed(0))
     policy = PolicyModel(model_of("llama"), Layout(reads_few=True))
     sizes = tokens_of_products(policy.backbone)
     recorded = []
     for first_read in (0, 10):  # all tokens, and half of them
         seen: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, seen=seen: seen.append(x) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, seen=seen: seen.append(x) or x, lambda x: x
+        ):
             policy(ids, (torch.arange(20) >= first_read).expand(2, -1))
         recorded.append([x.dim() for x in seen])
     assert sizes == [38, 20]  # nothing reads the state of the last token
@@ -215,7 +252,9 @@ def test_a_model_that_mixes_tokens_after_the_last_mlp_runs_all_tokens():
 # On a GPU
 
 
-def selected_on_a_gpu(attention: str = "auto", pack_on_gpu: bool = False, **changes) -> tuple[PolicyModel, str | None]:
+def selected_on_a_gpu(
+    attention: str = "auto", pack_on_gpu: bool = False, **changes
+) -> tuple[PolicyModel, str | None]:
     """A model in fp32, for which PyTorch has no FlashAttention."""
     with pretended_gpu():
         policy = moved(PolicyModel(new_model("llama", num_hidden_layers=1, **changes)))
@@ -247,9 +286,15 @@ def test_a_gpu_packs_and_shares_in_one_call(monkeypatch):
 
 VOCABULARY = 60
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 40, "initializer_range": 0.3, "pad_token_id": 1,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.3,
+    "pad_token_id": 1,
+}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 ROBERTA = {**SIZES, "is_decoder": True}
 ROBERTAS = {
@@ -260,18 +305,26 @@ MODELS = {
     **ROBERTAS,
     "codegen": (
         hf.CodeGenConfig(
-            vocab_size=VOCABULARY, n_positions=40, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, initializer_range=0.3,
+            vocab_size=VOCABULARY,
+            n_positions=40,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            rotary_dim=4,
+            initializer_range=0.3,
         ),
         hf.CodeGenForCausalLM,
     ),
     "llama4": (
-        hf.Llama4TextConfig(**GROUPED, intermediate_size_mlp=48, num_local_experts=4), hf.Llama4ForCausalLM,
+        hf.Llama4TextConfig(**GROUPED, intermediate_size_mlp=48, num_local_experts=4),
+        hf.Llama4ForCausalLM,
     ),
     "mamba": (
-        hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4), hf.MambaForCausalLM,
+        hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
+        hf.MambaForCausalLM,
     ),
     "olmoe": (hf.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), hf.OlmoeForCausalLM),
-}  # fmt: skip
+}
 LENGTHS = torch.tensor([7, 12, 3])
 IDS = torch.randint(2, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
 REAL = torch.arange(12) < LENGTHS.unsqueeze(1)
@@ -294,7 +347,9 @@ def test_logprobs_are_those_of_each_row_alone(saved):
     alone = []
     for row, length in zip(IDS, LENGTHS, strict=True):
         ids = row[:length].unsqueeze(0)
-        table = torch.log_softmax(lm(input_ids=ids, use_cache=False).logits[0, :-1].double(), dim=-1)
+        table = torch.log_softmax(
+            lm(input_ids=ids, use_cache=False).logits[0, :-1].double(), dim=-1
+        )
         alone.append(table.gather(1, ids[0, 1:, None]).squeeze(1))
     policy = PolicyModel(load_causal_lm(folder, "fp32", None)).eval()
     select_kernels(policy)
@@ -303,7 +358,8 @@ def test_logprobs_are_those_of_each_row_alone(saved):
 
 @torch.no_grad()
 def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
-    """The backbone has the language model's weights, the score is head times last state, and both survive saving."""
+    """The backbone has the language model's weights, the score is head times last state, and both
+    survive saving."""
     lm, folder = saved
     torch.manual_seed(2)
     model = ScalarModel(load_sequence_classifier(folder, "fp32", None, new_head=True)).eval()
@@ -319,26 +375,35 @@ def test_a_reward_model_is_built_saved_and_loaded(saved, assets, tmp_path):
     again = tmp_path / "again"
     save_model(SimpleNamespace(module=model), AutoTokenizer.from_pretrained(assets / "lm"), again)
     assert check_sequence_classifier(str(again), new_head=False) is False
-    loaded = ScalarModel(load_sequence_classifier(str(again), "fp32", None, new_head=False), model.layout).eval()
+    loaded = ScalarModel(
+        load_sequence_classifier(str(again), "fp32", None, new_head=False), model.layout
+    ).eval()
     torch.testing.assert_close(loaded(IDS, LENGTHS, last_only=True), scores, rtol=0, atol=1e-6)
     in_bf16 = ScalarModel(load_sequence_classifier(str(again), "bf16", None, new_head=False)).eval()
     select_kernels(in_bf16)
     assert torch.isfinite(in_bf16(IDS, LENGTHS, last_only=True)).all()
 
 
-@pytest.mark.parametrize(("name", "engine"), [("roberta", "continuous"), ("xlm-roberta-xl", "padded")])
+@pytest.mark.parametrize(
+    ("name", "engine"), [("roberta", "continuous"), ("xlm-roberta-xl", "padded")]
+)
 def test_responses_are_generated_at_positions_after_padding(name, engine):
     """PAD ends a response, because the plain forward pass would not count it as a position."""
     config, kind = ROBERTAS[name]
     torch.manual_seed(1)
     model = kind(config).eval().float()
     how = GenerationConfig(
-        SamplingParameters(temperature=0.8), StoppingCriteria(8, eos_ids=(1, 2)), rows=3, engine=engine
+        SamplingParameters(temperature=0.8),
+        StoppingCriteria(8, eos_ids=(1, 2)),
+        rows=3,
+        engine=engine,
     )
     prompts = prompts_of((1, 9, 20, 5))
     rollout = generate(model, prompts, torch.arange(4), how)
     assert rollout.response_mask.sum() > 8
-    torch.testing.assert_close(rollout.rollout_logprobs, plain_logprobs(model, rollout, 0.8), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        rollout.rollout_logprobs, plain_logprobs(model, rollout, 0.8), atol=1e-4, rtol=0
+    )
 
 
 def test_a_multimodal_configuration_gives_the_reward_model_of_its_text_part(tmp_path):
@@ -351,14 +416,22 @@ def test_a_multimodal_configuration_gives_the_reward_model_of_its_text_part(tmp_
     assert model.config.num_labels == 1
 
 
-@pytest.mark.parametrize(("config", "reason"), [
-    (hf.BertConfig(), "BertConfig without is_decoder is an encoder"),
-    (hf.MllamaConfig(), "saved with MllamaTextConfig"),
-    (hf.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention"),
-    (hf.XLNetConfig(), "XLNetConfig is not supported: its tokens see later tokens"),
-    (hf.RobertaConfig(is_decoder=True, pad_token_id=None), "RobertaConfig counts positions from pad_token_id"),
-])  # fmt: skip
-def test_models_that_are_not_decoders_are_refused_from_the_configuration_alone(tmp_path, config, reason):
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (hf.BertConfig(), "BertConfig without is_decoder is an encoder"),
+        (hf.MllamaConfig(), "saved with MllamaTextConfig"),
+        (hf.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (hf.XLNetConfig(), "XLNetConfig is not supported: its tokens see later tokens"),
+        (
+            hf.RobertaConfig(is_decoder=True, pad_token_id=None),
+            "RobertaConfig counts positions from pad_token_id",
+        ),
+    ],
+)
+def test_models_that_are_not_decoders_are_refused_from_the_configuration_alone(
+    tmp_path, config, reason
+):
     config.save_pretrained(tmp_path)  # there are no weights
     for check in (check_causal_lm, lambda folder: check_sequence_classifier(folder, new_head=True)):
         with pytest.raises(UserError, match=reason) as raised:

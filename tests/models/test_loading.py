@@ -1,5 +1,5 @@
-"""Loading is strict: heads, layouts, missing and unexpected weights, vocabularies and lengths that fit; classifiers;
-QLoRA as far as a machine without a GPU can test it."""
+"""Loading is strict: heads, layouts, missing and unexpected weights, vocabularies and lengths that
+fit; classifiers; QLoRA as far as a machine without a GPU can test it."""
 
 import importlib.util
 import json
@@ -68,18 +68,24 @@ def scores_of(folder, new_head=False):
 def expected_scores(model):
     """Scores of each row without padding, by transformers alone."""
     with torch.no_grad():
-        return torch.cat([model(ids[:n].unsqueeze(0)).logits[0] for ids, n in zip(IDS, LENGTHS, strict=True)])
+        return torch.cat(
+            [model(ids[:n].unsqueeze(0)).logits[0] for ids, n in zip(IDS, LENGTHS, strict=True)]
+        )
 
 
 def test_public_reward_model_scores_as_in_transformers(assets):
     model = LlamaForSequenceClassification.from_pretrained(assets / "reward").eval()
-    torch.testing.assert_close(scores_of(assets / "reward"), expected_scores(model), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        scores_of(assets / "reward"), expected_scores(model), rtol=0, atol=1e-5
+    )
 
 
 def test_a_new_head_of_zeros_values_all_tokens_0_and_learns_before_the_body(assets):
     random = load_sequence_classifier(str(assets / "lm"), "fp32", None, new_head=True)
     assert random.score.weight.std() > 0.05, "that of a reward model which step 2 begins"
-    model = ScalarModel(load_sequence_classifier(str(assets / "lm"), "fp32", None, True, zero_head=True))
+    model = ScalarModel(
+        load_sequence_classifier(str(assets / "lm"), "fp32", None, True, zero_head=True)
+    )
     assert torch.equal(model(IDS, LENGTHS), torch.zeros(2, 7))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     head, body = model.classifier.score.weight, model.backbone.layers[0].mlp.down_proj.weight
@@ -98,7 +104,9 @@ def test_the_head_of_a_reward_model_stays(assets):
 
 def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda question: "y")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
     settings = tmp_path / "config.json"
     settings.write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
@@ -109,7 +117,9 @@ def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):
     settings.write_text(json.dumps({"model_type": "own"}))
     with pytest.raises(UserError, match="custom code"):
         load_tokenizer(str(tmp_path), "--model")
-    settings.write_text(json.dumps({"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "own.Own"}}))
+    settings.write_text(
+        json.dumps({"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "own.Own"}})
+    )
     with pytest.raises(UserError, match="no causal language model for ViTConfig"):
         load_causal_lm(str(tmp_path), "fp32", None)
     assert not (tmp_path / "was run").exists()
@@ -117,7 +127,9 @@ def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):
 
 def write_deepspeed_chat(model, folder, safe):
     """The weights of a sequence classifier under the names that DeepSpeed-Chat gives them."""
-    weights = {f"rwtransformer.{name}": value.clone() for name, value in model.model.state_dict().items()}
+    weights = {
+        f"rwtransformer.{name}": value.clone() for name, value in model.model.state_dict().items()
+    }
     weights["v_head.weight"] = model.score.weight.detach().clone()
     tiny_config(architectures=["LlamaModel"]).save_pretrained(folder)
     if safe:
@@ -127,9 +139,14 @@ def write_deepspeed_chat(model, folder, safe):
 
 
 def test_a_reward_model_is_refused_where_a_language_model_is_needed(assets, tmp_path):
-    with pytest.raises(UserError, match=r"reward: is a reward model.* \(score.weight\).*give a causal language model"):
+    with pytest.raises(
+        UserError,
+        match=r"reward: is a reward model.* \(score.weight\).*give a causal language model",
+    ):
         check_causal_lm(str(assets / "reward"))
-    other = damaged(tmp_path / "other", lambda weights: weights.update({"v_head.weight": torch.zeros(1, 32)}))
+    other = damaged(
+        tmp_path / "other", lambda weights: weights.update({"v_head.weight": torch.zeros(1, 32)})
+    )
     with pytest.raises(UserError, match=r"other: is a reward model.* \(v_head.weight\)"):
         check_causal_lm(str(other))
 
@@ -146,32 +163,59 @@ def damaged(folder, change):
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda weights: weights.pop(UP), f"missing: {UP}"),
-    (lambda weights: weights.update({"model.extra.weight": torch.zeros(2)}), "unexpected: model.extra.weight"),
-    (lambda weights: weights.update({"model.norm.weight": torch.zeros(5)}), "wrong shape: model.norm.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop(UP), f"missing: {UP}"),
+        (
+            lambda weights: weights.update({"model.extra.weight": torch.zeros(2)}),
+            "unexpected: model.extra.weight",
+        ),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.zeros(5)}),
+            "wrong shape: model.norm.weight",
+        ),
+    ],
+)
 def test_weights_that_do_not_fit_are_listed(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         load_causal_lm(damaged(tmp_path, change), "fp32", None)
 
 
 _SIZES = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "vocab_size": 50, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 WITH_NOISE = {
     "starcoder2": hf.Starcoder2Config(**_SIZES, residual_dropout=0.5, embedding_dropout=0.5),
     "opt": hf.OPTConfig(
-        hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16, vocab_size=50,
-        dropout=0.5, layerdrop=0.9,
+        hidden_size=16,
+        ffn_dim=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        word_embed_proj_dim=16,
+        vocab_size=50,
+        dropout=0.5,
+        layerdrop=0.9,
     ),
     "gemma3": hf.Gemma3Config(
         text_config={**_SIZES, "head_dim": 8, "attention_dropout": 0.5},
-        vision_config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-                       "image_size": 28},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WITH_NOISE)
@@ -187,25 +231,38 @@ def test_without_dropout_training_gives_the_numbers_of_evaluation(tmp_path, name
         return model(input_ids=ids).logits
 
     assert torch.equal(logits(0.0, training=True), logits(None, training=False))
-    assert not torch.equal(logits(None, training=True), logits(None, training=False)), "the model has no dropout"
+    assert not torch.equal(logits(None, training=True), logits(None, training=False)), (
+        "the model has no dropout"
+    )
 
 
 def test_vocabulary_that_does_not_fit_is_refused(assets):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     small = tiny_config(vocab_size=100)
-    with pytest.raises(UserError, match=r"--critic_model_name_or_path.*vocabulary of 100.*--resize_vocabulary"):
+    with pytest.raises(
+        UserError, match=r"--critic_model_name_or_path.*vocabulary of 100.*--resize_vocabulary"
+    ):
         check_vocabulary(tokenizer, small, "--critic_model_name_or_path", "folder", other=True)
     check_vocabulary(tokenizer, small, "--model_name_or_path", "folder", resize=True)
-    check_vocabulary(tokenizer, tiny_config(vocab_size=len(tokenizer)), "--model_name_or_path", "folder")
-    check_vocabulary(tokenizer, load_config(str(assets / "reward"), "f"), "f", str(assets / "reward"), other=True)
+    check_vocabulary(
+        tokenizer, tiny_config(vocab_size=len(tokenizer)), "--model_name_or_path", "folder"
+    )
+    check_vocabulary(
+        tokenizer, load_config(str(assets / "reward"), "f"), "f", str(assets / "reward"), other=True
+    )
 
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_buffers_in_old_files_are_ignored(tmp_path, safe):
-    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=8)).eval()
+    model = hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=8)
+    ).eval()
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    buffers = {"h.0.attn.bias": torch.ones(1, 1, 8, 8).tril().bool(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    buffers = {
+        "h.0.attn.bias": torch.ones(1, 1, 8, 8).tril().bool(),
+        "h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
     if safe:
         save_file(load_file(file) | buffers, file, metadata={"format": "pt"})
     else:
@@ -223,7 +280,9 @@ def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_warned
     require_length(str(tmp_path / "gpt2"), 32, "--max_seq_len")
     with pytest.raises(UserError, match=r"--max_seq_len of 33 tokens.*32 positions"):
         require_length(str(tmp_path / "gpt2"), 33, "--max_seq_len")
-    hf.RobertaConfig(max_position_embeddings=40, pad_token_id=1).save_pretrained(tmp_path / "after padding")
+    hf.RobertaConfig(max_position_embeddings=40, pad_token_id=1).save_pretrained(
+        tmp_path / "after padding"
+    )
     require_length(str(tmp_path / "after padding"), 38, "--max_seq_len")
     with pytest.raises(UserError, match="39 tokens goes beyond the 38 positions"):
         require_length(str(tmp_path / "after padding"), 39, "--max_seq_len")
@@ -233,8 +292,8 @@ def test_rows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_warned
     for _ in range(2):
         require_length(folder, 4 * 64, "--max_seq_len")
     assert said == [
-        f"--max_seq_len of 256 tokens goes beyond the 64 positions of {folder}; it was not trained on longer rows: "
-        "lower it"
+        f"--max_seq_len of 256 tokens goes beyond the 64 positions of {folder}; it was not trained"
+        " on longer rows: lower it"
     ]
     with pytest.raises(UserError, match="64 positions"):
         require_length(folder, 4 * 64 + 1, "--max_seq_len")
@@ -251,7 +310,9 @@ def test_weights_are_compared_once_and_a_folder_without_any_is_refused_unless_se
 ):
     compared, read = [], AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *given, **more: compared.append(given) or read(*given, **more)
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *given, **more: compared.append(given) or read(*given, **more),
     )
     config = AutoConfig.from_pretrained(folder)
     for _ in range(2):
@@ -261,7 +322,9 @@ def test_weights_are_compared_once_and_a_folder_without_any_is_refused_unless_se
         assert check_weights(AutoModelForCausalLM, str(folder), config) == set()
         assert check_weights(LlamaForSequenceClassification, str(folder), config) == set()
     assert compared == [(str(folder),)]
-    assert said == [f"note: {folder} holds no weights, so they are not compared with its config.json"]
+    assert said == [
+        f"note: {folder} holds no weights, so they are not compared with its config.json"
+    ]
     with pytest.raises(UserError, match="its weights cannot be read"):
         check_weights(AutoModelForCausalLM, str(folder), config)
 
@@ -272,7 +335,10 @@ def test_weights_are_compared_once_and_a_folder_without_any_is_refused_unless_se
 def test_new_rows_are_the_mean_and_old_logits_stay():
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(vocab_size=10)).eval()
-    table, head = model.model.embed_tokens.weight.detach().clone(), model.lm_head.weight.detach().clone()
+    table, head = (
+        model.model.embed_tokens.weight.detach().clone(),
+        model.lm_head.weight.detach().clone(),
+    )
     with torch.no_grad():
         before = model(ROW).logits
         assert grow_vocabulary(model, 13)
@@ -283,14 +349,24 @@ def test_new_rows_are_the_mean_and_old_logits_stay():
     for weight, old in ((model.model.embed_tokens.weight, table), (model.lm_head.weight, head)):
         assert torch.equal(weight[:10], old)
         torch.testing.assert_close(weight[10:], (sum(old) / 10).expand(3, 32))
-    assert model.config.vocab_size == model.model.embed_tokens.num_embeddings == model.lm_head.out_features == 13
+    assert (
+        model.config.vocab_size
+        == model.model.embed_tokens.num_embeddings
+        == model.lm_head.out_features
+        == 13
+    )
 
 
 def test_tied_weights_stay_one_parameter_and_the_bias_of_a_head_grows_too():
     model = LlamaForCausalLM(tiny_config(vocab_size=10, tie_word_embeddings=True))
     grow_vocabulary(model, 12)
-    assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.shape == (12, 32)
-    config = hf.GPTJConfig(n_embd=16, n_layer=1, n_head=2, vocab_size=10, n_positions=8, rotary_dim=4)
+    assert (
+        model.lm_head.weight is model.model.embed_tokens.weight
+        and model.lm_head.weight.shape == (12, 32)
+    )
+    config = hf.GPTJConfig(
+        n_embd=16, n_layer=1, n_head=2, vocab_size=10, n_positions=8, rotary_dim=4
+    )
     model = hf.GPTJForCausalLM(config)
     torch.nn.init.normal_(model.lm_head.bias)
     old = model.lm_head.bias.detach().clone()
@@ -299,9 +375,16 @@ def test_tied_weights_stay_one_parameter_and_the_bias_of_a_head_grows_too():
 
 
 def test_a_model_with_other_weights_per_token_is_refused():
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = hf.BertLMHeadModel(hf.BertConfig(**sizes, vocab_size=50, is_decoder=True))
-    with pytest.raises(UserError, match=r"--resize_vocabulary: BertLMHeadModel keeps a row.*cls\.predictions\.bias"):
+    with pytest.raises(
+        UserError, match=r"--resize_vocabulary: BertLMHeadModel keeps a row.*cls\.predictions\.bias"
+    ):
         grow_vocabulary(model, 52)
 
 
@@ -310,26 +393,48 @@ def test_models_are_loaded_with_rows_for_their_tokenizers(assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     added = tokenizer.add_tokens(["<tool>", "</tool>"])
     for name, kind in {"lm": LlamaForCausalLM, "reward": LlamaForSequenceClassification}.items():
-        kind(tiny_config(vocab_size=len(tokenizer) - added, num_labels=1)).save_pretrained(tmp_path / name)
+        kind(tiny_config(vocab_size=len(tokenizer) - added, num_labels=1)).save_pretrained(
+            tmp_path / name
+        )
         tokenizer.save_pretrained(tmp_path / name)
-    actor, reference = (load_causal_lm(str(tmp_path / "lm"), "bf16", None, resize=True) for _ in range(2))
-    reward = load_sequence_classifier(str(tmp_path / "reward"), "bf16", None, new_head=False, resize=True)
+    actor, reference = (
+        load_causal_lm(str(tmp_path / "lm"), "bf16", None, resize=True) for _ in range(2)
+    )
+    reward = load_sequence_classifier(
+        str(tmp_path / "reward"), "bf16", None, new_head=False, resize=True
+    )
     for model in (actor, reference, reward):
         assert model.config.vocab_size == len(model.get_input_embeddings().weight) == len(tokenizer)
     assert torch.equal(actor.lm_head.weight, reference.lm_head.weight)
     assert torch.equal(actor.model.embed_tokens.weight, reference.model.embed_tokens.weight)
-    assert load_causal_lm(str(tmp_path / "lm"), "bf16", None).config.vocab_size == len(tokenizer) - added
+    assert (
+        load_causal_lm(str(tmp_path / "lm"), "bf16", None).config.vocab_size
+        == len(tokenizer) - added
+    )
 
 
 FLAG = "--critic_model_name_or_path"
 
 
-@pytest.mark.parametrize(("config", "kind", "reason"), [
-    (hf.DistilBertConfig(num_labels=1), "DistilBertForSequenceClassification", "no causal language model for"),
-    (hf.BartConfig(num_labels=1), "BartForSequenceClassification", "Classification has no head named 'score'"),
-    (tiny_config(num_labels=3), "LlamaForSequenceClassification", "3 labels"),
-])  # fmt: skip
-def test_an_unusable_critic_is_refused_by_flag_and_folder_before_its_weights_are_read(config, kind, reason, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "kind", "reason"),
+    [
+        (
+            hf.DistilBertConfig(num_labels=1),
+            "DistilBertForSequenceClassification",
+            "no causal language model for",
+        ),
+        (
+            hf.BartConfig(num_labels=1),
+            "BartForSequenceClassification",
+            "Classification has no head named 'score'",
+        ),
+        (tiny_config(num_labels=3), "LlamaForSequenceClassification", "3 labels"),
+    ],
+)
+def test_an_unusable_critic_is_refused_by_flag_and_folder_before_its_weights_are_read(
+    config, kind, reason, tmp_path
+):
     config.architectures = [kind]
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")  # reading it would be another error
@@ -345,12 +450,17 @@ def test_decoders_with_or_without_a_head_pass_the_check_of_the_configuration(tmp
 
 
 def test_other_decoders_get_a_class_with_the_head_over_the_backbone_and_are_loaded_again(tmp_path):
-    config = hf.CodeGenConfig(vocab_size=60, n_positions=40, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    config = hf.CodeGenConfig(
+        vocab_size=60, n_positions=40, n_embd=32, n_layer=1, n_head=4, rotary_dim=4
+    )
     kind = classifier_class(config)
     assert kind.__name__ == "CodeGenWithScalarHead"
     model = kind(config)
     assert model.score.weight.shape == (1, 32) and model.score.bias is None
-    weights, backbone = dict(model.named_parameters()), dict(hf.CodeGenForCausalLM(config).named_parameters())
+    weights, backbone = (
+        dict(model.named_parameters()),
+        dict(hf.CodeGenForCausalLM(config).named_parameters()),
+    )
     assert weights.keys() - {"score.weight"} == backbone.keys() - lm_head_names(config)
     model.save_pretrained(tmp_path)
     again = load_sequence_classifier(str(tmp_path), "fp32", None, new_head=False)
@@ -368,7 +478,9 @@ class Linear4bit(nn.Linear):
     def __init__(self, layer: nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
         self.whole = layer.weight.detach()
-        self.weight = nn.Parameter(torch.zeros(layer.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.zeros(layer.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False
+        )
 
     def forward(self, x):
         return nn.functional.linear(x, self.whole)
@@ -382,7 +494,9 @@ def test_a_gpu_and_the_package_are_needed(monkeypatch):
     assert adapter_settings(LoraFlags(0), flags) is None
     monkeypatch.setattr(adapters.dist, "on_gpu", lambda: True)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install -e \"\.\[q"):
+    with pytest.raises(
+        UserError, match=r"^--load_in_8bit needs the package bitsandbytes: pip install -e \"\.\[q"
+    ):
         adapter_settings(LoraFlags(8), flags)
     monkeypatch.setattr(extras, "find_spec", lambda name: SimpleNamespace(origin=name))
     assert adapter_settings(LoraFlags(8), flags).quantise == 8
@@ -391,26 +505,42 @@ def test_a_gpu_and_the_package_are_needed(monkeypatch):
 def test_the_linear_layers_of_the_blocks_are_quantised_and_no_others():
     found = quantised_base(partial(new_model, "mixtral"), FOUR, torch.bfloat16, None)
     config = found["quantization_config"]
-    assert config.load_in_4bit and config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_use_double_quant
+    assert (
+        config.load_in_4bit
+        and config.bnb_4bit_quant_type == "nf4"
+        and config.bnb_4bit_use_double_quant
+    )
     assert config.bnb_4bit_compute_dtype == torch.bfloat16
-    assert config.bnb_4bit_quant_storage == torch.uint8, "a floating format would be cast by DeepSpeed"
+    assert config.bnb_4bit_quant_storage == torch.uint8, (
+        "a floating format would be cast by DeepSpeed"
+    )
     model = new_model("mixtral")
     linear = {name for name, layer in model.named_modules() if type(layer) is nn.Linear}
-    assert set(config.llm_int8_skip_modules) == linear - set(lora_targets(model, None)) == {"lm_head"}
+    assert (
+        set(config.llm_int8_skip_modules) == linear - set(lora_targets(model, None)) == {"lm_head"}
+    )
     assert list(found["device_map"]) == [""]
 
 
 def test_8_bits_quantise_all_blocks_although_few_layers_have_lora():
-    config = quantised_base(partial(new_model, "opt-350m"), EIGHT, torch.float16, None)["quantization_config"]
+    config = quantised_base(partial(new_model, "opt-350m"), EIGHT, torch.float16, None)[
+        "quantization_config"
+    ]
     assert config.load_in_8bit and not config.load_in_4bit
-    assert sorted(config.llm_int8_skip_modules) == ["lm_head", "model.decoder.project_in", "model.decoder.project_out"]
+    assert sorted(config.llm_int8_skip_modules) == [
+        "lm_head",
+        "model.decoder.project_in",
+        "model.decoder.project_out",
+    ]
 
 
 def test_nothing_is_quantised_unless_asked_and_never_under_zero_3():
     assert quantised_base(partial(new_model, "llama"), None, torch.float32, None) == {}
     assert quantised_base(partial(new_model, "llama"), LORA, torch.float32, None) == {}
     with pytest.raises(UserError, match=r"^--load_in_4bit needs ZeRO stage 0, 1 or 2"):
-        quantised_base(partial(new_model, "llama"), FOUR, torch.float32, {"zero_optimization": {"stage": 3}})
+        quantised_base(
+            partial(new_model, "llama"), FOUR, torch.float32, {"zero_optimization": {"stage": 3}}
+        )
 
 
 def test_the_arguments_reach_from_pretrained(assets, monkeypatch):
@@ -423,13 +553,20 @@ def test_the_arguments_reach_from_pretrained(assets, monkeypatch):
         return load(folder, device_map=device_map, **others)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
-    model = load_causal_lm(str(assets / "lm"), "bf16", {"zero_optimization": {"stage": 2}}, adapter=FOUR)
-    assert seen["bits"].load_in_4bit and seen["dtype"] == torch.bfloat16 and list(seen["device_map"]) == [""]
+    model = load_causal_lm(
+        str(assets / "lm"), "bf16", {"zero_optimization": {"stage": 2}}, adapter=FOUR
+    )
+    assert (
+        seen["bits"].load_in_4bit
+        and seen["dtype"] == torch.bfloat16
+        and list(seen["device_map"]) == [""]
+    )
     assert len(adapter_layers(model)) == 14
 
 
 def quantised_lm(folder):
-    """A model whose block layers are packed, with an adapter; as if it were loaded from `folder`."""
+    """A model whose block layers are packed, with an adapter; as if it were loaded from
+    `folder`."""
     model = LlamaForCausalLM(tiny_config())
     model.config._name_or_path = str(folder)
     for name in lora_targets(model, None):
@@ -444,14 +581,22 @@ def test_a_quantised_model_is_always_saved_as_an_adapter(assets, tmp_path):
     model = quantised_lm(assets / "lm")
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     save_model(SimpleNamespace(module=PolicyModel(model)), tokenizer, tmp_path, merge=True)
-    assert (tmp_path / "adapter_config.json").exists() and not (tmp_path / "model.safetensors").exists()
-    assert adapter_layers(load_causal_lm(str(tmp_path), "fp32", None)) == {}, "merged into whole weights"
+    assert (tmp_path / "adapter_config.json").exists() and not (
+        tmp_path / "model.safetensors"
+    ).exists()
+    assert adapter_layers(load_causal_lm(str(tmp_path), "fp32", None)) == {}, (
+        "merged into whole weights"
+    )
 
 
-@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_BITSANDBYTES), reason="needs a GPU and bitsandbytes")
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and HAS_BITSANDBYTES), reason="needs a GPU and bitsandbytes"
+)
 @pytest.mark.parametrize("settings", [FOUR, EIGHT])
 def test_a_quantised_model_trains_on_a_gpu(assets, settings):
-    model = load_causal_lm(str(assets / "lm"), "bf16", {"zero_optimization": {"stage": 2}}, adapter=settings)
+    model = load_causal_lm(
+        str(assets / "lm"), "bf16", {"zero_optimization": {"stage": 2}}, adapter=settings
+    )
     kinds = {type(layer.get_base_layer()).__name__ for layer in adapter_layers(model).values()}
     assert kinds == {"Linear4bit" if settings.quantise == 4 else "Linear8bitLt"}
     ids = torch.randint(3, 300, (2, 9), device="cuda")

@@ -1,5 +1,6 @@
-"""Model folders: what one must be, downloads from a local server that speaks the hub's protocol, settings and shapes;
-malformed ones, and traps that leave a mark if anything of a folder is run or fetched."""
+"""Model folders: what one must be, downloads from a local server that speaks the hub's protocol,
+settings and shapes; malformed ones, and traps that leave a mark if anything of a folder is run or
+fetched."""
 
 import json
 import os
@@ -48,14 +49,21 @@ def test_the_output_folder_of_step_3_names_the_models_inside(tmp_path):
     for role in ("critic", "actor"):
         (tmp_path / role / "config.json").write_text("{}")
     meant = f"did you mean {tmp_path}/actor or {tmp_path}/critic?"
-    with pytest.raises(UserError, match=f"^--model {tmp_path}: the folder has no config.json, .*; {re.escape(meant)}$"):
+    with pytest.raises(
+        UserError,
+        match=f"^--model {tmp_path}: the folder has no config.json, .*; {re.escape(meant)}$",
+    ):
         model_folder(str(tmp_path), "--model")
 
 
-@pytest.mark.parametrize(("name", "end"), [
-    ("out/stf", "no such folder; did you mean {}/out/sft?"), ("uot/sft", "no such folder; did you mean {}/out?"),
-    ("somewhere/else", "no such folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("out/stf", "no such folder; did you mean {}/out/sft?"),
+        ("uot/sft", "no such folder; did you mean {}/out?"),
+        ("somewhere/else", "no such folder"),
+    ],
+)
 def test_a_missing_folder_is_answered_with_the_nearest_one(tmp_path, name, end):
     (tmp_path / "out/sft").mkdir(parents=True)
     with pytest.raises(UserError) as problem:
@@ -66,33 +74,62 @@ def test_a_missing_folder_is_answered_with_the_nearest_one(tmp_path, name, end):
 def test_a_name_that_may_be_of_the_hub_is_answered_too(tmp_path, monkeypatch):
     (tmp_path / "out/sft").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^--model out/stf: neither a local folder .*; did you mean out/sft\?$"):
+    with pytest.raises(
+        UserError, match=r"^--model out/stf: neither a local folder .*; did you mean out/sft\?$"
+    ):
         model_folder("out/stf", "--model")
-    with pytest.raises(UserError, match=r"--critic some/mo\^del: neither .* Repo id must use alphanumeric"):
+    with pytest.raises(
+        UserError, match=r"--critic some/mo\^del: neither .* Repo id must use alphanumeric"
+    ):
         model_folder("some/mo^del", "--critic")
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-OTHER_FORMATS = ("pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "onnx/model.onnx",
-                 "training_args.bin", "README.md", "tf_model.h5")  # fmt: skip
+OTHER_FORMATS = (
+    "pytorch_model.bin",
+    "consolidated.safetensors",
+    "original/consolidated.00.pth",
+    "onnx/model.onnx",
+    "training_args.bin",
+    "README.md",
+    "tf_model.h5",
+)
 
 
 def test_settings_are_all_that_a_dry_run_needs_of_a_model_but_not_of_an_adapter():
     model = ["config.json", "tokenizer.json", "model.safetensors", "adapter_model.safetensors"]
     assert model_folders.wanted_files(model, weights=False) == ["config.json", "tokenizer.json"]
     for weights in ("adapter_model.safetensors", "adapter_model.bin"):
-        assert model_folders.wanted_files(["adapter_config.json", weights], weights=False)[1:] == [weights]
+        assert model_folders.wanted_files(["adapter_config.json", weights], weights=False)[1:] == [
+            weights
+        ]
 
 
-@pytest.mark.parametrize(("weights", "others"), [
-    (["model.safetensors"], OTHER_FORMATS),
-    (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], OTHER_FORMATS),
-    (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], ("flax.msgpack",)),
-    (["pytorch_model.bin"], ("optimizer.bin", "README.md")), (["weights.safetensors"], ("training_args.bin",)),
-], ids=lambda value: value[0])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "others"),
+    [
+        (["model.safetensors"], OTHER_FORMATS),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], OTHER_FORMATS),
+        (
+            ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+            ("flax.msgpack",),
+        ),
+        (["pytorch_model.bin"], ("optimizer.bin", "README.md")),
+        (["weights.safetensors"], ("training_args.bin",)),
+    ],
+    ids=lambda value: value[0],
+)
 def test_weights_are_wanted_in_one_format(weights, others):
-    settings = ["config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
-    assert sorted(wanted_files([*others, *settings, *weights, "eval/config.json"])) == sorted(settings + weights)
+    settings = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "merges.txt",
+        "chat_template.jinja",
+    ]
+    assert sorted(wanted_files([*others, *settings, *weights, "eval/config.json"])) == sorted(
+        settings + weights
+    )
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -114,12 +151,21 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0].strip("/")
-        path = path.replace("some/dry", "some/model")  # the same model, of which a dry run fetches a part
+        path = path.replace(
+            "some/dry", "some/model"
+        )  # the same model, of which a dry run fetches a part
         if path.startswith("api/models/some/model/tree/"):
-            entries = [{"type": "file", "path": n, "size": len(b), "oid": "0" * 40} for n, b in self.files.items()]
+            entries = [
+                {"type": "file", "path": n, "size": len(b), "oid": "0" * 40}
+                for n, b in self.files.items()
+            ]
             self.answer(json.dumps(entries).encode(), Content_Type="application/json")
         elif path.startswith("api/models/some/model"):
-            about = {"id": "some/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+            about = {
+                "id": "some/model",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in self.files],
+            }
             self.answer(json.dumps(about).encode(), Content_Type="application/json")
         elif path.startswith(f"some/model/resolve/{COMMIT}/"):
             name = path.removeprefix(f"some/model/resolve/{COMMIT}/")
@@ -134,7 +180,11 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    kind = type("ThisHub", (Hub,), {"files": {"config.json": b"{}", "model.safetensors": b"safe"}, "fetched": []})
+    kind = type(
+        "ThisHub",
+        (Hub,),
+        {"files": {"config.json": b"{}", "model.safetensors": b"safe"}, "fetched": []},
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield kind, f"http://127.0.0.1:{server.server_port}"
@@ -147,7 +197,11 @@ def download(address: str, *names: str) -> list[str]:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", address)
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        patch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         for word in names:
             with settings_only() if word.startswith("dry ") else nullcontext():
                 try:
@@ -157,17 +211,29 @@ def download(address: str, *names: str) -> list[str]:
     return found
 
 
-def test_a_download_fetches_one_format_and_is_used_again_without_network(hub, tmp_path, monkeypatch):
-    for name, value in {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+def test_a_download_fetches_one_format_and_is_used_again_without_network(
+    hub, tmp_path, monkeypatch
+):
+    for name, value in {
+        "HF_HUB_CACHE": str(tmp_path),
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+    }.items():
         monkeypatch.setattr(constants, name, value)
     kind, address = hub
     kind.files |= dict.fromkeys(OTHER_FORMATS, b"unwanted")
     names = ("some/model", "some/model", "some/other", "dry some/dry")
     folder, again, missing, settings_alone = download(address, *names)
-    assert sorted(kind.fetched) == ["config.json", "config.json", "model.safetensors"] and again == folder
+    assert (
+        sorted(kind.fetched) == ["config.json", "config.json", "model.safetensors"]
+        and again == folder
+    )
     with open(f"{folder}/model.safetensors", "rb") as file:
         assert file.read() == b"safe"
-    assert missing.startswith("--model_name_or_path some/other: neither a local folder nor") and "404" in missing
+    assert (
+        missing.startswith("--model_name_or_path some/other: neither a local folder nor")
+        and "404" in missing
+    )
     assert sorted(os.listdir(settings_alone)) == ["config.json"]
     names = ("some/model", "some/third", "dry some/dry", "some/dry")
     without_network, unreachable, dry, whole = download("http://127.0.0.1:9", *names)
@@ -178,13 +244,19 @@ def test_a_download_fetches_one_format_and_is_used_again_without_network(hub, tm
 
 FLAG = "--model_name_or_path"
 CONTENTS = {
-    "zeros": b"\0" * 5000, "nothing": b"", "null": b"null", "a list": b"[1, 2]", "text": b'"abc"',
-    "nested 5,000 deep": b"[" * 5000 + b"]" * 5000, "no UTF-8": b'{"a": "\xff\xfe"}',
-}  # fmt: skip
+    "zeros": b"\0" * 5000,
+    "nothing": b"",
+    "null": b"null",
+    "a list": b"[1, 2]",
+    "text": b'"abc"',
+    "nested 5,000 deep": b"[" * 5000 + b"]" * 5000,
+    "no UTF-8": b'{"a": "\xff\xfe"}',
+}
 
 
 def is_refused(read, folder: Path) -> bool:
-    """Whether reading is rejected in one line that names the file; any other exception fails the test."""
+    """Whether reading is rejected in one line that names the file; any other exception fails the
+    test."""
     try:
         read(folder)
     except UserError as problem:
@@ -213,26 +285,51 @@ def test_malformed_config_files_are_rejected(model, name):
         assert is_refused(read_model, model), content[:20]
 
 
-@pytest.mark.parametrize(("kind", "settings", "words"), [
-    ("lm", {"vocab_size": 4 * 10**7, "hidden_size": 2**18}, "wrong shape"),  # ten trillion, before they take memory
-    ("lm", {"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
-    ("lm", {"num_key_value_heads": 0}, "LlamaConfig"), ("lm", {"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
-    ("lm", {"text_config": 7}, "vocab_size"), ("reward", {"hidden_act": "nonsense"}, "nonsense"),
-    ("reward", {"vocab_size": -1}, "negative dimension"), ("codegen", {"n_head": 0}, "by zero"),
-])  # fmt: skip
-def test_a_model_that_cannot_be_built_is_rejected_in_one_line(assets, tmp_path, kind, settings, words):
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        (
+            "lm",
+            {"vocab_size": 4 * 10**7, "hidden_size": 2**18},
+            "wrong shape",
+        ),  # ten trillion, before they take memory
+        ("lm", {"num_hidden_layers": 10_001}, "'num_hidden_layers' is above 10000"),
+        ("lm", {"num_key_value_heads": 0}, "LlamaConfig"),
+        ("lm", {"hidden_act": "nonsense"}, "LlamaConfig.*nonsense"),
+        ("lm", {"text_config": 7}, "vocab_size"),
+        ("reward", {"hidden_act": "nonsense"}, "nonsense"),
+        ("reward", {"vocab_size": -1}, "negative dimension"),
+        ("codegen", {"n_head": 0}, "by zero"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_rejected_in_one_line(
+    assets, tmp_path, kind, settings, words
+):
     """Language models; reward models; those that transformers has no classifier for."""
     folder = tmp_path / "model"
     if kind == "codegen":
-        sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+        sizes = {
+            "vocab_size": 60,
+            "n_embd": 32,
+            "n_layer": 1,
+            "n_head": 4,
+            "n_positions": 64,
+            "rotary_dim": 4,
+        }
         CodeGenForCausalLM(CodeGenConfig(**sizes)).save_pretrained(folder)
     else:
         shutil.copytree(assets / kind, folder)
     place = folder / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | settings))
-    words = words if kind == "lm" else f"no reward model can be built from its config.json: .*{words}"
+    words = (
+        words if kind == "lm" else f"no reward model can be built from its config.json: .*{words}"
+    )
     with pytest.raises(UserError, match=words) as caught:
-        read_model(folder) if kind == "lm" else check_sequence_classifier(str(folder), new_head=True)
+        (
+            read_model(folder)
+            if kind == "lm"
+            else check_sequence_classifier(str(folder), new_head=True)
+        )
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -240,7 +337,9 @@ def test_flipped_bytes_of_weights_are_rejected_or_read(model):
     rng, whole = random.Random(0), (model / "model.safetensors").read_bytes()
     for _ in range(30):
         damaged = bytearray(whole)
-        damaged[rng.randrange(400)] ^= rng.randrange(1, 256)  # the header; damaged numbers cannot be detected
+        damaged[rng.randrange(400)] ^= rng.randrange(
+            1, 256
+        )  # the header; damaged numbers cannot be detected
         (model / "model.safetensors").write_bytes(damaged)
         is_refused(read_model, model)
     (model / "model.safetensors").write_bytes(whole[:-1])
@@ -261,18 +360,32 @@ def __getattr__(name):
     if name.startswith("__"): raise AttributeError(name)
     return (lambda *a, **k: lambda decorated: decorated) if name.startswith("use_") else Anything()
 """
-CODE = "import os\nopen(os.environ['MARK'], 'a').write('was run\\n')\nclass Own: pass\ndef generate(model): pass\n"
-MAP = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
+CODE = (
+    "import os\nopen(os.environ['MARK'], 'a').write('was run\\n')\nclass Own: pass\ndef"
+    " generate(model): pass\n"
+)
+MAP = {
+    "AutoConfig": "own.Own",
+    "AutoModelForCausalLM": "own.Own",
+    "AutoTokenizer": ["own.Own", None],
+}
 # The kinds of traps: settings of config.json, and other files of the folder.
 TRAPS = {
-    "attention": ({"attn_implementation": KERNEL, "auto_map": MAP},
-                  {"own.py": CODE, "custom_generate/generate.py": CODE}),
+    "attention": (
+        {"attn_implementation": KERNEL, "auto_map": MAP},
+        {"own.py": CODE, "custom_generate/generate.py": CODE},
+    ),
     "inner attention": (
-        {"_attn_implementation": KERNEL, "_attn_implementation_internal": KERNEL, "experts_implementation": KERNEL,
-         "auto_map": {"AutoModelForCausalLM": "some-org/some-model--own.Own"}, "custom_generate": KERNEL},
+        {
+            "_attn_implementation": KERNEL,
+            "_attn_implementation_internal": KERNEL,
+            "experts_implementation": KERNEL,
+            "auto_map": {"AutoModelForCausalLM": "some-org/some-model--own.Own"},
+            "custom_generate": KERNEL,
+        },
         {"generation_config.json": json.dumps({"custom_generate": KERNEL})},
     ),
-}  # fmt: skip
+}
 LOADS = """\
 import os, sys, transformers
 from pathlib import Path
@@ -308,16 +421,23 @@ def changed(assets, folder, settings, files=None):
 def test_no_trap_of_a_folder_runs_where_kernels_is_installed(assets, tmp_path):
     package, about = tmp_path / "path" / "kernels", tmp_path / "path" / "kernels-0.18.2.dist-info"
     for folder, name, text in (
-        (package, "__init__.py", TRAP), (about, "METADATA", "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"),
+        (package, "__init__.py", TRAP),
+        (about, "METADATA", "Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n"),
         (about, "top_level.txt", "kernels\n"),
-    ):  # fmt: skip
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     folders = [str(changed(assets, tmp_path / name, *trap)) for name, trap in TRAPS.items()]
     paths = [str(package.parent), str(Path(__file__).parents[2])]
-    environment = os.environ | {"MARK": str(tmp_path / "mark"), "PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {
+        "MARK": str(tmp_path / "mark"),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     run = subprocess.run(
-        [sys.executable, "-c", LOADS, folders[0], *folders], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", LOADS, folders[0], *folders],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     assert f"fetched ('{KERNEL}'," in run.stdout  # by transformers alone
@@ -327,13 +447,17 @@ def test_no_trap_of_a_folder_runs_where_kernels_is_installed(assets, tmp_path):
         named = set(line.split(" in config.json")[0].split(f"{folder}: ")[1].split(", "))
         assert named == settings.keys() - {"_attn_implementation_internal"}
         saved = json.loads((Path(folder + " saved") / "config.json").read_text())
-        assert not {name.strip("_") for name in saved} & {name.strip("_") for name in settings}, folder
+        assert not {name.strip("_") for name in saved} & {name.strip("_") for name in settings}, (
+            folder
+        )
 
 
 def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):
     from transformers import Gemma3Config, Gemma3TextConfig
 
-    text = Gemma3TextConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    text = Gemma3TextConfig(
+        vocab_size=48, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     Gemma3Config(text_config=text.to_dict()).save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     settings["text_config"] |= {"attn_implementation": KERNEL, "auto_map": MAP}
@@ -345,13 +469,20 @@ def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):
 
 def test_settings_of_another_run_are_those_of_this_one_with_a_note(assets, tmp_path, said):
     """Checkpointing that no flag asks for breaks PPO's updates, and attention weights a rollout."""
-    built = {"distributed_config": {"tp_size": 2}, "fusion_config": {"patch_embeddings": True}}  # how it is built
-    folder = changed(assets, tmp_path / "lm", {**built, **{name: not value for name, value in OF_A_RUN.items()}})
+    built = {
+        "distributed_config": {"tp_size": 2},
+        "fusion_config": {"patch_embeddings": True},
+    }  # how it is built
+    folder = changed(
+        assets, tmp_path / "lm", {**built, **{name: not value for name, value in OF_A_RUN.items()}}
+    )
     model = load_causal_lm(str(folder), "fp32", None)
     model.save_pretrained(tmp_path / "saved")
     assert not built.keys() & json.loads((tmp_path / "saved" / "config.json").read_text()).keys()
     assert not model.is_gradient_checkpointing
-    assert {name: getattr(model.config, name, value) for name, value in OF_A_RUN.items()} == OF_A_RUN
+    assert {
+        name: getattr(model.config, name, value) for name, value in OF_A_RUN.items()
+    } == OF_A_RUN
     assert all(any(name in line for line in said if str(folder) in line) for name in OF_A_RUN)
     model.gradient_checkpointing_enable()
     assert model.is_gradient_checkpointing, "by the flag"
@@ -359,7 +490,9 @@ def test_settings_of_another_run_are_those_of_this_one_with_a_note(assets, tmp_p
 
 def test_quantised_weights_are_refused(assets, tmp_path):
     folder = changed(assets, tmp_path / "lm", {"quantization_config": {"quant_method": "gptq"}})
-    with pytest.raises(UserError, match="its weights are quantised .*method gptq.*unquantised weights"):
+    with pytest.raises(
+        UserError, match="its weights are quantised .*method gptq.*unquantised weights"
+    ):
         load_causal_lm(str(folder), "fp32", None)
 
 
@@ -369,7 +502,10 @@ def test_names_and_shapes_come_from_all_files_of_one_format(tmp_path):
     assert checkpoint_shapes(str(tmp_path)) == {"c": (4,)}
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-1.safetensors")
     save_file({"b": torch.zeros(())}, tmp_path / "model-2.safetensors")
-    assert [file.name for file in weight_files(str(tmp_path))] == ["model-1.safetensors", "model-2.safetensors"]
+    assert [file.name for file in weight_files(str(tmp_path))] == [
+        "model-1.safetensors",
+        "model-2.safetensors",
+    ]
     assert checkpoint_shapes(str(tmp_path)) == {"a": (2, 3), "b": ()}
 
 
@@ -379,12 +515,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         checkpoint_shapes(str(tmp_path))
 
 
-@pytest.mark.parametrize(("name", "shape", "expected"), [
-    ("h.0.attn.bias", (1, 1, 8, 8), True), ("h.0.attn.bias", (1, 1, 8, 4), False),
-    ("layers.0.attention.masked_bias", (), True), ("layers.0.attention.masked_bias", (3,), False),
-    ("layers.0.self_attn.rotary_emb.inv_freq", (4,), True), ("layers.0.self_attn.rotary_emb.inv_freq", (4, 4), False),
-    ("layers.0.self_attn.q_proj.bias", (1, 1, 8, 8), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("h.0.attn.bias", (1, 1, 8, 8), True),
+        ("h.0.attn.bias", (1, 1, 8, 4), False),
+        ("layers.0.attention.masked_bias", (), True),
+        ("layers.0.attention.masked_bias", (3,), False),
+        ("layers.0.self_attn.rotary_emb.inv_freq", (4,), True),
+        ("layers.0.self_attn.rotary_emb.inv_freq", (4, 4), False),
+        ("layers.0.self_attn.q_proj.bias", (1, 1, 8, 8), False),
+    ],
+)
 def test_old_buffers_have_known_names_and_shapes(name, shape, expected):
     assert is_old_buffer(name, shape) is expected
 
@@ -407,7 +549,10 @@ def test_a_pickle_with_code_is_refused_in_one_line_and_does_not_run(assets, tmp_
     (tmp_path / "lm" / "model.safetensors").unlink()
     file = tmp_path / "lm" / "pytorch_model.bin"
     torch.save({**weights, "more": LeavesAMark(str(tmp_path / "mark"))}, file)
-    message = rf"{file}: holds more than weights \(it calls posix.mkdir\).*save_file\(torch.load\('{file}'"
+    message = (
+        rf"{file}: holds more than weights \(it calls"
+        rf" posix.mkdir\).*save_file\(torch.load\('{file}'"
+    )
     with pytest.raises(UserError, match=message) as caught:
         load(str(tmp_path / "lm"))
     assert "\n" not in str(caught.value) and "PyTorch 2.6" not in str(caught.value)

@@ -1,5 +1,5 @@
-"""Packed rows, and rows that share their beginning: what is run (`test_forward.py` compares the numbers), recorded
-loads of routers, the last MLP, and activations in host memory."""
+"""Packed rows, and rows that share their beginning: what is run (`test_forward.py` compares the
+numbers), recorded loads of routers, the last MLP, and activations in host memory."""
 
 import itertools
 from dataclasses import replace
@@ -19,16 +19,24 @@ from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.micro_batches import common_beginnings, lay_out
 from dschat_ppo.models.packing import NAME, reason_not_to_pack
 from dschat_ppo.models.router_recorder import recorded_router, router_load
-from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
+from dschat_ppo.models.wrapped_models import (
+    PolicyModel,
+    ScalarModel,
+    response_logprobs,
+    response_values,
+)
 from dschat_ppo.tools import toy
 
 
-@pytest.mark.parametrize(("kind", "layout", "tokens"), [
-    # The last token of a row predicts nothing; of the row without an answer one token remains.
-    (PolicyModel, Layout(packed=True), 16 + 13 + 11 + 1 + 13 + 13 + 16 + 13 + 3),
-    (PolicyModel, Layout(shares=True), 11 + 5 + 2 + 0 + 9 + 4 + 4 + 7 + 1 + 10 + 3 + 3),
-    (ScalarModel, Layout(packed=True), 17 + 14 + 12 + 9 + 14 + 14 + 17 + 14 + 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "layout", "tokens"),
+    [
+        # The last token of a row predicts nothing; of the row without an answer one token remains.
+        (PolicyModel, Layout(packed=True), 16 + 13 + 11 + 1 + 13 + 13 + 16 + 13 + 3),
+        (PolicyModel, Layout(shares=True), 11 + 5 + 2 + 0 + 9 + 4 + 4 + 7 + 1 + 10 + 3 + 3),
+        (ScalarModel, Layout(packed=True), 17 + 14 + 12 + 9 + 14 + 14 + 17 + 14 + 4),
+    ],
+)
 def test_no_padding_and_each_beginning_once(kind, layout, tokens):
     module, seen = kind(model_of("llama", scalar=kind is ScalarModel), layout), []
 
@@ -36,14 +44,19 @@ def test_no_padding_and_each_beginning_once(kind, layout, tokens):
         seen.append((kwargs["input_ids"].shape, backbone.config._attn_implementation))
 
     module.backbone.register_forward_pre_hook(hook, with_kwargs=True)
-    (response_logprobs if kind is PolicyModel else response_values)(module, rollout(), *[1.0] * (kind is PolicyModel))
+    (response_logprobs if kind is PolicyModel else response_values)(
+        module, rollout(), *[1.0] * (kind is PolicyModel)
+    )
     assert seen == [(torch.Size([1, tokens]), NAME)]
     assert module.config._attn_implementation == "sdpa"
 
 
 def test_the_reason_not_to_pack_is_named():
     assert reason_not_to_pack(new_model("llama")) is None
-    assert reason_not_to_pack(new_model("bloom")) == "transformers does not let its attention be replaced"
+    assert (
+        reason_not_to_pack(new_model("bloom"))
+        == "transformers does not let its attention be replaced"
+    )
     eager = new_model("llama")
     eager.config._attn_implementation = "eager"  # that of packed rows has soft caps and sinks too
     assert reason_not_to_pack(eager, "sdpa") == "its attention is 'eager' and not 'sdpa'"
@@ -54,10 +67,15 @@ def test_the_reason_not_to_pack_is_named():
 
 
 def beginnings(ids, lengths):
-    """Rows group after group, the tokens that each leaves to the first row of its group, and the number of that row."""
+    """Rows group after group, the tokens that each leaves to the first row of its group, and the
+    number of that row."""
     order, prompts = common_beginnings(ids, lengths)
     leaders, tokens = prompts.groups.tolist(), prompts.tokens.tolist()
-    return order, [0 if row == leader else tokens[row] for row, leader in enumerate(leaders)], leaders
+    return (
+        order,
+        [0 if row == leader else tokens[row] for row, leader in enumerate(leaders)],
+        leaders,
+    )
 
 
 def test_a_layout_by_hand():
@@ -76,15 +94,24 @@ def test_a_layout_by_hand():
 
 
 def most_saved(words: list[list[int]]) -> int:
-    """The most tokens that groups of neighbours among sorted rows can leave out, by trying every division of them."""
+    """The most tokens that groups of neighbours among sorted rows can leave out, by trying every
+    division of them."""
     best = 0
     for cuts in itertools.product((False, True), repeat=len(words) - 1):
         groups = [[words[0]]]
         for cut, word in zip(cuts, words[1:], strict=True):
             groups[-1].append(word) if not cut else groups.append([word])
-        common = [next((n for n, x in enumerate(zip(*group, strict=False)) if len({*x}) > 1), min(map(len, group)))
-                  for group in groups]  # fmt: skip
-        best = max(best, sum((len(group) - 1) * n for group, n in zip(groups, common, strict=True) if n >= 8))
+        common = [
+            next(
+                (n for n, x in enumerate(zip(*group, strict=False)) if len({*x}) > 1),
+                min(map(len, group)),
+            )
+            for group in groups
+        ]
+        best = max(
+            best,
+            sum((len(group) - 1) * n for group, n in zip(groups, common, strict=True) if n >= 8),
+        )
     return best
 
 
@@ -123,7 +150,10 @@ def test_rows_stay_separate_where_sharing_saves_little(shared):
     assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True) is None
     assert lay_out(ids, torch.tensor([100, 99]), packs=True, shares=True).segments.seen is None
     ids[1, :10] = ids[0, :10]  # a twentieth of the tokens
-    assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True).segments.lengths == [100, 90]
+    assert lay_out(ids, torch.tensor([100, 100]), packs=True, shares=True).segments.lengths == [
+        100,
+        90,
+    ]
 
 
 def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
@@ -133,7 +163,9 @@ def test_a_shared_token_counts_for_each_of_its_rows_in_the_router_loss():
         with recorded_router(counted, 2) as recorded:
             response_logprobs(PolicyModel(lm, Layout(shares=shares)), rows, 1.0)
         [load] = recorded
-        gradient = torch.autograd.grad((load.probability * torch.arange(4.0)).sum(), lm.model.layers[0].mlp.gate.weight)
+        gradient = torch.autograd.grad(
+            (load.probability * torch.arange(4.0)).sum(), lm.model.layers[0].mlp.gate.weight
+        )
         loads.append((load, gradient[0]))
     (separate, of_separate), (shared, of_shared) = loads
     assert shared.count == separate.count
@@ -156,7 +188,9 @@ def rows():
 def load_alone(backbone, ids, lengths, counted_rows):
     """The load of the first `lengths` tokens of these rows, each run alone."""
     layers = [
-        backbone(input_ids=ids[i : i + 1, : lengths[i]], use_cache=False, output_router_logits=True).router_logits
+        backbone(
+            input_ids=ids[i : i + 1, : lengths[i]], use_cache=False, output_router_logits=True
+        ).router_logits
         for i in counted_rows
     ]
     logits = [torch.cat(layer) for layer in zip(*layers, strict=True)]
@@ -184,7 +218,9 @@ def test_a_policy_counts_the_tokens_before_the_last_one_of_real_rows(fused, pack
     assert gates and all(grad is not None and grad.abs().max() > 0 for grad in gates)
 
 
-@pytest.mark.parametrize(("packed", "last_only"), [(True, False), (False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("packed", "last_only"), [(True, False), (False, False), (True, True), (False, True)]
+)
 def test_a_reward_model_counts_all_tokens_of_real_rows(packed, last_only):
     classifier = new_model("mixtral").eval()
     classifier.score = torch.nn.Linear(32, 1, bias=False)
@@ -220,7 +256,9 @@ def test_architectures_have_a_router_loss_or_are_refused(name):
     if name in TOP_K:
         assert router_top_k(config, "--model_name_or_path m") == TOP_K[name]
         return
-    with pytest.raises(UserError, match=r"^--router_loss_coef: --model_name_or_path m: .*omit the flag$"):
+    with pytest.raises(
+        UserError, match=r"^--router_loss_coef: --model_name_or_path m: .*omit the flag$"
+    ):
         router_top_k(config, "--model_name_or_path m")
 
 
@@ -232,13 +270,25 @@ def scores_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     scores = torch.stack(model(ids, torch.ones_like(ids).bool(), 0.7, True))
     model.zero_grad()
     (scores * torch.linspace(-1, 1, scores.numel()).view(scores.shape)).sum().backward()
-    return scores.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return scores.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-@pytest.mark.parametrize(("name", "has_mlp"), [
-    ("llama", True), ("gpt2", True), ("gemma2", True), ("bloom", True), ("gpt-neo", True), ("opt", False),
-    ("mixtral", False), ("gpt-oss", False), ("mamba", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "has_mlp"),
+    [
+        ("llama", True),
+        ("gpt2", True),
+        ("gemma2", True),
+        ("bloom", True),
+        ("gpt-neo", True),
+        ("opt", False),
+        ("mixtral", False),
+        ("gpt-oss", False),
+        ("mamba", False),
+    ],
+)
 def test_models_without_an_mlp_or_with_experts_in_the_last_layer_run_all_tokens(name, has_mlp):
     policy = PolicyModel(new_model(name)).eval()
     assert (last_mlp(policy.backbone) is not None) is has_mlp
@@ -273,7 +323,8 @@ def test_activations_on_the_host_change_no_number(hosted, checkpointing):
     assert torch.equal(found, expected)
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
     inputs = [shape for shape in hosted if shape == (ROWS, COLUMNS, 32)]
-    # two layers and the last norm; DeepSpeed's product, which a ZeRO-3 engine leaves in place, keeps its inputs too
+    # two layers and the last norm; DeepSpeed's product, which a ZeRO-3 engine leaves in place,
+    # keeps its inputs too
     assert 2 <= len(inputs) <= 5 if checkpointing else len(inputs) >= 5
     assert any(shape[-1] == 48 for shape in hosted) != checkpointing  # inside an MLP
     parameters = {tuple(p.shape) for p in model.parameters()}

@@ -1,4 +1,5 @@
-"""Saved models load in plain transformers; weights that are not finite are found and never saved; tokenizers."""
+"""Saved models load in plain transformers; weights that are not finite are found and never saved;
+tokenizers."""
 
 import json
 import math
@@ -33,7 +34,8 @@ NAN, INF = math.nan, math.inf
 
 
 def engine_with(value: float, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
-    """One weight of the last layer is `value`; the model also has an empty and a frozen parameter."""
+    """One weight of the last layer is `value`; the model also has an empty and a frozen
+    parameter."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model.empty = nn.Parameter(torch.zeros(0))
     model[0].requires_grad_(False)
@@ -45,15 +47,19 @@ def engine_with(value: float, dtype: torch.dtype = torch.float32) -> SimpleNames
 def test_a_bad_weight_is_named(dtype):
     require_finite_weights("actor", engine_with(-6e4, dtype))
     for value in (NAN, INF, -INF, *([7e4] if dtype == torch.float16 else [])):
-        with pytest.raises(NonFiniteError, match=r"^actor: weights are not finite \(rank 0: 1\.weight\): an update"):
+        with pytest.raises(
+            NonFiniteError, match=r"^actor: weights are not finite \(rank 0: 1\.weight\): an update"
+        ):
             require_finite_weights("actor", engine_with(value, dtype))
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "bad"), [(0, 2, True), (1, 2, True), (2, 0, True), (2, 1, False), (3, 0, False)]
+    ("rank", "place", "bad"),
+    [(0, 2, True), (1, 2, True), (2, 0, True), (2, 1, False), (3, 0, False)],
 )
 def test_partitions_are_checked_without_their_padding(monkeypatch, rank, place, bad):
-    """Seven numbers over four ranks: three, three, one, none. The rest of a partition is padding."""
+    """Seven numbers over four ranks: three, three, one, none. The rest of a partition is
+    padding."""
     monkeypatch.setenv("RANK", str(rank))
     model = nn.Linear(7, 1, bias=False)
     part = torch.zeros(3)
@@ -79,7 +85,9 @@ def saved_and_loaded(module, folder, kind, assets):
 
 
 @pytest.mark.parametrize("safe", [False, True])
-def test_model_from_a_deepspeed_chat_checkpoint_is_saved_for_plain_transformers(assets, tmp_path, safe):
+def test_model_from_a_deepspeed_chat_checkpoint_is_saved_for_plain_transformers(
+    assets, tmp_path, safe
+):
     original = LlamaForSequenceClassification.from_pretrained(assets / "reward").eval()
     write_deepspeed_chat(original, tmp_path / "old", safe)
     module = ScalarModel(load_sequence_classifier(str(tmp_path / "old"), "fp32", None, False))
@@ -103,7 +111,9 @@ def test_tied_weights_survive_saving(assets, tmp_path):
     again = saved_and_loaded(module, tmp_path / "new", LlamaForCausalLM, assets)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     with torch.no_grad():
-        torch.testing.assert_close(again(IDS).logits, module.lm.eval()(IDS).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            again(IDS).logits, module.lm.eval()(IDS).logits, rtol=0, atol=1e-5
+        )
 
 
 def test_generation_config_that_transformers_refuses_to_save_loses_nothing(assets, tmp_path):
@@ -117,11 +127,16 @@ def test_generation_config_that_transformers_refuses_to_save_loses_nothing(asset
 
 
 def test_a_text_model_out_of_one_of_images_and_text_is_saved_back_whole(assets, tmp_path):
-    """Its vision tower and the layer that predicts a further token as they were, and the trained text."""
+    """Its vision tower and the layer that predicts a further token as they were, and the trained
+    text."""
     vision = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
         "num_position_embeddings": 16,
-    }  # fmt: skip
+    }
     text = model_of("qwen3.5").config.to_dict() | {"hidden_size": 32}
     config = Qwen3_5Config(text_config=text, vision_config=vision)
     whole = Qwen3_5ForConditionalGeneration(config).eval()
@@ -140,7 +155,8 @@ def test_a_text_model_out_of_one_of_images_and_text_is_saved_back_whole(assets, 
         expected = before[name] if ".visual." in name else before[name] + 0.01
         torch.testing.assert_close(weight, expected, rtol=0, atol=0)
     assert torch.equal(
-        load_file(tmp_path / "new/model-untrained.safetensors")["mtp.fc.weight"], further["mtp.fc.weight"]
+        load_file(tmp_path / "new/model-untrained.safetensors")["mtp.fc.weight"],
+        further["mtp.fc.weight"],
     )
     assert (tmp_path / "new/preprocessor_config.json").exists()
     third = load_causal_lm(str(tmp_path / "new"), "fp32", None)  # as the next step loads it
@@ -154,7 +170,9 @@ def save(folder, without, **settings):
     """A tokenizer without these special tokens, beside settings of a model: file -> contents."""
     toy.make_tokenizer(["a few words to merge"]).save_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    config = {name: value for name, value in json.loads(file.read_text()).items() if name not in without}
+    config = {
+        name: value for name, value in json.loads(file.read_text()).items() if name not in without
+    }
     file.write_text(json.dumps(config))
     for name, contents in settings.items():
         (folder / f"{name}.json").write_text(json.dumps(contents))
@@ -165,34 +183,54 @@ def ids(eos):
     return {"model_type": "llama", "eos_token_id": eos}
 
 
-@pytest.mark.parametrize(("settings", "eos", "file"), [
-    ({"config": ids(1)}, 1, "config.json"),
-    ({"config": ids(1), "generation_config": {"eos_token_id": [2, 1]}}, 2, "generation_config.json"),
-    ({"config": {"model_type": "gemma3", "text_config": {"eos_token_id": 3}}}, 3, "config.json"),
-    ({"config": ids([200, 1])}, 1, "config.json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "eos", "file"),
+    [
+        ({"config": ids(1)}, 1, "config.json"),
+        (
+            {"config": ids(1), "generation_config": {"eos_token_id": [2, 1]}},
+            2,
+            "generation_config.json",
+        ),
+        (
+            {"config": {"model_type": "gemma3", "text_config": {"eos_token_id": 3}}},
+            3,
+            "config.json",
+        ),
+        ({"config": ids([200, 1])}, 1, "config.json"),
+    ],
+)
 def test_without_eos_the_one_of_the_model_is_taken(tmp_path, said, settings, eos, file):
     tokenizer = load_tokenizer(str(save(tmp_path, ["eos_token"], **settings)), FLAG)
     assert tokenizer.eos_token_id == eos and eos in tokenizer.all_special_ids
     assert tokenizer.decode([eos, 9], skip_special_tokens=True) == tokenizer.decode([9])
     assert said == [
-        f"{FLAG} {tmp_path}: the tokenizer has no EOS token; answers end with {tokenizer.eos_token}, the one of {file}"
+        f"{FLAG} {tmp_path}: the tokenizer has no EOS token; answers end with"
+        f" {tokenizer.eos_token}, the one of {file}"
     ]
     tokenizer.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token_id == eos
 
 
-@pytest.mark.parametrize("config", [{"model_type": "llama"}, ids(None), ids(100), ids(5000), ids([])])
+@pytest.mark.parametrize(
+    "config", [{"model_type": "llama"}, ids(None), ids(100), ids(5000), ids([])]
+)
 def test_without_eos_in_the_model_either_the_message_names_the_way_out(tmp_path, config):
     """100 is a word, 5000 is no token; LlamaConfig's default of 2 is not in the file."""
-    with pytest.raises(UserError, match=rf"^{FLAG} .*names an EOS token.*set eos_token in tokenizer_config.json"):
+    with pytest.raises(
+        UserError, match=rf"^{FLAG} .*names an EOS token.*set eos_token in tokenizer_config.json"
+    ):
         load_tokenizer(str(save(tmp_path, ["eos_token"], config=config)), FLAG)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(UserError, match=rf"^--tokenizer {tmp_path}: it has no tokenizer, or one that cannot"):
+    with pytest.raises(
+        UserError, match=rf"^--tokenizer {tmp_path}: it has no tokenizer, or one that cannot"
+    ):
         load_tokenizer(str(tmp_path), "--tokenizer")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))  # transformers makes an empty tokenizer
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama"})
+    )  # transformers makes an empty tokenizer
     with pytest.raises(UserError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path), "--tokenizer")
     (tmp_path / "tokenizer.json").write_text("{")
@@ -203,7 +241,9 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
 def test_an_adapter_folder_takes_the_eos_of_its_base(tmp_path):
     base = save(tmp_path / "base", [], config=ids(1))
     adapter = save(
-        tmp_path / "adapter", ["eos_token"], adapter_config={"base_model_name_or_path": str(base), "peft_type": "LORA"}
+        tmp_path / "adapter",
+        ["eos_token"],
+        adapter_config={"base_model_name_or_path": str(base), "peft_type": "LORA"},
     )
     assert load_tokenizer(str(adapter), FLAG).eos_token_id == 1
 
@@ -213,7 +253,9 @@ def test_without_pad_the_eos_fills_rows(tmp_path):
     assert tokenizer.pad_token_id is None and filler_id(tokenizer) == 1
 
 
-def test_a_tokenizer_without_unknown_token_is_loaded_and_one_that_cannot_encode_its_own_words_refused(tmp_path):
+def test_a_tokenizer_without_unknown_token_is_loaded_and_one_that_cannot_encode_its_words_refused(
+    tmp_path,
+):
     """The first refuses a text of other words than its own, as that of the addition task does."""
     addition.make_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"
@@ -225,7 +267,9 @@ def test_a_tokenizer_without_unknown_token_is_loaded_and_one_that_cannot_encode_
         assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
     content["normalizer"] = {"type": "Prepend", "prepend": "x"}  # every word becomes another one
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="--model .*it has no tokenizer, or one that cannot be loaded"):
+    with pytest.raises(
+        UserError, match="--model .*it has no tokenizer, or one that cannot be loaded"
+    ):
         load_tokenizer(str(tmp_path), "--model")
 
 

@@ -1,5 +1,5 @@
-"""Layers with a state in packed rows: their rows, and rows longer than the chunks of a kernel. `test_forward.py` tests
-each kind of model."""
+"""Layers with a state in packed rows: their rows, and rows longer than the chunks of a kernel.
+`test_forward.py` tests each kind of model."""
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ LENGTHS = [12, 11, 5, 10, 9, 12, 11, 12, 1]
 
 
 def mixed(states, factor, cache_params=None):
-    """Of each token (b, T, 1): `factor` times the sum of it and the two before it, and of 0.1 times all up to it."""
+    """Of each token (b, T, 1): `factor` times the sum of it and the two before it, and of 0.1 times
+    all up to it."""
     x = states.transpose(1, 2)
     whole, before = x, 0
     if cache_params is not None:
@@ -35,7 +36,9 @@ def mixed(states, factor, cache_params=None):
 @pytest.mark.parametrize("shares", [False, True])
 def test_each_row_goes_on_after_its_beginning_and_their_gradients_add_up(shares):
     packed = lay_out(IDS, torch.tensor(LENGTHS), packs=True, shares=shares)
-    values, weights = torch.randn(2, IDS.numel(), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values, weights = torch.randn(
+        2, IDS.numel(), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     values, of_token = values.requires_grad_(), IDS.flatten()[packed.tokens]
     rows = StateRows.of(packed.segments.lengths, packed.segments.seen, torch.device("cpu"))
     slots = [block.slots.shape for block in (*rows.beginnings, *rows.rows)]
@@ -49,14 +52,19 @@ def test_each_row_goes_on_after_its_beginning_and_their_gradients_add_up(shares)
     expected = torch.cat([mixed(values[row][None], 2)[0] for row in ids])
     torch.testing.assert_close(found, expected)
     of_row = weights[: len(expected)]
-    gradients = [torch.autograd.grad((of_row * part).sum(), values)[0] for part in (found, expected)]
+    gradients = [
+        torch.autograd.grad((of_row * part).sum(), values)[0] for part in (found, expected)
+    ]
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("qwen3-next", 64), ("qwen3.5", 64), ("falcon-h1", 16), ("lfm2", 3)])
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("qwen3-next", 64), ("qwen3.5", 64), ("falcon-h1", 16), ("lfm2", 3)]
+)
 @pytest.mark.parametrize("shares", [False, True])
 def test_rows_longer_than_a_chunk_have_the_numbers_of_padded_rows(name, chunk, shares):
-    """Chunks begin at a row's first token in both layouts, but after a shared beginning they begin anew."""
+    """Chunks begin at a row's first token in both layouts, but after a shared beginning they begin
+    anew."""
     lm = new_model(name, initializer_range=0.2)
     ids = torch.randint(2, VOCABULARY, (5, 90), generator=torch.Generator().manual_seed(0))
     ids[1:3, :50] = ids[:1, :50]  # the answers begin within a chunk
@@ -65,16 +73,24 @@ def test_rows_longer_than_a_chunk_have_the_numbers_of_padded_rows(name, chunk, s
     both = []
     for layout in (Layout(), Layout(packed=True, shares=shares)):
         scores = PolicyModel(lm, layout)(ids, wanted, entropy_grad=True)
-        both.append([*scores, *torch.autograd.grad(sum(part.sum() for part in scores) / 100, [*lm.parameters()])])
+        both.append(
+            [
+                *scores,
+                *torch.autograd.grad(sum(part.sum() for part in scores) / 100, [*lm.parameters()]),
+            ]
+        )
     for padded, packed in zip(*both, strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
 
 
 def test_hooks_of_a_layer_run_once_around_the_packed_row():
-    """ZeRO-3 gathers its weights in such hooks, and those of a convolution that is not called by itself."""
+    """ZeRO-3 gathers its weights in such hooks, and those of a convolution that is not called by
+    itself."""
     lm, seen = new_model("lfm2"), []
     [layer] = state_layers(lm.model)
-    layer.register_forward_pre_hook(lambda _, args, named: seen.append(named["hidden_states"].shape), with_kwargs=True)
+    layer.register_forward_pre_hook(
+        lambda _, args, named: seen.append(named["hidden_states"].shape), with_kwargs=True
+    )
     layer.register_forward_hook(lambda _, args, output: seen.append(output.shape))
     lengths = torch.tensor([9, 3])
     token_states(lm.model, Layout(packed=True), torch.ones(2, 9).long(), lengths, torch.arange(2))

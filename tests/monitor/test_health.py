@@ -1,5 +1,5 @@
-"""The watch over a run's metrics: each rule fires beyond its threshold and is silent before it, none on healthy runs;
-what becomes an event, when the run stops, and its state in checkpoints."""
+"""The watch over a run's metrics: each rule fires beyond its threshold and is silent before it,
+none on healthy runs; what becomes an event, when the run stops, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,12 +22,24 @@ from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.health import Event, HealthWatch
 
 PPO_STEP = {
-    "kl/ref_k1": 0.05, "policy/clip_fraction": 0.1, "policy/entropy": 2.0, "policy/first_log_ratio_abs_mean": 0.001,
-    "policy/first_log_ratio_abs_max": 0.2, "reward/score_std": 0.8, "reward/score_mean": 1.0,
-    "reward/function_faults": 0.0, "rollout/count": 64, "rollout/distinct_share": 0.95, "rollout/ended_share": 0.9,
-    "rollout/length_mean": 40.0, "rollout/logprob_diff_mean": 0.002, "value/explained_variance": 0.4,
-    "optim/grad_norm/actor": 0.5, "optim/grad_norm/critic": 2.0, "optim/nonfinite_skipped": 0.0,
-}  # fmt: skip
+    "kl/ref_k1": 0.05,
+    "policy/clip_fraction": 0.1,
+    "policy/entropy": 2.0,
+    "policy/first_log_ratio_abs_mean": 0.001,
+    "policy/first_log_ratio_abs_max": 0.2,
+    "reward/score_std": 0.8,
+    "reward/score_mean": 1.0,
+    "reward/function_faults": 0.0,
+    "rollout/count": 64,
+    "rollout/distinct_share": 0.95,
+    "rollout/ended_share": 0.9,
+    "rollout/length_mean": 40.0,
+    "rollout/logprob_diff_mean": 0.002,
+    "value/explained_variance": 0.4,
+    "optim/grad_norm/actor": 0.5,
+    "optim/grad_norm/critic": 2.0,
+    "optim/nonfinite_skipped": 0.0,
+}
 FIT_STEP = {"loss": 1.0, "accuracy": 0.8, "grad_norm": 1.0, "optim/nonfinite_skipped": 0.0}
 WINDOW = 10
 
@@ -43,9 +55,14 @@ def fit_watch(*health: str, **flags: Any) -> HealthWatch:
 
 
 def events_of(watch: HealthWatch, steps: Sequence[Mapping[str, float]]) -> list[Event]:
-    """The events of these steps, numbered from 1 on; a step is a healthy one except for what is given."""
+    """The events of these steps, numbered from 1 on; a step is a healthy one except for what is
+    given."""
     healthy = PPO_STEP if any(rule.name == "kl_spike" for rule in watch.rules) else FIT_STEP
-    return [event for step, changes in enumerate(steps, 1) for event in watch.check(step, {**healthy, **changes})]
+    return [
+        event
+        for step, changes in enumerate(steps, 1)
+        for event in watch.check(step, {**healthy, **changes})
+    ]
 
 
 HEALTHY: list[dict[str, float]] = [{}] * WINDOW
@@ -56,11 +73,15 @@ def lasting(steps: int, **metrics: float) -> list[dict[str, float]]:
     return [{name.replace("__", "/"): value for name, value in metrics.items()}] * steps
 
 
-def at_once(metric: str, fires: float, silent: float) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+def at_once(
+    metric: str, fires: float, silent: float
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     return [{metric: fires}], [{metric: silent}]
 
 
-def after(metric: str, fires: float, silent: float) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+def after(
+    metric: str, fires: float, silent: float
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     return [*HEALTHY, {metric: fires}], [*HEALTHY, {metric: silent}]
 
 
@@ -70,7 +91,11 @@ HALF = [{}] * 5
 def evaluated(held_out: list[float], training: list[float]) -> list[dict[str, float]]:
     """Two optimizer steps before each evaluation."""
     pairs = zip(held_out, training, strict=True)
-    return [step for loss, trained in pairs for step in ({"loss": trained}, {"loss": trained, "eval_loss": loss})]
+    return [
+        step
+        for loss, trained in pairs
+        for step in ({"loss": trained}, {"loss": trained, "eval_loss": loss})
+    ]
 
 
 # name -> (steps at whose end it fires, steps over which it is silent, texts in the message)
@@ -81,47 +106,74 @@ CASES = {
     "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "times 3"]),
     "scores_equal": (*at_once("reward/score_std", 0.0009, 0.0011), ["0.0009", "0.001", "score 1"]),
     "reward_faults": (*at_once("reward/function_faults", 7, 6), ["7", "64"]),
-    "duplicate_answers": (*at_once("rollout/distinct_share", 0.49, 0.51), ["0.49", "0.5", "40 tokens"]),
+    "duplicate_answers": (
+        *at_once("rollout/distinct_share", 0.49, 0.51),
+        ["0.49", "0.5", "40 tokens"],
+    ),
     "fewer_answers_end": (*after("rollout/ended_share", 0.59, 0.61), ["0.59", "0.9"]),
     "answers_never_end": (
-        lasting(11, rollout__ended_share=0.09), lasting(11, rollout__ended_share=0.11), ["0.09", "11 steps"],
+        lasting(11, rollout__ended_share=0.09),
+        lasting(11, rollout__ended_share=0.11),
+        ["0.09", "11 steps"],
     ),
     "clip_fraction_high": (*at_once("policy/clip_fraction", 0.31, 0.3), ["0.31", "0.3"]),
     "first_ratio_not_one": (
-        *at_once("policy/first_log_ratio_abs_mean", 0.051, 0.05), ["0.051", "at most 0.2"],
+        *at_once("policy/first_log_ratio_abs_mean", 0.051, 0.05),
+        ["0.051", "at most 0.2"],
     ),
     "critic_explains_nothing": (
-        lasting(11, value__explained_variance=0.01), lasting(11, value__explained_variance=0.03), ["0.01", "11 steps"],
+        lasting(11, value__explained_variance=0.01),
+        lasting(11, value__explained_variance=0.03),
+        ["0.01", "11 steps"],
     ),
     "logprob_diff_high": (*at_once("rollout/logprob_diff_mean", 0.11, 0.1), ["0.11", "0.1"]),
-    "gradient_explodes": (*after("optim/grad_norm/critic", 20.1, 19.9), ["optim/grad_norm/critic", "20.1", "10", " 2"]),
+    "gradient_explodes": (
+        *after("optim/grad_norm/critic", 20.1, 19.9),
+        ["optim/grad_norm/critic", "20.1", "10", " 2"],
+    ),
     "updates_skipped": (*after("optim/nonfinite_skipped", 1, 0), ["is 1, up from 0"]),
-}  # fmt: skip
+}
 FIT_CASES = {
     "loss_grows": (
-        [*HEALTHY, *[{"loss": 1.53}] * 11], [*HEALTHY, *[{"loss": 1.52}] * 11], ["1.53", "1.5 times", "so far, 1"],
+        [*HEALTHY, *[{"loss": 1.53}] * 11],
+        [*HEALTHY, *[{"loss": 1.52}] * 11],
+        ["1.53", "1.5 times", "so far, 1"],
     ),
     "overfitting": (
         evaluated([0.9, 0.7, 0.71, 0.72], [1.0, 0.8, 0.6, 0.5]),
         evaluated([0.9, 0.7, 0.71, 0.69], [1.0, 0.8, 0.6, 0.5]),
         ["0.72", "0.7 at step 4", "from 0.8 to 0.5", "2 evaluations"],
     ),
-    "gradient_explodes": ([*HEALTHY, {"grad_norm": 10.1}], [*HEALTHY, {"grad_norm": 9.9}], ["10.1", "10", "1"]),
-    "updates_skipped": (
-        [*HEALTHY, {"optim/nonfinite_skipped": 2}], [*HEALTHY, {"optim/nonfinite_skipped": 0}], ["is 2, up from 0"],
+    "gradient_explodes": (
+        [*HEALTHY, {"grad_norm": 10.1}],
+        [*HEALTHY, {"grad_norm": 9.9}],
+        ["10.1", "10", "1"],
     ),
-}  # fmt: skip
+    "updates_skipped": (
+        [*HEALTHY, {"optim/nonfinite_skipped": 2}],
+        [*HEALTHY, {"optim/nonfinite_skipped": 0}],
+        ["is 2, up from 0"],
+    ),
+}
 BOTH = [(ppo_watch, name, *case) for name, case in CASES.items()]
 BOTH += [(fit_watch, name, *case) for name, case in FIT_CASES.items()]
 RISING = {"reward/score_mean": 1.21}  # more than a quarter of the standard deviation
 EXPLOITS = {
-    "the KL explodes": [{"kl/ref_k1": 0.51}, ["kl/ref_k1 from 0.05 to 0.51", "reward/score_mean from 1 to 1.21"]],
-    "length and KL climb": [{"kl/ref_k1": 0.076, "rollout/length_mean": 61}, ["rollout/length_mean from 40 to 61"]],
+    "the KL explodes": [
+        {"kl/ref_k1": 0.51},
+        ["kl/ref_k1 from 0.05 to 0.51", "reward/score_mean from 1 to 1.21"],
+    ],
+    "length and KL climb": [
+        {"kl/ref_k1": 0.076, "rollout/length_mean": 61},
+        ["rollout/length_mean from 40 to 61"],
+    ],
 }
 
 
 @pytest.mark.parametrize(("watch", "name", "fires", "silent", "texts"), BOTH)
-def test_a_rule_fires_beyond_its_threshold_with_the_numbers_and_is_silent_before_it(watch, name, fires, silent, texts):
+def test_a_rule_fires_beyond_its_threshold_with_the_numbers_and_is_silent_before_it(
+    watch, name, fires, silent, texts
+):
     last = events_of(watch(), fires)[-1]
     assert (last.step, last.name) == (len(fires), name)
     assert [text for text in texts if text not in last.seen] == [], last.seen
@@ -137,11 +189,14 @@ def test_a_rising_score_with_kl_or_length_is_exploitation_of_the_reward(case):
     assert [text for text in texts if text not in event.seen] == [], event.seen
 
 
-@pytest.mark.parametrize("changes", [
-    {**EXPLOITS["the KL explodes"][0], "reward/score_mean": 1.19},
-    {**RISING, "rollout/length_mean": 61},
-    {**RISING, "rollout/length_mean": 59, "kl/ref_k1": 0.076},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**EXPLOITS["the KL explodes"][0], "reward/score_mean": 1.19},
+        {**RISING, "rollout/length_mean": 61},
+        {**RISING, "rollout/length_mean": 59, "kl/ref_k1": 0.076},
+    ],
+)
 def test_a_rising_score_alone_is_no_exploitation(changes):
     events = events_of(ppo_watch(), [*HALF, *[changes] * 6])
     assert [event for event in events if event.name == "reward_exploited"] == []
@@ -150,7 +205,11 @@ def test_a_rising_score_alone_is_no_exploitation(changes):
 def test_scores_that_are_equal_after_the_clip_alone_are_seen():
     clipped = {"reward/score_std": 2.0, "reward/clipped_std": 0.0, "reward/clipped_share": 1.0}
     [event] = events_of(ppo_watch(), [clipped] * 20)
-    assert event.name == "scores_equal" and "reward/clipped_std is 0" in event.seen and "100% are clipped" in event.seen
+    assert (
+        event.name == "scores_equal"
+        and "reward/clipped_std is 0" in event.seen
+        and "100% are clipped" in event.seen
+    )
     assert events_of(ppo_watch(), [{**clipped, "reward/clipped_std": 0.1}] * 20) == []
 
 
@@ -167,15 +226,19 @@ def test_without_a_reference_the_length_alone_counts():
 def test_every_rule_has_a_case_and_names_only_flags_that_exist():
     assert {rule.name for rule in PPO_RULES} == {*CASES, "reward_exploited"}
     assert {rule.name for rule in FIT_RULES} == set(FIT_CASES)
-    known = {step: {field.name for group in groups_of(STEPS[step]).values() for field in fields(group)}
-             for step in ("ppo", "sft", "reward")}  # fmt: skip
+    known = {
+        step: {field.name for group in groups_of(STEPS[step]).values() for field in fields(group)}
+        for step in ("ppo", "sft", "reward")
+    }
     for rules, steps in ((PPO_RULES, ["ppo"]), (FIT_RULES, ["sft", "reward"])):
         for rule in rules:
             for flag in re.findall(r"--(\w+)", f"{rule.cause} {rule.change}"):
                 assert any(flag in known[step] for step in steps), (rule.name, flag)
 
 
-@pytest.mark.parametrize(("name", "near", "far"), [("kl_spike", "0.5", "0.6"), ("clip_fraction_high", "0.3", "0.4")])
+@pytest.mark.parametrize(
+    ("name", "near", "far"), [("kl_spike", "0.5", "0.6"), ("clip_fraction_high", "0.3", "0.4")]
+)
 def test_a_threshold_can_be_set_and_a_rule_put_off(name, near, far):
     for word, fires in ((near, True), (far, False), ("off", False)):
         assert bool(events_of(ppo_watch(f"{name}={word}"), CASES[name][0])) is fires
@@ -184,20 +247,31 @@ def test_a_threshold_can_be_set_and_a_rule_put_off(name, near, far):
 def test_an_overflow_does_not_hide_a_gradient_that_explodes_later():
     [event] = events_of(fit_watch(), [{"grad_norm": math.inf}, *HEALTHY[1:], {"grad_norm": 10.1}])
     assert event.name == "gradient_explodes"
-    assert events_of(fit_watch(), [*HEALTHY, {"grad_norm": math.inf}]) == []  # the overflow itself is no event
+    assert (
+        events_of(fit_watch(), [*HEALTHY, {"grad_norm": math.inf}]) == []
+    )  # the overflow itself is no event
 
 
 def test_a_rising_held_out_loss_is_no_overfitting_while_the_training_loss_rises_too():
     assert events_of(fit_watch(), evaluated([0.9, 0.7, 0.71, 0.72], [1.0, 0.8, 0.9, 0.9])) == []
 
 
-UNEVEN = [{**step, "loss": step["loss"] + 0.1 * ("eval_loss" in step)} for step in FIT_CASES["overfitting"][0]]
+UNEVEN = [
+    {**step, "loss": step["loss"] + 0.1 * ("eval_loss" in step)}
+    for step in FIT_CASES["overfitting"][0]
+]
 RESUMED = [  # a watch, its steps, and the events of the whole run
     (fit_watch, UNEVEN, ["overfitting"]),
     (fit_watch, [*HEALTHY, *[{"loss": 1.4}] * 9, *[{"loss": 1.7}] * 9], ["loss_grows"]),
-    (ppo_watch, [{"value/explained_variance": -0.1, "optim/grad_norm/critic": 2.0 + (step > 20) * 30}
-                 for step in range(25)], ["critic_explains_nothing", "gradient_explodes"]),
-]  # fmt: skip
+    (
+        ppo_watch,
+        [
+            {"value/explained_variance": -0.1, "optim/grad_norm/critic": 2.0 + (step > 20) * 30}
+            for step in range(25)
+        ],
+        ["critic_explains_nothing", "gradient_explodes"],
+    ),
+]
 
 
 @pytest.mark.parametrize("cut", [3, 7, 11, 15, 19, 25])
@@ -225,7 +299,10 @@ def lines(folder) -> list[dict]:
 def test_a_warning_that_persists_is_one_event_until_three_steps_without_it():
     shape = "cc.c..c...c"  # c: clipped
     watch = ppo_watch()
-    found = [bool(watch.check(step, CLIPPED if mark == "c" else PPO_STEP)) for step, mark in enumerate(shape)]
+    found = [
+        bool(watch.check(step, CLIPPED if mark == "c" else PPO_STEP))
+        for step, mark in enumerate(shape)
+    ]
     assert "".join("x" if fresh else "-" for fresh in found) == "x---------x"
 
 
@@ -250,13 +327,16 @@ def test_a_resumed_run_has_the_events_up_to_its_checkpoint(tmp_path):
     assert [event["step"] for event in lines(tmp_path)] == [1, 2]
 
 
-@pytest.mark.parametrize(("stop", "metrics", "stops"), [
-    ("off", NEGATIVE, None),
-    ("error", CLIPPED, False),
-    ("error", NEGATIVE, True),
-    ("warning", NEGATIVE, True),
-    ("warning", PPO_STEP, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stop", "metrics", "stops"),
+    [
+        ("off", NEGATIVE, None),
+        ("error", CLIPPED, False),
+        ("error", NEGATIVE, True),
+        ("warning", NEGATIVE, True),
+        ("warning", PPO_STEP, False),
+    ],
+)
 def test_an_event_of_the_chosen_level_stops_the_run(stop, metrics, stops):
     watch, reasons = ppo_watch(stop_on_health=stop), []
     checkpointer = SimpleNamespace(stop_if=reasons.append)
@@ -278,7 +358,9 @@ def watched(columns: dict[str, list[float | None]]) -> list[str]:
     is_ppo = "reward/score_mean" in columns
     watch = HealthWatch(PPOHealthFlags() if is_ppo else FitHealthFlags())
     for number in range(len(next(iter(columns.values())))):
-        step = {name: values[number] for name, values in columns.items() if values[number] is not None}
+        step = {
+            name: values[number] for name, values in columns.items() if values[number] is not None
+        }
         watch.check(number + 1, step)
     return [f"step {event.step}: {event.name}: {event.seen}" for event in watch.events]
 

@@ -1,5 +1,5 @@
-"""Sums of metrics over micro-batches and ranks, and the metrics of an experience: by hand, numpy, and loops over
-tokens."""
+"""Sums of metrics over micro-batches and ranks, and the metrics of an experience: by hand, numpy,
+and loops over tokens."""
 
 import math
 
@@ -21,13 +21,18 @@ def uneven_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     lengths = ((4, 3), (0, 1), (0, 0))
     return [
-        (torch.randn(2, 4, generator=generator) + i, torch.arange(4) < torch.tensor(rows).unsqueeze(1))
+        (
+            torch.randn(2, 4, generator=generator) + i,
+            torch.arange(4) < torch.tensor(rows).unsqueeze(1),
+        )
         for i, rows in enumerate(lengths)
     ]
 
 
 def all_kept() -> np.ndarray:
-    return np.concatenate([values.numpy().astype(np.float64)[mask.numpy()] for values, mask in uneven_batches()])
+    return np.concatenate(
+        [values.numpy().astype(np.float64)[mask.numpy()] for values, mask in uneven_batches()]
+    )
 
 
 def test_mean_is_weighted_by_tokens_not_by_micro_batches():
@@ -44,7 +49,10 @@ def test_mean_is_weighted_by_tokens_not_by_micro_batches():
 
 def test_values_outside_the_mask_are_ignored():
     sums = MetricSums()
-    values, mask = torch.tensor([1.0, float("nan"), float("inf")]), torch.tensor([True, False, False])
+    values, mask = (
+        torch.tensor([1.0, float("nan"), float("inf")]),
+        torch.tensor([True, False, False]),
+    )
     sums.add_mean("mean", values, mask)
     sums.add_max("max", values, mask)
     assert sums.reduce() == {"mean": 1.0, "max": 1.0}
@@ -59,14 +67,19 @@ def test_a_mean_of_some_values_has_no_entry_without_them():
     assert sums.reduce() == {"some": pytest.approx(17 / 3)}
 
 
-@pytest.mark.parametrize(("values", "expected"), [
-    ([1.0, 2.0, 3.0], 1.0),  # exact
-    ([11.0, 12.0, 13.0], 1.0),  # an offset does not matter
-    ([5.0, 5.0, 5.0], 0.0),  # a constant explains nothing
-    ([3.0, 2.0, 1.0], -3.0),  # residuals -2, 0, 2 vary four times as much
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, 2.0, 3.0], 1.0),  # exact
+        ([11.0, 12.0, 13.0], 1.0),  # an offset does not matter
+        ([5.0, 5.0, 5.0], 0.0),  # a constant explains nothing
+        ([3.0, 2.0, 1.0], -3.0),  # residuals -2, 0, 2 vary four times as much
+    ],
+)
 def test_explained_variance_by_hand(values, expected):
-    assert float(explained_variance(torch.tensor(values), torch.tensor([1.0, 2.0, 3.0]))) == pytest.approx(expected)
+    assert float(
+        explained_variance(torch.tensor(values), torch.tensor([1.0, 2.0, 3.0]))
+    ) == pytest.approx(expected)
     assert explained_variance(torch.tensor(values), torch.full((3,), 2.0)) == 0.0
     assert explained_variance(torch.tensor([]), torch.tensor([])) == 0.0
 
@@ -98,7 +111,9 @@ def by_source() -> MetricSums:
     sums = MetricSums(["a", "b", "c"])
     sums.add_mean("loss", torch.tensor([1.0, 2.0, 6.0]))
     sums.add_by_source("loss", torch.tensor([1.0, 2.0, 6.0]), torch.tensor([2, 1, 1]))
-    sums.add_by_source("loss", torch.tensor([4.0, 9.0]), torch.tensor([2, 0]), torch.tensor([True, False]))
+    sums.add_by_source(
+        "loss", torch.tensor([4.0, 9.0]), torch.tensor([2, 0]), torch.tensor([True, False])
+    )
     return sums
 
 
@@ -120,8 +135,17 @@ def test_a_rank_without_rows_of_a_data_set_joins_the_one_reduction(monkeypatch):
     mine.add_max("top", torch.tensor([-3.0]))
     monkeypatch.setattr(metric_sums, "gather_cat", gather_cat)
     other.reduce()
-    assert mine.reduce() == {"loss": 5.6, "loss/a": 7.0, "loss/b": 20 / 3, "loss/c": 2.5, "top": -2.0}
-    assert [tuple(call.shape) for call in calls] == [(1, 9), (1, 9)], "sums, counts and maxima at once"
+    assert mine.reduce() == {
+        "loss": 5.6,
+        "loss/a": 7.0,
+        "loss/b": 20 / 3,
+        "loss/c": 2.5,
+        "top": -2.0,
+    }
+    assert [tuple(call.shape) for call in calls] == [
+        (1, 9),
+        (1, 9),
+    ], "sums, counts and maxima at once"
 
 
 def test_means_by_data_set_are_merged_and_restored():
@@ -141,7 +165,9 @@ def test_scaled_sums_have_the_same_means_and_less_weight_beside_others():
     half = shared.scaled(0.5)
     assert half.reduce() == shared.reduce() == {"x": 2.0, "top": 5.0, "y/a": 1.0, "y/b": 3.0}
     alone.add_mean("x", torch.tensor([8.0]))
-    half.merge(alone)  # 2 values of mean 2 that two ranks count, and one of 8: (2 + 8) / 2 on this rank
+    half.merge(
+        alone
+    )  # 2 values of mean 2 that two ranks count, and one of 8: (2 + 8) / 2 on this rank
     assert half.reduce()["x"] == 5.0
 
 
@@ -158,16 +184,28 @@ def experience(**changes) -> Experience:
         return torch.where(mask, torch.randn(4, 5, generator=generator), 0.0)
 
     fields = {
-        "prompt_ids": torch.ones(4, 2, dtype=torch.int64), "prompt_mask": torch.ones(4, 2, dtype=torch.bool),
-        "response_ids": torch.randint(0, 9, (4, 5), generator=generator), "response_mask": mask,
-        "rollout_logprobs": per_token(), "finish_reason": torch.tensor([0, 1, 2, 2], dtype=torch.int8),
-        "old_logprobs": per_token(), "ref_logprobs": per_token(), "entropies": None, "kl": per_token(),
-        "values": per_token(), "source_scores": torch.tensor([[1.0, 2.0], [0.0, 4.0], [0.5, 0.0], [0.5, -2.0]]),
-        "baselines": None, "groups": torch.tensor([3, 3, 5, 5]),
-        "loss_mask": mask & torch.tensor([True, True, True, False]).unsqueeze(1), "loss_weights": per_token(),
-        "selected": None, "scores": torch.tensor([0.5, -1.0, 2.0, 0.0]), "rewards": per_token(),
-        "advantages": per_token(), "returns": per_token(),
-    }  # fmt: skip
+        "prompt_ids": torch.ones(4, 2, dtype=torch.int64),
+        "prompt_mask": torch.ones(4, 2, dtype=torch.bool),
+        "response_ids": torch.randint(0, 9, (4, 5), generator=generator),
+        "response_mask": mask,
+        "rollout_logprobs": per_token(),
+        "finish_reason": torch.tensor([0, 1, 2, 2], dtype=torch.int8),
+        "old_logprobs": per_token(),
+        "ref_logprobs": per_token(),
+        "entropies": None,
+        "kl": per_token(),
+        "values": per_token(),
+        "source_scores": torch.tensor([[1.0, 2.0], [0.0, 4.0], [0.5, 0.0], [0.5, -2.0]]),
+        "baselines": None,
+        "groups": torch.tensor([3, 3, 5, 5]),
+        "loss_mask": mask & torch.tensor([True, True, True, False]).unsqueeze(1),
+        "loss_weights": per_token(),
+        "selected": None,
+        "scores": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "rewards": per_token(),
+        "advantages": per_token(),
+        "returns": per_token(),
+    }
     return Experience(**{**fields, **changes})
 
 
@@ -178,26 +216,53 @@ def metrics_by_loop(rows: Experience) -> dict[str, float]:
     def numbers(name: str) -> list[float]:
         return [float(getattr(rows, name)[place]) for place in tokens]
 
-    difference = [old - ref for old, ref in zip(numbers("old_logprobs"), numbers("ref_logprobs"), strict=True)]
-    drift = [abs(a - b) for a, b in zip(numbers("rollout_logprobs"), numbers("old_logprobs"), strict=True)]
+    difference = [
+        old - ref for old, ref in zip(numbers("old_logprobs"), numbers("ref_logprobs"), strict=True)
+    ]
+    drift = [
+        abs(a - b)
+        for a, b in zip(numbers("rollout_logprobs"), numbers("old_logprobs"), strict=True)
+    ]
     residuals = [r - v for r, v in zip(numbers("returns"), numbers("values"), strict=True)]
     scores = rows.scores.tolist()
-    answers = {tuple(rows.response_ids[row, :length].tolist()) for row, length in enumerate(LENGTHS)}
+    answers = {
+        tuple(rows.response_ids[row, :length].tolist()) for row, length in enumerate(LENGTHS)
+    }
     expected = {
-        "reward/score_mean": np.mean(scores), "reward/score_std": np.std(scores), "reward/score_min": -1.0,
-        "reward/score_max": 2.0, "reward/kl_penalty": KL_COEF * sum(numbers("kl")) / 4, "reward/model_mean": 0.5,
-        "reward/rule_mean": 1.0, "reward/model_std": 0.125**0.5, "reward/rule_std": 5**0.5,
+        "reward/score_mean": np.mean(scores),
+        "reward/score_std": np.std(scores),
+        "reward/score_min": -1.0,
+        "reward/score_max": 2.0,
+        "reward/kl_penalty": KL_COEF * sum(numbers("kl")) / 4,
+        "reward/model_mean": 0.5,
+        "reward/rule_mean": 1.0,
+        "reward/model_std": 0.125**0.5,
+        "reward/rule_std": 5**0.5,
         "reward/equal_groups_share": 0.0,
         "policy/counted_share": 5 / 8,  # the last row, of three tokens, is not in the loss
-        "policy/loss_weight_mean": np.mean(numbers("loss_weights")), "reward/total_mean": sum(numbers("rewards")) / 4,
-        "kl/ref_k1": np.mean(difference), "kl/ref_k3": np.mean([math.exp(-d) - 1 + d for d in difference]),
+        "policy/loss_weight_mean": np.mean(numbers("loss_weights")),
+        "reward/total_mean": sum(numbers("rewards")) / 4,
+        "kl/ref_k1": np.mean(difference),
+        "kl/ref_k3": np.mean([math.exp(-d) - 1 + d for d in difference]),
         "value/explained_variance": 1 - np.var(residuals) / np.var(numbers("returns")),
-        "rollout/logprob_diff_mean": np.mean(drift), "rollout/logprob_diff_max": max(drift), "rollout/count": 4,
-        "rollout/length_mean": sum(LENGTHS) / 4, "rollout/length_max": 4.0, "rollout/ended_share": 0.5,
-        "rollout/cut_share": 0.5, "rollout/distinct_share": len(answers) / 4,
-    }  # fmt: skip
-    for name, field in (("policy/advantage_", "advantages"), ("value/return_", "returns"), ("value/", "values")):
-        expected[f"{name}mean"], expected[f"{name}std"] = np.mean(numbers(field)), np.std(numbers(field))
+        "rollout/logprob_diff_mean": np.mean(drift),
+        "rollout/logprob_diff_max": max(drift),
+        "rollout/count": 4,
+        "rollout/length_mean": sum(LENGTHS) / 4,
+        "rollout/length_max": 4.0,
+        "rollout/ended_share": 0.5,
+        "rollout/cut_share": 0.5,
+        "rollout/distinct_share": len(answers) / 4,
+    }
+    for name, field in (
+        ("policy/advantage_", "advantages"),
+        ("value/return_", "returns"),
+        ("value/", "values"),
+    ):
+        expected[f"{name}mean"], expected[f"{name}std"] = (
+            np.mean(numbers(field)),
+            np.std(numbers(field)),
+        )
     return expected
 
 
@@ -209,8 +274,13 @@ def test_every_metric_matches_a_loop_over_uneven_rows():
 
 def test_a_batch_of_empty_answers_has_finite_metrics():
     zeros = torch.zeros(4, 5)
-    names = "rollout_logprobs old_logprobs ref_logprobs values rewards advantages returns kl loss_weights".split()
-    rows = experience(response_mask=torch.zeros(4, 5, dtype=torch.bool), **dict.fromkeys(names, zeros))
+    names = (
+        "rollout_logprobs old_logprobs ref_logprobs values rewards advantages returns kl"
+        " loss_weights".split()
+    )
+    rows = experience(
+        response_mask=torch.zeros(4, 5, dtype=torch.bool), **dict.fromkeys(names, zeros)
+    )
     metrics = experience_metrics(rows, KL_COEF, SOURCES) | drift_metrics(rows)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["rollout/length_max"] == 0.0
@@ -218,14 +288,29 @@ def test_a_batch_of_empty_answers_has_finite_metrics():
 
 
 def test_without_critic_and_reference_their_metrics_are_absent():
-    rows = experience(values=None, ref_logprobs=None, kl=None, groups=torch.arange(4), source_scores=torch.ones(4, 1))
+    rows = experience(
+        values=None,
+        ref_logprobs=None,
+        kl=None,
+        groups=torch.arange(4),
+        source_scores=torch.ones(4, 1),
+    )
     found = experience_metrics(rows, 0.0, ("model",))
     whole = experience_metrics(experience(), KL_COEF, SOURCES)
     lacking = {name for name in whole if name not in found}
     assert lacking == {
-        "kl/ref_k1", "kl/ref_k3", "reward/kl_penalty", "value/explained_variance", "value/mean", "value/std",
-        "reward/model_mean", "reward/rule_mean", "reward/model_std", "reward/rule_std", "reward/equal_groups_share",
-    }  # fmt: skip
+        "kl/ref_k1",
+        "kl/ref_k3",
+        "reward/kl_penalty",
+        "value/explained_variance",
+        "value/mean",
+        "value/std",
+        "reward/model_mean",
+        "reward/rule_mean",
+        "reward/model_std",
+        "reward/rule_std",
+        "reward/equal_groups_share",
+    }
 
 
 def test_the_share_of_clipped_scores_and_what_is_left_of_their_differences():
@@ -234,30 +319,52 @@ def test_the_share_of_clipped_scores_and_what_is_left_of_their_differences():
     plain = experience_metrics(rows, KL_COEF, SOURCES)
     found = experience_metrics(rows, KL_COEF, SOURCES, clip=(scores, scores.clamp(-5, 5)))
     changed = {name: value for name, value in found.items() if plain.get(name) != value}
-    assert changed == pytest.approx({
-        "reward/clipped_share": 0.5, "reward/clipped_std": np.std([5, 5, 2, 3]), "reward/equal_groups_share": 0.5,
-    })  # fmt: skip
+    assert changed == pytest.approx(
+        {
+            "reward/clipped_share": 0.5,
+            "reward/clipped_std": np.std([5, 5, 2, 3]),
+            "reward/equal_groups_share": 0.5,
+        }
+    )
 
 
 def test_a_source_is_measured_over_the_rows_that_it_scores():
     nan = float("nan")
     scores = torch.tensor([[1.0, nan, nan], [nan, nan, 4.0], [0.0, nan, nan], [0.5, nan, -2.0]])
     found = experience_metrics(experience(source_scores=scores), KL_COEF, ("a", "b", "c"))
-    by_source = {name: value for name, value in found.items() if name.startswith(("reward/a", "reward/b", "reward/c"))}
+    by_source = {
+        name: value
+        for name, value in found.items()
+        if name.startswith(("reward/a", "reward/b", "reward/c"))
+    }
     assert by_source == {
-        "reward/a_mean": 0.5, "reward/a_std": pytest.approx((0.5 / 3) ** 0.5), "reward/a_share": 0.75,
-        "reward/b_share": 0.0, "reward/c_mean": 1.0, "reward/c_std": 3.0, "reward/c_share": 0.5,
-    }  # fmt: skip
+        "reward/a_mean": 0.5,
+        "reward/a_std": pytest.approx((0.5 / 3) ** 0.5),
+        "reward/a_share": 0.75,
+        "reward/b_share": 0.0,
+        "reward/c_mean": 1.0,
+        "reward/c_std": 3.0,
+        "reward/c_share": 0.5,
+    }
     alone = experience_metrics(experience(source_scores=scores[:, :1]), KL_COEF, ("a",))
     assert alone["reward/a_share"] == 0.75 and "reward/a_mean" not in alone
     assert "reward/a_share" not in experience_metrics(experience(), KL_COEF, ("a", "b"))
 
 
 def test_the_kl_to_a_teacher_is_that_of_the_rows_that_have_one():
-    rows = experience(teachers=torch.tensor([1, -1, 0, -1]), teacher_logprobs=torch.full((4, 5), -0.5))
+    rows = experience(
+        teachers=torch.tensor([1, -1, 0, -1]), teacher_logprobs=torch.full((4, 5), -0.5)
+    )
     found = experience_metrics(rows, KL_COEF, SOURCES)
-    taught = [float(rows.policy_logprobs[row, place]) + 0.5 for row in (0, 2) for place in range(LENGTHS[row])]
-    assert (found["distill/kl_k1"], found["distill/taught_share"]) == (pytest.approx(np.mean(taught)), 0.5)
+    taught = [
+        float(rows.policy_logprobs[row, place]) + 0.5
+        for row in (0, 2)
+        for place in range(LENGTHS[row])
+    ]
+    assert (found["distill/kl_k1"], found["distill/taught_share"]) == (
+        pytest.approx(np.mean(taught)),
+        0.5,
+    )
 
 
 def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows():
@@ -265,12 +372,17 @@ def test_scores_lengths_and_kl_by_data_set_and_none_of_a_data_set_without_rows()
     whole = experience_metrics(experience(), KL_COEF, SOURCES)
     found = experience_metrics(rows, KL_COEF, SOURCES, ("maths", "code", "chat"))
     difference = rows.old_logprobs - rows.ref_logprobs
-    assert {name: found[name] for name in found if name not in whole} == pytest.approx({
-        "reward/score_mean/maths": -0.5, "reward/score_mean/chat": 1.25,
-        "rollout/length_mean/maths": 2.0, "rollout/length_mean/chat": 2.0,
-        "kl/ref_k1/maths": float(torch.cat([difference[1, :1], difference[3, :3]]).mean()),
-        "kl/ref_k1/chat": float(difference[0, :4].mean()),
-    }, rel=1e-5)  # fmt: skip
+    assert {name: found[name] for name in found if name not in whole} == pytest.approx(
+        {
+            "reward/score_mean/maths": -0.5,
+            "reward/score_mean/chat": 1.25,
+            "rollout/length_mean/maths": 2.0,
+            "rollout/length_mean/chat": 2.0,
+            "kl/ref_k1/maths": float(torch.cat([difference[1, :1], difference[3, :3]]).mean()),
+            "kl/ref_k1/chat": float(difference[0, :4].mean()),
+        },
+        rel=1e-5,
+    )
     assert experience_metrics(rows, KL_COEF, SOURCES, ("one",)) == whole
     no_reference = experience(data_sources=rows.data_sources, ref_logprobs=None, kl=None)
     found = experience_metrics(no_reference, KL_COEF, SOURCES, ("maths", "code", "chat"))
@@ -284,10 +396,16 @@ def test_a_phase_of_one_rank_has_seconds_tokens_and_memory():
 
 
 def test_several_ranks_have_an_imbalance_of_time_and_tokens(monkeypatch):
-    clock = PhaseClock({"rollout": 6.0, "train": 2.0}, {"rollout": 5.0, "train": 9.0}, {"rollout": 1.0, "train": 1.0})
+    clock = PhaseClock(
+        {"rollout": 6.0, "train": 2.0},
+        {"rollout": 5.0, "train": 9.0},
+        {"rollout": 1.0, "train": 1.0},
+    )
     other = torch.tensor([[[2.0, 1.0, 15.0], [2.0, 1.0, 9.0]]], dtype=torch.float64)
     monkeypatch.setattr(rollout_metrics, "gather_cat", lambda mine: torch.cat([mine, other]))
     found = phase_metrics(clock, torch.device("cpu"))
     assert {name: value for name, value in found.items() if name.endswith("imbalance")} == {
-        "time/rollout_imbalance": 1.5, "time/rollout_tokens_imbalance": 1.5, "time/train_imbalance": 1.0,
-    }  # fmt: skip
+        "time/rollout_imbalance": 1.5,
+        "time/rollout_tokens_imbalance": 1.5,
+        "time/train_imbalance": 1.0,
+    }

@@ -8,9 +8,13 @@ from dschat_ppo.monitor.step_line import PPO_COLUMNS, show_step, step_line
 from dschat_ppo.supervised.trainer import supervised_columns
 
 METRICS = {
-    "reward/score_mean": 0.41239, "kl/ref_k1": 0.01234, "policy/entropy": 1.98049,
-    "value/explained_variance": -0.4512, "rollout/length_mean": 31.25, "policy/loss": 9.0,
-}  # fmt: skip
+    "reward/score_mean": 0.41239,
+    "kl/ref_k1": 0.01234,
+    "policy/entropy": 1.98049,
+    "value/explained_variance": -0.4512,
+    "rollout/length_mean": 31.25,
+    "policy/loss": 9.0,
+}
 
 
 def progress_at(done: int, total: int, seconds: float, tokens: float = 0.0) -> Progress:
@@ -22,21 +26,36 @@ def progress_at(done: int, total: int, seconds: float, tokens: float = 0.0) -> P
 
 def test_the_line_of_step_3_has_short_names_in_columns():
     line = step_line(PPO_COLUMNS, METRICS, progress_at(7, 24, 2.5))
-    assert line == (
-        "step  7/24  score   0.412  KL  0.0123  entropy  1.980  explained -0.45  length   31.2    2.50 s  0:42 left"
+    assert (
+        line
+        == "step  7/24  score   0.412  KL  0.0123  entropy  1.980  explained -0.45  length   31.2  "
+        "  2.50 s  0:42 left"
     )  # 17 steps of 2.5 s
 
 
 def test_the_line_of_steps_1_and_2_has_the_rates_that_there_are_and_the_time_left():
-    metrics = {"loss": 0.66871, "accuracy": 0.59375, "margin": 0.0534, "lr": 3e-4, "lora_lr": 2e-3, "grad_norm": 2.172}
-    line = step_line(supervised_columns(("margin",)), metrics, progress_at(10, 250, 0.5, tokens=1000))
+    metrics = {
+        "loss": 0.66871,
+        "accuracy": 0.59375,
+        "margin": 0.0534,
+        "lr": 3e-4,
+        "lora_lr": 2e-3,
+        "grad_norm": 2.172,
+    }
+    line = step_line(
+        supervised_columns(("margin",)), metrics, progress_at(10, 250, 0.5, tokens=1000)
+    )
     rates = "lr 3.00e-04  LoRA lr 2.00e-03  grad norm   2.17    2,000 tokens/s  2:00 left"
     assert line == f"step  10/250  margin   0.053  {rates}"
     metrics["muon_lr"] = metrics.pop("lora_lr")
-    assert "04  Muon lr 2.00e-03" in step_line(supervised_columns(("margin",)), metrics, progress_at(1, 2, 1.0, 8))
+    assert "04  Muon lr 2.00e-03" in step_line(
+        supervised_columns(("margin",)), metrics, progress_at(1, 2, 1.0, 8)
+    )
 
 
-@pytest.mark.parametrize(("every", "printed"), [(1, [1, 2, 3, 4, 5]), (2, [1, 2, 4, 5]), (10, [1, 5])])
+@pytest.mark.parametrize(
+    ("every", "printed"), [(1, [1, 2, 3, 4, 5]), (2, [1, 2, 4, 5]), (10, [1, 5])]
+)
 def test_lines_come_every_so_many_steps_and_at_both_ends(every, printed, said):
     with Progress("PPO", 5) as bar:
         for _ in range(5):

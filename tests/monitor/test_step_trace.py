@@ -16,19 +16,31 @@ def spans_of(file: Path) -> list[dict]:
     """The events of a trace that have a duration, in the order of their begin."""
     with gzip.open(file, "rt", encoding="utf-8") as text:
         events = json.load(text)["traceEvents"]
-    return sorted((event for event in events if event.get("ph") == "X"), key=lambda event: event["ts"])
+    return sorted(
+        (event for event in events if event.get("ph") == "X"), key=lambda event: event["ts"]
+    )
 
 
 def inside(block: dict, events: list[dict]) -> list[str]:
     """Names of the events of the same thread that begin and end inside the block."""
     begin, end, thread = block["ts"], block["ts"] + block["dur"], (block["pid"], block["tid"])
-    within = (event for event in events if event is not block and (event["pid"], event["tid"]) == thread)
-    return [event["name"] for event in within if begin <= event["ts"] and event["ts"] + event["dur"] <= end]
+    within = (
+        event for event in events if event is not block and (event["pid"], event["tid"]) == thread
+    )
+    return [
+        event["name"]
+        for event in within
+        if begin <= event["ts"] and event["ts"] + event["dur"] <= end
+    ]
 
 
 def blocks(events: list[dict]) -> list[dict]:
     """The events that the run has named."""
-    return [event for event in events if event.get("cat") == "user_annotation" and "Profiler" not in event["name"]]
+    return [
+        event
+        for event in events
+        if event.get("cat") == "user_annotation" and "Profiler" not in event["name"]
+    ]
 
 
 def work(trace: StepTrace, steps: int, first: int = 1, tokens: int = 3) -> list[str]:
@@ -53,11 +65,18 @@ def test_the_trace_of_a_step_has_its_phases_around_their_operators(tmp_path, cap
     events = spans_of(tmp_path / files[0])
     assert [event["name"] for event in blocks(events)] == ["rollout", "train", "train actor"]
     rollout, train, actor = blocks(events)
-    assert inside(rollout, events).count("aten::mm") == 3 and "aten::exp" not in inside(rollout, events)
-    assert {"train actor", "aten::exp"} <= set(inside(train, events)) and "aten::exp" in inside(actor, events)
+    assert inside(rollout, events).count("aten::mm") == 3 and "aten::exp" not in inside(
+        rollout, events
+    )
+    assert {"train actor", "aten::exp"} <= set(inside(train, events)) and "aten::exp" in inside(
+        actor, events
+    )
     assert [event["name"] for event in events].count("aten::mm") == 3, "of one step alone"
     out = capsys.readouterr().out
-    assert f"the trace of step 2 is {tmp_path}/profile/step_2_rank_0.json.gz" in out and "ui.perfetto.dev" in out
+    assert (
+        f"the trace of step 2 is {tmp_path}/profile/step_2_rank_0.json.gz" in out
+        and "ui.perfetto.dev" in out
+    )
 
 
 @pytest.mark.parametrize(("step", "first"), [(None, 1), (2, 3)])

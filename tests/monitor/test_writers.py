@@ -1,5 +1,5 @@
-"""The files of a run that grow, `metrics.jsonl` and `starts.jsonl`, and `result.json`: content, cutting back on resume,
-durability, errors when they cannot be written; what trackers get."""
+"""The files of a run that grow, `metrics.jsonl` and `starts.jsonl`, and `result.json`: content,
+cutting back on resume, durability, errors when they cannot be written; what trackers get."""
 
 import errno
 import json
@@ -70,7 +70,9 @@ def test_every_tracker_receives_each_step(tmp_path, opened):
         assert second == (5, {"reward/score_mean": 2.0}, answers)
         assert tracker.tracking is TRACKING and tracker.start == Start(None, -1)
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert (first["step"], first["loss"], first["eval_loss"]) == (4, 1.0, None) and abs(first["time"] - time.time()) < 9
+    assert (first["step"], first["loss"], first["eval_loss"]) == (4, 1.0, None) and abs(
+        first["time"] - time.time()
+    ) < 9
 
 
 def test_a_resumed_run_tells_trackers_which_steps_run_again(tmp_path, opened):
@@ -96,9 +98,12 @@ def test_a_resumed_run_tells_trackers_which_steps_run_again(tmp_path, opened):
 
 
 @pytest.mark.parametrize(
-    ("problem", "succeeded"), [(None, True), (StopRequested("saved"), True), (ValueError("no"), False)]
+    ("problem", "succeeded"),
+    [(None, True), (StopRequested("saved"), True), (ValueError("no"), False)],
 )
-def test_trackers_are_closed_as_failed_unless_the_run_ends_or_stops_as_asked(tmp_path, opened, problem, succeeded):
+def test_trackers_are_closed_as_failed_unless_the_run_ends_or_stops_as_asked(
+    tmp_path, opened, problem, succeeded
+):
     with suppress(ValueError, StopRequested), MetricsWriter(tmp_path, TRACKING):
         if problem is not None:
             raise problem
@@ -113,7 +118,9 @@ def test_a_tracker_that_fails_is_left_out_and_ends_no_run(tmp_path, opened, said
         writer.write(2, {"a": 2.0})
         whole.close = fails(errno.ECONNREFUSED)
     assert [step for step, _, _ in whole.written] == [1, 2] and broken.succeeded is None
-    assert [line.split(" cannot write")[0] for line in said] == ["recorded"] * 2 and "refused" in said[0]
+    assert [line.split(" cannot write")[0] for line in said] == [
+        "recorded"
+    ] * 2 and "refused" in said[0]
 
 
 def test_a_failed_result_is_an_error_on_every_rank(tmp_path, monkeypatch):
@@ -121,7 +128,10 @@ def test_a_failed_result_is_an_error_on_every_rank(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(dist, "broadcast_object", lambda value, _: sent.append(value) or value)
     monkeypatch.setattr(os, "fsync", fails(errno.ENOSPC))
-    with pytest.raises(StorageError, match=r"result\.json: cannot be written \(No space left on device\); free space"):
+    with pytest.raises(
+        StorageError,
+        match=r"result\.json: cannot be written \(No space left on device\); free space",
+    ):
         write_result(tmp_path, {"steps": 3})
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
     monkeypatch.setattr(dist, "is_main", lambda: False)
@@ -137,7 +147,9 @@ def no_constant(name):
 def test_each_object_is_one_line_without_nan_and_infinity(tmp_path):
     lines = JsonLines(tmp_path / "a.jsonl")
     lines.append([{"step": 1, "text": "two\nlines \u2028", "scores": {"a": math.nan, "b": 0.5}}])
-    lines.append([{"step": 2, "many": [1.0, -math.inf, [math.inf]], "none": None, "yes": True}, {"step": 3}])
+    lines.append(
+        [{"step": 2, "many": [1.0, -math.inf, [math.inf]], "none": None, "yes": True}, {"step": 3}]
+    )
     content = (tmp_path / "a.jsonl").read_bytes()
     assert content.endswith(b"\n") and content.count(b"\n") == 3
     assert [json.loads(line, parse_constant=no_constant) for line in content.splitlines()] == [
@@ -162,7 +174,9 @@ def test_a_resumed_run_continues_after_the_lines_of_the_checkpoint(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2, "run": 2}\n'
     resumed.offset = 999
     resumed.begin()
-    assert path.read_text() == '{"step": 1}\n{"step": 2, "run": 2}\n', "a file that lost lines stays as it is"
+    assert path.read_text() == '{"step": 1}\n{"step": 2, "run": 2}\n', (
+        "a file that lost lines stays as it is"
+    )
     path.write_text('{"step": 1}\n{"st')
     resumed.begin()
     resumed.append([{"step": 2}])
@@ -183,7 +197,9 @@ def test_other_ranks_neither_write_nor_cut(tmp_path, monkeypatch):
 
 def test_a_failure_is_a_storage_error_that_names_the_file(tmp_path, monkeypatch):
     lines = JsonLines(tmp_path / "missing" / "a.jsonl")
-    with pytest.raises(StorageError, match=r"a\.jsonl: cannot be written \(No such file or directory\); free space"):
+    with pytest.raises(
+        StorageError, match=r"a\.jsonl: cannot be written \(No such file or directory\); free space"
+    ):
         lines.append([{"step": 1}])
     lines = JsonLines(tmp_path / "a.jsonl")
     lines.append([{"step": 1}])
@@ -203,5 +219,7 @@ def test_a_line_has_the_first_step_the_ranks_and_the_versions_or_is_a_storage_er
     assert line["versions"]["torch"] == version("torch") and "bitsandbytes" not in line["versions"]
     (tmp_path / STARTS).unlink()
     (tmp_path / STARTS).mkdir()
-    with pytest.raises(StorageError, match=r"starts.jsonl: cannot be written \(Is a directory\); free space"):
+    with pytest.raises(
+        StorageError, match=r"starts.jsonl: cannot be written \(Is a directory\); free space"
+    ):
         record_start(tmp_path, 1, 1)

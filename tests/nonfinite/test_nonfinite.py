@@ -1,6 +1,6 @@
-"""`--on_nonfinite`: stop at the first failure, or skip a limited number of updates in a row. Rows of a PPO step with a
-number that is not finite reach no update. Repro bundles are written, read back, bounded in number, refused if
-damaged."""
+"""`--on_nonfinite`: stop at the first failure, or skip a limited number of updates in a row. Rows
+of a PPO step with a number that is not finite reach no update. Repro bundles are written, read
+back, bounded in number, refused if damaged."""
 
 import json
 import math
@@ -60,7 +60,8 @@ def test_counts_survive_a_resume():
 def test_a_stop_and_a_skip_name_the_place_and_the_replay_command(said):
     bundles = SimpleNamespace(write=lambda *given: f"nonfinite/{given[0]}_{given[1]}")
     with pytest.raises(
-        NonFiniteError, match=r"^critic, step 3: the loss is not finite \(rank 0, micro-batch 1\); .* Rep"
+        NonFiniteError,
+        match=r"^critic, step 3: the loss is not finite \(rank 0, micro-batch 1\); .* Rep",
     ):
         handle(policy_of("stop", bundles=bundles), OVERFLOW, SKIPPED, BAD, role="critic")
     handle(policy_of(bundles=bundles), BAD)
@@ -72,7 +73,10 @@ def test_a_stop_and_a_skip_name_the_place_and_the_replay_command(said):
 
 def test_an_output_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
     (tmp_path / "nonfinite").write_text("in the way")
-    with pytest.raises(NonFiniteError, match="the loss is not finite.*no repro bundle: .*nonfinite: cannot be written"):
+    with pytest.raises(
+        NonFiniteError,
+        match="the loss is not finite.*no repro bundle: .*nonfinite: cannot be written",
+    ):
         handle(policy_of("stop", bundles=ppo_bundles(tmp_path)), BAD)
 
 
@@ -90,12 +94,21 @@ def test_good_rows_end_a_row_of_skips(said):
 BAD_NUMBERS = with_bad(NAN, (0, 0))
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"old_logprobs": BAD_NUMBERS, "kl": BAD_NUMBERS, "values": BAD_NUMBERS}, "old_logprobs of 1 of 3"),
-    ({"kl": BAD_NUMBERS, "values": BAD_NUMBERS, "advantages": BAD_NUMBERS}, "kl of 1 of 3"),
-    ({"scores": torch.tensor([NAN, 1.0, -INF]), "advantages": BAD_NUMBERS}, "scores of 2 of 3"),
-    ({"rollout_logprobs": BAD_NUMBERS, "kl": BAD_NUMBERS, "old_logprobs": None}, "rollout_logprobs of 1 of 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"old_logprobs": BAD_NUMBERS, "kl": BAD_NUMBERS, "values": BAD_NUMBERS},
+            "old_logprobs of 1 of 3",
+        ),
+        ({"kl": BAD_NUMBERS, "values": BAD_NUMBERS, "advantages": BAD_NUMBERS}, "kl of 1 of 3"),
+        ({"scores": torch.tensor([NAN, 1.0, -INF]), "advantages": BAD_NUMBERS}, "scores of 2 of 3"),
+        (
+            {"rollout_logprobs": BAD_NUMBERS, "kl": BAD_NUMBERS, "old_logprobs": None},
+            "rollout_logprobs of 1 of 3",
+        ),
+    ],
+)
 def test_the_first_cause_is_named(changes, said):
     with pytest.raises(NonFiniteError, match=said):
         policy_of("stop").is_finite(experience(**changes), 1)
@@ -103,13 +116,15 @@ def test_the_first_cause_is_named(changes, said):
 
 def test_rows_are_checked_inside_the_response_mask_and_where_a_loss_uses_them():
     assert bad_rows(experience()) == {}
-    found = bad_rows(experience(
-        advantages=with_bad(NAN, (0, 2), (0, 1), (2, 1)),  # the last is outside
-        values=with_bad(-INF, (1, 0)),  # of an empty answer
-        scores=torch.tensor([1.0, INF, NAN]),
-        source_scores=with_bad(NAN, (0, 0), shape=(3, 2)),  # may have a weight of 0
-        rollout_logprobs=BAD_NUMBERS,  # there are others
-    ))  # fmt: skip
+    found = bad_rows(
+        experience(
+            advantages=with_bad(NAN, (0, 2), (0, 1), (2, 1)),  # the last is outside
+            values=with_bad(-INF, (1, 0)),  # of an empty answer
+            scores=torch.tensor([1.0, INF, NAN]),
+            source_scores=with_bad(NAN, (0, 0), shape=(3, 2)),  # may have a weight of 0
+            rollout_logprobs=BAD_NUMBERS,  # there are others
+        )
+    )
     assert found == {"advantages": 1, "scores": 2}
 
 
@@ -122,7 +137,9 @@ def no_model(monkeypatch):
 
 
 def write(bundles, step=1, records=(), **constants) -> Path:
-    engine = SimpleNamespace(module=SimpleNamespace(layout=Layout(packed=True)), fp16_enabled=lambda: False)
+    engine = SimpleNamespace(
+        module=SimpleNamespace(layout=Layout(packed=True)), fp16_enabled=lambda: False
+    )
     return bundles.write("actor", step, FAULT, engine, list(records), constants)
 
 
@@ -132,19 +149,29 @@ def test_a_bundle_round_trips(no_model, tmp_path):
     assert folder == tmp_path / "nonfinite/step_000012_rank_0"
     what, records = read_bundle(folder)
     assert (what["step"], what["role"], what["constants"]) == (12, "actor", {"x": INF})
-    assert (what["fault"], what["layout"]["packed"]) == ("the loss is not finite (rank 0, micro-batch 1)", True)
+    assert (what["fault"], what["layout"]["packed"]) == (
+        "the loss is not finite (rank 0, micro-batch 1)",
+        True,
+    )
     for name, value in vars(rows).items():
         if value is None:
             assert getattr(records[1], name) is None
         else:
-            assert torch.equal(value.nan_to_num(7.5), getattr(records[1], name).nan_to_num(7.5)), name
+            assert torch.equal(value.nan_to_num(7.5), getattr(records[1], name).nan_to_num(7.5)), (
+                name
+            )
     assert torch.equal(what["random_state"][0], FAULT.random_state[0])
 
 
 def test_the_newest_bundles_are_kept(no_model, tmp_path):
     bundles = ppo_bundles(tmp_path, "--max_nonfinite_skips", "2")
     names = [write(bundles, step).name for step in (3, 3, 4, 5)]
-    assert names == ["step_000003_rank_0", "step_000003_rank_0_2", "step_000004_rank_0", "step_000005_rank_0"]
+    assert names == [
+        "step_000003_rank_0",
+        "step_000003_rank_0_2",
+        "step_000004_rank_0",
+        "step_000005_rank_0",
+    ]
     assert sorted(path.name for path in (tmp_path / "nonfinite").iterdir()) == names[1:]
 
 
@@ -159,9 +186,12 @@ def test_a_bundle_that_cannot_be_saved_is_one_error(no_model, tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("damage", "problem"),
-    [("cut", "bundle.pt: cannot be loaded"), ("bundle.pt", "bundle.pt is missing or not a file"),
-     ("config.yaml", "config.yaml is missing or not a file")],
-)  # fmt: skip
+    [
+        ("cut", "bundle.pt: cannot be loaded"),
+        ("bundle.pt", "bundle.pt is missing or not a file"),
+        ("config.yaml", "config.yaml is missing or not a file"),
+    ],
+)
 def test_damaged_bundles_are_refused(no_model, tmp_path, damage, problem):
     folder = write(ppo_bundles(tmp_path))
     if damage == "cut":

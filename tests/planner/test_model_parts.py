@@ -1,4 +1,5 @@
-"""Parts of a model, what it holds and what its passes need: hand arithmetic, and activations against a real pass."""
+"""Parts of a model, what it holds and what its passes need: hand arithmetic, and activations
+against a real pass."""
 
 import json
 from collections import Counter
@@ -22,7 +23,13 @@ from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.packing import padded_rows
 from dschat_ppo.planner import plan_step
-from dschat_ppo.planner.model_parts import ModelParts, SavedActivations, parts_of, read_model_configs, saved_activations
+from dschat_ppo.planner.model_parts import (
+    ModelParts,
+    SavedActivations,
+    parts_of,
+    read_model_configs,
+    saved_activations,
+)
 from dschat_ppo.planner.plan_step import Role
 
 ATTENTION, MLP = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 160
@@ -31,10 +38,18 @@ LORA = AdapterSettings(8, 32.0, 0.0, None, False, False, freeze_base=True)
 
 
 def llama(**settings):
-    return LlamaConfig(**{
-        "vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, **settings,
-    })  # fmt: skip
+    return LlamaConfig(
+        **{
+            "vocab_size": 100,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            **settings,
+        }
+    )
 
 
 def test_a_language_model():
@@ -42,20 +57,35 @@ def test_a_language_model():
     assert (parts.layers, parts.layer, parts.head) == (3 * LAYER, LAYER, 100 * 64)
     assert parts.total == parts.trained == 3 * LAYER + 2 * 6400 + 64
     assert parts.matrices == 3 * (ATTENTION + MLP)
-    assert parts.kv_bytes == 3 * 2 * 2 * 16 * 2  # layers, keys and values, heads, numbers of a head, bytes
-    assert parts.cache_bytes(10) == 10 * parts.kv_bytes and parts.vocabulary == 100 and parts.largest == 64 * 160
-    hybrid = parts_of(model_of("lfm2").config, "fp32", scalar=False)  # a layer of attention, one with a state
+    assert (
+        parts.kv_bytes == 3 * 2 * 2 * 16 * 2
+    )  # layers, keys and values, heads, numbers of a head, bytes
+    assert (
+        parts.cache_bytes(10) == 10 * parts.kv_bytes
+        and parts.vocabulary == 100
+        and parts.largest == 64 * 160
+    )
+    hybrid = parts_of(
+        model_of("lfm2").config, "fp32", scalar=False
+    )  # a layer of attention, one with a state
     assert hybrid.cache_bytes(10) == 10 * 2 * 2 * 8 * 4 + 2 * 3 * 32 * 4
     tied = parts_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
     assert (tied.head, tied.total) == (6400, 3 * LAYER + 6400 + 64)  # counts once
     reward = parts_of(llama(), "fp32", scalar=True)
-    assert (reward.head, reward.vocabulary, reward.kv_bytes, reward.total) == (64, 1, 0, 3 * LAYER + 6400 + 64 + 64)
+    assert (reward.head, reward.vocabulary, reward.kv_bytes, reward.total) == (
+        64,
+        1,
+        0,
+        3 * LAYER + 6400 + 64 + 64,
+    )
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_every_architecture_counts(name):
     kind, settings = ARCHITECTURES[name]
-    config = getattr(transformers, kind)(**{"vocab_size": VOCABULARY, "pad_token_id": 0, **settings})
+    config = getattr(transformers, kind)(
+        **{"vocab_size": VOCABULARY, "pad_token_id": 0, **settings}
+    )
     parts = parts_of(config, "bf16", scalar=False)
     assert parts.saved.layer > 0 and len(parts.saved.layers) == 2 and parts.kv_bytes > 0
     assert parts.total >= parts.layers >= parts.layer > 0
@@ -78,13 +108,30 @@ def model_folder(root, name, kind):
 
 
 def test_configurations_are_those_of_the_roles(tmp_path):
-    actor, critic = (model_folder(tmp_path, name, f"LlamaFor{kind}")
-                     for name, kind in (("a", "CausalLM"), ("c", "SequenceClassification")))  # fmt: skip
+    actor, critic = (
+        model_folder(tmp_path, name, f"LlamaFor{kind}")
+        for name, kind in (("a", "CausalLM"), ("c", "SequenceClassification"))
+    )
     words = ["--actor_model_name_or_path", actor, "--critic_model_name_or_path", critic]
     words += ["--data_path", "d", "--output_dir", "o"]
-    assert list(read_model_configs(parse("ppo", words))) == ["actor", "reference", "critic", "reward"]
-    grpo = ["--advantage_estimator", "grpo", "--n_samples_per_prompt", "4", "--kl_coef", "0", "--use_reward_model",
-            "False", "--reward_function", "length"]  # fmt: skip
+    assert list(read_model_configs(parse("ppo", words))) == [
+        "actor",
+        "reference",
+        "critic",
+        "reward",
+    ]
+    grpo = [
+        "--advantage_estimator",
+        "grpo",
+        "--n_samples_per_prompt",
+        "4",
+        "--kl_coef",
+        "0",
+        "--use_reward_model",
+        "False",
+        "--reward_function",
+        "length",
+    ]
     assert list(read_model_configs(parse("ppo", [*words, *grpo]))) == ["actor"]
     one = parse("sft", ["--model_name_or_path", actor, "--data_path", "d", "--output_dir", "o"])
     assert read_model_configs(one)["model"].hidden_size == 64
@@ -93,8 +140,9 @@ def test_configurations_are_those_of_the_roles(tmp_path):
 def test_a_cpu_keeps_less():
     kept = {
         (dtype, on_gpu): parts_of(llama(), dtype, False, on_gpu=on_gpu).saved.whole
-        for dtype in ("bf16", "fp32") for on_gpu in (True, False)
-    }  # fmt: skip
+        for dtype in ("bf16", "fp32")
+        for on_gpu in (True, False)
+    }
     assert all(kept[dtype, False] < 0.9 * kept[dtype, True] for dtype in ("bf16", "fp32"))
 
 
@@ -104,12 +152,18 @@ def backbone(device="meta", dtype=torch.bfloat16):
 
 
 def test_a_layer_of_a_llama_saves_what_hand_arithmetic_gives():
-    norms = 2 * (4 * 64 + 4 + 2 * 64 + 2 * 64)  # fp32 input, 1 / root, output before and after the weight
-    attention = 2 * (64 + 32 + 32 + 64) + 4 * 4  # queries, keys, values, output; a log-sum for each head
+    norms = 2 * (
+        4 * 64 + 4 + 2 * 64 + 2 * 64
+    )  # fp32 input, 1 / root, output before and after the weight
+    attention = (
+        2 * (64 + 32 + 32 + 64) + 4 * 4
+    )  # queries, keys, values, output; a log-sum for each head
     mlp = 4 * 2 * 160
     found = saved_activations(backbone())
     assert len(found.layers) == 3
-    assert found.layers[1:] == (norms + attention + mlp,) * 2  # the first one saves the rotary table too
+    assert (
+        found.layers[1:] == (norms + attention + mlp,) * 2
+    )  # the first one saves the rotary table too
     assert found.layer_input == 2 * 64
 
 
@@ -147,9 +201,19 @@ def test_layers_with_kernels_save_what_a_real_pass_in_bf16_saves():
 
 SAVED = SavedActivations((100, 120), 20, 16)
 PARTS = ModelParts(
-    total=1000, layers=400, layer=200, trained=1000, adapted=0, matrices=0, largest=300, hidden=8, vocabulary=50,
-    kv_bytes=64, state_bytes=0, saved=SAVED,
-)  # fmt: skip
+    total=1000,
+    layers=400,
+    layer=200,
+    trained=1000,
+    adapted=0,
+    matrices=0,
+    largest=300,
+    hidden=8,
+    vocabulary=50,
+    kv_bytes=64,
+    state_bytes=0,
+    saved=SAVED,
+)
 
 
 def role(stage=1, dtype="bf16", ranks=4, **settings):
@@ -166,35 +230,56 @@ def sized(planned, **parts):
 
 LARGE = sized(role(2, on_gpu=True), trained=4 * 10**8, total=4 * 10**8)
 BUFFER = 4 * 300  # of the largest parameter, in fp32
-# (part, role, bytes on the device, in host memory): 1,000 parameters train on 4 ranks, and fit into one bucket
+# (part, role, bytes on the device, in host memory): 1,000 parameters train on 4 ranks, and fit into
+# one bucket
 HELD = [
-    ("weights", role(0, "bf16"), 2000, 0), ("weights", role(0, "fp32"), 4000, 0), ("weights", role(3), 500, 0),
-    ("weights", role(3, offloads_weights=True), 0, 500), ("weights", role(3, kept_whole=True), 500 + 2000, 0),
+    ("weights", role(0, "bf16"), 2000, 0),
+    ("weights", role(0, "fp32"), 4000, 0),
+    ("weights", role(3), 500, 0),
+    ("weights", role(3, offloads_weights=True), 0, 500),
+    ("weights", role(3, kept_whole=True), 500 + 2000, 0),
     ("weights", role(3, kept_whole=True, ranks=1), 2000, 0),  # the whole ones are the part
     ("weights", sized(role(2, bits=4), adapted=400), 2000 - 600, 0),
     ("weights", sized(role(2, bits=8), adapted=400), 2000 - 400, 0),
-    ("optimizer", role(1), 12 * 250, 0), ("optimizer", role(3), 12 * 250, 0), ("optimizer", role(2, "fp32"), 3000, 0),
+    ("optimizer", role(1), 12 * 250, 0),
+    ("optimizer", role(3), 12 * 250, 0),
+    ("optimizer", role(2, "fp32"), 3000, 0),
     ("optimizer", role(0, "fp32"), 8 * 1000, 0),
     ("optimizer", sized(role(1, muon=True), matrices=400), 12 * 250 - 4 * 100, 0),
     ("optimizer", sized(role(1), matrices=400), 12 * 250, 0),
     ("optimizer", role(2, offloads_optimizer=True), BUFFER, 250 * (12 + 4 + 2) + BUFFER),
     ("optimizer", role(3, offloads_optimizer=True), 0, 250 * (12 + 4)),
-    ("gradients", role(1), 4 * 1000, 0), ("gradients", role(1, "fp16"), 0, 0), ("gradients", role(3), 4 * 250, 0),
-    ("gradients", role(3, "fp16"), 2 * 250, 0), ("gradients", role(0, "fp32"), 0, 0),
-    ("gradients", role(3, offloads_optimizer=True), 0, 1000), ("buffers", role(3), 2000, 0), ("buffers", role(2), 0, 0),
-]  # fmt: skip
+    ("gradients", role(1), 4 * 1000, 0),
+    ("gradients", role(1, "fp16"), 0, 0),
+    ("gradients", role(3), 4 * 250, 0),
+    ("gradients", role(3, "fp16"), 2 * 250, 0),
+    ("gradients", role(0, "fp32"), 0, 0),
+    ("gradients", role(3, offloads_optimizer=True), 0, 1000),
+    ("buffers", role(3), 2000, 0),
+    ("buffers", role(2), 0, 0),
+]
 PASSES = [  # (property or function, role, bytes)
-    ("gathered", role(3), 2000), ("gathered", role(3, offloads_weights=True, ranks=1), 2000),
-    ("gathered", role(3, ranks=1), 0), ("gathered", role(3, kept_whole=True), 0), ("gathered", role(2), 0),
+    ("gathered", role(3), 2000),
+    ("gathered", role(3, offloads_weights=True, ranks=1), 2000),
+    ("gathered", role(3, ranks=1), 0),
+    ("gathered", role(3, kept_whole=True), 0),
+    ("gathered", role(2), 0),
     ("gathered", sized(role(3), total=3 * 10**9), 2 * 10**9),  # at most a billion numbers
-    ("update_gradients", role(0, "fp32"), 4 * 1000 + 4 * 1000), ("update_gradients", role(0, "fp32", ranks=1), 4000),
-    ("update_gradients", role(1), 4 * 1000), ("update_gradients", role(1, ranks=1), (2 + 4) * 300),
-    ("update_gradients", role(1, "fp16"), 2 * 1000 + 2 * 1000 + 4 * 250), ("update_gradients", role(3), 2 * 1000),
-    ("update_gradients", role(2, offloads_optimizer=True), 2 * 1000 + 2 * 1000),  # sums are in host memory
+    ("update_gradients", role(0, "fp32"), 4 * 1000 + 4 * 1000),
+    ("update_gradients", role(0, "fp32", ranks=1), 4000),
+    ("update_gradients", role(1), 4 * 1000),
+    ("update_gradients", role(1, ranks=1), (2 + 4) * 300),
+    ("update_gradients", role(1, "fp16"), 2 * 1000 + 2 * 1000 + 4 * 250),
+    ("update_gradients", role(3), 2 * 1000),
+    (
+        "update_gradients",
+        role(2, offloads_optimizer=True),
+        2 * 1000 + 2 * 1000,
+    ),  # sums are in host memory
     ("update_gradients", sized(role(1, on_gpu=True), trained=6 * 10**8), (2 + 4) * 300),
     ("update_gradients", LARGE, 2 * 10**8 * 2 + 4 * 10**8),  # a bucket twice, 4 T / N
     ("update_gradients", replace(LARGE, stage=3), 2 * 10**8),
-]  # fmt: skip
+]
 
 
 def totals(held):
@@ -223,24 +308,44 @@ def test_frozen_models_hold_weights_alone():
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("stage", "dtype", "offloads"), [
-    (0, "fp32", False), (0, "bf16", False), (0, "bf16", True), (1, "fp32", True), (2, "fp32", False),
-    (2, "bf16", False), (3, "bf16", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "dtype", "offloads"),
+    [
+        (0, "fp32", False),
+        (0, "bf16", False),
+        (0, "bf16", True),
+        (1, "fp32", True),
+        (2, "fp32", False),
+        (2, "bf16", False),
+        (3, "bf16", False),
+    ],
+)
 def test_gradients_between_micro_batches_are_those_of_an_engine(stage, dtype, offloads):
-    model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 10, bias=False)).to(DTYPES[dtype])
+    model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.Linear(30, 10, bias=False)).to(
+        DTYPES[dtype]
+    )
     flags = MemoryFlags(offload_optimizer=offloads)
     engine = train_engine(model, train_config(stage, dtype, False, 1, 1.0, memory=flags), SETTINGS)
     engine.set_gradient_accumulation_boundary(False)
-    engine.backward(engine(torch.ones(2, 20, dtype=DTYPES[dtype])).float().sum(), scale_wrt_gas=False)
-    held = [getattr(weight, name, None) for weight in engine.module.parameters() for name in ("grad", "grad_accum")]
+    engine.backward(
+        engine(torch.ones(2, 20, dtype=DTYPES[dtype])).float().sum(), scale_wrt_gas=False
+    )
+    held = [
+        getattr(weight, name, None)
+        for weight in engine.module.parameters()
+        for name in ("grad", "grad_accum")
+    ]
     held += getattr(engine.optimizer, "fp32_groups_gradients_flat", [])
     for name in ("all_grad_tensors", "averaged_gradients"):
-        held += [part for parts in getattr(engine.optimizer, name, {}).values() for part in parts or []]
+        held += [
+            part for parts in getattr(engine.optimizer, name, {}).values() for part in parts or []
+        ]
     size = sum({part.data_ptr(): part.nbytes for part in held if part is not None}.values())
     planned = sized(role(stage, dtype, ranks=1, offloads_optimizer=offloads), trained=900)
     held = totals(plan_step.held_by(planned))
-    assert plan_step.accumulated(planned) + held["gradients", False] + held["gradients", True] == size
+    assert (
+        plan_step.accumulated(planned) + held["gradients", False] + held["gradients", True] == size
+    )
 
 
 def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host():
@@ -248,7 +353,9 @@ def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host(
         found = totals(plan_step.activations(planned, 10, on_host))
         return found["activations", False] / 10, found["activations", True] / 10
 
-    assert needed(role()) == needed(role(), on_host=True) == (100 + 120 + 20, 0)  # on a CPU it has no effect
+    assert (
+        needed(role()) == needed(role(), on_host=True) == (100 + 120 + 20, 0)
+    )  # on a CPU it has no effect
     # with checkpointing, the inputs of the layers and the layer that runs again
     assert needed(role(checkpoints=True)) == (2 * 16 + 20 + 120, 0)
     assert needed(role(on_gpu=True), on_host=True) == (120, 240)
@@ -258,8 +365,12 @@ def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host(
 def test_running_rows():
     assert plan_step.running_rows(role(), 8, 20, 0, free=10**9) == 8
     assert plan_step.running_rows(role(), 8, 20, 5, free=10**9) == 5
-    assert plan_step.running_rows(role(), 8, 20, 0, free=2 * 3 * 20 * 64) == 3  # half of what is free
+    assert (
+        plan_step.running_rows(role(), 8, 20, 0, free=2 * 3 * 20 * 64) == 3
+    )  # half of what is free
     row = 20 * 64 + 24 * 50
     assert plan_step.running_rows(role(on_gpu=True), 800, 20, 200, free=100 * row) == 100
-    assert plan_step.running_rows(role(on_gpu=True), 800, 20, 0, free=100 * row) == 20  # a tenth is for logits
+    assert (
+        plan_step.running_rows(role(on_gpu=True), 800, 20, 0, free=100 * row) == 20
+    )  # a tenth is for logits
     assert plan_step.running_rows(role(on_gpu=True), 8, 20, 0, free=-5) == 1

@@ -1,4 +1,5 @@
-"""Plans of whole steps: sums of parts, what fits, flags that fit, and the lines at the start of a run."""
+"""Plans of whole steps: sums of parts, what fits, flags that fit, and the lines at the start of a
+run."""
 
 from types import SimpleNamespace
 
@@ -13,20 +14,32 @@ from dschat_ppo.planner.plan_step import GIB, HOST_PROCESS, PARTS, plan_step, sh
 from dschat_ppo.tools.plan import flags_that_fit, table
 
 LLAMA_8B = LlamaConfig(
-    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-    num_key_value_heads=8, max_position_embeddings=8192,
-)  # fmt: skip
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+)
 SMALL = LlamaConfig(
-    vocab_size=1000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=2048,
-)  # fmt: skip
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+)
 HOST = 1024 * GIB
 CHECKPOINTING = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
 STAGE_3 = "--actor_zero_stage 3 --critic_zero_stage 3"
 
 
 def ppo(words=""):
-    needed = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
+    needed = (
+        "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
+    )
     return parse("ppo", f"{needed} {words}".split())
 
 
@@ -50,7 +63,10 @@ def test_earlier_micro_batches_leave_gradients_at_the_peak_of_activations():
 
     def gradients(words: str) -> list[int]:
         words += " --max_seq_len 2048 --per_device_train_batch_size 8 --gradient_accumulation_steps"
-        plans = [plan_step(sft(f"{words} {count}"), {"model": SMALL}, 1, 80 * GIB, HOST) for count in (1, 2)]
+        plans = [
+            plan_step(sft(f"{words} {count}"), {"model": SMALL}, 1, 80 * GIB, HOST)
+            for count in (1, 2)
+        ]
         return [held(plan, "update", "model", "gradients") for plan in plans]
 
     trained = plan_ppo("", SMALL).roles[0].parts.trained
@@ -87,40 +103,64 @@ def test_offload_moves_states_and_weights_to_the_host():
 
 
 def test_sleep_frees_the_device_in_a_rollout_and_keeps_host_memory():
-    awake, asleep = plan_ppo(f"{STAGE_3} {CHECKPOINTING}"), plan_ppo(f"{STAGE_3} {CHECKPOINTING} --sleep_in_rollout")
+    awake, asleep = (
+        plan_ppo(f"{STAGE_3} {CHECKPOINTING}"),
+        plan_ppo(f"{STAGE_3} {CHECKPOINTING} --sleep_in_rollout"),
+    )
     size = held(awake, "rollout", "critic", "optimizer")
-    found = [[held(asleep, phase, "critic", "optimizer", place) for place in (False, True)]
-             for phase in ("rollout", "actor update", "checkpoint")]  # fmt: skip
+    found = [
+        [held(asleep, phase, "critic", "optimizer", place) for place in (False, True)]
+        for phase in ("rollout", "actor update", "checkpoint")
+    ]
     assert found == [[0, size], [size, size], [size, size]]
     weights = [held(asleep, "rollout", "actor", "weights", place) for place in (False, True)]
     assert weights == [held(awake, "rollout", "actor", "weights"), 0]
-    assert held(asleep, "rollout", "reward", "weights", True) == held(awake, "rollout", "reward", "weights")
+    assert held(asleep, "rollout", "reward", "weights", True) == held(
+        awake, "rollout", "reward", "weights"
+    )
 
 
 def test_one_base_counts_once():
     lora = "--actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora"
     shared, apart = plan_ppo(f"{lora} --share_base", SMALL), plan_ppo(lora, SMALL)
-    assert held(apart, "checkpoint", "reference", "weights") == 0  # the actor's base without its adapter
+    assert (
+        held(apart, "checkpoint", "reference", "weights") == 0
+    )  # the actor's base without its adapter
     of_critic = held(shared, "checkpoint", "critic", "weights")
-    assert of_critic == 2 * next(role for role in shared.roles if role.name == "critic").parts.trained
+    assert (
+        of_critic == 2 * next(role for role in shared.roles if role.name == "critic").parts.trained
+    )
     assert of_critic < held(apart, "checkpoint", "critic", "weights")
     assert held(shared, "checkpoint", "reward", "weights") == 2 * 64  # its head
 
 
 def tokens_of_a_pass(prompt, answer, samples, prompts, rows, words="", ranks=1):
-    """Tokens of the actor's update: without gradient checkpointing it holds what each of them saves."""
-    sizes = f"--max_prompt_seq_len {prompt} --max_answer_seq_len {answer} --n_samples_per_prompt {samples}"
-    sizes += f" --per_device_generation_batch_size {prompts} --per_device_training_batch_size {rows}"
+    """Tokens of the actor's update: without gradient checkpointing it holds what each of them
+    saves."""
+    sizes = (
+        f"--max_prompt_seq_len {prompt} --max_answer_seq_len {answer} --n_samples_per_prompt"
+        f" {samples}"
+    )
+    sizes += (
+        f" --per_device_generation_batch_size {prompts} --per_device_training_batch_size {rows}"
+    )
     plan = plan_ppo(f"--advantage_estimator grpo {sizes} {words}", SMALL, ranks)
     return held(plan, "actor update", "actor", "activations") / plan.roles[0].parts.saved.whole
 
 
 def test_answers_of_a_group_share_their_prompt():
-    # a group takes 384 + 8 x 64 tokens and seven copies of 384 / 8: 1,232, where rows apart take 8 x 448 = 3,584
+    # a group takes 384 + 8 x 64 tokens and seven copies of 384 / 8: 1,232, where rows apart take 8
+    # x 448 = 3,584
     assert tokens_of_a_pass(384, 64, 8, 16, 128) == 16 * 1232
-    assert tokens_of_a_pass(384, 64, 8, 16, 64) == 64 * 448, "an update of half of the rows may have no whole groups"
-    assert tokens_of_a_pass(384, 64, 8, 16, 128, "--micro_batch_tokens 8192") == 8192, "shorter answers fill it"
-    assert tokens_of_a_pass(384, 64, 8, 16, 128, "--micro_batch_tokens 100") == 448, "no row is divided"
+    assert tokens_of_a_pass(384, 64, 8, 16, 64) == 64 * 448, (
+        "an update of half of the rows may have no whole groups"
+    )
+    assert tokens_of_a_pass(384, 64, 8, 16, 128, "--micro_batch_tokens 8192") == 8192, (
+        "shorter answers fill it"
+    )
+    assert tokens_of_a_pass(384, 64, 8, 16, 128, "--micro_batch_tokens 100") == 448, (
+        "no row is divided"
+    )
     # 3 x 64 tokens are less than a tenth of 4 x 576
     assert tokens_of_a_pass(64, 512, 4, 7, 28) == 28 * 576
     divided = tokens_of_a_pass(384, 64, 8, 2, 32, "--sequence_parallel_size 2", ranks=2)
@@ -140,10 +180,15 @@ def test_what_a_device_and_a_host_need():
     device, host = plan.needs(first)
     assert device == int(first.total(on_host=False) * 1.06) + GIB
     assert host == 8 * (first.total(on_host=True) + HOST_PROCESS)
-    assert plan.needs(last)[1] == 8 * (last.total(on_host=True) + HOST_PROCESS) + 2 * 8030261248, "rank 0 collects"
+    assert plan.needs(last)[1] == 8 * (last.total(on_host=True) + HOST_PROCESS) + 2 * 8030261248, (
+        "rank 0 collects"
+    )
     on_cpu = plan_ppo("", SMALL, 2, 0, 16 * GIB)
     assert on_cpu.needs(on_cpu.phases[0]) == (0, 2 * (on_cpu.phases[0].total() + HOST_PROCESS))
-    assert [[peak.memory for peak in each.peaks] for each in (plan, on_cpu)] == [[80 * GIB, HOST], [16 * GIB]]
+    assert [[peak.memory for peak in each.peaks] for each in (plan, on_cpu)] == [
+        [80 * GIB, HOST],
+        [16 * GIB],
+    ]
     lora = plan_ppo(f"{STAGE_3} --actor_lora_dim 8 --actor_lora_learning_rate 1e-4")
     gathered = [lora.phases[n].total(part="buffers") for n in (1, -1)]
     assert gathered[0] - gathered[1] == 2 * 10**9, "scoring gathers weights of one model"
@@ -154,7 +199,10 @@ def test_a_rollout_gathers_the_actor_whole_divided_or_by_layer():
     layers = 2 * parts.layers
 
     def gathered(words, ranks=8):
-        plans = [plan_ppo(f"{STAGE_3} {each}", ranks=ranks) for each in (words, "--advantage_estimator gae")]
+        plans = [
+            plan_ppo(f"{STAGE_3} {each}", ranks=ranks)
+            for each in (words, "--advantage_estimator gae")
+        ]
         sizes = [held(plan, "rollout", "actor", "buffers") for plan in plans]
         assert sizes[1] - held(plans[1], "checkpoint", "actor", "buffers") == 2 * parts.total
         return sizes[0] - held(plans[0], "checkpoint", "actor", "buffers")
@@ -163,7 +211,9 @@ def test_a_rollout_gathers_the_actor_whole_divided_or_by_layer():
     one_layer = 2 * (parts.layer + parts.head)
     assert gathered("--unpin_actor_parameters") == one_layer
     lora = "--actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora"
-    assert gathered(f"{lora} --inference_tp_size 2") == pytest.approx(one_layer, rel=0.01), "LoRA is not divided"
+    assert gathered(f"{lora} --inference_tp_size 2") == pytest.approx(one_layer, rel=0.01), (
+        "LoRA is not divided"
+    )
 
 
 def test_the_teacher_of_step_1_counts():
@@ -175,7 +225,8 @@ def test_the_teacher_of_step_1_counts():
 
 @pytest.mark.parametrize("on_gpu", [True, False], ids=["device", "host"])
 def test_a_plan_that_fits_leaves_a_tenth_of_the_memory(on_gpu):
-    """The peak is that of an update, which does not depend on the memory as the rows of a rollout do."""
+    """The peak is that of an update, which does not depend on the memory as the rows of a rollout
+    do."""
 
     def planned(memory):
         device, host = (memory, HOST) if on_gpu else (0, memory)
@@ -187,21 +238,32 @@ def test_a_plan_that_fits_leaves_a_tenth_of_the_memory(on_gpu):
 
 
 def test_a_run_generates_with_fewer_rows_where_the_cache_is_too_large():
-    words = f"{STAGE_3} {CHECKPOINTING} --per_device_generation_batch_size 512 --max_answer_seq_len 4000"
+    words = (
+        f"{STAGE_3} {CHECKPOINTING} --per_device_generation_batch_size 512 --max_answer_seq_len"
+        " 4000"
+    )
     words += " --gradient_accumulation_steps 32"
     plan = plan_ppo(words)
     assert 1 < plan.rows < 512
-    assert 0.85 * 80 * GIB < plan.needs(plan.phases[0])[0] <= 72 * GIB  # a tenth is left free here too
+    assert (
+        0.85 * 80 * GIB < plan.needs(plan.phases[0])[0] <= 72 * GIB
+    )  # a tenth is left free here too
 
 
 def proposed(config, models, ranks, device, host):
     """Flags that make it fit, and the configuration with them."""
     step = "ppo" if "actor" in models else "sft"
-    needed = "--actor_model_name_or_path a --critic_model_name_or_path c" if step == "ppo" else "--model_name_or_path m"
+    needed = (
+        "--actor_model_name_or_path a --critic_model_name_or_path c"
+        if step == "ppo"
+        else "--model_name_or_path m"
+    )
     configs = []
 
     def plan_with(words):
-        configs.append(parse(step, [*needed.split(), "--data_path", "d", "--output_dir", "o", *words]))
+        configs.append(
+            parse(step, [*needed.split(), "--data_path", "d", "--output_dir", "o", *words])
+        )
         return plan_step(configs[-1], models, ranks, device, host)
 
     found = flags_that_fit(config, plan_with)
@@ -216,9 +278,15 @@ def test_a_proposal_fits_keeps_the_rows_of_an_update_and_needs_each_of_its_flags
     models = dict.fromkeys(["actor", "reference", "critic", "reward"], LLAMA_8B)
     words, config = proposed(ppo(), models, 8, 80 * GIB, HOST)
     assert words == [
-        "--actor_zero_stage", "3", "--critic_zero_stage", "3", "--per_device_training_batch_size", "8",
-        "--gradient_accumulation_steps", "2",
-    ]  # fmt: skip
+        "--actor_zero_stage",
+        "3",
+        "--critic_zero_stage",
+        "3",
+        "--per_device_training_batch_size",
+        "8",
+        "--gradient_accumulation_steps",
+        "2",
+    ]
     assert config.ppo.per_device_training_batch_size * config.ppo.gradient_accumulation_steps == 16
     for fewer in (words[:4], words[4:]):
         assert plan_ppo(" ".join(fewer)).missing
@@ -227,9 +295,15 @@ def test_a_proposal_fits_keeps_the_rows_of_an_update_and_needs_each_of_its_flags
 def test_host_memory_is_proposed_where_the_device_is_not_enough():
     words, _ = proposed(sft(), {"model": LLAMA_8B}, 2, 80 * GIB, 256 * GIB)
     assert words == [
-        "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2", "--zero_stage", "2",
-        "--offload_optimizer", "True",
-    ]  # fmt: skip
+        "--per_device_train_batch_size",
+        "8",
+        "--gradient_accumulation_steps",
+        "2",
+        "--zero_stage",
+        "2",
+        "--offload_optimizer",
+        "True",
+    ]
 
 
 def test_what_needs_more_memory_is_not_taken():
@@ -244,7 +318,11 @@ def test_what_needs_more_memory_is_not_taken():
 @pytest.mark.release
 def test_lora_is_proposed_where_nothing_else_fits():
     words, config = proposed(sft(), {"model": LLAMA_8B}, 1, 24 * GIB, 64 * GIB)
-    assert config.lora.lora_dim == 16 and config.adapters.only_optimize_lora and "--offload" not in words
+    assert (
+        config.lora.lora_dim == 16
+        and config.adapters.only_optimize_lora
+        and "--offload" not in words
+    )
     assert proposed(sft(), {"model": LLAMA_8B}, 1, GIB, GIB) is None
 
 
@@ -254,10 +332,14 @@ def saved_config(tmp_path, monkeypatch):
     SMALL.architectures = ["LlamaForCausalLM"]
     SMALL.save_pretrained(tmp_path)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=16 * GIB))
-    return parse("sft", ["--model_name_or_path", str(tmp_path), "--data_path", "d", "--output_dir", "o"])
+    return parse(
+        "sft", ["--model_name_or_path", str(tmp_path), "--data_path", "d", "--output_dir", "o"]
+    )
 
 
-def test_a_model_that_the_planner_does_not_understand_ends_no_run(saved_config, capsys, monkeypatch):
+def test_a_model_that_the_planner_does_not_understand_ends_no_run(
+    saved_config, capsys, monkeypatch
+):
     models = plan_module.read_model_configs(saved_config)
     vars(models["model"])["num_attention_heads"] = None
     monkeypatch.setattr(plan_module, "read_model_configs", lambda config: models)
@@ -269,7 +351,10 @@ def test_a_model_that_the_planner_does_not_understand_ends_no_run(saved_config, 
 def test_one_line_says_what_a_run_needs_of_a_host_or_of_a_gpu(saved_config, capsys, monkeypatch):
     show_memory_plan(saved_config)
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("expected peak: 0.8 ") and "of 16.0 GiB of host memory for 1 rank (phase 'update'" in line
+    assert (
+        line.startswith("expected peak: 0.8 ")
+        and "of 16.0 GiB of host memory for 1 rank (phase 'update'" in line
+    )
     monkeypatch.setattr(plan_module.dist, "on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     properties = SimpleNamespace(total_memory=79 * GIB)

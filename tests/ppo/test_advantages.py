@@ -29,12 +29,17 @@ def scored(**changes) -> ScoredRollout:
 
     old, ref = per_token(0.1) - mask.float(), per_token(0.1) - mask.float()
     made = {
-        "rollout_logprobs": old + per_token(0.5), "finish_reason": torch.tensor(REASONS, dtype=torch.int8),
-        "old_logprobs": old, "entropies": per_token().abs(), "ref_logprobs": ref, "kl": old - ref,
+        "rollout_logprobs": old + per_token(0.5),
+        "finish_reason": torch.tensor(REASONS, dtype=torch.int8),
+        "old_logprobs": old,
+        "entropies": per_token().abs(),
+        "ref_logprobs": ref,
+        "kl": old - ref,
         "values": per_token(),
-        "source_scores": torch.tensor(SCORES).unsqueeze(1), "scores": torch.tensor(SCORES),
+        "source_scores": torch.tensor(SCORES).unsqueeze(1),
+        "scores": torch.tensor(SCORES),
         "groups": torch.tensor(GROUPS),
-    }  # fmt: skip
+    }
     return record(ScoredRollout, mask, **{**made, **changes})
 
 
@@ -46,25 +51,39 @@ class Computation(AdvantageComputation):
 
 
 def computation(**flags) -> Computation:
-    return Computation(AlgorithmFlags(**flags), LONGEST, seed=0, score_clip=flags.get("reward_clip", 5.0))
+    return Computation(
+        AlgorithmFlags(**flags), LONGEST, seed=0, score_clip=flags.get("reward_clip", 5.0)
+    )
 
 
 def rewards_by_loop(rows: ScoredRollout, scores, kl_coef: float) -> np.ndarray:
     rewards = np.zeros((6, LONGEST))
     for i, length in enumerate(LENGTHS):
         for t in range(length):
-            rewards[i, t] = -kl_coef * float(rows.kl[i, t]) + (scores[i] if t == length - 1 else 0.0)
+            rewards[i, t] = -kl_coef * float(rows.kl[i, t]) + (
+                scores[i] if t == length - 1 else 0.0
+            )
     return rewards
 
 
-@pytest.mark.parametrize(("flags", "scores"), [
-    ({}, (1.0, -5.0, 2.0, 0.5, 3.0, -1.0)), ({"reward_clip": 0.0}, SCORES),
-    ({"reward_clip": 2.0}, (1.0, -2.0, 2.0, 0.5, 2.0, -1.0)),
-    ({"reward_clip": 0.0, "missing_eos_penalty": 1.5}, (1.0, -7.0, 0.5, -1.0, 3.0, -2.5)),
-    # the last 2 of 4 tokens: lengths 3, 1, 0, 4, 2, 4
-    ({"reward_clip": 0.0, "overlong_buffer": 2, "overlong_penalty": 3.0}, (-0.5, -7.0, 2.0, -2.5, 3.0, -4.0)),
-    ({"reward_clip": 2.0, "missing_eos_penalty": 1.0, "overlong_buffer": 4}, (0.25, -2.25, 1.0, -1.5, 1.5, -3.0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "scores"),
+    [
+        ({}, (1.0, -5.0, 2.0, 0.5, 3.0, -1.0)),
+        ({"reward_clip": 0.0}, SCORES),
+        ({"reward_clip": 2.0}, (1.0, -2.0, 2.0, 0.5, 2.0, -1.0)),
+        ({"reward_clip": 0.0, "missing_eos_penalty": 1.5}, (1.0, -7.0, 0.5, -1.0, 3.0, -2.5)),
+        # the last 2 of 4 tokens: lengths 3, 1, 0, 4, 2, 4
+        (
+            {"reward_clip": 0.0, "overlong_buffer": 2, "overlong_penalty": 3.0},
+            (-0.5, -7.0, 2.0, -2.5, 3.0, -4.0),
+        ),
+        (
+            {"reward_clip": 2.0, "missing_eos_penalty": 1.0, "overlong_buffer": 4},
+            (0.25, -2.25, 1.0, -1.5, 1.5, -3.0),
+        ),
+    ],
+)
 def test_scores_are_clipped_then_penalised(flags, scores):
     rows = scored()
     found = computation(**flags)(rows, step=1)
@@ -82,12 +101,18 @@ def test_gae_whitened_over_all_tokens():
         following = 0.0
         for t in reversed(range(length)):
             next_value = float(rows.values[i, t + 1]) if t + 1 < length else 0.0
-            following = rewards[i, t] + 0.9 * next_value - float(rows.values[i, t]) + 0.9 * 0.8 * following
+            following = (
+                rewards[i, t] + 0.9 * next_value - float(rows.values[i, t]) + 0.9 * 0.8 * following
+            )
             advantages[i, t] = following
     mask = rows.response_mask.numpy()
-    np.testing.assert_allclose(found.returns.numpy()[mask], (advantages + rows.values.numpy())[mask], atol=1e-5)
+    np.testing.assert_allclose(
+        found.returns.numpy()[mask], (advantages + rows.values.numpy())[mask], atol=1e-5
+    )
     kept = advantages[mask]
-    np.testing.assert_allclose(found.advantages.numpy()[mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
+    np.testing.assert_allclose(
+        found.advantages.numpy()[mask], (kept - kept.mean()) / kept.std(), atol=1e-5
+    )
     plain = computation(gamma=0.9, gae_lambda=0.8, whiten_advantages=False)(rows, step=1)
     np.testing.assert_allclose(plain.advantages.numpy()[mask], kept, atol=1e-5)
 
@@ -96,29 +121,38 @@ def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
     rows = scored(scores=torch.tensor([2.0, 2.0, 1.0, 1.0, 3.0, -1.0]))
     found = computation(advantage_estimator="grpo", kl_coef=0.1, reward_clip=0.0)(rows, step=1)
     penalties = -rewards_by_loop(rows, [0.0] * 6, 0.1).sum(axis=1)
-    half = (penalties[1] - penalties[0]) / 2  # of a group of equal scores: the penalties alone, as they are
+    half = (
+        penalties[1] - penalties[0]
+    ) / 2  # of a group of equal scores: the penalties alone, as they are
     # 3 and -1 are 2^0.5 / 2 above and below their mean, in units of their deviation
     standardised = np.array([3.0, -1.0]) / (8**0.5 + 1e-6) - penalties[4:]
     apart = (standardised - standardised.mean()) / max(1, standardised.std(ddof=1))
     expected = [half, -half, 0.0, 0.0, *apart]
     assert 0 < abs(half) < 0.1
     for i, length in enumerate(LENGTHS):
-        assert found.advantages[i, :length].tolist() == pytest.approx([expected[i]] * length, abs=1e-5)
+        assert found.advantages[i, :length].tolist() == pytest.approx(
+            [expected[i]] * length, abs=1e-5
+        )
 
 
 def test_the_deviation_of_the_batch_is_that_of_the_rows_with_a_token():
-    found = computation(advantage_estimator="grpo", group_std="batch", reward_clip=0.0)(scored(), step=1).advantages
+    found = computation(advantage_estimator="grpo", group_std="batch", reward_clip=0.0)(
+        scored(), step=1
+    ).advantages
     std = np.std([1.0, -7.0, 0.5, 3.0, -1.0], ddof=1) + 1e-6
     np.testing.assert_allclose(found[:, 0].numpy(), np.array([4, -4, 0, 0, 2, -2]) / std, atol=1e-5)
 
 
 def test_gdpo_weighs_the_sources_and_subtracts_penalties_as_they_are():
-    """Rows of groups 0, 0, -, 1, 2, 2, of which that of group 1 has no other; rows 2 to 5 except 4 are cut."""
+    """Rows of groups 0, 0, -, 1, 2, 2, of which that of group 1 has no other; rows 2 to 5 except 4
+    are cut."""
     sources = torch.tensor([[1.0, 2.0], [3.0, 1.0], [9.0, 9.0], [5.0, 5.0], [7.0, 0.0], [7.0, 4.0]])
     weights = [2.0, 0.5]
     rows = scored(source_scores=sources, scores=sources @ torch.tensor(weights))
     flags = AlgorithmFlags(advantage_estimator="gdpo", missing_eos_penalty=0.5)
-    found = Computation(flags, LONGEST, 0, 0.0, source_weights=weights)(rows, step=1).advantages[:, 0]
+    found = Computation(flags, LONGEST, 0, 0.0, source_weights=weights)(rows, step=1).advantages[
+        :, 0
+    ]
     half = 0.5**0.5
     mixed = np.array([-2 + 0.5, 2 - 0.5, 0.0, -0.5, 0.5]) * half  # of rows 0, 1, 3, 4, 5
     expected = mixed / mixed.std(ddof=1) + np.array([0.0, 0.0, 0.0, 0.25, -0.25])
@@ -128,9 +162,14 @@ def test_gdpo_weighs_the_sources_and_subtracts_penalties_as_they_are():
 def test_the_greedy_score_of_remax_carries_no_penalties():
     rows = scored(baselines=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0]))
     flags = {"missing_eos_penalty": 1.5, "overlong_buffer": 2, "overlong_penalty": 3.0}
-    found = computation(advantage_estimator="remax", kl_coef=0.0, reward_clip=0.0, **flags)(rows, step=1)
-    # of rows 3 and 5, cut at 4 tokens: 0.5 - 1.5 - 3 - 0 and -1 - 1.5 - 3 - 1; of row 0, ended after 3: 1 - 1.5 - 1
-    assert [float(found.advantages[row, 0]) for row in (3, 5, 0)] == pytest.approx([-4.0, -6.5, -1.5])
+    found = computation(advantage_estimator="remax", kl_coef=0.0, reward_clip=0.0, **flags)(
+        rows, step=1
+    )
+    # of rows 3 and 5, cut at 4 tokens: 0.5 - 1.5 - 3 - 0 and -1 - 1.5 - 3 - 1; of row 0, ended
+    # after 3: 1 - 1.5 - 1
+    assert [float(found.advantages[row, 0]) for row in (3, 5, 0)] == pytest.approx(
+        [-4.0, -6.5, -1.5]
+    )
 
 
 def test_the_target_of_the_kl_is_of_k1_whatever_the_reward_takes():
@@ -157,8 +196,12 @@ def test_importance_weights_are_factors_of_the_token_losses():
     found = computation(importance_correction="token", importance_cap=1.5)(rows, step=1)
     ratios = (rows.old_logprobs - rows.rollout_logprobs).exp().clamp_max(1.5)
     torch.testing.assert_close(found.loss_weights, torch.where(rows.response_mask, ratios, 0.0))
-    found = computation(importance_correction="token", importance_cap=1.5, importance_floor=0.9)(rows, step=1)
-    torch.testing.assert_close(found.loss_weights, torch.where(rows.response_mask, ratios.clamp_min(0.9), 0.0))
+    found = computation(importance_correction="token", importance_cap=1.5, importance_floor=0.9)(
+        rows, step=1
+    )
+    torch.testing.assert_close(
+        found.loss_weights, torch.where(rows.response_mask, ratios.clamp_min(0.9), 0.0)
+    )
 
 
 @pytest.fixture
@@ -177,27 +220,36 @@ HALF = {"covariance_share": 0.5}
 
 @pytest.mark.parametrize("flags", TRUNCATED_TOO.values(), ids=TRUNCATED_TOO)
 def test_tokens_are_chosen_among_those_of_the_loss(flags, wide_bounds):
-    """With `--mask_truncated_answers` 6 of 14 tokens are left; the 8 others have the largest entropies, and log-probs
-    that would move the mean of the covariances."""
+    """With `--mask_truncated_answers` 6 of 14 tokens are left; the 8 others have the largest
+    entropies, and log-probs that would move the mean of the covariances."""
     rows = scored()
     left = rows.response_mask & (rows.finish_reason == EOS).unsqueeze(1)  # (6, 4)
     gone = rows.response_mask & ~left
-    rows = replace(rows, entropies=rows.entropies + 9.0 * gone, old_logprobs=rows.old_logprobs - 50.0 * gone)
+    rows = replace(
+        rows, entropies=rows.entropies + 9.0 * gone, old_logprobs=rows.old_logprobs - 50.0 * gone
+    )
     found = computation(mask_truncated_answers=True, kl_coef=0.0, **flags)(rows, step=1)
     advantages, logprobs = found.advantages[left].double(), rows.old_logprobs[left].double()
     covariances = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
     if flags.get("policy_loss") == "kl_cov":
         assert found.selected.sum() == 3
-        assert found.selected[left].tolist() == (covariances >= covariances.sort().values[3]).tolist()
+        assert (
+            found.selected[left].tolist() == (covariances >= covariances.sort().values[3]).tolist()
+        )
     elif "policy_loss" in flags:
         assert torch.equal(found.selected, left)
         some = [
-            computation(mask_truncated_answers=True, **{**flags, **HALF})(rows, step).selected for step in (1, 1, 2)
+            computation(mask_truncated_answers=True, **{**flags, **HALF})(rows, step).selected
+            for step in (1, 1, 2)
         ]
-        assert torch.equal(some[0], some[1]) and not torch.equal(some[0], some[2]), "drawn by seed and step"
+        assert torch.equal(some[0], some[1]) and not torch.equal(some[0], some[2]), (
+            "drawn by seed and step"
+        )
     else:
         entropies = rows.entropies[left]
-        assert (found.loss_weights[left] > 0).tolist() == (entropies >= entropies.sort().values[3]).tolist()
+        assert (found.loss_weights[left] > 0).tolist() == (
+            entropies >= entropies.sort().values[3]
+        ).tolist()
 
 
 def test_running_scaling_divides_by_the_deviation_of_all_scores_so_far():
@@ -225,7 +277,8 @@ def test_the_kl_coefficient_adapts_after_the_step():
 
 @pytest.mark.parametrize("name", ["gae", "dr_grpo"])
 def test_rewards_to_go_are_received_at_the_ends_of_turns(name):
-    """Row 3 has two turns, rewards 1 and 0.5 of weight 2, and 0.25 of another source; another row is of its group."""
+    """Row 3 has two turns, rewards 1 and 0.5 of weight 2, and 0.25 of another source; another row
+    is of its group."""
     rows = scored(groups=torch.tensor([0, 0, 0, 1, 1, 2]))
     mask = rows.response_mask.clone()
     mask[3] = torch.tensor([True, True, False, True])
@@ -236,7 +289,9 @@ def test_rewards_to_go_are_received_at_the_ends_of_turns(name):
     rows = replace(rows, response_mask=mask, turn_rewards=turn_rewards, scores=scores)
     whitening = {"whiten_advantages": False} if name == "gae" else {}
     flags = AlgorithmFlags(advantage_estimator=name, kl_coef=0.0, **whitening)
-    whole, to_go = (AdvantageComputation(flags, LONGEST, 0, 5.0, to_go_weight=weight) for weight in (None, 2.0))
+    whole, to_go = (
+        AdvantageComputation(flags, LONGEST, 0, 5.0, to_go_weight=weight) for weight in (None, 2.0)
+    )
     assert whole.with_rewards(rows).rewards[3].tolist() == [0.0, 0.0, 0.0, 3.25]
     rewarded = to_go.with_rewards(rows)
     assert rewarded.rewards[3].tolist() == [0.0, 2.0, 0.0, 1.25]

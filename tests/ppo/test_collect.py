@@ -1,4 +1,5 @@
-"""From flags to answers, and the steps of experience collection with stand-ins for generation and rewards."""
+"""From flags to answers, and the steps of experience collection with stand-ins for generation and
+rewards."""
 
 import json
 import math
@@ -22,7 +23,14 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, Prompts, check_stop_ids, generation_config, greedily
+from dschat_ppo.ppo.collect import (
+    ExperienceCollection,
+    GroupPool,
+    Prompts,
+    check_stop_ids,
+    generation_config,
+    greedily,
+)
 from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
@@ -31,7 +39,9 @@ from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import Rollout, ScoredRollout
 
-NEEDED = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o".split()
+NEEDED = (
+    "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
+).split()
 
 
 def model_with(eos) -> SimpleNamespace:
@@ -44,15 +54,27 @@ def tokenizer(assets):
 
 
 def test_every_flag_of_generation_arrives(tokenizer):
-    words = "--temperature 0.7 --top_p 0.9 --top_k 40 --min_p 0.05 --repetition_penalty 1.2 --n_samples_per_prompt 4 "
-    words += "--max_answer_seq_len 99 --min_answer_seq_len 3 --stop_token_ids 8 9 --stop_strings END --rollout_rows 17 "
+    words = (
+        "--temperature 0.7 --top_p 0.9 --top_k 40 --min_p 0.05 --repetition_penalty 1.2"
+        " --n_samples_per_prompt 4 "
+    )
+    words += (
+        "--max_answer_seq_len 99 --min_answer_seq_len 3 --stop_token_ids 8 9 --stop_strings END"
+        " --rollout_rows 17 "
+    )
     words += "--rollout_engine padded"
-    how = generation_config(parse("ppo", [*NEEDED, *words.split()]).ppo, tokenizer, model_with([1, 5]))
+    how = generation_config(
+        parse("ppo", [*NEEDED, *words.split()]).ppo, tokenizer, model_with([1, 5])
+    )
     sampling, stopping = how.sampling, how.stopping
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 40)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.2)
     assert (stopping.max_new_tokens, stopping.min_new_tokens) == (99, 3)
-    assert (stopping.eos_ids, stopping.stop_ids, stopping.stop_strings) == ((1, 5), (8, 9), ("END",))
+    assert (stopping.eos_ids, stopping.stop_ids, stopping.stop_strings) == (
+        (1, 5),
+        (8, 9),
+        ("END",),
+    )
     assert stopping.decode([tokenizer("an END")["input_ids"]]) == ["an END"]
     assert (how.samples, how.rows, how.engine) == (4, 17, "padded")
 
@@ -84,7 +106,9 @@ def test_a_greedy_rollout_has_one_answer_to_each_prompt_and_the_log_probs_of_sam
     assert tokens_of(first) == tokens_of(second) and len(tokens_of(first)) == 3
     config = greedily(generator.config)
     assert (config.sampling.top_k, config.sampling.temperature, config.samples) == (1, 1.3, 2)
-    assert float(first.rollout_logprobs[first.response_mask].max()) < 0, "not those of a greedy policy"
+    assert float(first.rollout_logprobs[first.response_mask].max()) < 0, (
+        "not those of a greedy policy"
+    )
 
 
 def test_once_a_stop_is_noticed_only_greedy_answers_are_finished(generator, monkeypatch):
@@ -99,32 +123,57 @@ def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(asset
     expected = torch.rand(3)
     torch.manual_seed(99)
     scorer = ppo.collection.requests
-    PPOComponents(ppo.config, ppo.plan, TokenRows(scorer.prompts, None), scorer.tokenizer, ppo.engines, scorer.mixture)
+    PPOComponents(
+        ppo.config,
+        ppo.plan,
+        TokenRows(scorer.prompts, None),
+        scorer.tokenizer,
+        ppo.engines,
+        scorer.mixture,
+    )
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_rows_go_to_the_teacher_of_their_source_and_a_source_without_one_is_named(assets, tmp_path, capsys):
-    words = f"--n_samples_per_prompt 2 --advantage_estimator none --use_reward_model False {TEACHER}"
-    ppo = PlainRun(assets, tmp_path / "run", f"{words} chat={assets}/lm math={assets}/uniform_lm").ppo
+def test_rows_go_to_the_teacher_of_their_source_and_a_source_without_one_is_named(
+    assets, tmp_path, capsys
+):
+    words = (
+        f"--n_samples_per_prompt 2 --advantage_estimator none --use_reward_model False {TEACHER}"
+    )
+    ppo = PlainRun(
+        assets, tmp_path / "run", f"{words} chat={assets}/lm math={assets}/uniform_lm"
+    ).ppo
     rows = [{"row": json.dumps({"data_source": source})} for source in ("math", "code", "chat")]
     ppo.collection.generator.prompts = Dataset.from_list(rows)
     assert ppo.collection._teachers(Prompts([0, 2], 0)).tolist() == [1, 1, 0, 0]
     for count in (1, 0):
         assert ppo.collection._teachers(Prompts([1, 2], 0)).tolist() == [-1, -1, 0, 0]
         said = capsys.readouterr().out
-        assert said.count("no teacher") == said.count("1 of 2 prompts have no teacher (data_source 'code')") == count
+        assert (
+            said.count("no teacher")
+            == said.count("1 of 2 prompts have no teacher (data_source 'code')")
+            == count
+        )
 
 
 def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets, tmp_path):
-    words = "--n_samples_per_prompt 1 --distill_on mix:0.5 --advantage_estimator none --use_reward_model False "
+    words = (
+        "--n_samples_per_prompt 1 --distill_on mix:0.5 --advantage_estimator none"
+        " --use_reward_model False "
+    )
     ppo = PlainRun(assets, tmp_path / "run", f"{words} {TEACHER} {assets}/uniform_lm").ppo
     generator, limit = ppo.collection.generator, ppo.config.ppo.max_answer_seq_len
     answers = [[5, 6], [*range(5, 5 + limit + 1)]]
-    rows = [{"prompt_ids": [7, 8, 9], "answers": [answers[0]], "teacher_prompt_ids": [4]},
-            {"prompt_ids": [7], "answers": [answers[1]], "teacher_prompt_ids": [7, 8, 9, 4]}]  # fmt: skip
+    rows = [
+        {"prompt_ids": [7, 8, 9], "answers": [answers[0]], "teacher_prompt_ids": [4]},
+        {"prompt_ids": [7], "answers": [answers[1]], "teacher_prompt_ids": [7, 8, 9, 4]},
+    ]
     generator.prompts = Dataset.from_list(rows)
     found = generator.answers_of_the_data([1, 0])
-    assert tokens_of(found) == [answers[1][:limit], answers[0]] and found.finish_reason.tolist() == [2, 0]
+    assert tokens_of(found) == [
+        answers[1][:limit],
+        answers[0],
+    ] and found.finish_reason.tolist() == [2, 0]
     assert found.prompt_mask.sum(dim=1).tolist() == [1, 3]
     logprobs = ppo.collection.passes.actor_logprobs(found)
     for number, row in enumerate((rows[1], rows[0])):
@@ -132,21 +181,31 @@ def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets,
         logits = ppo.engines.actor.module.lm(ids).logits[0] / ppo.config.ppo.temperature
         table, start = torch.log_softmax(logits, dim=-1), len(row["prompt_ids"])
         expected = [float(table[place - 1, ids[0, place]]) for place in range(start, ids.shape[1])]
-        assert logprobs[number][found.response_mask[number]].tolist() == pytest.approx(expected, abs=1e-4)
+        assert logprobs[number][found.response_mask[number]].tolist() == pytest.approx(
+            expected, abs=1e-4
+        )
     seen = generator.with_teacher_prompts(found, [1, 0])
     assert seen.prompt_ids.shape == seen.teacher_prompt_ids.shape == (2, 4)
     assert seen.teacher_prompt_ids[0].tolist() == [7, 8, 9, 4]
     assert seen.teacher_prompt_mask.sum(dim=1).tolist() == [4, 1]
     drawn = [ppo.collection._samples_in(step) for step in range(1, 401)]
-    assert 160 < sum(drawn) < 240 and drawn[:20] == [ppo.collection._samples_in(step) for step in range(1, 21)]
+    assert 160 < sum(drawn) < 240 and drawn[:20] == [
+        ppo.collection._samples_in(step) for step in range(1, 21)
+    ]
 
 
 # Prompts, groups, rounds, stops
 
 
 CPU = torch.device("cpu")
-WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --dtype fp32 "
-WORDS += "--advantage_estimator grpo --kl_coef 0 --old_logprobs rollout --per_device_generation_batch_size 4 "
+WORDS = (
+    "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
+    " --dtype fp32 "
+)
+WORDS += (
+    "--advantage_estimator grpo --kl_coef 0 --old_logprobs rollout"
+    " --per_device_generation_batch_size 4 "
+)
 WORDS += "--per_device_training_batch_size 4 --n_samples_per_prompt 2"
 DYNAMIC = "--dynamic_sampling --dynamic_sampling_rounds 3"
 
@@ -159,35 +218,52 @@ def rows(groups: list[int], scores: list[float]) -> ScoredRollout:
     """Rows of one prompt and one response token; the token is the row's score times ten."""
     tokens = (torch.tensor(scores) * 10).long().unsqueeze(1)
     return record(
-        ScoredRollout, torch.ones(len(groups), 1).bool(), response_ids=tokens, scores=torch.tensor(scores),
-        groups=torch.tensor(groups), ref_logprobs=None, kl=None, values=None,
-    )  # fmt: skip
+        ScoredRollout,
+        torch.ones(len(groups), 1).bool(),
+        response_ids=tokens,
+        scores=torch.tensor(scores),
+        groups=torch.tensor(groups),
+        ref_logprobs=None,
+        kl=None,
+        values=None,
+    )
 
 
 class Generator:
-    """Answers of one token: 10 x the prompt's row number + the answer's number; remembers how it was asked."""
+    """Answers of one token: 10 x the prompt's row number + the answer's number; remembers how it
+    was asked."""
 
     config = GenerationConfig(SamplingParameters(), StoppingCriteria(1), samples=2)
     episodes = None
 
     def __init__(self):
-        self.prompts = Dataset.from_dict({"row": ["{}"] * 12, "source": [row % 3 for row in range(12)]})
+        self.prompts = Dataset.from_dict(
+            {"row": ["{}"] * 12, "source": [row % 3 for row in range(12)]}
+        )
         self.asked = []
 
     def answer(self, indices, step, round_number=0, config=config, cancelled=never):
         greedy = config.sampling.top_k == 1
-        assert cancelled is (never if greedy else stop_requests.flag_is_set), "a stop cancels sampling alone"
+        assert cancelled is (never if greedy else stop_requests.flag_is_set), (
+            "a stop cancels sampling alone"
+        )
         self.asked.append((list(indices), step, round_number, greedy))
-        tokens = torch.tensor([[10 * row + sample] for row in indices for sample in range(config.samples)])
+        tokens = torch.tensor(
+            [[10 * row + sample] for row in indices for sample in range(config.samples)]
+        )
         ones = torch.ones_like(tokens)
-        return Rollout(ones, ones.bool(), tokens, ones.bool(), -ones.float(), torch.full((len(tokens),), 2))
+        return Rollout(
+            ones, ones.bool(), tokens, ones.bool(), -ones.float(), torch.full((len(tokens),), 2)
+        )
 
 
 class RewardRequests:
     """The score is the token; two answers fail in each rollout."""
 
     names = ["first", "second"]
-    tokenizer = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [str(row) for row in rows])
+    tokenizer = SimpleNamespace(
+        batch_decode=lambda rows, skip_special_tokens: [str(row) for row in rows]
+    )
 
     def __init__(self):
         self.failure, self.mixture, self.steps = None, self, []
@@ -227,7 +303,9 @@ class Stops:
             raise StopRequested("the state is saved")
 
 
-def collection_of(words: str = "", several_data_sets: bool = False, old_logprobs="rollout") -> ExperienceCollection:
+def collection_of(
+    words: str = "", several_data_sets: bool = False, old_logprobs="rollout"
+) -> ExperienceCollection:
     config = parse("ppo", f"{WORDS} {words}".split())
     modes = []
     actor = SimpleNamespace(eval=lambda: modes.append("eval"), modes=modes, layout=Layout())
@@ -257,8 +335,12 @@ def test_prompts_answers_scores_and_groups_stay_together():
     first, second = collect(collection), collect(collection, step=2)
     assert [call[1:] for call in collection.generator.asked] == [(1, 0, False), (2, 0, False)]
     assert collection.requests.steps == [0, 1], "those that are done"
-    for number, (found, call) in enumerate(zip((first, second), collection.generator.asked, strict=True)):
-        assert found.response_ids[:, 0].tolist() == [10 * row + sample for row in call[0] for sample in (0, 1)]
+    for number, (found, call) in enumerate(
+        zip((first, second), collection.generator.asked, strict=True)
+    ):
+        assert found.response_ids[:, 0].tolist() == [
+            10 * row + sample for row in call[0] for sample in (0, 1)
+        ]
         assert torch.equal(found.scores, found.response_ids[:, 0].float())
         assert torch.equal(found.source_scores, torch.stack([found.scores, -found.scores], dim=1))
         assert found.groups.tolist() == [4 * number + prompt for prompt in range(4) for _ in (0, 1)]
@@ -285,7 +367,10 @@ def test_ranks_share_the_prompts_and_number_their_groups_as_one_rank_does(monkey
     collection = collection_of()
     for step, whole in enumerate(everything):
         prompts = collection.next_prompts()
-        assert (prompts.rows, prompts.first) == (whole.rows[4:], whole.first + 4) and whole.first == 8 * step
+        assert (prompts.rows, prompts.first) == (
+            whole.rows[4:],
+            whole.first + 4,
+        ) and whole.first == 8 * step
 
 
 def test_remax_scores_one_greedy_answer_to_each_prompt():
@@ -298,7 +383,11 @@ def test_remax_scores_one_greedy_answer_to_each_prompt():
 
 
 def test_answers_are_printed_every_n_steps(capsys):
-    for words, steps in (("", []), ("--print_answers", [1, 2]), ("--print_answers --print_answers_interval 2", [2])):
+    for words, steps in (
+        ("", []),
+        ("--print_answers", [1, 2]),
+        ("--print_answers --print_answers_interval 2", [2]),
+    ):
         collection = collection_of(words)
         for step in (1, 2):
             collect(collection, step)
@@ -314,8 +403,15 @@ def alike(collection, keep) -> None:
     class Scorer(RewardRequests):
         def __call__(self, request, rollout):
             indices = request.indices
-            first, samples = collection.stream.taken - len(indices), len(rollout.response_ids) // len(indices)
-            scores = [sample * (first + row in keep) for row in range(len(indices)) for sample in range(samples)]
+            first, samples = (
+                collection.stream.taken - len(indices),
+                len(rollout.response_ids) // len(indices),
+            )
+            scores = [
+                sample * (first + row in keep)
+                for row in range(len(indices))
+                for sample in range(samples)
+            ]
             total = torch.tensor(scores).float()
             return Scores(total, total.unsqueeze(1))
 
@@ -326,16 +422,19 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     collection = collection_of(DYNAMIC)
     alike(collection, keep={0, 1, 5, 6, 7, 8})
     found = collect(collection)
-    # Of groups 0 to 3 a half is kept; for the 4 rows that are missing, 2 / 0.5 = 4 prompts are taken.
+    # Of groups 0 to 3 a half is kept; for the 4 rows that are missing, 2 / 0.5 = 4 prompts are
+    # taken.
     assert [(len(call[0]), call[2]) for call in collection.generator.asked] == [(4, 0), (4, 1)]
     assert found.groups.tolist() == [0, 0, 1, 1, 5, 5, 6, 6]
     assert collection.metrics == {
-        "reward/function_faults": 4.0, "rollout/dynamic_sampling_rounds": 2.0,
+        "reward/function_faults": 4.0,
+        "rollout/dynamic_sampling_rounds": 2.0,
         "rollout/dynamic_sampling_kept_share": 5 / 8,
         "rollout/dynamic_sampling_filled_rows": 0.0,
-    }  # fmt: skip
+    }
     assert collection.pool.accepted[0].groups.tolist() == [7, 7]
-    # The next step counts its rounds and faults from 0. 3 prompts are missing and all are expected to be kept.
+    # The next step counts its rounds and faults from 0. 3 prompts are missing and all are expected
+    # to be kept.
     collect(collection, step=2)
     asked = [(len(call[0]), call[1], call[2]) for call in collection.generator.asked[2:]]
     assert asked == [(3, 2, 0), (4, 2, 1), (4, 2, 2)]
@@ -365,19 +464,29 @@ def test_dynamic_sampling_compares_scores_as_the_baseline_sees_them():
 def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypatch):
     collection = collection_of(DYNAMIC)
     monkeypatch.setattr(dist, "world_size", lambda: 3)
-    collection.pool.add(rows([0, 0, 1, 1], [0.0, 1.0, 2.0, 3.0]))  # 4 of 8 rows are missing, the share is 1
+    collection.pool.add(
+        rows([0, 0, 1, 1], [0.0, 1.0, 2.0, 3.0])
+    )  # 4 of 8 rows are missing, the share is 1
     assert len(collection.next_prompts().rows) == 1  # 2 prompts, rounded up to 3
-    collection.pool.add(rows([2, 2, 3, 3], [1.0] * 4))  # 4 of 8 rows were kept: 4 prompts, rounded up to 6
+    collection.pool.add(
+        rows([2, 2, 3, 3], [1.0] * 4)
+    )  # 4 of 8 rows were kept: 4 prompts, rounded up to 6
     assert len(collection.next_prompts().rows) == 2
-    collection.pool.add(rows(list(range(6, 100)), [1.0] * 94))  # a share of 0.04 counts as 0.1: 20 prompts
+    collection.pool.add(
+        rows(list(range(6, 100)), [1.0] * 94)
+    )  # a share of 0.04 counts as 0.1: 20 prompts
     assert len(collection.next_prompts().rows) == 4, "at most as many as a step has"
 
 
 # Stops
 
 
-@pytest.mark.parametrize(("words", "asked", "calls"), [("", 1, 1), ("", 2, 1), (DYNAMIC, 2, 2), (DYNAMIC, 4, 3)])
-def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_left(words, asked, calls):
+@pytest.mark.parametrize(
+    ("words", "asked", "calls"), [("", 1, 1), ("", 2, 1), (DYNAMIC, 2, 2), (DYNAMIC, 4, 3)]
+)
+def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_left(
+    words, asked, calls
+):
     collection = collection_of(words)
     if collection.pool is not None:
         alike(collection, keep={0, 1, 5, 6, 7})
@@ -397,7 +506,8 @@ def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_l
 
 
 @pytest.mark.parametrize(
-    ("failure", "words"), [(RewardServiceError("no answer"), ""), (RewardFunctionError("failed on all"), DYNAMIC)]
+    ("failure", "words"),
+    [(RewardServiceError("no answer"), ""), (RewardFunctionError("failed on all"), DYNAMIC)],
 )
 def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, words):
     """A stop may end the service or the processes of a reward before this rank notices it."""
@@ -414,9 +524,13 @@ def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, wo
 
 def test_a_range_of_dynamic_sampling_drops_prompts_by_the_mean_of_their_raw_scores():
     pool = GroupPool(4, clipped, (0.5, 9.0))
-    pool.add(rows([0, 0, 1, 1, 2, 2, 3, 3, 4, 4], [0.0, 1.0, 1.0, 1.0, 0.0, 2.0, 4.0, 14.0, 4.0, 13.0]))
+    pool.add(
+        rows([0, 0, 1, 1, 2, 2, 3, 3, 4, 4], [0.0, 1.0, 1.0, 1.0, 0.0, 2.0, 4.0, 14.0, 4.0, 13.0])
+    )
     assert [part.groups.tolist() for part in pool.accepted] == [[2, 2, 4, 4]]
-    assert [part.groups.tolist() for part in pool.dropped] == [[0, 0, 1, 1, 3, 3]] and pool.kept_share == 0.4
+    assert [part.groups.tolist() for part in pool.dropped] == [
+        [0, 0, 1, 1, 3, 3]
+    ] and pool.kept_share == 0.4
 
 
 def test_sources_that_differ_keep_a_prompt_of_gdpo_whose_sums_are_equal():
@@ -426,11 +540,22 @@ def test_sources_that_differ_keep_a_prompt_of_gdpo_whose_sums_are_equal():
     assert [part.groups.tolist() for part in (*pool.accepted, *pool.dropped)] == [[0, 0], [1, 1]]
 
 
-def test_the_weights_of_the_sources_and_the_range_reach_the_parts_and_the_run_trains(assets, tmp_path):
-    words = "--advantage_estimator gdpo --n_samples_per_prompt 2 --kl_coef 0.1 --policy_loss dppo_kl --clip_eps 0.05 "
-    words += "--dynamic_sampling --dynamic_sampling_range 0.2 2.8 --importance_correction token --importance_floor 0.5"
+def test_the_weights_of_the_sources_and_the_range_reach_the_parts_and_the_run_trains(
+    assets, tmp_path
+):
+    words = (
+        "--advantage_estimator gdpo --n_samples_per_prompt 2 --kl_coef 0.1 --policy_loss dppo_kl"
+        " --clip_eps 0.05 "
+    )
+    words += (
+        "--dynamic_sampling --dynamic_sampling_range 0.2 2.8 --importance_correction token"
+        " --importance_floor 0.5"
+    )
     run = PlainRun(assets, tmp_path / "run", words)
-    assert run.ppo.shaping.source_weights == [1.0] and run.ppo.collection.pool.score_range == [0.2, 2.8]
+    assert run.ppo.shaping.source_weights == [1.0] and run.ppo.collection.pool.score_range == [
+        0.2,
+        2.8,
+    ]
     assert run.ppo.collection.pool.source_weights == [1.0]
     before = {name: weight.clone() for name, weight in run.weights.items()}
     run.run()
@@ -444,7 +569,11 @@ def test_groups_that_were_kept_are_restored():
     pool.take()
     other.add(rows([8, 8, 9, 9], [0.0, 1.0, 1.0, 1.0]))
     other.load_state_dict(pool.state_dict(), CPU)
-    assert (other.missing, other.dropped, other.kept_share) == (2, [], 1.0), "rounds before are forgotten"
+    assert (other.missing, other.dropped, other.kept_share) == (
+        2,
+        [],
+        1.0,
+    ), "rounds before are forgotten"
     other.add(rows([7, 7], [1.0, 0.0]))
     step, _ = other.take()
     assert (step.groups.tolist(), step.scores.tolist()) == ([2, 2, 7, 7], [5.0, 3.0, 1.0, 0.0])

@@ -1,4 +1,5 @@
-"""The real loop of step 3 on tiny models, in this process: its order, stops and resumes, limits, bad numbers."""
+"""The real loop of step 3 on tiny models, in this process: its order, stops and resumes, limits,
+bad numbers."""
 
 import inspect
 import math
@@ -19,8 +20,13 @@ SKIP = "--on_nonfinite skip --max_nonfinite_skips 9"
 
 
 def update_events(step: int, number: int) -> list:
-    """One update of actor and critic, or of the critic alone in the warm-up, and the save point after it."""
-    done = [(step, "critic", "train")] if step == 1 else ["texts", (step, "actor", "critic", "train"), "average"]
+    """One update of actor and critic, or of the critic alone in the warm-up, and the save point
+    after it."""
+    done = (
+        [(step, "critic", "train")]
+        if step == 1
+        else ["texts", (step, "actor", "critic", "train"), "average"]
+    )
     return [*done, ("save_if_due", (step - 1, number), False)]
 
 
@@ -62,7 +68,8 @@ def refuse_cuda_calls(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def whole(assets, tmp_path_factory):
-    """(an uninterrupted run, what it did, its result). It is on the CPU of a machine with GPUs, and asks none."""
+    """(an uninterrupted run, what it did, its result). It is on the CPU of a machine with GPUs, and
+    asks none."""
     run, checkpointer, did = started(assets, tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
         refuse_cuda_calls(patch)
@@ -73,7 +80,14 @@ def whole(assets, tmp_path_factory):
 def test_the_order_of_a_run(whole):
     expected = [WHOLE[0]]
     for step in range(1, STEPS + 1):
-        expected += ["take 4", f"generate {step}", f"reward {step}", "score eval", "add", f"advantages {step}"]
+        expected += [
+            "take 4",
+            f"generate {step}",
+            f"reward {step}",
+            "score eval",
+            "add",
+            f"advantages {step}",
+        ]
         expected += sum((update_events(step, number) for number in range(1, UPDATES + 1)), [])
         expected += [WHOLE[step]] * (step > 1) + [("save_if_due", (step, 0), step == 2)]
     assert whole[1] == expected
@@ -86,19 +100,40 @@ def test_the_metrics_of_a_run(whole):
     assert all(name.startswith("eval/") for name in zero if name != "step")
     assert [line.get("eval/score") for line in run.lines] == [1.0, None, 3.0, 2.0]
     assert (result["eval/score_before"], result["eval/score_after"]) == (1.0, 2.0)
-    assert (result["best_eval_score"], result["best_step"]) == (3.0, 2) and run.saved_best == [(3.0, 2)]
+    assert (result["best_eval_score"], result["best_step"]) == (3.0, 2) and run.saved_best == [
+        (3.0, 2)
+    ]
     assert result["reward/score_mean_before"] == first["reward/score_mean"]
-    assert result["reward/score_mean_after"] == third["reward/score_mean"] != first["reward/score_mean"]
-    assert (first["kl/coef"], second["kl/coef"]) == (0.1, 0.1), "the policy does not move in the warm-up"
+    assert (
+        result["reward/score_mean_after"]
+        == third["reward/score_mean"]
+        != first["reward/score_mean"]
+    )
+    assert (first["kl/coef"], second["kl/coef"]) == (
+        0.1,
+        0.1,
+    ), "the policy does not move in the warm-up"
     # The coefficient of step 3 comes from the KL of step 2, which is 0: 0.1 (1 - 0.2 x 4 / 8).
     assert third["kl/coef"] == pytest.approx(0.09)
-    assert [line["policy/entropy_coef"] for line in (first, second, third)] == [0.01, 0.01, pytest.approx(0.015)]
-    assert {line[f"optim/lr/{role}"] for line in (first, second, third) for role in ("actor", "critic")} == {0.003}
-    assert "optim/grad_norm/actor" not in first and "policy/loss" not in first and first["optim/grad_norm/critic"] > 0
+    assert [line["policy/entropy_coef"] for line in (first, second, third)] == [
+        0.01,
+        0.01,
+        pytest.approx(0.015),
+    ]
+    assert {
+        line[f"optim/lr/{role}"] for line in (first, second, third) for role in ("actor", "critic")
+    } == {0.003}
+    assert (
+        "optim/grad_norm/actor" not in first
+        and "policy/loss" not in first
+        and first["optim/grad_norm/critic"] > 0
+    )
     assert "policy/updates_done_share" not in first
     for line in (second, third):
         assert line["policy/updates_done_share"] == 1.0 and line["policy/ptx_loss"] > 0
-        assert 0 <= line["policy/first_log_ratio_abs_mean"] < 1e-4 < line["policy/log_ratio_abs_mean"]
+        assert (
+            0 <= line["policy/first_log_ratio_abs_mean"] < 1e-4 < line["policy/log_ratio_abs_mean"]
+        )
         assert line["policy/first_log_ratio_abs_max"] < 1e-4 < line["policy/log_ratio_abs_max"]
         assert line["rollout/logprob_diff_mean"] == line["policy/first_log_ratio_abs_mean"]
         assert line["rollout/logprob_diff_max"] == line["policy/first_log_ratio_abs_max"]
@@ -118,8 +153,8 @@ def test_random_states_on_the_cpu_of_a_machine_with_gpus_ask_none(monkeypatch):
 
 
 def stopped(assets, tmp_path, words=EVERYTHING, **stop):
-    """(a run that has stopped and saved its state, what it did, the resumed run, a function that runs it and
-    compares)"""
+    """(a run that has stopped and saved its state, what it did, the resumed run, a function that
+    runs it and compares)"""
     before, checkpointer, did_before = started(assets, tmp_path / "run", words, **stop)
     with pytest.raises(StopRequested):
         before.run(checkpointer)
@@ -138,12 +173,17 @@ def stopped(assets, tmp_path, words=EVERYTHING, **stop):
 
 
 @pytest.mark.parametrize(
-    "at", [(1, 4), (2, 0), *(pytest.param(at, marks=pytest.mark.release) for at in ((0, 1), (2, 3)))]
+    "at",
+    [(1, 4), (2, 0), *(pytest.param(at, marks=pytest.mark.release) for at in ((0, 1), (2, 3)))],
 )
 def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path, whole, at):
-    """Position (1, 4) is behind the last update of a PPO step: the resumed run finishes the step without another."""
+    """Position (1, 4) is behind the last update of a PPO step: the resumed run finishes the step
+    without another."""
     before, _, after, require_equal = stopped(assets, tmp_path, position=at)
-    assert after.resumable.position == at and after.resumable.is_best is before.resumable.is_best is (at == (2, 0))
+    assert (
+        after.resumable.position == at
+        and after.resumable.is_best is before.resumable.is_best is (at == (2, 0))
+    )
     require_equal(whole)
 
 
@@ -163,20 +203,29 @@ def test_a_trace_is_kept_if_the_run_stops_after_the_step_or_inside(assets, tmp_p
     assert len(list(tmp_path.glob("profile/step_1_*.gz"))) == 1
 
 
-@pytest.mark.parametrize(("question", "last"), [pytest.param(3, "generate 2", marks=pytest.mark.release), (4, "add")])
+@pytest.mark.parametrize(
+    ("question", "last"), [pytest.param(3, "generate 2", marks=pytest.mark.release), (4, "add")]
+)
 def test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_again(
     assets, tmp_path, whole, question, last
 ):
     before, did_before, _, require_equal = stopped(assets, tmp_path, question=question)
     assert did_before[-2:] == [last, ("save_if_due", (1, 0), False)]
     state, collection = before.ppo.state, before.ppo.collection
-    assert (state.experience, collection.stream.taken, before.ppo.shaping.running.count) == (None, 4, 4)
+    assert (state.experience, collection.stream.taken, before.ppo.shaping.running.count) == (
+        None,
+        4,
+        4,
+    )
     assert [line["step"] for line in before.lines] == [0, 1]
     del did_before[did_before.index("take 4", did_before.index("advantages 1")) :]
     require_equal(whole)
 
 
-SYNCED = "--eval_data_path unused --eval_interval 2 --eval_batch_size 2 --ref_sync_interval 2 --ref_sync_mixup 0.5"
+SYNCED = (
+    "--eval_data_path unused --eval_interval 2 --eval_batch_size 2 --ref_sync_interval 2"
+    " --ref_sync_mixup 0.5"
+)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +245,9 @@ def test_the_reference_moves_between_the_last_update_of_a_step_and_its_evaluatio
     assert "kl/reference_moved" not in first | third and second["kl/reference_moved"] > 0
     before = PlainRun(assets, run.folder.parent / "fixed", SYNCED.split(" --ref_sync")[0])
     before.run()
-    assert second["kl/ref_k1"] == before.lines[2]["kl/ref_k1"] > 0, "of the rows that were sampled before"
+    assert second["kl/ref_k1"] == before.lines[2]["kl/ref_k1"] > 0, (
+        "of the rows that were sampled before"
+    )
     assert third["kl/ref_k1"] < 0.8 * before.lines[3]["kl/ref_k1"]
 
 
@@ -212,18 +263,34 @@ def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     run.reward.bad_step = 2
     run.run(checkpointer)
     start = did.index("generate 2")
-    tail = ["generate 2", "reward 2", "score eval", "add", "advantages 2", WHOLE[2], ("save_if_due", (2, 0), True)]
+    tail = [
+        "generate 2",
+        "reward 2",
+        "score eval",
+        "add",
+        "advantages 2",
+        WHOLE[2],
+        ("save_if_due", (2, 0), True),
+    ]
     assert did[start : start + len(tail)] == tail
     line = run.lines[2]
     assert (line["step"], line["eval/score"], line["optim/nonfinite_skipped"]) == (2, 3.0, 1)
-    assert not any(name.startswith(("policy/", "reward/score", "optim/lr/", "kl/", "rollout/")) for name in line)
-    assert run.lines[3]["policy/updates_done_share"] == 1.0 and run.lines[3]["policy/entropy_coef"] == 0.01
+    assert not any(
+        name.startswith(("policy/", "reward/score", "optim/lr/", "kl/", "rollout/"))
+        for name in line
+    )
+    assert (
+        run.lines[3]["policy/updates_done_share"] == 1.0
+        and run.lines[3]["policy/entropy_coef"] == 0.01
+    )
 
 
-@pytest.mark.parametrize(("flag", "applied"), [("--target_kl 0.0001", 2), ("--max_log_ratio 0.001", 1)])
+@pytest.mark.parametrize(
+    ("flag", "applied"), [("--target_kl 0.0001", 2), ("--max_log_ratio 0.001", 1)]
+)
 def test_a_limit_ends_the_updates_of_its_step_alone(assets, tmp_path, flag, applied):
-    """The first update starts from the sampling policy; the second one measures what the first has moved, and is
-    applied or, beyond the second limit, not."""
+    """The first update starts from the sampling policy; the second one measures what the first has
+    moved, and is applied or, beyond the second limit, not."""
     run, checkpointer, did = started(assets, tmp_path / "run", f"{flag} --enable_ema")
     run.run(checkpointer)
     assert [sum(what[:1] == (step,) for what in did) for step in (1, 2, 3)] == [2, 2, 2]
@@ -238,7 +305,9 @@ def spoil_gradients(run: PlainRun, is_bad) -> None:
     """The actor's gradients are NaN where `is_bad(PPO step, number of the update)`."""
     state = run.ppo.state
     weight = run.ppo.engines.actor.module.lm.model.norm.weight
-    weight.register_hook(lambda g: g * math.nan if is_bad(state.steps + 1, state.updates + 1) else g)
+    weight.register_hook(
+        lambda g: g * math.nan if is_bad(state.steps + 1, state.updates + 1) else g
+    )
 
 
 def test_an_update_of_the_actor_that_is_skipped_leaves_average_and_metrics_alone(assets, tmp_path):
@@ -249,25 +318,39 @@ def test_an_update_of_the_actor_that_is_skipped_leaves_average_and_metrics_alone
     after = did.index((2, "actor", "critic", "train")) + 1
     assert did[after] == ("save_if_due", (1, 1), False) and did[after + 1] != "average"
     assert [line["policy/updates_done_share"] for line in run.lines] == [1.0, 0.75, 1.0]
-    assert run.lines[1]["optim/nonfinite_skipped"] == 1 and "policy/first_log_ratio_abs_mean" not in run.lines[1]
+    assert (
+        run.lines[1]["optim/nonfinite_skipped"] == 1
+        and "policy/first_log_ratio_abs_mean" not in run.lines[1]
+    )
     assert "rollout/logprob_diff_mean" not in run.lines[1] and run.lines[1]["policy/loss"] != 0
 
 
 def test_updates_of_the_critic_alone_do_not_adapt_the_entropy_coefficient(assets, tmp_path):
-    run, checkpointer, did = started(assets, tmp_path / "run", f"--enable_ema --entropy_target 9 {SKIP}")
+    run, checkpointer, did = started(
+        assets, tmp_path / "run", f"--enable_ema --entropy_target 9 {SKIP}"
+    )
     spoil_gradients(run, lambda step, _: step == 1)
     run.run(checkpointer)
     first, second, third = run.lines
     assert (first["policy/updates_done_share"], first["optim/nonfinite_skipped"]) == (0.0, 4)
-    assert not {"policy/entropy", "optim/grad_norm/actor"} & set(first) and first["optim/grad_norm/critic"] > 0
+    assert (
+        not {"policy/entropy", "optim/grad_norm/actor"} & set(first)
+        and first["optim/grad_norm/critic"] > 0
+    )
     assert [line["policy/entropy_coef"] for line in (first, second, third)] == [0.0, 0.0, 0.005]
-    assert did.count("average") == 8 and did.index("average") > did.index((2, "actor", "critic", "train"))
+    assert did.count("average") == 8 and did.index("average") > did.index(
+        (2, "actor", "critic", "train")
+    )
 
 
-@pytest.mark.parametrize(("words", "folder", "best"), [
-    ("", "other", (2.0, 3)), pytest.param("", "run", (3.0, 2), marks=pytest.mark.release),
-    pytest.param("--save_best False", "other", (3.0, 2), marks=pytest.mark.release),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "folder", "best"),
+    [
+        ("", "other", (2.0, 3)),
+        pytest.param("", "run", (3.0, 2), marks=pytest.mark.release),
+        pytest.param("--save_best False", "other", (3.0, 2), marks=pytest.mark.release),
+    ],
+)
 def test_best_models_that_another_output_folder_does_not_hold_are_looked_for_again(
     assets, tmp_path, said, words, folder, best
 ):

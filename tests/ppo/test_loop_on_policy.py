@@ -1,5 +1,5 @@
-"""Steps whose only update gives old log-probs and values; and that the host does not wait for a GPU inside micro-
-batches."""
+"""Steps whose only update gives old log-probs and values; and that the host does not wait for a GPU
+inside micro- batches."""
 
 import math
 from collections import Counter
@@ -32,9 +32,13 @@ CASES = {
     "everything": f"{ONE_UPDATE} {EVERYTHING}",
     "gae": f"{ONE_UPDATE} --kl_estimator k3 --kl_target 0.05 --kl_horizon 8 --entropy_coef 0.01",
     "limits": f"{ONE_UPDATE} --max_log_ratio 0.01 --target_kl 0.01 --off_policy_delta 0.01",
-    "grpo": f"{GROUPS} --advantage_estimator grpo --kl_coef 0.1 --kl_loss_coef 0.1 --policy_loss gspo",
+    "grpo": (
+        f"{GROUPS} --advantage_estimator grpo --kl_coef 0.1 --kl_loss_coef 0.1 --policy_loss gspo"
+    ),
     "rloo": f"{GROUPS} --advantage_estimator rloo --policy_loss cispo",
-    "dr_grpo": f"{GROUPS} --advantage_estimator dr_grpo --kl_loss_coef 0.1 --kl_loss_estimator full",
+    "dr_grpo": (
+        f"{GROUPS} --advantage_estimator dr_grpo --kl_loss_coef 0.1 --kl_loss_estimator full"
+    ),
 }
 
 
@@ -55,7 +59,8 @@ def ran(assets, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.release) for case in CASES]
+    "case",
+    [case if case in OFTEN else pytest.param(case, marks=pytest.mark.release) for case in CASES],
 )
 def test_metrics_and_weights_are_those_of_recomputed_log_probs(assets, tmp_path, ran, case):
     run, start, _ = ran(case)
@@ -64,25 +69,37 @@ def test_metrics_and_weights_are_those_of_recomputed_log_probs(assets, tmp_path,
     assert (run.ppo.old_logprobs, other.ppo.old_logprobs) == ("update", "recompute")
     assert len(run.lines) == len(other.lines) >= STEPS
     for line, expected in zip(run.lines, other.lines, strict=True):
-        # without a pass of the actor, in the warm-up of the critic, nothing tells the drift of sampling
+        # without a pass of the actor, in the warm-up of the critic, nothing tells the drift of
+        # sampling
         missing = set(expected) - set(line)
         assert missing <= {"rollout/logprob_diff_mean", "rollout/logprob_diff_max"}
-        assert line == pytest.approx({name: expected[name] for name in set(expected) - missing}, abs=1e-5, rel=1e-5)
+        assert line == pytest.approx(
+            {name: expected[name] for name in set(expected) - missing}, abs=1e-5, rel=1e-5
+        )
         if "policy/ratio_mean" in line:
             assert line["policy/ratio_mean"] == line["policy/ratio_max"] == 1.0
             assert line["policy/first_log_ratio_abs_max"] == line["policy/kl_k3"] == 0.0
             assert 0 < line["rollout/logprob_diff_max"] < 1e-4
     for name, weight in other.weights.items():
         torch.testing.assert_close(run.weights[name], weight, atol=1e-5, rtol=0, msg=name)
-    assert max(float((weight - start[name]).abs().max()) for name, weight in other.weights.items()) > 1e-3, "trained"
+    assert (
+        max(float((weight - start[name]).abs().max()) for name, weight in other.weights.items())
+        > 1e-3
+    ), "trained"
 
 
-@pytest.mark.parametrize("words", [
-    *(pytest.param(how, marks=pytest.mark.release) for how in ("recompute", "rollout")),
-    "auto --kl_loss_coef 0.1 --kl_loss_estimator full",
-])  # fmt: skip
-def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_an_answer(assets, tmp_path, words):
-    """Scoring and training compute what sampling recorded: the ratio starts at 1, and the KL at 0."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(pytest.param(how, marks=pytest.mark.release) for how in ("recompute", "rollout")),
+        "auto --kl_loss_coef 0.1 --kl_loss_estimator full",
+    ],
+)
+def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_an_answer(
+    assets, tmp_path, words
+):
+    """Scoring and training compute what sampling recorded: the ratio starts at 1, and the KL at
+    0."""
     run = PlainRun(assets, tmp_path / "run", f"--min_answer_seq_len 3 --old_logprobs {words}")
     ends = run.ppo.collection.generator.config.stopping.ids
     with torch.no_grad():  # likelier ends
@@ -91,7 +108,10 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
     run.run()
     assert abs(run.lines[0]["kl/ref_k1"]) < 1e-5, "the policy was the reference"
     for line in run.lines:
-        assert line["policy/first_log_ratio_abs_max"] < 1e-4 and line["rollout/logprob_diff_max"] < 1e-4
+        assert (
+            line["policy/first_log_ratio_abs_max"] < 1e-4
+            and line["rollout/logprob_diff_max"] < 1e-4
+        )
     scorer = run.ppo.collection.passes
     assert scorer.late_ends == run.ppo.updates.actor_loss.late_ends == LateEnds(ends, 3)
 
@@ -106,7 +126,9 @@ def test_a_run_that_is_stopped_and_resumed_equals_the_whole_run(assets, tmp_path
     before.save(tmp_path / "saved")
     if at[1]:
         assert before.ppo.state.experience.values is not None
-        assert (before.ppo.state.experience.old_logprobs is None) is (at[0] == 0), "the warm-up computes none"
+        assert (before.ppo.state.experience.old_logprobs is None) is (at[0] == 0), (
+            "the warm-up computes none"
+        )
     after = PlainRun(assets, tmp_path / "run", words)
     after.load(tmp_path / "saved")
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
@@ -125,7 +147,11 @@ def spoil_values(run: PlainRun, step: int) -> None:
 
 
 def test_values_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
-    run = PlainRun(assets, tmp_path / "run", f"{ONE_UPDATE} {SKIP} --normalize_rewards running --kl_target 0.05")
+    run = PlainRun(
+        assets,
+        tmp_path / "run",
+        f"{ONE_UPDATE} {SKIP} --normalize_rewards running --kl_target 0.05",
+    )
     spoil_values(run, 2)
     with pytest.raises(StopRequested):
         run.run(StopAt(run, (1, 0)))
@@ -137,10 +163,15 @@ def test_values_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     assert run.lines[1]["optim/nonfinite_skipped"] == 1 and "value/loss" not in run.lines[1]
     assert all(torch.equal(weights[name], weight) for name, weight in run.weights.items())
     assert run.ppo.shaping.state_dict() == adapted
-    assert all(weight.grad is None for weight in run.ppo.engines.critic.parameters()), "the gradients are dropped"
+    assert all(weight.grad is None for weight in run.ppo.engines.critic.parameters()), (
+        "the gradients are dropped"
+    )
     length = (tmp_path / "run/metrics.jsonl").stat().st_size
     run.run(StopAt(run), (length, 3))
-    assert run.lines[2]["optim/grad_norm/critic"] > 0 and run.lines[2]["policy/updates_done_share"] == 1.0
+    assert (
+        run.lines[2]["optim/grad_norm/critic"] > 0
+        and run.lines[2]["policy/updates_done_share"] == 1.0
+    )
 
 
 def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path):
@@ -157,9 +188,11 @@ def test_a_value_loss_that_is_not_finite_skips_the_critic_alone(assets, tmp_path
     assert all(type(record) is RewardedRollout and record.values is None for record in records)
 
 
-MINIBATCH = MiniBatch([], Denominators(tokens=4.0, rows=2.0, constant=9.0), value_tokens=4.0, metric_weight=0.5)
-# Per forward pass, all before any layer: the longest row, transformers' check of positions, and the number of wanted
-# tokens.
+MINIBATCH = MiniBatch(
+    [], Denominators(tokens=4.0, rows=2.0, constant=9.0), value_tokens=4.0, metric_weight=0.5
+)
+# Per forward pass, all before any layer: the longest row, transformers' check of positions, and the
+# number of wanted tokens.
 OF_VALUES = Counter({"__int__": 1, "__bool__": 1, "index": 1})
 OF_LOGPROBS = Counter({"__int__": 1, "__bool__": 1, "nonzero": 1})
 
@@ -178,9 +211,12 @@ def critic() -> ScalarModel:
 def rows() -> Experience:
     generator = torch.Generator().manual_seed(0)
     drawn = {
-        name: torch.rand(3, 3, generator=generator) for name in ("advantages", "returns", "values", "loss_weights")
+        name: torch.rand(3, 3, generator=generator)
+        for name in ("advantages", "returns", "values", "loss_weights")
     }
-    drawn |= {name: -torch.rand(3, 3, generator=generator) for name in ("old_logprobs", "ref_logprobs")}
+    drawn |= {
+        name: -torch.rand(3, 3, generator=generator) for name in ("old_logprobs", "ref_logprobs")
+    }
     return experience(**drawn)
 
 
@@ -192,12 +228,16 @@ def operations(waits: Counter[tuple[str, str]]) -> Counter[str]:
 
 
 FLAGS = [
-    {}, {"policy_loss": "gspo", "dual_clip": 3.0}, {"policy_loss": "sapo", "loss_aggregation": "seq_mean_token_mean"},
+    {},
+    {"policy_loss": "gspo", "dual_clip": 3.0},
+    {"policy_loss": "sapo", "loss_aggregation": "seq_mean_token_mean"},
     {"kl_loss_coef": 0.1, "entropy_coef": 0.1, "off_policy_delta": 0.1},
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("role", "flags"), [*(("actor", flags) for flags in FLAGS), ("critic", {})], ids=str)
+@pytest.mark.parametrize(
+    ("role", "flags"), [*(("actor", flags) for flags in FLAGS), ("critic", {})], ids=str
+)
 def test_a_micro_batch_waits_only_before_the_layers(role, flags):
     flags = AlgorithmFlags(**flags)
 
@@ -210,7 +250,9 @@ def test_a_micro_batch_waits_only_before_the_layers(role, flags):
     with torch.no_grad():
         expected = loss_of(make(), rows(), real)
     with pretended_gpu() as seen:
-        batch = record_of(Experience, {name: on_gpu(value) for name, value in tensors_of(rows()).items()})
+        batch = record_of(
+            Experience, {name: on_gpu(value) for name, value in tensors_of(rows()).items()}
+        )
         model = moved(make())
         seen.waits.clear()
         found = loss_of(model, batch, sums)
@@ -222,21 +264,26 @@ def test_a_micro_batch_waits_only_before_the_layers(role, flags):
 
 
 @pytest.mark.parametrize(
-    ("shares", "reads_few", "waits"), [(False, False, 4), (True, False, 5), (False, True, 4), (True, True, 6)]
+    ("shares", "reads_few", "waits"),
+    [(False, False, 4), (True, False, 5), (False, True, 4), (True, True, 6)],
 )
 def test_packed_rows_wait_only_before_the_second_layer(monkeypatch, shares, reads_few, waits):
-    """The host finds the wanted tokens, reads lengths, and to share prompts the rows; it copies the layout, and in the
-    first layer the segments. Where rows share the tokens before a wanted one, it finds them once. The attention is
-    replaced by its query."""
+    """The host finds the wanted tokens, reads lengths, and to share prompts the rows; it copies the
+    layout, and in the first layer the segments. Where rows share the tokens before a wanted one, it
+    finds them once. The attention is replaced by its query."""
     monkeypatch.setattr(segment_attention, "_VARLEN", lambda query, *_, **__: query)
     monkeypatch.setattr(packing, "suits_varlen", lambda *_: True)
     ids = torch.arange(20).repeat(4, 1)
     ids[:, 12:] += torch.arange(4).unsqueeze(1)
-    wanted = (torch.arange(20) >= 12) & (torch.arange(20) < torch.tensor([20, 17, 14, 20]).unsqueeze(1))
+    wanted = (torch.arange(20) >= 12) & (
+        torch.arange(20) < torch.tensor([20, 17, 14, 20]).unsqueeze(1)
+    )
     with pretended_gpu() as seen:
         engine, until_second = moved(policy()), []
         engine.layout = Layout(packed=True, shares=shares, reads_few=reads_few)
-        engine.lm.model.layers[1].register_forward_pre_hook(lambda *_: until_second.append(seen.waits.total()))
+        engine.lm.model.layers[1].register_forward_pre_hook(
+            lambda *_: until_second.append(seen.waits.total())
+        )
         arguments = on_gpu(ids), on_gpu(wanted)
         seen.waits.clear()
         engine(*arguments)

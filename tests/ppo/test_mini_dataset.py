@@ -1,4 +1,5 @@
-"""Serving experience and plain text in mini-batches, and the way back of their numbers; in one process."""
+"""Serving experience and plain text in mini-batches, and the way back of their numbers; in one
+process."""
 
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +14,12 @@ from tiny_models import VOCABULARY, new_model
 from dschat_ppo.algorithms.aggregation import Denominators
 from dschat_ppo.common import dist
 from dschat_ppo.models.backbone import Layout
-from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel, response_logprobs, response_values
+from dschat_ppo.models.wrapped_models import (
+    PolicyModel,
+    ScalarModel,
+    response_logprobs,
+    response_values,
+)
 from dschat_ppo.ppo import begin_ppo
 from dschat_ppo.ppo.mini_dataset import MiniDataset, TextBatches, gather_rows
 from dschat_ppo.ppo.update import RecordedTokens
@@ -31,24 +37,42 @@ def experience(rows: range) -> Experience:
     mask, prompt_width = torch.arange(width) < lengths.unsqueeze(1), int(prompt_lengths.max())
     tokens = number.unsqueeze(1) * 100 + torch.arange(width)
     names = ("rollout", "old", "ref")
-    per_token = [*(f"{name}_logprobs" for name in names), "entropies", "values", "rewards", "advantages", "returns"]
+    per_token = [
+        *(f"{name}_logprobs" for name in names),
+        "entropies",
+        "values",
+        "rewards",
+        "advantages",
+        "returns",
+    ]
     return record(
-        Experience, mask, **dict.fromkeys([*per_token, "loss_weights"], torch.where(mask, tokens.float(), 0.0)),
-        prompt_ids=number.unsqueeze(1).expand(-1, prompt_width), response_ids=tokens, groups=number,
+        Experience,
+        mask,
+        **dict.fromkeys([*per_token, "loss_weights"], torch.where(mask, tokens.float(), 0.0)),
+        prompt_ids=number.unsqueeze(1).expand(-1, prompt_width),
+        response_ids=tokens,
+        groups=number,
         prompt_mask=torch.arange(prompt_width) >= prompt_width - prompt_lengths.unsqueeze(1),
-        finish_reason=(number % 2 * 2).to(torch.int8), scores=number.float(), baselines=number.float(),
-        source_scores=torch.stack([number.float(), 0 * number], dim=1), loss_mask=mask & (number != CUT).unsqueeze(1),
-    )  # fmt: skip
+        finish_reason=(number % 2 * 2).to(torch.int8),
+        scores=number.float(),
+        baselines=number.float(),
+        source_scores=torch.stack([number.float(), 0 * number], dim=1),
+        loss_mask=mask & (number != CUT).unsqueeze(1),
+    )
 
 
 def collected(rows_per_update=2, budget=1000, seed=0) -> tuple[MiniDataset, Experience]:
     """Rows 0 to 7, put together from parts of different widths."""
-    rows = gather_rows(concat_rows([experience(part) for part in (range(3), range(3, 4), range(4, 8))]))
+    rows = gather_rows(
+        concat_rows([experience(part) for part in (range(3), range(3, 4), range(4, 8))])
+    )
     return MiniDataset(rows_per_update, budget, LONGEST, seed), rows
 
 
 def served(updates) -> list[int]:
-    return [int(score) for update in updates for part in update.micro_batches for score in part.scores]
+    return [
+        int(score) for update in updates for part in update.micro_batches for score in part.scores
+    ]
 
 
 def check_row(part: Experience, place: int) -> None:
@@ -57,7 +81,15 @@ def check_row(part: Experience, place: int) -> None:
     mask = part.response_mask[place]
     expected = [100 * row + column for column in range(LENGTHS[row])]
     assert part.response_ids[place][mask].tolist() == expected
-    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"):
+    for name in (
+        "rollout_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "values",
+        "rewards",
+        "advantages",
+        "returns",
+    ):
         assert getattr(part, name)[place][mask].tolist() == expected, name
     assert part.prompt_ids[place][part.prompt_mask[place]].tolist() == [row] * (row % 3 + 1)
     assert part.ended[place].item() is (row % 2 == 0)
@@ -110,11 +142,15 @@ def updates_of_two_ranks(dataset, rows, monkeypatch) -> list[list]:
 
 
 @pytest.mark.parametrize(("rows_per_update", "budget"), [(4, 5), (8, 7), (8, 1000)])
-def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(monkeypatch, rows_per_update, budget):
+def test_two_ranks_share_the_update_of_one_and_make_as_many_passes(
+    monkeypatch, rows_per_update, budget
+):
     """Rows without tokens in their mask fill up the rank with fewer micro-batches."""
     dataset, rows = collected(rows_per_update, budget)
     ranks = updates_of_two_ranks(dataset, rows, monkeypatch)
-    for first, second, whole in zip(*ranks, dataset.minibatches(rows, ppo_epochs=2, step=1), strict=True):
+    for first, second, whole in zip(
+        *ranks, dataset.minibatches(rows, ppo_epochs=2, step=1), strict=True
+    ):
         assert len(first.micro_batches) == len(second.micro_batches)
         assert first.denominators == second.denominators == whole.denominators
         assert first.value_tokens == second.value_tokens == whole.value_tokens
@@ -132,7 +168,9 @@ def test_denominators_count_the_whole_update():
     for update in dataset.minibatches(rows, ppo_epochs=2, step=1):
         counted = [row for row in served([update]) if row != CUT and LENGTHS[row]]
         assert update.value_tokens == sum(LENGTHS[row] for row in served([update]))
-        assert update.denominators == Denominators(sum(LENGTHS[row] for row in counted), len(counted), 4 * LONGEST)
+        assert update.denominators == Denominators(
+            sum(LENGTHS[row] for row in counted), len(counted), 4 * LONGEST
+        )
         assert update.metric_weight == 1 / len(update.micro_batches)
 
 
@@ -140,7 +178,8 @@ def test_denominators_count_the_whole_update():
 
 
 def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
-    """Rows of 2 to 8 tokens: one share has fewer micro-batches, and a row that fills it up counts nothing."""
+    """Rows of 2 to 8 tokens: one share has fewer micro-batches, and a row that fills it up counts
+    nothing."""
     rows, parts, filled = replace(experience(range(8)), numbers=torch.arange(8)), [], 0
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     for rank in (0, 1):
@@ -148,18 +187,29 @@ def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
         recorded = RecordedTokens()
         [minibatch] = MiniDataset(8, 7, 9, seed=0).minibatches(rows, 1, step=1)
         for part in minibatch.micro_batches:
-            recorded.record(part, torch.full_like(part.values, 7.0))  # a first pass, which the second replaces
-            recorded.record(part, torch.where(part.response_mask, part.values, torch.nan).requires_grad_())
+            recorded.record(
+                part, torch.full_like(part.values, 7.0)
+            )  # a first pass, which the second replaces
+            recorded.record(
+                part, torch.where(part.response_mask, part.values, torch.nan).requires_grad_()
+            )
             filled += not part.response_mask.any()
         parts.append(recorded.gathered(rows))
-    assert filled and not any(part.requires_grad for part in parts) and torch.equal(parts[0] + parts[1], rows.values)
+    assert (
+        filled
+        and not any(part.requires_grad for part in parts)
+        and torch.equal(parts[0] + parts[1], rows.values)
+    )
     assert all(part.any() for part in parts)
     recorded = RecordedTokens()
     recorded.record(rows, rows.values)
     recorded.record(
-        replace(rows, response_mask=torch.zeros_like(rows.response_mask)), torch.full_like(rows.values, 5.0)
+        replace(rows, response_mask=torch.zeros_like(rows.response_mask)),
+        torch.full_like(rows.values, 5.0),
     )
-    assert torch.equal(recorded.gathered(rows), rows.values), "a row that fills a share keeps its numbers"
+    assert torch.equal(recorded.gathered(rows), rows.values), (
+        "a row that fills a share keeps its numbers"
+    )
     monkeypatch.setattr(dist, "sequence_rank", lambda: 1)
     assert not recorded.gathered(rows).any(), "ranks that share rows count them once"
 
@@ -169,7 +219,9 @@ def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
 
 def test_ranks_share_the_next_blocks_and_divide_by_the_tokens_of_all(monkeypatch):
     lengths = (3, 2, 5, 4, 2, 3, 4)
-    answers = [[[9] * (length - 1)] for length in lengths]  # the first token of a block is not predicted
+    answers = [
+        [[9] * (length - 1)] for length in lengths
+    ]  # the first token of a block is not predicted
     blocks = Dataset.from_dict({"prompt_ids": [[row] for row in range(7)], "answers": answers})
 
     def texts(micro_batch=2) -> TextBatches:
@@ -183,7 +235,10 @@ def test_ranks_share_the_next_blocks_and_divide_by_the_tokens_of_all(monkeypatch
         batches, tokens = served.take()
         expected = order.take(4)
         assert [batch.input_ids[:, 0].tolist() for batch in batches] == [expected[:2], expected[2:]]
-        assert [int(batch.loss_mask.sum()) for batch in batches] == [tokens_of(expected[:2]), tokens_of(expected[2:])]
+        assert [int(batch.loss_mask.sum()) for batch in batches] == [
+            tokens_of(expected[:2]),
+            tokens_of(expected[2:]),
+        ]
         assert float(tokens) == tokens_of(expected)
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda count: count + 100)
@@ -198,15 +253,28 @@ def test_ranks_share_the_next_blocks_and_divide_by_the_tokens_of_all(monkeypatch
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(9, 1), (39, 3), (1000, 8)])
-def test_a_micro_batch_of_texts_has_no_more_tokens_or_rows_than_one_of_answers(tokens, rows, monkeypatch):
-    flags = SimpleNamespace(unsupervised_dataset_name="texts", unsupervised_dataset_config_name=None,
-                            max_prompt_seq_len=6, max_answer_seq_len=4)  # fmt: skip
+def test_a_micro_batch_of_texts_has_no_more_tokens_or_rows_than_one_of_answers(
+    tokens, rows, monkeypatch
+):
+    flags = SimpleNamespace(
+        unsupervised_dataset_name="texts",
+        unsupervised_dataset_config_name=None,
+        max_prompt_seq_len=6,
+        max_answer_seq_len=4,
+    )
     config = SimpleNamespace(ppo=flags, data=None, run=SimpleNamespace(seed=0))
     plan = SimpleNamespace(
-        flags=SimpleNamespace(per_device_training_batch_size=8), micro_batch_tokens=tokens, global_batch=8
+        flags=SimpleNamespace(per_device_training_batch_size=8),
+        micro_batch_tokens=tokens,
+        global_batch=8,
     )
-    tokenizer, blocks = SimpleNamespace(pad_token_id=0), Dataset.from_dict({"prompt_ids": [[1]], "answers": [[[2]]]})
-    monkeypatch.setattr(begin_ppo, "text_blocks", lambda name, part, tokenizer, length, data: blocks)
+    tokenizer, blocks = (
+        SimpleNamespace(pad_token_id=0),
+        Dataset.from_dict({"prompt_ids": [[1]], "answers": [[[2]]]}),
+    )
+    monkeypatch.setattr(
+        begin_ppo, "text_blocks", lambda name, part, tokenizer, length, data: blocks
+    )
     assert begin_ppo.plain_texts(config, plan, tokenizer, torch.device("cpu")).micro_batch == rows
 
 
@@ -214,17 +282,23 @@ def test_a_micro_batch_of_texts_has_no_more_tokens_or_rows_than_one_of_answers(t
 
 
 def grouped() -> Experience:
-    """Four answers each to three prompts, five to another and three to a last one, in random order."""
+    """Four answers each to three prompts, five to another and three to a last one, in random
+    order."""
     generator = torch.Generator().manual_seed(5)
     numbers = torch.tensor([0, 1, 2, 3] * 4 + [3, 4, 4, 4])[torch.randperm(20, generator=generator)]
     prompts = torch.randint(2, VOCABULARY, (5, 24), generator=generator)
     mask = torch.arange(12) < torch.randint(1, 13, (20, 1), generator=generator)
     noise = torch.randn(mask.shape, generator=generator) * mask
     return record(
-        Experience, mask, prompt_ids=prompts[numbers], prompt_mask=torch.arange(24) >= numbers.unsqueeze(1),
-        response_ids=torch.randint(2, VOCABULARY, mask.shape, generator=generator), scores=torch.arange(20.0),
-        groups=numbers, advantages=noise,
-    )  # fmt: skip
+        Experience,
+        mask,
+        prompt_ids=prompts[numbers],
+        prompt_mask=torch.arange(24) >= numbers.unsqueeze(1),
+        response_ids=torch.randint(2, VOCABULARY, mask.shape, generator=generator),
+        scores=torch.arange(20.0),
+        groups=numbers,
+        advantages=noise,
+    )
 
 
 def test_answers_to_one_prompt_are_served_together():
@@ -232,14 +306,19 @@ def test_answers_to_one_prompt_are_served_together():
     [separate] = MiniDataset(20, 120, 12, 0).minibatches(rows, 1, 1)
     [shared] = MiniDataset(20, 120, 12, 0, shares_prompts=True).minibatches(rows, 1, 1)
     assert Counter(served([shared])) == Counter(served([separate])) == Counter(range(20))
-    assert (shared.denominators, shared.value_tokens) == (separate.denominators, separate.value_tokens)
+    assert (shared.denominators, shared.value_tokens) == (
+        separate.denominators,
+        separate.value_tokens,
+    )
     assert len(shared.micro_batches) == 4 < len(separate.micro_batches)
     kept = [group for part in shared.micro_batches for group in part.groups.unique().tolist()]
     assert sorted(kept) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-def test_gradients_of_shared_prompts_are_those_of_separate_rows_on_one_and_two_ranks(monkeypatch, kind):
+def test_gradients_of_shared_prompts_are_those_of_separate_rows_on_one_and_two_ranks(
+    monkeypatch, kind
+):
     rows, found = grouped(), []
     model = new_model("llama")
     if kind == "critic":
@@ -250,7 +329,9 @@ def test_gradients_of_shared_prompts_are_those_of_separate_rows_on_one_and_two_r
             updates = list(dataset.minibatches(rows, 1, 1))
         else:
             updates = [rank[0] for rank in updates_of_two_ranks(dataset, rows, monkeypatch)]
-        module = (PolicyModel if kind == "policy" else ScalarModel)(model, Layout(packed=True, shares=shares))
+        module = (PolicyModel if kind == "policy" else ScalarModel)(
+            model, Layout(packed=True, shares=shares)
+        )
         ran = []
         hook = module.backbone.register_forward_pre_hook(
             lambda _, args, named, ran=ran: ran.append(named["input_ids"].numel()), with_kwargs=True
@@ -258,11 +339,24 @@ def test_gradients_of_shared_prompts_are_those_of_separate_rows_on_one_and_two_r
         model.zero_grad()
         for part in (part for update in updates for part in update.micro_batches):
             outputs = (
-                response_logprobs(module, part, 1.0).logprobs if kind == "policy" else response_values(module, part)
+                response_logprobs(module, part, 1.0).logprobs
+                if kind == "policy"
+                else response_values(module, part)
             )
-            ((outputs * part.advantages * part.response_mask).sum() / updates[0].value_tokens).backward()
+            (
+                (outputs * part.advantages * part.response_mask).sum() / updates[0].value_tokens
+            ).backward()
         hook.remove()
-        found.append((sum(ran), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+        found.append(
+            (
+                sum(ran),
+                {
+                    name: p.grad.clone()
+                    for name, p in model.named_parameters()
+                    if p.grad is not None
+                },
+            )
+        )
     (separate, expected), *others = found
     for tokens, gradients in others:
         assert tokens < 0.6 * separate

@@ -1,4 +1,5 @@
-"""The state of step 3 in a checkpoint: its keys, other numbers of ranks, flags that change under `--resume_force`."""
+"""The state of step 3 in a checkpoint: its keys, other numbers of ranks, flags that change under
+`--resume_force`."""
 
 from types import SimpleNamespace
 
@@ -25,7 +26,8 @@ GRPO = "--advantage_estimator grpo --n_samples_per_prompt 2"
 
 
 class Average:
-    """Stands for a moving average, or for a reference that moves: their states have the same methods."""
+    """Stands for a moving average, or for a reference that moves: their states have the same
+    methods."""
 
     def __init__(self):
         self.did = []
@@ -42,24 +44,34 @@ class Average:
         self.did.append("begun")
 
 
-def resumable(words: str = "", texts=False, average=False, evaluation=False, collection="", sync=False) -> ResumablePPO:
+def resumable(
+    words: str = "", texts=False, average=False, evaluation=False, collection="", sync=False
+) -> ResumablePPO:
     """Step 3 without engines; `collection`: flags of the experience collection."""
     config = parse("ppo", f"{WORDS} {words}".split())
     algorithm = config.algorithm
     engines = SimpleNamespace(
-        actor_average=Average() if average else None, reference_sync=Average() if sync else None,
+        actor_average=Average() if average else None,
+        reference_sync=Average() if sync else None,
         trained={"actor": "A", "critic": "C"},
-    )  # fmt: skip
+    )
     entropy_coef = FixedCoefficient(algorithm.entropy_coef)
     if algorithm.entropy_target:
         entropy_coef = AdaptiveEntropy(algorithm.entropy_coef, algorithm.entropy_target, 0.005, 1.0)
     ppo = SimpleNamespace(
-        config=config, device=CPU, engines=engines, entropy_coef=entropy_coef, state=PPOState(),
+        config=config,
+        device=CPU,
+        engines=engines,
+        entropy_coef=entropy_coef,
+        state=PPOState(),
         texts=SimpleNamespace(stream=IndexStream(range(5), seed=2)) if texts else None,
-        nonfinite=NonFinitePolicy(config.safety), shaping=computation(),
+        nonfinite=NonFinitePolicy(config.safety),
+        shaping=computation(),
         collection=collection_of(collection),
-    )  # fmt: skip
-    return ResumablePPO(ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch(PPOHealthFlags()))
+    )
+    return ResumablePPO(
+        ppo, SimpleNamespace(best=None) if evaluation else None, HealthWatch(PPOHealthFlags())
+    )
 
 
 def resume(before: ResumablePPO, after: ResumablePPO) -> ResumablePPO:
@@ -71,29 +83,49 @@ def resume(before: ResumablePPO, after: ResumablePPO) -> ResumablePPO:
 
 def test_parts_are_restored_and_those_that_are_off_now_are_ignored(capsys):
     """`test_loop.py` compares whole runs."""
-    before, after = (resumable(ENTROPY, texts=True, average=True, evaluation=True) for _ in range(2))
+    before, after = (
+        resumable(ENTROPY, texts=True, average=True, evaluation=True) for _ in range(2)
+    )
     before.ppo.state.begin_updates(experience(range(3)), {"a": 1.0})
     before.ppo.state.count_update(Outcome({"actor": 2.0}, []))
     before.ppo.entropy_coef.update(1.0, 1)
     before.ppo.texts.stream.take(2)
     before.ppo.nonfinite.load_state_dict({"in_a_row": {}, "skipped": 3, "overflows": {"actor": 2}})
     before.evaluation.best = (0.5, 3)
-    metrics = {"reward/score_std": 0.0, "rollout/count": 8, "rollout/distinct_share": 1.0, "rollout/ended_share": 1.0}
+    metrics = {
+        "reward/score_std": 0.0,
+        "rollout/count": 8,
+        "rollout/distinct_share": 1.0,
+        "rollout/ended_share": 1.0,
+    }
     assert len(before.health.check(4, metrics)) == 1
     resume(before, after)
-    assert after.position == (0, 1) and after.ppo.state.sums.reduce() == {"optim/grad_norm/actor": 2.0}
+    assert after.position == (0, 1) and after.ppo.state.sums.reduce() == {
+        "optim/grad_norm/actor": 2.0
+    }
     assert after.ppo.texts.stream.taken == 2
     assert after.ppo.entropy_coef.value == 0.015 and after.evaluation.best == (0.5, 3)
-    assert after.ppo.nonfinite.metrics("actor") == {"optim/nonfinite_skipped": 3, "optim/overflow/actor": 2}
+    assert after.ppo.nonfinite.metrics("actor") == {
+        "optim/nonfinite_skipped": 3,
+        "optim/overflow/actor": 2,
+    }
     assert after.health.check(5, metrics) == [], "a warning is given once"
     assert after.ppo.engines.actor_average.did == ["parts of 1"]
     capsys.readouterr()
     without = resume(before, resumable())
-    assert without.ppo.entropy_coef.value == 0.0 and not without.is_best and capsys.readouterr().out == ""
+    assert (
+        without.ppo.entropy_coef.value == 0.0
+        and not without.is_best
+        and capsys.readouterr().out == ""
+    )
 
 
-@pytest.mark.parametrize(("ranks", "rank", "mine"), [(1, 0, 6.0), (2, 0, 2.0), (2, 1, 4.0), (3, 0, 6.0), (3, 2, 0.0)])
-def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(monkeypatch, ranks, rank, mine):
+@pytest.mark.parametrize(
+    ("ranks", "rank", "mine"), [(1, 0, 6.0), (2, 0, 2.0), (2, 1, 4.0), (3, 0, 6.0), (3, 2, 0.0)]
+)
+def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(
+    monkeypatch, ranks, rank, mine
+):
     """Two ranks have saved, with sums 2 and 4."""
     before, saved = resumable(average=True), []
     for total in (2.0, 4.0):
@@ -106,16 +138,25 @@ def test_what_the_ranks_measured_is_counted_once_on_any_number_of_ranks(monkeypa
     own = saved[rank] if ranks == 2 else None
     after.load_state(shared, RankStates(own, lambda: iter(saved)))
     means = after.ppo.state.sums.state_dict()["means"]
-    assert {name: float(part[0]) for name, part in means.items()} == {"a": mine}, "the name is on every rank"
+    assert {name: float(part[0]) for name, part in means.items()} == {"a": mine}, (
+        "the name is on every rank"
+    )
     assert after.ppo.engines.actor_average.did == ["parts of 2"]
 
 
 def test_what_was_off_starts_from_the_flags(capsys):
-    after = resume(resumable(), resumable(ENTROPY, texts=True, average=True, evaluation=True, sync=True))
+    after = resume(
+        resumable(), resumable(ENTROPY, texts=True, average=True, evaluation=True, sync=True)
+    )
     said = capsys.readouterr().out
     assert sorted(said.splitlines(keepends=True)) == [
         f"{flag}{BEGINS}"
-        for flag in ("--enable_ema", "--entropy_target", "--ref_sync_interval", "--unsupervised_dataset_name")
+        for flag in (
+            "--enable_ema",
+            "--entropy_target",
+            "--ref_sync_interval",
+            "--unsupervised_dataset_name",
+        )
     ]
     assert after.ppo.entropy_coef.value == 0.01 and after.ppo.texts.stream.taken == 0
     assert after.ppo.engines.actor_average.did == ["begun"] and after.evaluation.best is None

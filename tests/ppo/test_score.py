@@ -1,4 +1,5 @@
-"""The rows of a rollout scored: log-probs, values, rewards, requests to reward sources; the samples that are shown."""
+"""The rows of a rollout scored: log-probs, values, rewards, requests to reward sources; the samples
+that are shown."""
 
 import json
 import math
@@ -32,9 +33,17 @@ SOURCES = torch.tensor([[1.0, -2.0], [0.5, 3.0], [4.0, 0.0], [-1.0, 1.0], [2.0, 
 SCORES = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
 GROUPS = torch.tensor([7, 7, 8, 9, 9])
 LLAMA = LlamaConfig(
-    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, num_labels=1, pad_token_id=None,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+    num_labels=1,
+    pad_token_id=None,
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +58,10 @@ def models() -> dict[str, torch.nn.Module]:
 
 def rollout(padding_seed: int = 0) -> Rollout:
     """Five rows of uneven prompts and responses, one response empty; random ids in padding."""
-    generator, padding = torch.Generator().manual_seed(1), torch.Generator().manual_seed(padding_seed)
+    generator, padding = (
+        torch.Generator().manual_seed(1),
+        torch.Generator().manual_seed(padding_seed),
+    )
     prompt_mask = torch.arange(5) >= 5 - torch.tensor(PROMPT_LENGTHS).unsqueeze(1)
     response_mask = torch.arange(6) < torch.tensor(LENGTHS).unsqueeze(1)
 
@@ -67,7 +79,9 @@ def rollout(padding_seed: int = 0) -> Rollout:
     )
 
 
-def scored(models, rows: Rollout, budget=20, source="recompute", kl="k1", baselines=None, **changes) -> ScoredRollout:
+def scored(
+    models, rows: Rollout, budget=20, source="recompute", kl="k1", baselines=None, **changes
+) -> ScoredRollout:
     """The rows with scores of their own number."""
     roles = [({**models, **changes})[name] for name in ("actor", "reference", "critic")]
     score = ForwardPasses(*roles, TEMPERATURE, budget, source, kl)
@@ -75,22 +89,35 @@ def scored(models, rows: Rollout, budget=20, source="recompute", kl="k1", baseli
 
 
 def tables_alone(model, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    logits = model.lm(input_ids=torch.cat([prompt, response]).unsqueeze(0), use_cache=False).logits[0].double()
-    return torch.log_softmax(logits / TEMPERATURE, dim=-1)[len(prompt) - 1 : len(prompt) - 1 + len(response)]
+    logits = (
+        model.lm(input_ids=torch.cat([prompt, response]).unsqueeze(0), use_cache=False)
+        .logits[0]
+        .double()
+    )
+    return torch.log_softmax(logits / TEMPERATURE, dim=-1)[
+        len(prompt) - 1 : len(prompt) - 1 + len(response)
+    ]
 
 
 def values_alone(model: ScalarModel, sequence: torch.Tensor) -> list[float]:
-    hidden = model.classifier.base_model(input_ids=sequence.unsqueeze(0), use_cache=False).last_hidden_state
+    hidden = model.classifier.base_model(
+        input_ids=sequence.unsqueeze(0), use_cache=False
+    ).last_hidden_state
     return model.classifier.score(hidden)[0, :, 0].tolist()
 
 
 @torch.no_grad()
 def row_alone(models, rows: Rollout, row: int) -> dict[str, list[float]]:
     """All per-token fields of one row from its real tokens alone, in plain Python."""
-    prompt, response = rows.prompt_ids[row][rows.prompt_mask[row]], rows.response_ids[row][rows.response_mask[row]]
+    prompt, response = (
+        rows.prompt_ids[row][rows.prompt_mask[row]],
+        rows.response_ids[row][rows.response_mask[row]],
+    )
     tables = {name: tables_alone(models[name], prompt, response) for name in ("actor", "reference")}
-    old, ref = ([t[int(token)].item() for t, token in zip(tables[name], response, strict=True)]
-                for name in ("actor", "reference"))  # fmt: skip
+    old, ref = (
+        [t[int(token)].item() for t, token in zip(tables[name], response, strict=True)]
+        for name in ("actor", "reference")
+    )
     values = values_alone(models["critic"], torch.cat([prompt, response]))
     return {
         "old_logprobs": old,
@@ -107,10 +134,15 @@ def row_alone(models, rows: Rollout, row: int) -> dict[str, list[float]]:
 
 
 def require_rows_alone(models, rows, found, kl: str) -> None:
-    """Every number of `found` is that of its row without the others, and 0 outside the mask; rows stay in order."""
-    assert torch.equal(found.response_ids[rows.response_mask], rows.response_ids[rows.response_mask])
+    """Every number of `found` is that of its row without the others, and 0 outside the mask; rows
+    stay in order."""
+    assert torch.equal(
+        found.response_ids[rows.response_mask], rows.response_ids[rows.response_mask]
+    )
     assert torch.equal(found.scores, SCORES) and torch.equal(found.source_scores, SOURCES)
-    assert torch.equal(found.groups, GROUPS) and torch.equal(found.finish_reason, rows.finish_reason)
+    assert torch.equal(found.groups, GROUPS) and torch.equal(
+        found.finish_reason, rows.finish_reason
+    )
     for row in range(5):
         expected = row_alone(models, rows, row)
         expected["kl"] = expected[kl]
@@ -151,8 +183,14 @@ def test_a_rank_with_fewer_passes_makes_more_and_keeps_its_rows(models, monkeypa
 def test_recorded_logprobs_replace_the_actors_pass(models, source):
     """They give the KL; with "update", the old log-probs are left to the update."""
     rows = rollout()
-    noisy = replace(rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0))
-    found = scored({**models, "actor": SimpleNamespace(eval=lambda: None, layout=Layout())}, noisy, source=source)
+    noisy = replace(
+        rows, rollout_logprobs=torch.where(rows.response_mask, rows.rollout_logprobs, 77.0)
+    )
+    found = scored(
+        {**models, "actor": SimpleNamespace(eval=lambda: None, layout=Layout())},
+        noisy,
+        source=source,
+    )
     assert torch.equal(found.policy_logprobs, rows.rollout_logprobs), "0 outside the mask"
     assert (found.old_logprobs is None) is (source == "update") and found.entropies is None
     expected = scored(models, rows)
@@ -164,7 +202,9 @@ def test_recorded_logprobs_replace_the_actors_pass(models, source):
 @pytest.mark.parametrize(("budget", "kl"), [(60, "k1"), (1000, "full")])
 def test_shared_prompts_give_the_numbers_of_rows_alone(models, budget, kl, monkeypatch):
     generator = torch.Generator().manual_seed(4)
-    prompts = torch.randint(0, VOCABULARY, (3, 12), generator=generator)[[0, 0, 1, 2, 2]]  # as in GROUPS
+    prompts = torch.randint(0, VOCABULARY, (3, 12), generator=generator)[
+        [0, 0, 1, 2, 2]
+    ]  # as in GROUPS
     rows = replace(rollout(), prompt_ids=prompts, prompt_mask=torch.ones(5, 12, dtype=torch.bool))
     for model in models.values():
         monkeypatch.setattr(model, "layout", Layout(shares=True))
@@ -172,7 +212,9 @@ def test_shared_prompts_give_the_numbers_of_rows_alone(models, budget, kl, monke
 
 
 def test_answers_to_one_prompt_are_scored_in_one_pass_if_all_models_share(models, monkeypatch):
-    rows = replace(rollout(), prompt_ids=torch.arange(12).repeat(5, 1), prompt_mask=torch.ones(5, 12).bool())
+    rows = replace(
+        rollout(), prompt_ids=torch.arange(12).repeat(5, 1), prompt_mask=torch.ones(5, 12).bool()
+    )
     for name, passes in (("actor", 3), ("reference", 3), ("critic", 2)):
         monkeypatch.setattr(models[name], "layout", Layout(shares=True))
         seen = watched_passes(monkeypatch)
@@ -184,18 +226,33 @@ def test_prompts_lose_the_actors_bos_and_keep_other_marks():
     tokenizer = toy.make_tokenizer(["a lamp in the hall"])
     tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<user>"]})
     start, user = tokenizer.convert_tokens_to_ids(["<s>", "<user>"])
-    prompts = [[start, user, *tokenizer.encode("a lamp")], [user, *tokenizer.encode("a lamp"), start]]
+    prompts = [
+        [start, user, *tokenizer.encode("a lamp")],
+        [user, *tokenizer.encode("a lamp"), start],
+    ]
     longest = max(map(len, prompts))
     ids = torch.tensor([[7] * (longest - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts]).bool()
     answers = torch.tensor([tokenizer.encode("hall") + [tokenizer.eos_token_id]]).repeat(2, 1)
     rows = Dataset.from_dict({"row": [json.dumps({"answer": number}) for number in range(3)]})
-    rollout = Rollout(ids, mask, answers, torch.ones_like(answers).bool(), torch.zeros(answers.shape), torch.zeros(2))
+    rollout = Rollout(
+        ids,
+        mask,
+        answers,
+        torch.ones_like(answers).bool(),
+        torch.zeros(answers.shape),
+        torch.zeros(2),
+    )
     scorer = RewardRequests(None, rows, tokenizer)
     request = scorer.request(rollout, [2, 0], 0)
-    assert (request.prompts, request.responses) == (["<user>a lamp", "<user>a lamp<s>"], ["hall", "hall"])
+    assert (request.prompts, request.responses) == (
+        ["<user>a lamp", "<user>a lamp<s>"],
+        ["hall", "hall"],
+    )
     assert request.rows == [{"answer": 2}, {"answer": 0}] and request.step == 0
-    assert [row["answer"] for row in scorer.request(rollout, [1], 0).rows] == [1, 1], "two answers to one prompt"
+    assert [row["answer"] for row in scorer.request(rollout, [1], 0).rows] == [1, 1], (
+        "two answers to one prompt"
+    )
 
 
 def test_the_token_that_ended_a_response_is_no_text_of_it():
@@ -204,12 +261,23 @@ def test_the_token_that_ended_a_response_is_no_text_of_it():
     tokenizer.add_tokens(["<|im_end|>"])
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     hall = tokenizer.encode("hall")
-    answers = torch.tensor([[*hall, end], [*hall, tokenizer.eos_token_id], [*hall, end], [*hall, *hall[:1]]])
-    reasons = torch.tensor([FinishReason.EOS, FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH])
+    answers = torch.tensor(
+        [[*hall, end], [*hall, tokenizer.eos_token_id], [*hall, end], [*hall, *hall[:1]]]
+    )
+    reasons = torch.tensor(
+        [FinishReason.EOS, FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH]
+    )
     all_real = torch.ones_like(answers).bool()
     rollout = Rollout(answers, all_real, answers, all_real, answers.float(), reasons)
-    request = RewardRequests(None, Dataset.from_dict({"row": ["{}"]}), tokenizer).request(rollout, [0], 0)
-    assert request.responses == ["hall", "hall", "hall<|im_end|>", "hall" + tokenizer.decode(hall[:1])]
+    request = RewardRequests(None, Dataset.from_dict({"row": ["{}"]}), tokenizer).request(
+        rollout, [0], 0
+    )
+    assert request.responses == [
+        "hall",
+        "hall",
+        "hall<|im_end|>",
+        "hall" + tokenizer.decode(hall[:1]),
+    ]
 
 
 def test_faults_of_every_row_are_an_error_at_the_first_count_of_each_scorer():
@@ -229,16 +297,22 @@ def test_prompt_and_response_together_are_the_sampled_text(kind, prompt):
     tokenizer = tokenizer_of(kind)
     whole = encode_prompt(tokenizer, f"{prompt} is in the hall")
     count = len(encode_prompt(tokenizer, prompt))
-    ids, answer = torch.tensor([[9, *whole[:count]]]), torch.tensor([[*whole[count:], tokenizer.eos_token_id]])
+    ids, answer = (
+        torch.tensor([[9, *whole[:count]]]),
+        torch.tensor([[*whole[count:], tokenizer.eos_token_id]]),
+    )
     mask, ended = torch.tensor([[False] + [True] * count]), torch.tensor([FinishReason.EOS])
     rollout = Rollout(ids, mask, answer, torch.ones_like(answer).bool(), answer.float(), ended)
-    request = RewardRequests(None, Dataset.from_dict({"row": ["{}"]}), tokenizer).request(rollout, [0], 0)
+    request = RewardRequests(None, Dataset.from_dict({"row": ["{}"]}), tokenizer).request(
+        rollout, [0], 0
+    )
     assert (request.prompts, request.responses) == ([prompt], [" is in the hall"])
 
 
 TOKENIZER = SimpleNamespace(
     batch_decode=lambda rows, skip_special_tokens: [
-        " ".join(str(token) for token in row if token != 9 or not skip_special_tokens) for row in rows
+        " ".join(str(token) for token in row if token != 9 or not skip_special_tokens)
+        for row in rows
     ]
 )  # 9 is its only special token
 
@@ -249,18 +323,30 @@ def four_rows() -> ScoredRollout:
     logprobs = torch.where(mask, torch.arange(4.0).unsqueeze(1) * 0.1, 0.0)
     reasons = [FinishReason.LENGTH, FinishReason.EOS, FinishReason.EOS, FinishReason.STOP]
     return record(
-        ScoredRollout, mask, prompt_ids=torch.tensor([[9, 3], [9, 3], [5, 4], [5, 4]]),
+        ScoredRollout,
+        mask,
+        prompt_ids=torch.tensor([[9, 3], [9, 3], [5, 4], [5, 4]]),
         prompt_mask=torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]]).bool(),
         response_ids=torch.tensor([[10, 11, 12], [20, 2, 7], [2, 7, 7], [40, 9, 42]]),
-        rollout_logprobs=logprobs - 7, finish_reason=torch.tensor(reasons, dtype=torch.int8), old_logprobs=logprobs,
-        ref_logprobs=torch.where(mask, -0.5, 0.0), groups=torch.tensor([6, 6, 7, 7]),
+        rollout_logprobs=logprobs - 7,
+        finish_reason=torch.tensor(reasons, dtype=torch.int8),
+        old_logprobs=logprobs,
+        ref_logprobs=torch.where(mask, -0.5, 0.0),
+        groups=torch.tensor([6, 6, 7, 7]),
         source_scores=torch.tensor([[1.0, math.nan], [2.0, 0.5], [math.nan, 3.0], [0.0, 0.0]]),
         scores=torch.tensor([1.0, 2.5, 3.0, -1.0]),
-    )  # fmt: skip
+    )
 
 
 def samples_of(folder, every=2, count=8, data_sources=()) -> Samples:
-    return Samples(JsonLines(folder / "samples.jsonl"), every, count, TOKENIZER, ["learned", "rule"], data_sources)
+    return Samples(
+        JsonLines(folder / "samples.jsonl"),
+        every,
+        count,
+        TOKENIZER,
+        ["learned", "rule"],
+        data_sources,
+    )
 
 
 def lines_of(folder) -> list[dict]:
@@ -270,28 +356,52 @@ def lines_of(folder) -> list[dict]:
 def test_a_line_holds_text_counts_scores_kl_and_how_the_answer_ended():
     first, second, third, fourth = sample_lines(four_rows(), TOKENIZER, ["learned", "rule"])
     assert first == {
-        "prompt": "3", "answer": " 10 11 12", "tokens": 5, "score": 1.0, "scores": {"learned": 1.0},
-        "kl": pytest.approx(0.5), "length": 3, "ended": "length",
-    }  # fmt: skip
+        "prompt": "3",
+        "answer": " 10 11 12",
+        "tokens": 5,
+        "score": 1.0,
+        "scores": {"learned": 1.0},
+        "kl": pytest.approx(0.5),
+        "length": 3,
+        "ended": "length",
+    }
     assert second == {
-        "prompt": "3", "answer": " 20", "tokens": 4, "score": 2.5, "scores": {"learned": 2.0, "rule": 0.5},
-        "kl": pytest.approx(0.6), "length": 2, "ended": "eos",
-    }  # fmt: skip
+        "prompt": "3",
+        "answer": " 20",
+        "tokens": 4,
+        "score": 2.5,
+        "scores": {"learned": 2.0, "rule": 0.5},
+        "kl": pytest.approx(0.6),
+        "length": 2,
+        "ended": "eos",
+    }
     assert (third["answer"], third["tokens"], third["scores"]) == ("", 2, {"rule": 3.0})
-    assert (fourth["answer"], fourth["ended"], fourth["kl"]) == (" 40 42", "stop", pytest.approx(0.8))
+    assert (fourth["answer"], fourth["ended"], fourth["kl"]) == (
+        " 40 42",
+        "stop",
+        pytest.approx(0.8),
+    )
     rows = four_rows()
-    assert {line["kl"] for line in sample_lines(replace(rows, ref_logprobs=None), TOKENIZER, ["a", "b"])} == {None}
+    assert {
+        line["kl"] for line in sample_lines(replace(rows, ref_logprobs=None), TOKENIZER, ["a", "b"])
+    } == {None}
     early = sample_lines(replace(rows, old_logprobs=None), TOKENIZER, ["a", "b"])
-    assert [line["kl"] for line in early] == pytest.approx([-6.5, -6.4, -6.3, -6.2]), "those of sampling"
+    assert [line["kl"] for line in early] == pytest.approx([-6.5, -6.4, -6.3, -6.2]), (
+        "those of sampling"
+    )
 
 
-@pytest.mark.parametrize(("groups", "scores", "count", "expected"), [
-    ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 8, [1, 0, 5, 4]),  # best and worst of each prompt
-    ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 3, [1, 0, 5]), ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 1, [1]),
-    ([5, 4, 5, 4], [1, 2, 3, 4], 8, [3, 1, 2, 0]),  # in the order of the run
-    ([1, 2, 3], [5, 9, 7], 2, [0, 1]),  # one answer to each prompt
-    ([1, 1, 1], [2, 2, 2], 8, [0, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("groups", "scores", "count", "expected"),
+    [
+        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 8, [1, 0, 5, 4]),  # best and worst of each prompt
+        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 3, [1, 0, 5]),
+        ([4, 4, 4, 5, 5, 5], [1, 3, 2, 0, -1, 7], 1, [1]),
+        ([5, 4, 5, 4], [1, 2, 3, 4], 8, [3, 1, 2, 0]),  # in the order of the run
+        ([1, 2, 3], [5, 9, 7], 2, [0, 1]),  # one answer to each prompt
+        ([1, 1, 1], [2, 2, 2], 8, [0, 2]),
+    ],
+)
 def test_which_answers_are_shown(groups, scores, count, expected):
     assert shown_rows(groups, scores, count) == expected
 
@@ -308,7 +418,13 @@ def test_the_answers_of_a_step_are_lines_with_its_number(tmp_path):
 
 
 def test_printed_answers_are_aligned_and_cannot_change_the_terminal():
-    line = {"prompt": "a\n\tb", "answer": "\x1b[31mred\r", "score": -1.0, "length": 2, "ended": "length"}
+    line = {
+        "prompt": "a\n\tb",
+        "answer": "\x1b[31mred\r",
+        "score": -1.0,
+        "length": 2,
+        "ended": "length",
+    }
     printed = printed_answers(7, [line | {"scores": {"a": 1.0, "b": -2.0}}])
     assert "\x1b" not in printed and "\r" not in printed
     assert printed.split("\n")[1:4] == [

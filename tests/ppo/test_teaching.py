@@ -1,4 +1,5 @@
-"""Teachers of step 3: which rows each of them reads, what it reads, and the advantages that its log-probs change."""
+"""Teachers of step 3: which rows each of them reads, what it reads, and the advantages that its
+log-probs change."""
 
 from dataclasses import replace
 
@@ -19,9 +20,12 @@ from dschat_ppo.ppo.update import ActorLoss
 from dschat_ppo.types import Experience, LateEnds, RewardedRollout, concat_rows, select_rows
 
 TEMPERATURE, ANSWERS, PROMPTS, SEEN = 0.8, (4, 2, 0, 3), (3, 5, 2, 1), (6, 5, 2, 4)
-# the second row's tokens count for the critic alone; an observation stands in the middle of the first row's answer
+# the second row's tokens count for the critic alone; an observation stands in the middle of the
+# first row's answer
 ACTIONS = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]).bool()
-MINIBATCH = MiniBatch([], Denominators(tokens=5.0, rows=4.0, constant=16.0), value_tokens=5.0, metric_weight=0.5)
+MINIBATCH = MiniBatch(
+    [], Denominators(tokens=5.0, rows=4.0, constant=16.0), value_tokens=5.0, metric_weight=0.5
+)
 
 
 def rows_of(**changes) -> Experience:
@@ -30,18 +34,23 @@ def rows_of(**changes) -> Experience:
     prompts = torch.arange(6) >= 6 - torch.tensor(PROMPTS).unsqueeze(1)
     seen = torch.arange(6) >= 6 - torch.tensor(SEEN).unsqueeze(1)
     made = {
-        "prompt_ids": torch.randint(0, VOCABULARY, (4, 6), generator=drawn), "prompt_mask": prompts,
-        "response_ids": torch.randint(0, VOCABULARY, (4, 4), generator=drawn), "episode_lengths": real.sum(dim=1),
-        "teacher_prompt_ids": torch.randint(0, VOCABULARY, (4, 6), generator=drawn), "teacher_prompt_mask": seen,
+        "prompt_ids": torch.randint(0, VOCABULARY, (4, 6), generator=drawn),
+        "prompt_mask": prompts,
+        "response_ids": torch.randint(0, VOCABULARY, (4, 4), generator=drawn),
+        "episode_lengths": real.sum(dim=1),
+        "teacher_prompt_ids": torch.randint(0, VOCABULARY, (4, 6), generator=drawn),
+        "teacher_prompt_mask": seen,
         "loss_mask": ACTIONS & torch.tensor([[True], [False], [True], [True]]),
-    }  # fmt: skip
+    }
     return record(Experience, ACTIONS, **made | changes)
 
 
 def tables(lm, rows, number: int, of_teacher: bool) -> torch.Tensor:
     """(chosen tokens, V) log-probs of one row, by whole logits of plain transformers."""
     ids, mask = (
-        (rows.teacher_prompt_ids, rows.teacher_prompt_mask) if of_teacher else (rows.prompt_ids, rows.prompt_mask)
+        (rows.teacher_prompt_ids, rows.teacher_prompt_mask)
+        if of_teacher
+        else (rows.prompt_ids, rows.prompt_mask)
     )
     prompt, answer = ids[number][mask[number]], rows.response_ids[number, : ANSWERS[number]]
     logits = lm(input_ids=torch.cat([prompt, answer]).unsqueeze(0), use_cache=False).logits[0]
@@ -56,13 +65,14 @@ def models():
 
 
 @pytest.mark.parametrize(
-    ("teachers", "reads_more"), [(None, False), (None, True), ([1, 0, 0, -1], True), ([1, 1, 1, 1], False)]
+    ("teachers", "reads_more"),
+    [(None, False), (None, True), ([1, 0, 0, -1], True), ([1, 1, 1, 1], False)],
 )
 def test_the_loss_is_the_mean_divergence_over_the_counted_tokens_of_the_rows_of_each_teacher(
     models, teachers, reads_more
 ):
-    """Beside it stands the full KL to the reference, which reads what the student reads, and scores all rows. Teachers
-    that are given as if they trained drop nothing out."""
+    """Beside it stands the full KL to the reference, which reads what the student reads, and scores
+    all rows. Teachers that are given as if they trained drop nothing out."""
     student, *others = models
     rows = rows_of(teachers=None if teachers is None else torch.tensor(teachers))
     if not reads_more:
@@ -71,11 +81,17 @@ def test_the_loss_is_the_mean_divergence_over_the_counted_tokens_of_the_rows_of_
     reference = Teachers([PolicyModel(others[1])], Divergence("reverse_kl"), TEMPERATURE)
     taught = Teachers(engines, Divergence("jsd", 0.3), TEMPERATURE)
     flags = AlgorithmFlags(advantage_estimator="none", kl_loss_coef=0.5, kl_loss_estimator="full")
-    actor_loss, sums = ActorLoss(PolicyModel(student), reference, flags, TEMPERATURE, None, taught, 2.0), MetricSums()
+    actor_loss, sums = (
+        ActorLoss(PolicyModel(student), reference, flags, TEMPERATURE, None, taught, 2.0),
+        MetricSums(),
+    )
     loss = actor_loss(rows, MINIBATCH, 0.0, sums)
     expected, kl = torch.zeros(()), torch.zeros(())
     for number in (0, 3):  # the rows with counted tokens
-        teacher, log_p = 0 if teachers is None else teachers[number], tables(student, rows, number, False)
+        teacher, log_p = (
+            0 if teachers is None else teachers[number],
+            tables(student, rows, number, False),
+        )
         log_q = tables(others[1], rows, number, of_teacher=False).detach()
         kl = kl + dense_divergence(log_p, log_q, "reverse_kl").sum() / 5
         if teacher >= 0:
@@ -87,46 +103,76 @@ def test_the_loss_is_the_mean_divergence_over_the_counted_tokens_of_the_rows_of_
     expected = 2.0 * expected + 0.5 * kl
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     parameters = list(student.parameters())
-    for a, b in zip(*(torch.autograd.grad(each, parameters) for each in (loss, expected)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(each, parameters) for each in (loss, expected)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_log_probs_of_sampled_tokens_come_from_the_teacher_of_each_row_without_what_could_not_be_drawn(models):
-    rows, engines = rows_of(teachers=torch.tensor([1, 0, 0, -1])), [PolicyModel(each) for each in models[1:]]
+def test_log_probs_of_sampled_tokens_come_from_the_rows_teacher_without_what_could_not_be_drawn(
+    models,
+):
+    rows, engines = (
+        rows_of(teachers=torch.tensor([1, 0, 0, -1])),
+        [PolicyModel(each) for each in models[1:]],
+    )
     end = next(token for token in range(VOCABULARY) if token not in rows.response_ids)
-    found = Teachers(engines, Divergence("reverse_kl"), TEMPERATURE, LateEnds((end,), 2)).logprobs(rows)
+    found = Teachers(engines, Divergence("reverse_kl"), TEMPERATURE, LateEnds((end,), 2)).logprobs(
+        rows
+    )
     for number, teacher in ((0, 2), (1, 1)):
-        chosen, table = rows.response_ids[number][ACTIONS[number]], tables(models[teacher], rows, number, True)
+        chosen, table = (
+            rows.response_ids[number][ACTIONS[number]],
+            tables(models[teacher], rows, number, True),
+        )
         early = ACTIONS[number].nonzero().squeeze(1) < 2  # the end token is not drawn there
-        expected = table.gather(1, chosen.unsqueeze(1)).squeeze(1) - early * torch.log1p(-table[:, end].exp())
+        expected = table.gather(1, chosen.unsqueeze(1)).squeeze(1) - early * torch.log1p(
+            -table[:, end].exp()
+        )
         torch.testing.assert_close(found[number][ACTIONS[number]], expected, rtol=1e-4, atol=1e-5)
     assert not found[~ACTIONS].any() and not found[3].any()
 
 
 def test_the_kl_of_each_token_is_subtracted_from_its_advantage():
-    """Returns of 1 for the first answer and -1 for the second are whitened to 1 and -1; the KL is not whitened."""
+    """Returns of 1 for the first answer and -1 for the second are whitened to 1 and -1; the KL is
+    not whitened."""
     mask = torch.tensor([[True, True], [True, True], [True, False]])
     rows = record(
-        RewardedRollout, mask, scores=torch.tensor([1.0, -1.0, 0.0]), answer_scores=torch.tensor([1.0, -1.0, 0.0]),
-        rewards=torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 0.0]]), old_logprobs=torch.full((3, 2), -1.0),
+        RewardedRollout,
+        mask,
+        scores=torch.tensor([1.0, -1.0, 0.0]),
+        answer_scores=torch.tensor([1.0, -1.0, 0.0]),
+        rewards=torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 0.0]]),
+        old_logprobs=torch.full((3, 2), -1.0),
         teacher_logprobs=torch.tensor([[-1.0, -3.0], [-0.5, -1.0], [-9.0, -9.0]]),
-    )  # fmt: skip
+    )
     flags = AlgorithmFlags(advantage_estimator="reinforce_plus_plus", kl_coef=0.0)
-    plain = AdvantageComputation(flags, 2, 0, 0.0).advantages(replace(rows, teacher_logprobs=None), 1).advantages
+    plain = (
+        AdvantageComputation(flags, 2, 0, 0.0)
+        .advantages(replace(rows, teacher_logprobs=None), 1)
+        .advantages
+    )
     taught = AdvantageComputation(flags, 2, 0, 0.0, distill_coef=0.5)
     torch.testing.assert_close(
-        taught.advantages(rows, 1).advantages - plain, torch.tensor([[0, -1], [0.25, 0], [-4, 0]]).float()
+        taught.advantages(rows, 1).advantages - plain,
+        torch.tensor([[0, -1], [0.25, 0], [-4, 0]]).float(),
     )
     routed = replace(rows, teachers=torch.tensor([0, 1, -1]))
-    assert float(taught.advantages(routed, 1).advantages[2, 0]) == float(plain[2, 0]), "no teacher teaches this row"
-    alone = AdvantageComputation(AlgorithmFlags(advantage_estimator="none"), 2, 0, 0.0, distill_coef=1.0)
+    assert float(taught.advantages(routed, 1).advantages[2, 0]) == float(plain[2, 0]), (
+        "no teacher teaches this row"
+    )
+    alone = AdvantageComputation(
+        AlgorithmFlags(advantage_estimator="none"), 2, 0, 0.0, distill_coef=1.0
+    )
     assert alone.advantages(rows, 1).advantages.tolist() == [[0, -2], [0.5, 0], [-8, 0]]
 
 
 def test_what_a_teacher_reads_goes_with_its_row():
     rows = rows_of()
     found = select_rows(rows, torch.tensor([3, 1]))
-    assert found.prompt_ids.shape == found.teacher_prompt_ids.shape == (2, 5), "the longest of both, 4 and 5"
+    assert found.prompt_ids.shape == found.teacher_prompt_ids.shape == (2, 5), (
+        "the longest of both, 4 and 5"
+    )
     assert found.teacher_prompt_ids[0, 1:].tolist() == rows.teacher_prompt_ids[3, 2:].tolist()
     both = concat_rows([found, select_rows(rows, torch.tensor([0]))])
     assert both.teacher_prompt_mask.sum(dim=1).tolist() == [4, 5, 6]

@@ -1,4 +1,5 @@
-"""The update of actor and critic: losses of a micro-batch by hand, and what each outcome of a step leads to."""
+"""The update of actor and critic: losses of a micro-batch by hand, and what each outcome of a step
+leads to."""
 
 import dataclasses
 import math
@@ -37,7 +38,9 @@ ADVANTAGES = torch.tensor([[1.0, 2.0, -1.0], [3.0, -3.0, 9.0]])
 WEIGHTS = torch.tensor([[1.0, 0.5, 2.0], [1.0, 1.0, 9.0]])
 DIVERGENCE = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]])
 ENTROPIES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]])
-MINIBATCH = MiniBatch([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=10.0, metric_weight=0.25)
+MINIBATCH = MiniBatch(
+    [], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=10.0, metric_weight=0.25
+)
 # -min(r A, clip(r, 0.8, 1.2) A), with its weight
 TOKEN_LOSSES = [-1.0, -1.2 * 2 * 0.5, math.exp(-0.1) * 2]
 POLICY = sum(TOKEN_LOSSES) / 6
@@ -45,7 +48,12 @@ POLICY = sum(TOKEN_LOSSES) / 6
 
 def rows_of(**changes) -> Experience:
     old = torch.full((2, 3), -2.0)
-    made = {"loss_mask": COUNTED, "old_logprobs": old, "ref_logprobs": old - 0.25, "advantages": ADVANTAGES}
+    made = {
+        "loss_mask": COUNTED,
+        "old_logprobs": old,
+        "ref_logprobs": old - 0.25,
+        "advantages": ADVANTAGES,
+    }
     return record(Experience, RESPONSE, **{**made, "loss_weights": WEIGHTS, **changes})
 
 
@@ -54,10 +62,13 @@ ENDS = LateEnds((2,), 1)
 
 @pytest.fixture
 def loss_of(monkeypatch):
-    """(loss, metrics, what the forward pass was asked for) of flags, with log-probs that have these log-ratios."""
+    """(loss, metrics, what the forward pass was asked for) of flags, with log-probs that have these
+    log-ratios."""
     asked = []
 
-    def response_logprobs(engine, rows, temperature, entropy_grad=False, late_ends=None, teachings=()):
+    def response_logprobs(
+        engine, rows, temperature, entropy_grad=False, late_ends=None, teachings=()
+    ):
         assert late_ends is ENDS
         asked.append((engine, temperature, entropy_grad, *teachings))
         divergences = [DIVERGENCE * number for number in range(1, len(teachings) + 1)]
@@ -67,7 +78,9 @@ def loss_of(monkeypatch):
         asked.clear()
         monkeypatch.setattr(update, "response_logprobs", response_logprobs)
         sums, flags = MetricSums(), AlgorithmFlags(**flags)
-        reference = SimpleNamespace(teachings=lambda rows: ["reference"]) if flags.full_kl_loss else None
+        reference = (
+            SimpleNamespace(teachings=lambda rows: ["reference"]) if flags.full_kl_loss else None
+        )
         taught = SimpleNamespace(teachings=lambda rows: teachers) if teachers else None
         loss = ActorLoss("actor", reference, flags, 0.7, ENDS, taught, distill_coef)
         return float(loss(rows or rows_of(), MINIBATCH, entropy_coef, sums)), sums, asked
@@ -83,7 +96,9 @@ def test_the_policy_loss_is_a_mean_over_the_counted_tokens_of_the_optimizer_step
     assert loss_of(rows_of(loss_mask=RESPONSE))[0] != pytest.approx(POLICY)
     # the clips come from their flags: the ratio of the second token is 1.65, that of the third 0.90
     wide = [TOKEN_LOSSES[0], -1.3 * 2 * 0.5, TOKEN_LOSSES[2]]
-    assert loss_of(clip_eps_low=0.05, clip_eps_high=0.3)[0] == pytest.approx((wide[0] + wide[1] + 0.95 * 2) / 6)
+    assert loss_of(clip_eps_low=0.05, clip_eps_high=0.3)[0] == pytest.approx(
+        (wide[0] + wide[1] + 0.95 * 2) / 6
+    )
     assert loss_of(clip_eps=0.3)[0] == pytest.approx(sum(wide) / 6)
 
 
@@ -92,12 +107,21 @@ def test_metrics_count_the_tokens_of_their_mask(loss_of):
     counted = LOG_RATIOS[COUNTED].double()
     k3 = (torch.exp(counted) - 1 - counted).mean()
     found = sums.reduce()
-    assert found == pytest.approx({
-        "policy/loss": POLICY / 0.25, "policy/entropy": 3.0, "policy/ratio_mean": float(counted.exp().mean()),
-        "policy/ratio_max": math.exp(0.5), "policy/clip_fraction": 1 / 3, "policy/approx_kl": 0.2 / 5,
-        "policy/log_ratio_abs_mean": 1.8 / 5, "policy/log_ratio_abs_max": 0.9, "policy/kl_k3": float(k3),
-        "policy/counted_log_ratio_abs_max": 0.5,
-    }, rel=1e-5)  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "policy/loss": POLICY / 0.25,
+            "policy/entropy": 3.0,
+            "policy/ratio_mean": float(counted.exp().mean()),
+            "policy/ratio_max": math.exp(0.5),
+            "policy/clip_fraction": 1 / 3,
+            "policy/approx_kl": 0.2 / 5,
+            "policy/log_ratio_abs_mean": 1.8 / 5,
+            "policy/log_ratio_abs_max": 0.9,
+            "policy/kl_k3": float(k3),
+            "policy/counted_log_ratio_abs_max": 0.5,
+        },
+        rel=1e-5,
+    )
 
 
 def test_the_kl_loss_of_sampled_tokens_is_added(loss_of):
@@ -109,10 +133,15 @@ def test_the_kl_loss_of_sampled_tokens_is_added(loss_of):
         assert sums.reduce()["policy/kl_loss"] == pytest.approx(k3 / 0.25, rel=1e-5)
 
 
-def test_divergences_from_the_reference_and_from_teachers_are_added_over_the_counted_tokens(loss_of):
-    """Of the three counted tokens 1 + 2 + 3 from the reference, twice that from the first teacher, and so on."""
+def test_divergences_from_the_reference_and_from_teachers_are_added_over_the_counted_tokens(
+    loss_of,
+):
+    """Of the three counted tokens 1 + 2 + 3 from the reference, twice that from the first teacher,
+    and so on."""
     loss, sums, asked = loss_of(kl_loss_coef=0.5, kl_loss_estimator="full")
-    assert loss == pytest.approx(POLICY + 0.5 * 6 / 6) and asked == [("actor", 0.7, False, "reference")]
+    assert loss == pytest.approx(POLICY + 0.5 * 6 / 6) and asked == [
+        ("actor", 0.7, False, "reference")
+    ]
     assert sums.reduce()["policy/kl_loss"] == pytest.approx(6 / 6 / 0.25)
     loss, sums, asked = loss_of(
         kl_loss_coef=0.5, kl_loss_estimator="full", teachers=["first", "second"], distill_coef=2.0
@@ -125,7 +154,9 @@ def test_divergences_from_the_reference_and_from_teachers_are_added_over_the_cou
 
 
 def test_the_router_loss_beside_the_full_kl_is_that_of_the_actor_alone():
-    rows = rows_of(prompt_ids=torch.full((2, 1), 3), response_ids=torch.tensor([[4, 5, 6], [7, 8, 9]]))
+    rows = rows_of(
+        prompt_ids=torch.full((2, 1), 3), response_ids=torch.tensor([[4, 5, 6], [7, 8, 9]])
+    )
     actor, reference = PolicyModel(new_model("mixtral")), PolicyModel(new_model("mixtral"))
     flags = AlgorithmFlags(kl_loss_coef=0.5, kl_loss_estimator="full")
     teacher, loads = Teachers([reference], Divergence("reverse_kl"), 1.0), []
@@ -136,14 +167,24 @@ def test_the_router_loss_beside_the_full_kl_is_that_of_the_actor_alone():
             else:
                 ActorLoss(actor, model, flags, 1.0)(rows, MINIBATCH, 0.0, MetricSums())
         loads += recorded
-    assert len(loads) == 2 and torch.equal(loads[0].chosen, loads[1].chosen) and loads[1].probability.requires_grad
+    assert (
+        len(loads) == 2
+        and torch.equal(loads[0].chosen, loads[1].chosen)
+        and loads[1].probability.requires_grad
+    )
     assert float(loads[1].count) == (3 + 2) * 2, "tokens before the last one, in two layers"
 
 
-@pytest.mark.parametrize(("delta", "advantage", "kept"), [(0.25, -1.0, 1), (0.35, -1.0, 2), (0.25, 1.0, 2)])
-def test_rows_that_are_off_policy_with_negative_advantages_are_left_out(loss_of, delta, advantage, kept):
+@pytest.mark.parametrize(
+    ("delta", "advantage", "kept"), [(0.25, -1.0, 1), (0.35, -1.0, 2), (0.25, 1.0, 2)]
+)
+def test_rows_that_are_off_policy_with_negative_advantages_are_left_out(
+    loss_of, delta, advantage, kept
+):
     """Mean log p_old - log p_new: -0.4 / 3 of the first row, 0.6 / 2 of the second."""
-    rows = rows_of(loss_mask=RESPONSE, loss_weights=torch.ones(2, 3), advantages=torch.full((2, 3), advantage))
+    rows = rows_of(
+        loss_mask=RESPONSE, loss_weights=torch.ones(2, 3), advantages=torch.full((2, 3), advantage)
+    )
     loss, sums, _ = loss_of(rows, off_policy_delta=delta, policy_loss="reinforce")
     logprobs = (rows.old_logprobs + LOG_RATIOS)[:kept][RESPONSE[:kept]]
     assert loss == pytest.approx(float(-advantage * logprobs.sum()) / 6)
@@ -153,44 +194,69 @@ def test_rows_that_are_off_policy_with_negative_advantages_are_left_out(loss_of,
 
 def test_the_value_loss_is_a_mean_over_all_response_tokens(monkeypatch):
     now = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.1, 9.0]])
-    monkeypatch.setattr(update, "response_values", lambda critic, rows: now if critic == "critic" else None)
-    rows, sums = rows_of(returns=torch.full((2, 3), 1.0)), MetricSums()
-    # old values 0, clip 0.5: max((v - 1)^2, (clipped - 1)^2) / 2, with clipped values 0.5, 0.5, 0.5, 0.5, 0.1
-    expected = (max(0, 0.25) + max(1, 0.25) + max(4, 0.25) + max(9, 0.25) + 0.81) / 2
-    assert float(critic_loss("critic", rows, MINIBATCH, AlgorithmFlags(value_clip_eps=0.5), sums)) == pytest.approx(
-        expected / 10
+    monkeypatch.setattr(
+        update, "response_values", lambda critic, rows: now if critic == "critic" else None
     )
+    rows, sums = rows_of(returns=torch.full((2, 3), 1.0)), MetricSums()
+    # old values 0, clip 0.5: max((v - 1)^2, (clipped - 1)^2) / 2, with clipped values 0.5, 0.5,
+    # 0.5, 0.5, 0.1
+    expected = (max(0, 0.25) + max(1, 0.25) + max(4, 0.25) + max(9, 0.25) + 0.81) / 2
+    assert float(
+        critic_loss("critic", rows, MINIBATCH, AlgorithmFlags(value_clip_eps=0.5), sums)
+    ) == pytest.approx(expected / 10)
     found = sums.reduce()
     assert found["value/loss"] == pytest.approx(expected / 10 / 0.25)
-    assert found["value/clip_fraction"] == pytest.approx(1 / 5), "where the clipped error is the larger one"
+    assert found["value/clip_fraction"] == pytest.approx(1 / 5), (
+        "where the clipped error is the larger one"
+    )
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "sapo", "gmpo"])
-def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log_probs(monkeypatch, policy_loss):
+def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_log_probs(
+    monkeypatch, policy_loss
+):
     logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 9.0]], requires_grad=True)
-    monkeypatch.setattr(update, "response_logprobs", lambda *_, **__: ResponseLogprobs(logprobs, ENTROPIES))
-    rows, sums, recorded = rows_of(old_logprobs=None, numbers=torch.arange(2)), MetricSums(), RecordedTokens()
+    monkeypatch.setattr(
+        update, "response_logprobs", lambda *_, **__: ResponseLogprobs(logprobs, ENTROPIES)
+    )
+    rows, sums, recorded = (
+        rows_of(old_logprobs=None, numbers=torch.arange(2)),
+        MetricSums(),
+        RecordedTokens(),
+    )
     # one advantage for each row, with which the losses of sequences agree with those of tokens
-    rows = replace(rows, advantages=torch.tensor([[2.0] * 3, [-3.0] * 3]), loss_weights=torch.ones(2, 3))
-    flags = AlgorithmFlags(policy_loss=policy_loss, loss_aggregation="token_mean", off_policy_delta=0.01)
+    rows = replace(
+        rows, advantages=torch.tensor([[2.0] * 3, [-3.0] * 3]), loss_weights=torch.ones(2, 3)
+    )
+    flags = AlgorithmFlags(
+        policy_loss=policy_loss, loss_aggregation="token_mean", off_policy_delta=0.01
+    )
     loss = ActorLoss("actor", None, flags, 1.0)(rows, MINIBATCH, 0.0, sums, recorded)
     loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.where(COUNTED, -2.0 / 6, 0.0))
     found = sums.reduce()
     assert found["policy/ratio_mean"] == found["policy/ratio_max"] == 1.0
-    assert found["policy/log_ratio_abs_max"] == found["policy/kl_k3"] == found["policy/clip_fraction"] == 0.0
+    assert (
+        found["policy/log_ratio_abs_max"]
+        == found["policy/kl_k3"]
+        == found["policy/clip_fraction"]
+        == 0.0
+    )
     assert found["policy/off_policy_share"] == 0.0
     assert torch.equal(recorded.gathered(rows), torch.where(RESPONSE, logprobs.detach(), 0.0))
 
 
 @pytest.mark.parametrize("clip_eps", [0.0, 0.2])
 def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatch, clip_eps):
-    """gamma 0.5, lambda 0.5; rewards 0, 0, 1 and 0, 2. Errors are -A, as returns are A + V with the same V."""
+    """gamma 0.5, lambda 0.5; rewards 0, 0, 1 and 0, 2. Errors are -A, as returns are A + V with the
+    same V."""
     values = torch.tensor([[1.0, 2.0, 4.0], [3.0, 1.0, 99.0]], requires_grad=True)
     monkeypatch.setattr(update, "response_values", lambda critic, rows: values)
     whole = vars(rows_of(rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 50.0]]), values=None))
-    rows = RewardedRollout(**{name: whole[name] for name in RewardedRollout.__dataclass_fields__ if name != "numbers"},
-                           numbers=torch.arange(2))  # fmt: skip
+    rows = RewardedRollout(
+        **{name: whole[name] for name in RewardedRollout.__dataclass_fields__ if name != "numbers"},
+        numbers=torch.arange(2),
+    )
     flags = AlgorithmFlags(gamma=0.5, gae_lambda=0.5, value_clip_eps=clip_eps)
     sums, recorded = MetricSums(), RecordedTokens()
     loss = critic_loss("critic", rows, MINIBATCH, flags, sums, recorded)
@@ -199,7 +265,9 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
     advantages = [0.5 * 2 - 1 + 0.25 * middle, middle, last, 0.5 * 1 - 3 + 0.25 * 1.0, 2.0 - 1.0]
     assert loss.item() == pytest.approx(sum(a * a for a in advantages) / 2 / 10)
     loss.backward()
-    assert values.grad[RESPONSE].tolist() == pytest.approx([-a / 10 for a in advantages]), "targets are constants"
+    assert values.grad[RESPONSE].tolist() == pytest.approx([-a / 10 for a in advantages]), (
+        "targets are constants"
+    )
     assert values.grad[1, 2] == 0 and sums.reduce()["value/clip_fraction"] == 0.0
     assert torch.equal(recorded.gathered(rows), torch.where(RESPONSE, values.detach(), 0.0))
 
@@ -209,19 +277,27 @@ def test_without_old_values_the_targets_follow_from_those_of_the_pass(monkeypatc
 
 ROWS = [SimpleNamespace(old_logprobs=torch.zeros(1)) for _ in range(2)]  # stand for micro-batches
 STEP = MiniBatch(ROWS, Denominators(3.0, 2.0, 9.0), 5.0, 0.25)
-CONSTANTS = {"over": {"tokens": 3.0, "rows": 2.0, "constant": 9.0}, "value_tokens": 5.0, "share": 0.25}
+CONSTANTS = {
+    "over": {"tokens": 3.0, "rows": 2.0, "constant": 9.0},
+    "value_tokens": 5.0,
+    "share": 0.25,
+}
 TEXT = SFTBatch(*[None] * len(dataclasses.fields(SFTBatch)))
 GOOD, NOT_APPLIED = StepResult(2.0, applied=True), StepResult(math.inf, applied=False)
 OVERFLOW = StepResult(math.inf, applied=False, overflow=True)
 BAD = StepResult(math.inf, applied=False, fault=Fault("loss", 0, 0, [[math.nan]], [torch.ones(1)]))
-WORDS = "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o --on_nonfinite skip "
+WORDS = (
+    "--actor_model_name_or_path a --critic_model_name_or_path c --data_path d --output_dir o"
+    " --on_nonfinite skip "
+)
 BOTH = ["actor gradients", "actor applied", "critic gradients", "critic applied"]
 ALIGNED = ["actor gradients", "critic gradients", "together actor", "together critic"]
 FP16 = "--align_overflow --dtype fp16"
 
 
 class Engines:
-    """Stands for `engine.optimizer_step` and the losses: notes what is done and gives prepared results."""
+    """Stands for `engine.optimizer_step` and the losses: notes what is done and gives prepared
+    results."""
 
     def __init__(self, monkeypatch, log_ratios, **results: StepResult):
         self.done, self.results, self.losses = [], results, {}
@@ -231,7 +307,9 @@ class Engines:
         monkeypatch.setattr(update, "ActorLoss", lambda *_: self.actor_loss)
 
     def actor_loss(self, rows, minibatch, entropy_coef, sums, recorded):
-        sums.add_mean("policy/kl_k3", KL_ESTIMATORS["k3"](torch.zeros_like(self.log_ratios), self.log_ratios))
+        sums.add_mean(
+            "policy/kl_k3", KL_ESTIMATORS["k3"](torch.zeros_like(self.log_ratios), self.log_ratios)
+        )
         sums.add_max("policy/counted_log_ratio_abs_max", self.log_ratios.abs())
         sums.add_mean("actor/seen", torch.tensor([1.0]))
         return (rows, entropy_coef)
@@ -258,7 +336,9 @@ class Engines:
         return [self.results[part.engine] for part in parts]
 
 
-def one_step(monkeypatch, words="", actor=GOOD, critic=GOOD, texts=None, policy=None, log_ratios=(0.2, -0.2)):
+def one_step(
+    monkeypatch, words="", actor=GOOD, critic=GOOD, texts=None, policy=None, log_ratios=(0.2, -0.2)
+):
     """(the engines, the outcome, the names that applied updates measured, the policy)"""
     config = parse("ppo", (WORDS + words).split())
     engines = Engines(monkeypatch, log_ratios, actor=actor, critic=critic)
@@ -266,7 +346,9 @@ def one_step(monkeypatch, words="", actor=GOOD, critic=GOOD, texts=None, policy=
     roles = SimpleNamespace(actor="actor", critic="critic", reference="reference", teachers=[])
     updates = PPOUpdate(config, None, roles, texts, FixedCoefficient(0.01), policy, PhaseClock())
     outcome = updates.minimise([updates.actor_objective(STEP), updates.critic_objective(STEP)], 3)
-    measured = sorted(name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen"))
+    measured = sorted(
+        name for sums in outcome.sums for name in sums.reduce() if name.endswith("/seen")
+    )
     return engines, outcome, measured, policy
 
 
@@ -275,24 +357,50 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
     handled = []
     policy = SimpleNamespace(handle=lambda *given: handled.append(given))
     texts = SimpleNamespace(take=lambda: ([TEXT], torch.tensor(6)))
-    engines, outcome, measured, _ = one_step(monkeypatch, "--unsup_coef 0.5", texts=texts, policy=policy)
+    engines, outcome, measured, _ = one_step(
+        monkeypatch, "--unsup_coef 0.5", texts=texts, policy=policy
+    )
     assert engines.losses == {"actor": [(ROWS[0], 0.01), (ROWS[1], 0.01), 0.5 * 6], "critic": ROWS}
     of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0, "late_ends": None}
     assert handled == [
-        ("actor", 3, GOOD, "actor", [*ROWS, TEXT], of_actor), ("critic", 3, GOOD, "critic", ROWS, CONSTANTS)
-    ]  # fmt: skip
+        ("actor", 3, GOOD, "actor", [*ROWS, TEXT], of_actor),
+        ("critic", 3, GOOD, "critic", ROWS, CONSTANTS),
+    ]
     assert measured == ["actor/seen", "critic/seen", "text/seen"] and len(outcome.sums) == 2
 
 
-OUTCOMES = {  # flags, results of actor and critic -> what is done, roles that are updated, whether the PPO step ends
+# flags, results of actor and critic -> what is done, roles that are updated, whether the PPO step
+# ends
+OUTCOMES = {
     "in turn": ("", GOOD, GOOD, BOTH, "actor critic", False),
     "bad": ("--target_kl 0.001 --max_log_ratio 0.1", BAD, GOOD, BOTH, "critic", False),
     "overflow": ("--target_kl 0.001", OVERFLOW, GOOD, BOTH, "critic", False),
     "aligned": (f"{FP16} --target_kl 0.01", GOOD, GOOD, ALIGNED, "actor critic", True),
     "aligned overflow": (FP16, OVERFLOW, NOT_APPLIED, ALIGNED, "", False),
-    "no overflow in bf16": ("--align_overflow --dtype bf16", GOOD, GOOD, BOTH, "actor critic", False),
-    "forbidden": ("--max_log_ratio 0.1", GOOD, GOOD, ["actor gradients", "actor refused"], "", True),
-    "forbidden, aligned": (f"{FP16} --max_log_ratio 0.1", GOOD, GOOD, ["actor gradients", "actor refused"], "", True),
+    "no overflow in bf16": (
+        "--align_overflow --dtype bf16",
+        GOOD,
+        GOOD,
+        BOTH,
+        "actor critic",
+        False,
+    ),
+    "forbidden": (
+        "--max_log_ratio 0.1",
+        GOOD,
+        GOOD,
+        ["actor gradients", "actor refused"],
+        "",
+        True,
+    ),
+    "forbidden, aligned": (
+        f"{FP16} --max_log_ratio 0.1",
+        GOOD,
+        GOOD,
+        ["actor gradients", "actor refused"],
+        "",
+        True,
+    ),
     # k3 of log-ratios 0.2 and -0.2: (e^0.2 - 1.2 + e^-0.2 - 0.8) / 2 = 0.02007
     "above the target": ("--target_kl 0.02", GOOD, GOOD, BOTH, "actor critic", True),
     "below the target": ("--target_kl 0.0201", GOOD, GOOD, BOTH, "actor critic", False),
@@ -305,11 +413,14 @@ def test_outcomes_of_a_step(monkeypatch, case):
     engines, outcome, measured, policy = one_step(monkeypatch, words, actor, critic)
     assert (engines.done, outcome.ends_step) == (done, ends)
     assert outcome.grad_norms == dict.fromkeys(updated.split(), 2.0)
-    assert measured == [f"{role}/seen" for role in updated.split()], "metrics of applied updates alone"
+    assert measured == [f"{role}/seen" for role in updated.split()], (
+        "metrics of applied updates alone"
+    )
     assert policy.metrics("actor", "critic") == {
-        "optim/nonfinite_skipped": float(actor is BAD), "optim/overflow/actor": float(actor is OVERFLOW),
+        "optim/nonfinite_skipped": float(actor is BAD),
+        "optim/overflow/actor": float(actor is OVERFLOW),
         "optim/overflow/critic": 0,
-    }  # fmt: skip
+    }
 
 
 def test_gradients_of_the_critic_that_wait_are_dropped_with_a_forbidden_aligned_update(monkeypatch):
@@ -317,15 +428,30 @@ def test_gradients_of_the_critic_that_wait_are_dropped_with_a_forbidden_aligned_
     config = parse("ppo", f"{WORDS} {FP16} --max_log_ratio 0.1".split())
     engines = Engines(monkeypatch, (0.2, -0.2), actor=GOOD, critic=GOOD)
     roles = SimpleNamespace(actor="actor", critic="critic", reference="reference", teachers=[])
-    updates = PPOUpdate(config, None, roles, None, FixedCoefficient(0.01), NonFinitePolicy(config.safety), PhaseClock())
-    critic = replace(updates.critic_objective(STEP), gradients=SimpleNamespace(engine="critic", fault=None))
+    updates = PPOUpdate(
+        config,
+        None,
+        roles,
+        None,
+        FixedCoefficient(0.01),
+        NonFinitePolicy(config.safety),
+        PhaseClock(),
+    )
+    critic = replace(
+        updates.critic_objective(STEP), gradients=SimpleNamespace(engine="critic", fault=None)
+    )
     assert updates.minimise([updates.actor_objective(STEP), critic], 3).ends_step
     assert engines.done == ["actor gradients", "actor refused", "critic refused"]
 
 
 @pytest.mark.parametrize(
     ("log_ratios", "forbidden"),
-    [((0.25, 0.0), False), ((-0.25, 0.0), False), ((0.0, 0.2500001), True), ((0.0, -0.2500001), True)],
+    [
+        ((0.25, 0.0), False),
+        ((-0.25, 0.0), False),
+        ((0.0, 0.2500001), True),
+        ((0.0, -0.2500001), True),
+    ],
 )
 def test_a_limit_is_the_last_number_that_is_allowed(monkeypatch, log_ratios, forbidden):
     outcome = one_step(monkeypatch, "--max_log_ratio 0.25", log_ratios=log_ratios)[1]

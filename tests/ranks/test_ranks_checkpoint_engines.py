@@ -25,7 +25,9 @@ def found(folder):
     reports = {}
     for part, ranks in RANKS.items():
         succeed(forked(ranks, "tests/workers/engine_states.py", folder, part))
-        reports[part] = [json.loads((folder / f"{part}.{rank}").read_text()) for rank in range(ranks)]
+        reports[part] = [
+            json.loads((folder / f"{part}.{rank}").read_text()) for rank in range(ranks)
+        ]
     return reports
 
 
@@ -39,7 +41,9 @@ def saved_and_resumed(found):
 def test_resumed_training_is_bit_equal(found):
     seen = []
     for case, saved, resumed in saved_and_resumed(found):
-        assert resumed["other"] != saved["saved"], f"{case}: the fresh engine was the saved one already"
+        assert resumed["other"] != saved["saved"], (
+            f"{case}: the fresh engine was the saved one already"
+        )
         assert resumed["loaded"] == saved["saved"], case
         assert resumed["after"] == saved["after"], case
         assert resumed["end"] == saved["end"] != saved["saved"], case
@@ -56,11 +60,14 @@ def test_the_schedule_is_past_its_warm_up_and_losses_fall(found):
             assert rates[0] == 0 < rates[1] < rates[2], case
             assert rates[2] > rates[3] > rates[6] > 0, case
         losses = [step[0] for step in saved["before"] + saved["after"]]
-        assert "frozen" in case or losses[0] - losses[-1] > 0.1, case  # what is frozen there is random
+        assert "frozen" in case or losses[0] - losses[-1] > 0.1, (
+            case
+        )  # what is frozen there is random
 
 
 def test_fp16_overflows_before_and_after_the_save_lower_the_scale_once(found):
-    """DeepSpeed forgives the first overflow (hysteresis 2): only who remembers it halves the scale at the second."""
+    """DeepSpeed forgives the first overflow (hysteresis 2): only who remembers it halves the scale
+    at the second."""
     for case, saved, resumed in saved_and_resumed(found):
         if "fp16" in case:
             norms = [step[1] for step in saved["before"] + resumed["after"]]
@@ -70,7 +77,8 @@ def test_fp16_overflows_before_and_after_the_save_lower_the_scale_once(found):
 
 
 def test_files_hold_no_frozen_weight_under_any_of_its_names(folder):
-    """Of the frozen cases only biases, the norm and one matrix, of 60 elements, train; the buffer is there."""
+    """Of the frozen cases only biases, the norm and one matrix, of 60 elements, train; the buffer
+    is there."""
     for part, case in (("main", case.name) for case in (folder / "main").iterdir()):
         common = common_state(folder / part / case)
         trained = {"narrow.bias", "norm.weight", "norm.bias", "widen.weight"}
@@ -98,7 +106,9 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
         assert loaded == expected == ([steps - skipped] if steps else []), case
         assert how["counters"][:2] == [steps, skipped], case
         assert how["decays"] == pytest.approx([0.3, 0.0] + [0.3] * ("muon" in case)), case
-        per_step = 4 if how["source"] == "first" else 2  # micro-batches of 2 of 8 rows, on 1 or 2 ranks
+        per_step = (
+            4 if how["source"] == "first" else 2
+        )  # micro-batches of 2 of 8 rows, on 1 or 2 ranks
         assert how["counters"][2:] == [steps * per_step], case
         assert len(how["names"]) == (4 if "frozen" in case else 6), case
         seen.append(case)
@@ -107,9 +117,15 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
 
 def test_training_in_another_layout_continues_like_the_saved_one(found):
     for case, how in resharded(found):
-        losses, expected = (np.array([step[0] for step in how[key]]) for key in ("after", "expected"))
-        rates, expected_rates = (np.array([step[2] for step in how[key]]) for key in ("after", "expected"))
-        same = 2 if "fp16 -> stage 2 bf16" in case else 3  # after two steps fp16 has skipped another one
+        losses, expected = (
+            np.array([step[0] for step in how[key]]) for key in ("after", "expected")
+        )
+        rates, expected_rates = (
+            np.array([step[2] for step in how[key]]) for key in ("after", "expected")
+        )
+        same = (
+            2 if "fp16 -> stage 2 bf16" in case else 3
+        )  # after two steps fp16 has skipped another one
         rtol = 1e-4 if "bf16" not in case else 1e-2
         np.testing.assert_allclose(losses[:same], expected[:same], rtol=rtol, err_msg=case)
         np.testing.assert_array_equal(rates[:same], expected_rates[:same], err_msg=case)
@@ -118,7 +134,9 @@ def test_training_in_another_layout_continues_like_the_saved_one(found):
 
 def test_fp16_keeps_its_scale_in_another_layout_but_not_in_another_dtype(found):
     scales = {
-        case.split(": ")[-1]: [step[3] for step in how["after"]] for case, how in resharded(found) if "fp16" in case
+        case.split(": ")[-1]: [step[3] for step in how["after"]]
+        for case, how in resharded(found)
+        if "fp16" in case
     }
     assert scales == {
         "stage 2 fp16 -> stage 3 fp16": [2.0**10, 2.0**9, 2.0**9],

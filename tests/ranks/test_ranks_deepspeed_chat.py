@@ -1,5 +1,6 @@
-"""DeepSpeed-Chat's training scripts start on tiny models, with small sizes, on one rank: so many of them that each flag
-of each step is in one, with each ZeRO stage and each family of models. That all parse is in tests/config.
+"""DeepSpeed-Chat's training scripts start on tiny models, with small sizes, on one rank: so many of
+them that each flag of each step is in one, with each ZeRO stage and each family of models. That all
+parse is in tests/config.
 
 If ranks divide the weights for generation, there are two.
 """
@@ -19,26 +20,38 @@ from dschat_ppo.tools import toy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 
-FAMILIES = {"meta-llama": "Llama 2", "facebook": "OPT", "bigscience": "BLOOM", "sberbank-ai": "GPT-2"}
+FAMILIES = {
+    "meta-llama": "Llama 2",
+    "facebook": "OPT",
+    "bigscience": "BLOOM",
+    "sberbank-ai": "GPT-2",
+}
 SUPERVISED = (
-    "--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --max_seq_len 48 --learning_rate 0.001 "
-    "--weight_decay 0.1 --gradient_accumulation_steps 2"
+    "--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --max_seq_len 48"
+    " --learning_rate 0.001 --weight_decay 0.1 --gradient_accumulation_steps 2"
 )
 PPO = (
-    "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 --max_prompt_seq_len 32 "
-    "--max_answer_seq_len 6 --actor_learning_rate 0.001 --critic_learning_rate 0.001 --actor_weight_decay 0.1 "
-    "--critic_weight_decay 0.1 --enable_test_mode --test_stop_step 1"
+    "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 --max_prompt_seq_len"
+    " 32 --max_answer_seq_len 6 --actor_learning_rate 0.001 --critic_learning_rate 0.001"
+    " --actor_weight_decay 0.1 --critic_weight_decay 0.1 --enable_test_mode --test_stop_step 1"
 )
 BOTH = "--dtype fp32 --num_train_epochs 1 --num_warmup_steps 0 --data_split 2,4,4"
 
 
 def started() -> list[str]:
-    """Scripts that bring a flag, a ZeRO stage or a family that those before them have not; those with most first."""
+    """Scripts that bring a flag, a ZeRO stage or a family that those before them have not; those
+    with most first."""
     seen, chosen = set(), []
-    for name in sorted(SCRIPTS.keys() - REFUSED.keys(), key=lambda name: (-len(set(SCRIPTS[name].words)), name)):
+    for name in sorted(
+        SCRIPTS.keys() - REFUSED.keys(), key=lambda name: (-len(set(SCRIPTS[name].words)), name)
+    ):
         step, words = SCRIPTS[name].step, SCRIPTS[name].words
         has = {(step, word) for word in words if word.startswith("--")}
-        has |= {(step, *pair) for pair in zip(words, words[1:], strict=False) if pair[0].endswith("zero_stage")}
+        has |= {
+            (step, *pair)
+            for pair in zip(words, words[1:], strict=False)
+            if pair[0].endswith("zero_stage")
+        }
         has |= {(step, word.split("/")[0]) for word in words if word.split("/")[0] in FAMILIES}
         if has - seen:
             chosen.append(name)
@@ -50,7 +63,8 @@ STARTED = started()
 
 
 def command_line(name: str, folder: Path) -> list[str]:
-    """A script's flags with small sizes, and tiny models and data of `folder`; later flags override earlier ones."""
+    """A script's flags with small sizes, and tiny models and data of `folder`; later flags override
+    earlier ones."""
     script = SCRIPTS[name]
     words = [*script.words, "--data_path", f"{folder}/pairs.jsonl"]
     if script.step == "ppo":
@@ -82,9 +96,14 @@ def runs(tmp_path_factory):
         torch.manual_seed(1)
         config = config_of(family, tokenizer)
         config.num_labels = 1
-        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / f"{family} reward")
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(
+            folder / f"{family} reward"
+        )
         tokenizer.save_pretrained(folder / f"{family} reward")
-    rows = [{"prompt": f"Where{'?' * (n % 5)}", "chosen": f" here {n}", "rejected": " there"} for n in range(30)]
+    rows = [
+        {"prompt": f"Where{'?' * (n % 5)}", "chosen": f" here {n}", "rejected": " there"}
+        for n in range(30)
+    ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "ds_config.json").write_text(json.dumps({"wall_clock_breakdown": False}))
 
@@ -97,7 +116,9 @@ def runs(tmp_path_factory):
         cases[name] = ("reward" if step == "dpo" else step, words)
     split = {name: case for name, case in cases.items() if "--inference_tp_size" in case[1]}
     found = run_steps(split, folder, ranks=2)
-    found |= run_steps({name: case for name, case in cases.items() if name not in split}, folder, ranks=1)
+    found |= run_steps(
+        {name: case for name, case in cases.items() if name not in split}, folder, ranks=1
+    )
     assert {name: run["error"] for name, run in found.items() if run["error"]} == {}
     return {name: folder / name.replace("/", "_") for name in STARTED}
 
@@ -109,11 +130,18 @@ def test_a_script_trains_and_saves(runs, name):
     numbers = [value for line in lines for value in line.values() if isinstance(value, float)]
     assert numbers and all(map(math.isfinite, numbers))
     assert any(
-        value > 0 for line in lines for key, value in line.items() if key.startswith(("grad_norm", "optim/grad_norm"))
+        value > 0
+        for line in lines
+        for key, value in line.items()
+        if key.startswith(("grad_norm", "optim/grad_norm"))
     )
     saved = [out / "actor", out / "critic"] if SCRIPTS[name].step == "ppo" else [out]
     if "--enable_ema" in SCRIPTS[name].flags:
         saved.append(out / "actor_ema")
-    assert all((folder / "model.safetensors").exists() or (folder / "adapter_model.safetensors").exists()
-               for folder in saved)  # fmt: skip
-    assert bool(list(out.rglob("events.out.tfevents*"))) == ("--enable_tensorboard" in SCRIPTS[name].flags)
+    assert all(
+        (folder / "model.safetensors").exists() or (folder / "adapter_model.safetensors").exists()
+        for folder in saved
+    )
+    assert bool(list(out.rglob("events.out.tfevents*"))) == (
+        "--enable_tensorboard" in SCRIPTS[name].flags
+    )

@@ -1,4 +1,5 @@
-"""Step 3 with an environment: the numbers do not depend on ranks, ZeRO stages, packing or the way of generation."""
+"""Step 3 with an environment: the numbers do not depend on ranks, ZeRO stages, packing or the way
+of generation."""
 
 import json
 
@@ -18,11 +19,13 @@ def note(word):
     most = FOLDER / "most"  # other episodes write at the same time
     if most.exists() and len((FOLDER / "calls").read_text().split()) >= int(most.read_text()):
         most.unlink(missing_ok=True)
-        rank = psutil.Process(os.getppid()).parent().pid  # this process is a fork of the server of the rank
+        # this process is a fork of the server of the rank
+        rank = psutil.Process(os.getppid()).parent().pid
         os.kill(rank, signal.SIGKILL)
 
 class Letters:
-    """Rewards an action by its letters e, and answers with how many there were. Ranks have other numbers of turns."""
+    """Rewards an action by its letters e, and answers with how many there were. Ranks have
+    other numbers of turns."""
     def reset(self, seed=None, options=None):
         note("reset")
         self.turns, self.most = 0, 1 + options['number'] % 2 * 4
@@ -36,16 +39,28 @@ class Letters:
         return seen, text.count("e") / 4, self.turns == self.most, False, {}
 '''
 FLAGS = (
-    "--use_reward_model False --advantage_estimator grpo --n_samples_per_prompt 2 --max_answer_seq_len 48 "
-    "--kl_coef 0.1 --max_steps 3 --actor_learning_rate 0.0001 --num_warmup_steps 0 --dtype fp32 --seed 3 "
-    "--per_device_training_batch_size 2 --max_prompt_seq_len 48 "
-    f"--stop_token_ids {' '.join(map(str, range(40, 80)))}"
+    "--use_reward_model False --advantage_estimator grpo --n_samples_per_prompt 2"
+    " --max_answer_seq_len 48 --kl_coef 0.1 --max_steps 3 --actor_learning_rate 0.0001"
+    " --num_warmup_steps 0 --dtype fp32 --seed 3 --per_device_training_batch_size 2"
+    f" --max_prompt_seq_len 48 --stop_token_ids {' '.join(map(str, range(40, 80)))}"
 ).split()
 LAYOUTS = {
-    "one": (1, "--per_device_generation_batch_size 4 --gradient_accumulation_steps 2 --actor_zero_stage 0"),
+    "one": (
+        1,
+        "--per_device_generation_batch_size 4 --gradient_accumulation_steps 2 --actor_zero_stage 0",
+    ),
     "two": (2, "--per_device_generation_batch_size 2 --actor_zero_stage 3"),
-    "turn by turn": (2, "--per_device_generation_batch_size 2 --actor_zero_stage 3 --unpin_actor_parameters"),
-    "padded": (1, "--per_device_generation_batch_size 4 --gradient_accumulation_steps 2 --rollout_engine padded"),
+    "turn by turn": (
+        2,
+        "--per_device_generation_batch_size 2 --actor_zero_stage 3 --unpin_actor_parameters",
+    ),
+    "padded": (
+        1,
+        (
+            "--per_device_generation_batch_size 4 --gradient_accumulation_steps 2 --rollout_engine"
+            " padded"
+        ),
+    ),
 }
 
 
@@ -53,8 +68,17 @@ def words_for(assets, folder, layout, output, *more):
     """The command line for a layout; makes the environment and the rows in `folder`."""
     (folder / "letters.py").write_text(ENVIRONMENT)
     rows = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"number": n}) + "\n" for n, row in enumerate(rows)))
-    words = ["--actor_model_name_or_path", assets / "lm", "--data_path", folder / "rows.jsonl", *FLAGS, *more]
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps(row | {"number": n}) + "\n" for n, row in enumerate(rows))
+    )
+    words = [
+        "--actor_model_name_or_path",
+        assets / "lm",
+        "--data_path",
+        folder / "rows.jsonl",
+        *FLAGS,
+        *more,
+    ]
     words += ["--environment", f"{folder / 'letters.py'}:Letters", "--output_dir", folder / output]
     return [*words, *LAYOUTS[layout][1].split()]
 
@@ -64,7 +88,10 @@ def samples_of(output):
 
 
 def depends_on_the_computation(key):
-    return key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout") and "diff" not in key
+    return (
+        key.split("/")[0] in ("policy", "kl", "reward", "episode", "optim", "rollout")
+        and "diff" not in key
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +113,9 @@ def test_answers_are_episodes(runs):
     assert all("Room " in sample["prompt"] for sample in samples)
     assert all(sample["length"] < sample["tokens"] for sample in samples)
     assert metrics[0]["reward/score_std"] > 0.01
-    assert abs(metrics[0]["policy/first_log_ratio_abs_max"]) < 1e-4, "training sees what the rollout saw"
+    assert abs(metrics[0]["policy/first_log_ratio_abs_max"]) < 1e-4, (
+        "training sees what the rollout saw"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
@@ -95,17 +124,26 @@ def test_the_numbers_do_not_depend_on_the_layout(runs, name):
     assert [each["answer"] for each in samples] == [each["answer"] for each in others]
     for row, other in zip(expected, found, strict=True):
         for key in filter(depends_on_the_computation, row):
-            atol = 1e-3 if key.endswith("_max") else 1e-4  # Adam makes whole steps of the rounding of small gradients
+            atol = (
+                1e-3 if key.endswith("_max") else 1e-4
+            )  # Adam makes whole steps of the rounding of small gradients
             np.testing.assert_allclose(other[key], row[key], rtol=1e-2, atol=atol, err_msg=key)
 
 
-def test_a_run_that_is_killed_during_a_turn_resumes_and_asks_no_environment_again(runs, assets, tmp_path):
-    """Only the episodes that had not ended are played again, and the numbers are those of the uninterrupted run. It is
-    killed in the third step, when the checkpoint after the first one is complete: the second step asks nothing."""
-    words = words_for(assets, tmp_path, "padded", "out", "--save_steps", 1)  # bit-equal whatever the times of answers
+def test_a_run_that_is_killed_during_a_turn_resumes_and_asks_no_environment_again(
+    runs, assets, tmp_path
+):
+    """Only the episodes that had not ended are played again, and the numbers are those of the
+    uninterrupted run. It is killed in the third step, when the checkpoint after the first one is
+    complete: the second step asks nothing."""
+    words = words_for(
+        assets, tmp_path, "padded", "out", "--save_steps", 1
+    )  # bit-equal whatever the times of answers
     whole = runs["padded"][2]
     episodes = whole.count("close") // 3  # of each of the three steps
-    (tmp_path / "most").write_text(str(len(whole) - 3 * episodes // 4))  # the last calls of a run may be lost
+    (tmp_path / "most").write_text(
+        str(len(whole) - 3 * episodes // 4)
+    )  # the last calls of a run may be lost
     killed = forked(1, "training/step3_ppo/main.py", *words)
     assert killed.returncode != 0
     before = (tmp_path / "calls").read_text().split()

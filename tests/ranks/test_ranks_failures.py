@@ -1,7 +1,8 @@
-"""How runs of two real ranks end: exit codes, one message, stacks of a hanging run, no process left.
+"""How runs of two real ranks end: exit codes, one message, stacks of a hanging run, no process
+left.
 
-Two cases that get a signal have the launcher of a user (`deepspeed`: a runner, below it launch.py, below it the ranks)
-and run side by side. The others are forks, which are faster.
+Two cases that get a signal have the launcher of a user (`deepspeed`: a runner, below it launch.py,
+below it the ranks) and run side by side. The others are forks, which are faster.
 """
 
 import json
@@ -16,7 +17,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import ROOT, Ranks, deepspeed_command, environment, fork_ranks, rank_environments, wait_until
+from launch import (
+    ROOT,
+    Ranks,
+    deepspeed_command,
+    environment,
+    fork_ranks,
+    rank_environments,
+    wait_until,
+)
 
 from dschat_ppo.common.exit_codes import HOW_TO_RESUME
 
@@ -54,7 +63,15 @@ def to_launcher(_runner: subprocess.Popen, ranks: list[int]) -> None:
 
 SIGNALS = {"SIGKILL to launch.py": to_launcher, "SIGINT to all": to_group}
 HOLDS, KILLED = "rank 1 holds the lock", "rank 1 is killed"
-FAULTS = ["user error on rank 1", "rank 1 hangs", "rank 1 raises", "both raise", "rank 1 takes its time", KILLED, HOLDS]
+FAULTS = [
+    "user error on rank 1",
+    "rank 1 hangs",
+    "rank 1 raises",
+    "both raise",
+    "rank 1 takes its time",
+    KILLED,
+    HOLDS,
+]
 
 
 def run_case(case: str, folder: Path) -> Ended:
@@ -62,7 +79,9 @@ def run_case(case: str, folder: Path) -> Ended:
     env = environment() | {"TMPDIR": str(folder / "tmp")}
     command = deepspeed_command(2, "tests/workers/failing.py", case, folder)
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
-        runner = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True)
+        runner = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=out, stderr=err, start_new_session=True
+        )
         try:
             SIGNALS[case](runner, ready_ranks(folder))
             code = runner.wait(timeout=180)
@@ -76,14 +95,21 @@ def run_case(case: str, folder: Path) -> Ended:
 
 def ready_ranks(folder: Path) -> list[int]:
     files = [folder / f"ready_{rank}" for rank in range(2)]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 120, (folder / "err").read_text)
+    wait_until(
+        lambda: all(file.exists() and file.read_text() for file in files),
+        120,
+        (folder / "err").read_text,
+    )
     return [int(file.read_text()) for file in files]
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
-        if str(folder) in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if (
+            str(folder) in (process.info["cmdline"] or [])
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+        ):
             found.append(process)
     return found
 
@@ -96,7 +122,8 @@ def wait_until_gone(folder: Path) -> list[psutil.Process]:
 
 
 def start_forked(case: str, folder: Path) -> Ranks:
-    """As `run_case`, with forks in place of the launcher: the ranks that do not fail get a signal too."""
+    """As `run_case`, with forks in place of the launcher: the ranks that do not fail get a signal
+    too."""
     (folder / "tmp").mkdir(parents=True)
     environments = rank_environments(2, {"TMPDIR": str(folder / "tmp")})
     end = int(signal.SIGKILL if case == HOLDS else signal.SIGTERM)
@@ -108,7 +135,9 @@ def ended(tmp_path_factory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("failures")
     forked = {case: start_forked(case, folder / f"fork_{n}") for n, case in enumerate(FAULTS)}
     with ThreadPoolExecutor() as threads:
-        runs = {case: threads.submit(run_case, case, folder / str(n)) for n, case in enumerate(SIGNALS)}
+        runs = {
+            case: threads.submit(run_case, case, folder / str(n)) for n, case in enumerate(SIGNALS)
+        }
         found = {case: run.result() for case, run in runs.items()}
     for case, ranks in forked.items():
         wait_until(lambda ranks=ranks: ranks.code is not None, 180, lambda ranks=ranks: ranks.err)
@@ -128,7 +157,9 @@ def test_an_exception_of_one_rank_is_one_message_and_every_rank_keeps_a_log(ende
     assert "ends after rank 1:" in run.log(0) and "in all_reduce" in run.log(0)
     for rank in range(2):
         assert re.search(rf"-------- .*: rank {rank} of 2, process \d+", run.log(rank))
-        assert re.search(r"^\d{4}-\d\d-\d\d .* INFO \[phase 'start'\] begins$", run.log(rank), re.MULTILINE)
+        assert re.search(
+            r"^\d{4}-\d\d-\d\d .* INFO \[phase 'start'\] begins$", run.log(rank), re.MULTILINE
+        )
     assert run.out.count("begins") == 1
 
 
@@ -150,7 +181,9 @@ def test_a_user_error_of_another_rank_is_reported_too(ended):
 def test_a_killed_rank_ends_the_run(ended):
     run = ended["rank 1 is killed"]
     assert run.code in (5, KILLED_RANK)  # of the rank that ends first
-    assert run.told() == [f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {HOW_TO_RESUME}"]
+    assert run.told() == [
+        f"rank 0: another rank is gone (phase 'update', step 5): the run ends; {HOW_TO_RESUME}"
+    ]
     assert "Traceback" not in run.err and "Traceback" in run.log(0)
     assert run.left(0)["code"] == 5
     assert run.left(1) is None
@@ -171,13 +204,19 @@ def test_a_hang_in_c_code_ends_the_run(ended):
     assert run.code == 5
     told = run.told()
     assert re.fullmatch(r"rank 0 has made no progress for [3-8] s: phase 'update', step 5", told[0])
-    assert "most recent call first" in run.err  # where other work delays the rank, it ends before its stack is whole
+    assert (
+        "most recent call first" in run.err
+    )  # where other work delays the rank, it ends before its stack is whole
 
 
-@pytest.mark.parametrize(("case", "code", "reasons"), [
-    ("rank 1 takes its time", 0, {"SIGTERM", None}), ("SIGKILL to launch.py", 0, {"SIGTERM"}),
-    ("SIGINT to all", -signal.SIGINT, {"SIGINT"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "code", "reasons"),
+    [
+        ("rank 1 takes its time", 0, {"SIGTERM", None}),
+        ("SIGKILL to launch.py", 0, {"SIGTERM"}),
+        ("SIGINT to all", -signal.SIGINT, {"SIGINT"}),
+    ],
+)
 def test_a_requested_stop_saves_and_exits(ended, case, code, reasons):
     run = ended[case]
     assert run.code == code
@@ -192,5 +231,6 @@ def test_a_requested_stop_saves_and_exits(ended, case, code, reasons):
 def test_nothing_is_left_in_the_temporary_folder(ended):
     for case, run in ended.items():
         left = list((run.folder / "tmp").glob("dschat_ppo_*"))
-        # a rank that holds the lock cannot leave; rank 0 takes the folder away if it leaves after that one's end
+        # a rank that holds the lock cannot leave; rank 0 takes the folder away if it leaves after
+        # that one's end
         assert len(left) <= (1 if case == HOLDS else 0), case

@@ -1,7 +1,8 @@
-"""Runs on two machines: the trajectory of one machine, stops, lost machines; one run continued by each launcher.
+"""Runs on two machines: the trajectory of one machine, stops, lost machines; one run continued by
+each launcher.
 
-The machines are namespaces of Linux with their own network address, name, processes, memory and local disk. Only root
-may make them; `require_hosts` skips a test where they are forbidden."""
+The machines are namespaces of Linux with their own network address, name, processes, memory and
+local disk. Only root may make them; `require_hosts` skips a test where they are forbidden."""
 
 import os
 import shutil
@@ -12,7 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launch import ROOT, Ranks, _free_port, environment, fork_ranks, metrics_of, numbers_of, wait_until
+from launch import (
+    ROOT,
+    Ranks,
+    _free_port,
+    environment,
+    fork_ranks,
+    metrics_of,
+    numbers_of,
+    wait_until,
+)
 
 from dschat_ppo.checkpoint.store import CheckpointFolder
 
@@ -35,8 +45,12 @@ def require_hosts() -> None:
     """Skip the test where the kernel does not let it make namespaces."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("machines in network namespaces need root, and the programs ip and unshare")
-    probe = "ip link add v0 type veth peer name v1 && mount -t tmpfs none /dev/shm && hostname probe"
-    result = subprocess.run([*_UNSHARE, "--net", "sh", "-c", probe], capture_output=True, text=True, check=False)
+    probe = (
+        "ip link add v0 type veth peer name v1 && mount -t tmpfs none /dev/shm && hostname probe"
+    )
+    result = subprocess.run(
+        [*_UNSHARE, "--net", "sh", "-c", probe], capture_output=True, text=True, check=False
+    )
     if result.returncode:
         pytest.skip(f"namespaces are forbidden here: {result.stderr.strip()}")
 
@@ -56,8 +70,8 @@ class Command(Ranks):
 class Hosts:
     """Two machines, `alpha` and `beta`, at the two ends of a cable.
 
-    They share every file except those below `disk`: there each one sees its own disk, which the test finds at
-    `disk_of(number)`.
+    They share every file except those below `disk`: there each one sees its own disk, which the
+    test finds at `disk_of(number)`.
     """
 
     names = ("alpha", "beta")
@@ -68,7 +82,9 @@ class Hosts:
         self._folder = folder
         self._spaces = [f"dschat{os.getpid()}{name[0]}" for name in self.names]
         self._launches: list[Ranks] = []
-        hosts = "127.0.0.1 localhost\n" + "".join(f"{self.address(n)} {name}\n" for n, name in enumerate(self.names))
+        hosts = "127.0.0.1 localhost\n" + "".join(
+            f"{self.address(n)} {name}\n" for n, name in enumerate(self.names)
+        )
         for number in range(2):
             self.disk_of(number).mkdir()
             (self.disk_of(number) / "hosts").write_text(hosts)
@@ -89,26 +105,51 @@ class Hosts:
         for space in self._spaces:
             self._ip("netns", "add", space)
             self._ip("-n", space, "link", "set", "lo", "up")
-        self._ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
+        self._ip(
+            "-n",
+            first,
+            "link",
+            "add",
+            "eth0",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            second,
+        )
         for number, space in enumerate(self._spaces):
             self._ip("-n", space, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
             self._ip("-n", space, "link", "set", "eth0", "up")
 
     def start(self, number: int, command: list[object], **changes: str) -> Command:
-        """Run a command on a machine, from the repository's top, in an environment with `changes`."""
+        """Run a command on a machine, from the repository's top, in an environment with
+        `changes`."""
         enter = ["ip", "netns", "exec", self._spaces[number], *_UNSHARE, "bash", "-c", _ENTER]
         enter += ["bash", self.names[number], str(self.disk_of(number)), str(self.disk)]
-        env = environment() | {"TMPDIR": str(self.disk / "tmp"), "GLOO_SOCKET_IFNAME": "eth0"} | changes
+        env = (
+            environment()
+            | {"TMPDIR": str(self.disk / "tmp"), "GLOO_SOCKET_IFNAME": "eth0"}
+            | changes
+        )
         files = self._new_folder()
         with (files / "out").open("w") as out, (files / "err").open("w") as err:
             process = subprocess.Popen(
-                [*enter, *map(str, command)], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                [*enter, *map(str, command)],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._launches.append(Command(process.pid, files, process))
         return self._launches[-1]
 
-    def fork(self, machines: int, ranks: int, words: list[object], slurm: bool = False) -> list[Ranks]:
+    def fork(
+        self, machines: int, ranks: int, words: list[object], slurm: bool = False
+    ) -> list[Ranks]:
         """Start `ranks` ranks of `workers/slow_main.py` on each of the first machines.
 
         Their environment is that of a launcher; `slurm`: only what `srun` sets.
@@ -122,13 +163,21 @@ class Hosts:
                 own |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": port}
                 if slurm:
                     own = {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_JOB_ID": port}
-                    own |= {"MASTER_ADDR": "alpha", "SLURM_STEP_NUM_TASKS": size, "SLURM_NTASKS": size}
+                    own |= {
+                        "MASTER_ADDR": "alpha",
+                        "SLURM_STEP_NUM_TASKS": size,
+                        "SLURM_NTASKS": size,
+                    }
                     own |= {"SLURM_STEP_TASKS_PER_NODE": f"{ranks}(x{machines})"}
-                environments.append(own | {"TMPDIR": self.disk / "tmp", "GLOO_SOCKET_IFNAME": "eth0"})
+                environments.append(
+                    own | {"TMPDIR": self.disk / "tmp", "GLOO_SOCKET_IFNAME": "eth0"}
+                )
             machine = {"space": self._spaces[number], "name": self.names[number]}
             machine |= {"disk": str(self.disk_of(number)), "place": str(self.disk)}
             script = "tests/workers/slow_main.py"
-            self._launches.append(fork_ranks(self._new_folder(), environments, script, *words, machine=machine))
+            self._launches.append(
+                fork_ranks(self._new_folder(), environments, script, *words, machine=machine)
+            )
         return self._launches[-machines:]
 
     def _new_folder(self) -> Path:
@@ -171,9 +220,10 @@ def hosts(tmp_path_factory):
 def sft(assets, output, *more: object, pause: float = 0.7) -> list[object]:
     """Words of `slow_main.py`."""
     flags = (
-        f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0 --num_train_epochs 1 "
-        "--max_seq_len 48 --per_device_train_batch_size 4 --dtype fp32 --learning_rate 0.01 --zero_stage 3 "
-        f"--save_steps 1 --save_minutes 0 --dropout 0.1 --eval_interval 0 --collective_timeout {TIMEOUT}"
+        f"--model_name_or_path {assets}/lm --data_path {assets}/sft.jsonl --data_split 1,0,0"
+        " --num_train_epochs 1 --max_seq_len 48 --per_device_train_batch_size 4 --dtype fp32"
+        " --learning_rate 0.01 --zero_stage 3 --save_steps 1 --save_minutes 0 --dropout 0.1"
+        f" --eval_interval 0 --collective_timeout {TIMEOUT}"
     )
     return [pause, *flags.split(), "--output_dir", output, *more]
 
@@ -248,15 +298,29 @@ def test_each_launcher_continues_the_run_of_the_one_before(hosts, assets, tmp_pa
 
     # deepspeed --no_ssh on each machine; Ctrl-C on the second one
     common = [*DEEPSPEED, "--hostfile", hostfile, *address()]
-    commands = [hosts.start(number, [*common, "--no_ssh", "--node_rank", number, *words]) for number in range(2)]
+    commands = [
+        hosts.start(number, [*common, "--no_ssh", "--node_rank", number, *words])
+        for number in range(2)
+    ]
     wait_for_step(2, output, commands)
     commands[1].send(signal.SIGINT)
     assert ended(commands)[0] == 0
     assert "stopped as asked, saved as" in commands[0].out
 
     # torchrun on each machine, to the end
-    common = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, *address()]
-    commands = [hosts.start(number, [*common, "--node_rank", number, *words]) for number in range(2)]
+    common = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        2,
+        "--nproc_per_node",
+        1,
+        *address(),
+    ]
+    commands = [
+        hosts.start(number, [*common, "--node_rank", number, *words]) for number in range(2)
+    ]
     assert ended(commands) == [0, 0]
     assert f"resuming from {output}/checkpoints/step_" in commands[0].out
     assert [line["step"] for line in metrics_of(output)] == list(range(len(metrics_of(output))))

@@ -1,4 +1,5 @@
-"""The hybrid engine on real ranks: switches to generation change no training, and memory flags change no number."""
+"""The hybrid engine on real ranks: switches to generation change no training, and memory flags
+change no number."""
 
 import json
 
@@ -14,7 +15,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 def launches(assets, tmp_path_factory):
     """What each rank reports, of a launch of two and of one."""
     folder = tmp_path_factory.mktemp("hybrid")
-    (assets / "partition_all.json").write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    (assets / "partition_all.json").write_text(
+        '{"zero_optimization": {"stage3_param_persistence_threshold": 0}}'
+    )
     save_adapter(assets / "lm", assets / "reward_adapter", scalar=True)
     save_adapter(assets / "lm", assets / "reward_dora", scalar=True, use_dora=True)
     for ranks in (1, 2):
@@ -33,7 +36,11 @@ def test_switches_change_no_weight_and_restore_training(found):
         toggles = rank["toggles"]
         assert toggles["weights equal"] and toggles["equal"] and toggles["training"]
         assert toggles["left tensors"] == 0 and toggles["difference"] < 1e-5
-        assert rank["steps"]["plain"]["partitioned"] == rank["steps"]["tensor parallel"]["partitioned"] == 21, "all"
+        assert (
+            rank["steps"]["plain"]["partitioned"]
+            == rank["steps"]["tensor parallel"]["partitioned"]
+            == 21
+        ), "all"
 
 
 @pytest.mark.parametrize(("name", "like"), [("sleep 2", "stage 2"), ("sleep 3", "plain")])
@@ -42,12 +49,20 @@ def test_generating_in_between_and_sleep_change_no_bit(found, name, like):
         assert rank["steps"][name] == rank["steps"][like]
 
 
-@pytest.mark.parametrize("how", ["stage 2", "offload", "tensor parallel", "layer by layer", "one rank"])
+@pytest.mark.parametrize(
+    "how", ["stage 2", "offload", "tensor parallel", "layer by layer", "one rank"]
+)
 def test_answers_and_updates_differ_by_rounding_alone(launches, how):
     alone, *found = launches
     for rank in found:
-        expected, other = rank["steps"]["plain"], alone["steps"]["plain"] if how == "one rank" else rank["steps"][how]
-        assert expected["answers"][0] != expected["answers"][1] and min(expected["metrics"][0][2:4]) > 1e-3
+        expected, other = (
+            rank["steps"]["plain"],
+            alone["steps"]["plain"] if how == "one rank" else rank["steps"][how],
+        )
+        assert (
+            expected["answers"][0] != expected["answers"][1]
+            and min(expected["metrics"][0][2:4]) > 1e-3
+        )
         assert other["answers"] == expected["answers"]
         np.testing.assert_allclose(other["metrics"], expected["metrics"], rtol=1e-4, atol=1e-6)
 
@@ -70,14 +85,20 @@ def test_divided_layers_compute_what_whole_layers_do_and_are_restored(found):
     for rank in found:
         assert len(rank["divided"]) == 7
         for name, report in rank["divided"].items():
-            assert report["difference"] < 1e-4 and report["freed"] >= 0.5 and report["restored"], name
+            assert report["difference"] < 1e-4 and report["freed"] >= 0.5 and report["restored"], (
+                name
+            )
 
 
-def test_switches_with_adapters_change_no_bit_and_the_merged_model_gives_the_log_probs_of_training(launches):
+def test_switches_with_adapters_change_no_bit_and_the_merged_model_gives_the_log_probs_of_training(
+    launches,
+):
     assert [len(rank["adapters"]) for rank in launches] == [1, 2, 2]
     for rank in launches:
         for label, seen in rank["adapters"].items():
             for name in ("weights equal", "layers equal", "plain", "same forwards"):
                 assert seen[name], f"{label}: {name}"
-            assert seen["effect"] > 0.03, f"{label}: the adapter does nothing, so nothing was tested"
+            assert seen["effect"] > 0.03, (
+                f"{label}: the adapter does nothing, so nothing was tested"
+            )
             assert seen["difference"] < 1e-4, label

@@ -47,12 +47,15 @@ def test_skipped_updates_do_not_affect_later_steps(found):
 
 
 def test_bad_weights_on_any_rank_are_found_at_every_stage(found):
-    """After the steps above: no bad weight; one on rank 1; those of an update with a huge learning rate."""
+    """After the steps above: no bad weight; one on rank 1; those of an update with a huge learning
+    rate."""
     for name, case in found.items():
         if " stage " in name:
             good, on_one_rank, result, of_update = case["bad weights"]
             assert good == "", name
-            assert on_one_rank.startswith("actor: weights are not finite (rank 1: second.weight): an update"), name
+            assert on_one_rank.startswith(
+                "actor: weights are not finite (rank 1: second.weight): an update"
+            ), name
             assert result == GOOD, f"{name}: the gradients are finite"
             assert of_update.startswith("actor: weights are not finite (rank 0: "), name
 
@@ -81,7 +84,9 @@ def test_a_skipped_update_of_the_actor_does_not_affect_the_critic_or_the_metrics
 def test_bundles_are_bounded_and_replay_in_one_process(found, out, capsys):
     rank = found["skip"]["bad_ranks"].index(True)
     folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())
-    assert folders == [f"step_00000{step}_rank_{rank}" for step in (5, 6)]  # --max_nonfinite_skips and one
+    assert folders == [
+        f"step_00000{step}_rank_{rank}" for step in (5, 6)
+    ]  # --max_nonfinite_skips and one
     assert main([str(out / "skip/nonfinite" / folders[1])]) == 0
     said = capsys.readouterr().out
     assert "loss nan" in said

@@ -1,4 +1,5 @@
-"""Step 3 on two ranks: further reward sources, and failures and health events that end all ranks."""
+"""Step 3 on two ranks: further reward sources, and failures and health events that end all
+ranks."""
 
 import json
 import shutil
@@ -15,13 +16,16 @@ from dschat_ppo.tools import toy
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 COMMON = (
-    "--data_split 0,0,1 --dtype fp32 --actor_zero_stage 3 --critic_zero_stage 3 --max_prompt_seq_len 32 "
-    "--max_answer_seq_len 6 --per_device_generation_batch_size 2 --n_samples_per_prompt 4 "
-    "--per_device_training_batch_size 4 --num_warmup_steps 0 --actor_learning_rate 0.003 --enable_test_mode"
+    "--data_split 0,0,1 --dtype fp32 --actor_zero_stage 3 --critic_zero_stage 3"
+    " --max_prompt_seq_len 32 --max_answer_seq_len 6 --per_device_generation_batch_size 2"
+    " --n_samples_per_prompt 4 --per_device_training_batch_size 4 --num_warmup_steps 0"
+    " --actor_learning_rate 0.003 --enable_test_mode"
 )
 REWARDS = """
 def letters(prompts, responses, **columns):
-    return [response.count("e") + response.count("a") - 0.1 * len(response) for response in responses]
+    return [
+        response.count("e") + response.count("a") - 0.1 * len(response) for response in responses
+    ]
 
 def misspelt(reponses, **columns):
     return [len(text) for text in reponses]
@@ -41,14 +45,20 @@ def odd(prompts, completions, number, **columns):
 def data(assets):
     """Numbered prompts, plain text, reward functions, a foreign reward model and one of steps."""
     prompts = [json.loads(line) for line in (assets / "prompts.jsonl").read_text().splitlines()]
-    numbered = [{**row, "number": n, "data_source": ("even", "odd")[n % 2]} for n, row in enumerate(prompts)]
+    numbered = [
+        {**row, "number": n, "data_source": ("even", "odd")[n % 2]} for n, row in enumerate(prompts)
+    ]
     for name, rows in {"numbered": numbered, "plain": [{"text": "a few words"}] * 9}.items():
-        (assets / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (assets / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     (assets / "rewards.py").write_text(REWARDS, encoding="utf-8")
     foreign = LlamaForSequenceClassification(tiny_config(num_labels=1))
     foreign.config.reward_mean, foreign.config.reward_std = 0.25, 2.0
     foreign.save_pretrained(assets / "foreign")
-    toy.make_tokenizer(["quite other words to merge than those of the actor"]).save_pretrained(assets / "foreign")
+    toy.make_tokenizer(["quite other words to merge than those of the actor"]).save_pretrained(
+        assets / "foreign"
+    )
     shutil.copytree(assets / "reward", assets / "prm")
     settings = json.loads((assets / "prm/config.json").read_text())
     (assets / "prm/config.json").write_text(json.dumps({**settings, "step_separator": "\n"}))
@@ -56,7 +66,8 @@ def data(assets):
 
 
 class Service(BaseHTTPRequestHandler):
-    """Scores the texts of all ranks but the one that asks first, which it refuses again and again."""
+    """Scores the texts of all ranks but the one that asks first, which it refuses again and
+    again."""
 
     refused: list[list[str]] = []
 
@@ -78,29 +89,53 @@ def cases_of(data, url: str) -> dict[str, str]:
     functions, learned = data / "rewards.py", f"--critic_model_name_or_path {data / 'reward'} "
     no_model = "--use_reward_model False --test_stop_step 10 "
     return {
-        "remax": f"{learned} --advantage_estimator remax --kl_target 0.01 --normalize_rewards running "
-        f"--test_stop_step 3 --reward_function {functions}:letters:0.5 "
-        f"--unsupervised_dataset_name {data / 'plain.jsonl'} --unsup_coef 0.1",
-        "all bad": f"--advantage_estimator rloo --kl_coef 0 {no_model}"
-        f"--reward_function exact_match?ignore_case=true:0 {functions}:misspelt",
-        "routed": f"--advantage_estimator rloo --reward_default -7 --reward_clip 0 {no_model}"
-        f"--reward_function even={functions}:half odd={functions}:odd --num_train_epochs 1 "
-        "--per_device_generation_batch_size 10 --per_device_training_batch_size 20",
-        "foreign": f"--advantage_estimator grpo --reward_model_name_or_path {data / 'foreign'} --test_stop_step 1 "
-        "--normalize_rewards model",
-        "steps": f"--critic_model_name_or_path {data / 'prm'} --process_reward min --test_stop_step 1",
-        "new head": f"{no_model}--reward_function {functions}:letters --critic_learning_rate 0.003 --test_stop_step 3",
-        "unhealthy": f"--advantage_estimator grpo --use_reward_model False --test_stop_step 3 --stop_on_health warning "
-        f"--reward_function {functions}:constant",
-        "one rank": f"--advantage_estimator grpo --remote_reward_timeout 1 {no_model} --remote_reward_url {url}",
-    }  # fmt: skip
+        "remax": (
+            f"{learned} --advantage_estimator remax --kl_target 0.01 --normalize_rewards running "
+            f"--test_stop_step 3 --reward_function {functions}:letters:0.5 "
+            f"--unsupervised_dataset_name {data / 'plain.jsonl'} --unsup_coef 0.1"
+        ),
+        "all bad": (
+            f"--advantage_estimator rloo --kl_coef 0 {no_model}"
+            f"--reward_function exact_match?ignore_case=true:0 {functions}:misspelt"
+        ),
+        "routed": (
+            f"--advantage_estimator rloo --reward_default -7 --reward_clip 0 {no_model}"
+            f"--reward_function even={functions}:half odd={functions}:odd --num_train_epochs 1 "
+            "--per_device_generation_batch_size 10 --per_device_training_batch_size 20"
+        ),
+        "foreign": (
+            f"--advantage_estimator grpo --reward_model_name_or_path {data / 'foreign'}"
+            " --test_stop_step 1 --normalize_rewards model"
+        ),
+        "steps": (
+            f"--critic_model_name_or_path {data / 'prm'} --process_reward min --test_stop_step 1"
+        ),
+        "new head": (
+            f"{no_model}--reward_function {functions}:letters --critic_learning_rate 0.003"
+            " --test_stop_step 3"
+        ),
+        "unhealthy": (
+            "--advantage_estimator grpo --use_reward_model False --test_stop_step 3"
+            f" --stop_on_health warning --reward_function {functions}:constant"
+        ),
+        "one rank": (
+            f"--advantage_estimator grpo --remote_reward_timeout 1 {no_model} --remote_reward_url"
+            f" {url}"
+        ),
+    }
 
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
     """Case -> (metrics line by line, what was said, the error that ended it or None)."""
     folder = tmp_path_factory.mktemp("step3")
-    common = [*COMMON.split(), "--data_path", data / "numbered.jsonl", "--actor_model_name_or_path", data / "lm"]
+    common = [
+        *COMMON.split(),
+        "--data_path",
+        data / "numbered.jsonl",
+        "--actor_model_name_or_path",
+        data / "lm",
+    ]
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         cases = {
@@ -109,7 +144,11 @@ def runs(data, tmp_path_factory):
         }
         found = run_steps(cases | {"resumed": cases["unhealthy"]}, folder)
         server.shutdown()
-    ends = {"all bad": "failed on every one", "one rank": "status 500", "unhealthy": "run the same command again"}
+    ends = {
+        "all bad": "failed on every one",
+        "one rank": "status 500",
+        "unhealthy": "run the same command again",
+    }
     for name, end in found.items():
         assert ends[name] in end["error"] if name in ends else end["error"] is None, name
     for name in cases:
@@ -127,7 +166,9 @@ def runs(data, tmp_path_factory):
 
 def test_an_unhealthy_run_stops_on_all_ranks_and_resumes(runs):
     lines, _, error = runs["unhealthy"]
-    assert error.startswith("--stop_on_health warning: step 1: scores_equal: reward/score_std is 0, below 0.001")
+    assert error.startswith(
+        "--stop_on_health warning: step 1: scores_equal: reward/score_std is 0, below 0.001"
+    )
     assert "checkpoints/step_000001" in error and "resuming from" in runs["resumed"][1]
     assert [line["reward/score_mean"] for line in lines] == [1.0] * 3
 
@@ -138,13 +179,18 @@ def test_remax_with_a_function_a_learned_reward_and_plain_text(runs):
     for line in lines:
         total = line["reward/model_mean"] + 0.5 * line["reward/letters_mean"]
         assert line["reward/score_mean"] == pytest.approx(total, abs=1e-4)
-        assert line["policy/ptx_loss"] > 0 and "value/loss" not in line and "optim/lr/critic" not in line
+        assert (
+            line["policy/ptx_loss"] > 0
+            and "value/loss" not in line
+            and "optim/lr/critic" not in line
+        )
     assert lines[0]["policy/ptx_loss"] > lines[-1]["policy/ptx_loss"]
     assert lines[0]["kl/coef"] == 0.1 != lines[-1]["kl/coef"]
 
 
 def test_routed_functions_score_their_rows(runs):
-    """Numbers 0 to 39, each once: n / 2 if even, 1 for every other odd one, and no source for the rest."""
+    """Numbers 0 to 39, each once: n / 2 if even, 1 for every other odd one, and no source for the
+    rest."""
     lines, said, _ = runs["routed"]
     prompts = 20  # of a PPO step
     total = sum(range(0, 40, 2)) / 2 + 10 - 7 * 10
@@ -156,7 +202,10 @@ def test_routed_functions_score_their_rows(runs):
         found = sum(line[name] * share for line, share in zip(even, shares, strict=True))
         assert found * prompts == pytest.approx(total)
     assert all(line.get("reward/odd_mean", 1.0) == 1.0 for line in lines) and len(lines) == 2
-    assert "no reward source scored" in said and "rewards.py:odd: called once per batch, as TRL's" in said
+    assert (
+        "no reward source scored" in said
+        and "rewards.py:odd: called once per batch, as TRL's" in said
+    )
 
 
 def test_a_source_that_fails_on_the_first_rollout_or_for_one_rank_stops_all_ranks(runs):
@@ -170,7 +219,10 @@ def test_a_source_that_fails_on_the_first_rollout_or_for_one_rank_stops_all_rank
 def test_reward_models_with_another_tokenizer_and_of_steps(runs):
     (foreign, said, _), (steps, _, _) = runs["foreign"], runs["steps"]
     assert "has its own tokenizer" in said and foreign[0]["reward/score_std"] > 0
-    assert all(0 < line["reward/score_min"] < line["reward/score_max"] < 1 and line["value/loss"] > 0 for line in steps)
+    assert all(
+        0 < line["reward/score_min"] < line["reward/score_max"] < 1 and line["value/loss"] > 0
+        for line in steps
+    )
 
 
 def test_a_critic_that_no_reward_model_began_values_every_token_0_at_first(runs):

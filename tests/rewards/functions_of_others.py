@@ -1,5 +1,5 @@
-"""Reward functions as users of TRL (`GRPOTrainer`), verl (`custom_reward_function`) and OpenRLHF (`--remote_rm_url
-FILE.py`) write them. Workers load this file by its path."""
+"""Reward functions as users of TRL (`GRPOTrainer`), verl (`custom_reward_function`) and OpenRLHF
+(`--remote_rm_url FILE.py`) write them. Workers load this file by its path."""
 
 import asyncio
 import re
@@ -21,7 +21,8 @@ def math_only(prompts, completions, task, **kwargs):
 
 
 async def judged(prompts, completions, **kwargs):
-    """TRL, for conversations: a prompt is a list of messages, and a completion one of one message."""
+    """TRL, for conversations: a prompt is a list of messages, and a completion one of one
+    message."""
 
     async def judge(prompt, completion):
         await asyncio.sleep(0.001)
@@ -54,7 +55,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     raise NotImplementedError(f"no reward for {data_source}")
 
 
-def with_settings(data_source, solution_str, ground_truth, extra_info, method="strict", format_score=0.0, **kwargs):
+def with_settings(
+    data_source, solution_str, ground_truth, extra_info, method="strict", format_score=0.0, **kwargs
+):
     assert not kwargs, kwargs
     assert extra_info == {} and isinstance(format_score, float)
     if solution_str == ground_truth:
@@ -65,14 +68,20 @@ def with_settings(data_source, solution_str, ground_truth, extra_info, method="s
 def batch(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     assert not kwargs, kwargs
     rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
-    return [{"score": float(text == truth), "index": info.get("index")} for _, text, truth, info in rows]
+    return [
+        {"score": float(text == truth), "index": info.get("index")} for _, text, truth, info in rows
+    ]
 
 
 def reward_func(queries, prompts, labels):
     """OpenRLHF: tensors of a batch, and a number for the whole batch."""
     import torch
 
-    rewards = torch.tensor([float(query.endswith(str(label))) for query, label in zip(queries, labels, strict=True)])
-    lengths = torch.tensor([len(query) - len(prompt) for query, prompt in zip(queries, prompts, strict=True)])
+    rewards = torch.tensor(
+        [float(query.endswith(str(label))) for query, label in zip(queries, labels, strict=True)]
+    )
+    lengths = torch.tensor(
+        [len(query) - len(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    )
     logs = {"length": lengths, "rows": torch.tensor(len(queries)), "odd": [1, 2, 3, 4, 5]}
     return {"rewards": 2 * rewards - 1, "scores": rewards, "extra_logs": logs}

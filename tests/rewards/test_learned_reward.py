@@ -12,7 +12,13 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.rewards import reward_source
-from dschat_ppo.rewards.learned_reward import ModelReward, StepScoring, model_reward, saved_separator, scores_in_batches
+from dschat_ppo.rewards.learned_reward import (
+    ModelReward,
+    StepScoring,
+    model_reward,
+    saved_separator,
+    scores_in_batches,
+)
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 from dschat_ppo.types import Rollout
 
@@ -60,7 +66,9 @@ class Counting:
 def test_sequences_are_scored_in_passes_of_a_token_budget(engine):
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16], [17] * 5]
     counting = Counting(engine)
-    scores = scores_in_batches(counting, *right_padded(rows, 0), 13)  # 13 // 6 = 2 rows, then up to 13 // 3 = 4
+    scores = scores_in_batches(
+        counting, *right_padded(rows, 0), 13
+    )  # 13 // 6 = 2 rows, then up to 13 // 3 = 4
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
     assert counting.shapes == [(2, 6), (3, 3)]
     assert scores.dtype == torch.float32
@@ -74,7 +82,9 @@ def test_answers_to_one_prompt_are_scored_in_one_pass(engine, monkeypatch):
     rows = [[*prompts[number % 2], 50 + number, *range(number)] for number in range(6)]
     monkeypatch.setattr(engine, "layout", Layout(shares=True))
     passes = []
-    hook = engine.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0][:, 0].tolist()))
+    hook = engine.register_forward_pre_hook(
+        lambda _, inputs: passes.append(inputs[0][:, 0].tolist())
+    )
     scores = scores_in_batches(engine, *right_padded(rows, 0), 40)
     hook.remove()
     assert passes == [[30, 30, 30], [5, 5, 5]]  # 20 + 12 and 20 + 9 tokens, and 2 x 2 for copies
@@ -93,9 +103,15 @@ def test_a_model_with_the_actors_vocabulary(engine):
 
 
 def foreign(engine, tokenizer, rows, max_length=128, ended=None, **others):
-    reasons = torch.zeros(len(rows), dtype=torch.int8) if ended is None else torch.where(torch.tensor(ended), 0, 2)
+    reasons = (
+        torch.zeros(len(rows), dtype=torch.int8)
+        if ended is None
+        else torch.where(torch.tensor(ended), 0, 2)
+    )
     rollout = Rollout(*torch.zeros(5, len(rows), 1), finish_reason=reasons)
-    return ModelReward(engine, own=tokenizer, max_length=max_length, **others)(request(*rows), rollout)
+    return ModelReward(engine, own=tokenizer, max_length=max_length, **others)(
+        request(*rows), rollout
+    )
 
 
 def ids_of(tokenizer, *texts) -> list[int]:
@@ -107,37 +123,62 @@ def ids_of(tokenizer, *texts) -> list[int]:
 
 
 def test_text_is_retokenised_and_ends_with_eos_unless_it_was_cut(engine, tokenizer):
-    rows = [("a lamp ", "in the hall", {}), ("", "", {}), ("red", "", {"prompt": "blue"}), ("blue", " yes", {})]
+    rows = [
+        ("a lamp ", "in the hall", {}),
+        ("", "", {}),
+        ("red", "", {"prompt": "blue"}),
+        ("blue", " yes", {}),
+    ]
     tokenizer.chat_template = None
     whole = [ids_of(tokenizer, prompt, answer) for prompt, answer, _ in rows]
-    cut = [ids if ended else ids[:-1] for ids, ended in zip(whole, (True, True, False, False), strict=True)]
+    cut = [
+        ids if ended else ids[:-1]
+        for ids, ended in zip(whole, (True, True, False, False), strict=True)
+    ]
     for expected, ended in ((whole, None), (cut, [True, True, False, False])):
         scores = foreign(engine, tokenizer, rows, batch_tokens=20, ended=ended)
         assert scores.tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
 
 
 def test_messages_use_the_reward_models_chat_template(engine, tokenizer):
-    rows = [("the actor's form", "yes", {"_messages": MESSAGES}), ("text", "no", {"prompt": "text"}), ("none", "a", {})]
+    rows = [
+        ("the actor's form", "yes", {"_messages": MESSAGES}),
+        ("text", "no", {"prompt": "text"}),
+        ("none", "a", {}),
+    ]
     for template, first in ((TEMPLATE, "<user>a lamp?\n<assistant>"), (None, "the actor's form")):
         tokenizer.chat_template = template
-        expected = [ids_of(tokenizer, *texts) for texts in ((first, "yes"), ("text", "no"), ("none", "a"))]
-        assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
+        expected = [
+            ids_of(tokenizer, *texts) for texts in ((first, "yes"), ("text", "no"), ("none", "a"))
+        ]
+        assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(
+            alone(engine, expected), abs=1e-5
+        )
 
 
-def test_an_answer_is_rendered_without_the_actors_space_and_with_the_thinking_that_its_template_opens(
+def test_an_answer_is_rendered_without_the_actors_space_and_with_the_thinking_that_is_opened(
     engine, tokenizer
 ):
-    rows = [("a lamp?<think>\n", "yes", {"_messages": MESSAGES}), ("a lamp?", " yes", {"_messages": MESSAGES})]
+    rows = [
+        ("a lamp?<think>\n", "yes", {"_messages": MESSAGES}),
+        ("a lamp?", " yes", {"_messages": MESSAGES}),
+    ]
     for opens, thinking in (("", "<think>\n"), ("<think>\n", "")):
         tokenizer.chat_template = TEMPLATE.replace("<assistant>", f"<assistant>{opens}")
         start = f"<user>a lamp?\n<assistant>{opens}"
         expected = [ids_of(tokenizer, start, text) for text in (f"{thinking}yes", "yes")]
-        assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(alone(engine, expected), abs=1e-5)
+        assert foreign(engine, tokenizer, rows).tolist() == pytest.approx(
+            alone(engine, expected), abs=1e-5
+        )
 
 
 def test_long_sequences_lose_their_start_and_are_counted(engine, tokenizer, capsys):
     tokenizer.chat_template = None
-    rows = [("a lamp in the hall", " yes", {}), ("red", "", {}), ("blue blue blue", " no thanks", {})]
+    rows = [
+        ("a lamp in the hall", " yes", {}),
+        ("red", "", {}),
+        ("blue blue blue", " no thanks", {}),
+    ]
     every = [ids_of(tokenizer, prompt + answer) for prompt, answer, _ in rows]
     scores = foreign(engine, tokenizer, rows, max_length=6)
     assert scores.tolist() == pytest.approx(alone(engine, [ids[-6:] for ids in every]), abs=1e-5)
@@ -148,12 +189,18 @@ def test_long_sequences_lose_their_start_and_are_counted(engine, tokenizer, caps
 
 def test_a_prompt_rejected_by_the_template_is_a_user_error(engine, tokenizer):
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(UserError, match="^--reward_model_name_or_path: .*System role not supported.*'text of it'"):
+    with pytest.raises(
+        UserError, match="^--reward_model_name_or_path: .*System role not supported.*'text of it'"
+    ):
         foreign(engine, tokenizer, [("text of it", "yes", {"_messages": MESSAGES})])
 
 
-def test_a_row_rejected_on_another_rank_raises_before_the_first_pass(engine, tokenizer, monkeypatch):
-    monkeypatch.setattr(reward_source.dist, "gather_objects", lambda problem: [problem, "refused on rank 1"])
+def test_a_row_rejected_on_another_rank_raises_before_the_first_pass(
+    engine, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(
+        reward_source.dist, "gather_objects", lambda problem: [problem, "refused on rank 1"]
+    )
     counting = Counting(engine)
     with pytest.raises(RewardServiceError, match="refused on rank 1"):
         foreign(counting, tokenizer, [("ask", "yes", {})])
@@ -165,18 +212,31 @@ def rollout_of(prompts: list[list[int]], answers: list[list[int]]) -> Rollout:
     left, right = (max(map(len, rows)) for rows in (prompts, answers))
     return Rollout(
         prompt_ids=torch.tensor([[99] * (left - len(row)) + row for row in prompts]),
-        prompt_mask=torch.tensor([[False] * (left - len(row)) + [True] * len(row) for row in prompts]),
+        prompt_mask=torch.tensor(
+            [[False] * (left - len(row)) + [True] * len(row) for row in prompts]
+        ),
         response_ids=torch.tensor([row + [98] * (right - len(row)) for row in answers]),
-        response_mask=torch.tensor([[True] * len(row) + [False] * (right - len(row)) for row in answers]),
-        rollout_logprobs=torch.zeros(len(answers), right), finish_reason=torch.zeros(len(answers)),
-    )  # fmt: skip
+        response_mask=torch.tensor(
+            [[True] * len(row) + [False] * (right - len(row)) for row in answers]
+        ),
+        rollout_logprobs=torch.zeros(len(answers), right),
+        finish_reason=torch.zeros(len(answers)),
+    )
 
 
 @pytest.mark.parametrize(("how", "of"), [("min", min), ("product", math.prod)])
 def test_step_scores_are_aggregated(engine, tokenizer, how, of):
     end = tokenizer.eos_token
-    steps = [["a lamp\n", "in the\n", f"hall{end}"], ["red\n", "blue"], [f"yes\n{end}"], [""]]  # the second one is cut
-    ids = [tokenizer.encode("".join(parts), add_special_tokens=False) if parts[0] else [] for parts in steps]
+    steps = [
+        ["a lamp\n", "in the\n", f"hall{end}"],
+        ["red\n", "blue"],
+        [f"yes\n{end}"],
+        [""],
+    ]  # the second one is cut
+    ids = [
+        tokenizer.encode("".join(parts), add_special_tokens=False) if parts[0] else []
+        for parts in steps
+    ]
     prompts = [[5, 6, 7][: 2 + row % 2] for row in range(len(ids))]
     rollout = rollout_of(prompts, ids)
     expected = []
@@ -184,21 +244,33 @@ def test_step_scores_are_aggregated(engine, tokenizer, how, of):
         text, cuts = "", []
         for part in parts[:-1]:
             text += part
-            cuts.append(next(n for n in range(1, len(answer)) if tokenizer.decode(answer[:n]).startswith(text)))
+            cuts.append(
+                next(
+                    n
+                    for n in range(1, len(answer))
+                    if tokenizer.decode(answer[:n]).startswith(text)
+                )
+            )
         scores = alone(engine, [prompt + answer[:cut] for cut in [*cuts, len(answer)]])
         expected.append(of([1 / (1 + math.exp(-score)) for score in scores]))
     reward = ModelReward(engine, 40, StepScoring(tokenizer, "\n", how))
     found = reward(request(*[("", "", {})] * 4), rollout)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
     assert ModelReward(engine)(request(*[("", "", {})] * 4), rollout).tolist() == pytest.approx(
-        alone(engine, [prompt + answer for prompt, answer in zip(prompts, ids, strict=True)]), abs=1e-5
+        alone(engine, [prompt + answer for prompt, answer in zip(prompts, ids, strict=True)]),
+        abs=1e-5,
     )
 
 
 def test_what_step_2_saved_with_the_model(engine, tokenizer, tmp_path):
     assert saved_separator(tiny_config(step_separator="|"), "prm") == "|"
-    with pytest.raises(UserError, match="--process_reward: prm/config.json has no step_separator; train"):
+    with pytest.raises(
+        UserError, match="--process_reward: prm/config.json has no step_separator; train"
+    ):
         saved_separator(tiny_config(), "prm")
     tiny_config(reward_mean=1.5, reward_std=0.5).save_pretrained(tmp_path)
     for standardise, moments in ((True, (1.5, 0.5)), (False, None)):
-        assert model_reward(engine, str(tmp_path), tokenizer, None, None, 8, standardise).moments == moments
+        assert (
+            model_reward(engine, str(tmp_path), tokenizer, None, None, 8, standardise).moments
+            == moments
+        )

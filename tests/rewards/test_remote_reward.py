@@ -23,7 +23,9 @@ from dschat_ppo.rewards.remote_reward import RemoteReward, label_of
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError
 
 REQUEST = RewardRequest.of(
-    ["p", "two", ""], ["r", "", "three"], [{"label": "L", "answer": "A"}, {"answer": 5}, {"label": None, "other": 1}]
+    ["p", "two", ""],
+    ["r", "", "three"],
+    [{"label": "L", "answer": "A"}, {"answer": 5}, {"label": None, "other": 1}],
 )
 
 
@@ -33,8 +35,8 @@ def short_waits(monkeypatch):
 
 
 class Service:
-    """A server that replies with the entries of `script` in turn, then always with the last: (status, body), or a
-    function of the handler. It keeps the requests."""
+    """A server that replies with the entries of `script` in turn, then always with the last:
+    (status, body), or a function of the handler. It keeps the requests."""
 
     def __init__(self, script):
         self.script, self.requests, self.headers = list(script), [], []
@@ -89,7 +91,9 @@ def test_hidden_credentials_come_from_the_environment(monkeypatch):
     """`***` stands for them in a saved configuration."""
     for url in ("http://***@host/a", "http://host/a?key=***"):
         monkeypatch.delenv(remote_reward.VARIABLE, raising=False)
-        with pytest.raises(UserError, match=r"--remote_reward_url http://.*\*\*\*.* DSCHAT_PPO_REMOTE_REWARD_URL"):
+        with pytest.raises(
+            UserError, match=r"--remote_reward_url http://.*\*\*\*.* DSCHAT_PPO_REMOTE_REWARD_URL"
+        ):
             RemoteReward([url], 1.0, 0, 1)
         whole = url.replace("***", "me:s3cret")
         monkeypatch.setenv(remote_reward.VARIABLE, f"http://other/, {whole}")
@@ -120,10 +124,12 @@ def test_batches_keep_their_order_and_alternate_between_addresses(serve):
 
 
 FAULTS = {
-    "500": (500, b"busy"), "429": (429, b"busy"), "slow": lambda _: time.sleep(12.0),
+    "500": (500, b"busy"),
+    "429": (429, b"busy"),
+    "slow": lambda _: time.sleep(12.0),
     "cut short": lambda handler: handler.reply(*ok(1, 2, 3), length=100),
     "hangs up": lambda handler: handler.connection.shutdown(socket.SHUT_RDWR),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -135,25 +141,48 @@ def test_a_temporary_fault_is_retried(serve, fault):
 
 def test_an_error_of_all_attempts_is_one_line_without_commands_to_a_terminal(serve):
     bad, worse = serve((500, b"\x1b[2Jno\r\nmemory")), serve((503, b"long " * 10_000))
-    for services, said in (([bad, worse], "status 500: \\x1b[2Jno memory"), ([worse], "status 503: long long")):
+    for services, said in (
+        ([bad, worse], "status 500: \\x1b[2Jno memory"),
+        ([worse], "status 503: long long"),
+    ):
         with pytest.raises(RewardServiceError) as failure:
             ask(*(service.url for service in services))
         for part in (f"--remote_reward_url {services[0].url}", "3 attempts", said):
             assert part in str(failure.value)
         assert str(failure.value).isprintable() and len(str(failure.value)) < 900
-    assert (len(bad.requests), len(worse.requests)) == (2, 1 + 3), "the next attempt goes to the next address"
+    assert (len(bad.requests), len(worse.requests)) == (2, 1 + 3), (
+        "the next attempt goes to the next address"
+    )
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-@pytest.mark.parametrize(("host", "known", "cause"), [
-    ("IP:127.0.0.1", True, None), ("IP:127.0.0.1", False, "self-signed certificate"),
-    ("DNS:elsewhere.invalid", True, "IP address mismatch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "known", "cause"),
+    [
+        ("IP:127.0.0.1", True, None),
+        ("IP:127.0.0.1", False, "self-signed certificate"),
+        ("DNS:elsewhere.invalid", True, "IP address mismatch"),
+    ],
+)
 def test_certificates_are_verified(serve, tmp_path, monkeypatch, host, known, cause):
     """The second is of an authority that the system does not know, the third of another host."""
-    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-keyout", "key"]
+    words = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=x",
+        "-keyout",
+        "key",
+    ]
     subprocess.run(
-        [*words, "-out", "pem", "-addext", f"subjectAltName={host}"], cwd=tmp_path, check=True, capture_output=True
+        [*words, "-out", "pem", "-addext", f"subjectAltName={host}"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "pem", tmp_path / "key")
@@ -179,16 +208,25 @@ def test_waits_double_up_to_the_longest(serve, monkeypatch):
     monkeypatch.setattr(remote_reward, "LONGEST_WAIT_SECONDS", 0.1)
     with pytest.raises(RewardServiceError, match="6 attempts"):
         ask(serve((500, b"")).url, retries=5)
-    shares = [wait / longest for wait, longest in zip(waits, [0.02, 0.04, 0.08, 0.1, 0.1], strict=True)]
+    shares = [
+        wait / longest for wait, longest in zip(waits, [0.02, 0.04, 0.08, 0.1, 0.1], strict=True)
+    ]
     assert all(0.5 <= share <= 1 for share in shares) and len(set(shares)) == 5
 
 
 REFUSALS = [
-    ((400, b"a reason"), "status 400: a reason"), ((301, b"a reason"), "status 301: a reason"),
-    ((200, b"hello"), "not JSON"), ((200, b"[1, 2, 3]"), "list 'rewards'"), ((200, b"[" * 100_000), "not JSON"),
-    ((200, b'{"rewards": 3}'), "list 'rewards'"), (ok(1, 2), "has 2 rewards, of which 2 .* for 3 responses"),
-    *((ok(1, value, 3), "has 3 rewards, of which 2 are finite") for value in (math.nan, 1e39, "2", True, None)),
-]  # fmt: skip
+    ((400, b"a reason"), "status 400: a reason"),
+    ((301, b"a reason"), "status 301: a reason"),
+    ((200, b"hello"), "not JSON"),
+    ((200, b"[1, 2, 3]"), "list 'rewards'"),
+    ((200, b"[" * 100_000), "not JSON"),
+    ((200, b'{"rewards": 3}'), "list 'rewards'"),
+    (ok(1, 2), "has 2 rewards, of which 2 .* for 3 responses"),
+    *(
+        (ok(1, value, 3), "has 3 rewards, of which 2 are finite")
+        for value in (math.nan, 1e39, "2", True, None)
+    ),
+]
 
 
 @pytest.mark.parametrize(("reply", "problem"), REFUSALS, ids=range(len(REFUSALS)))
@@ -242,9 +280,14 @@ def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
         ask("http://127.0.0.1:1/")
 
 
-@pytest.mark.parametrize(("url", "cause"), [
-    ("http://rewards..invalid:5000/get", ""), ("http://127.0.0.1:1/", "ConnectError: All"), ("https", ".*SSL"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("url", "cause"),
+    [
+        ("http://rewards..invalid:5000/get", ""),
+        ("http://127.0.0.1:1/", "ConnectError: All"),
+        ("https", ".*SSL"),
+    ],
+)
 def test_an_address_without_a_service_is_an_error_of_the_connection(serve, url, cause, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     url = serve(ok(1, 2, 3)).url.replace("http:", "https:") if url == "https" else url
@@ -256,17 +299,31 @@ def test_unusual_text_is_sent_unchanged(serve):
     service = serve(ok(1))
     request = RewardRequest.of(["é\n\x00"], ["\ud800\N{SNOWMAN}"], [{"label": {1}}])
     assert RemoteReward([service.url], 5.0, 0, 8)(request, None).tolist() == [1]
-    assert service.requests[0][1] == {"query": ["é\n\x00\ud800\N{SNOWMAN}"], "prompts": ["é\n\x00"], "labels": ["{1}"]}
+    assert service.requests[0][1] == {
+        "query": ["é\n\x00\ud800\N{SNOWMAN}"],
+        "prompts": ["é\n\x00"],
+        "labels": ["{1}"],
+    }
 
 
 def test_the_label_is_the_correct_answer_that_rules_read():
-    """... of `--label_key`, verl's rows and question/answer rows, whatever the row's other columns are called."""
+    """... of `--label_key`, verl's rows and question/answer rows, whatever the row's other columns
+    are called."""
     assert label_of({"label": True, "answer": "2 + 2 = 4\n#### 4", "_truth": "4"}) == "4"
     assert label_of({"label": "L", "answer": "A"}) == "L"
 
 
-@pytest.mark.parametrize("url", ["localhost:5000", "ftp://me:s3cret@host", "http://", "http://host:99999/",
-                                 "http://me:s3/cret@host/", "me:s3cret@host:5000/a"])  # fmt: skip
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:5000",
+        "ftp://me:s3cret@host",
+        "http://",
+        "http://host:99999/",
+        "http://me:s3/cret@host/",
+        "me:s3cret@host:5000/a",
+    ],
+)
 def test_invalid_addresses_are_rejected_without_their_credentials(url):
     with pytest.raises(UserError, match="^--remote_reward_url") as refused:
         RemoteReward([url], 1.0, 0, 1)

@@ -1,4 +1,5 @@
-"""Worker processes of reward functions: what they load, time limits, crashes, signals and their end."""
+"""Worker processes of reward functions: what they load, time limits, crashes, signals and their
+end."""
 
 import multiprocessing
 import os
@@ -24,8 +25,11 @@ def ask_for_ever(files: list[str]) -> None:
 
 
 def test_a_module_that_raises_exits_or_hangs_on_import(tmp_path, monkeypatch):
-    for text, cause in (("1 / 0", "ZeroDivisionError"), ("import os; os._exit(0)", "ended"),
-                        ("import time; time.sleep(60)", "not imported within 0.5 s")):  # fmt: skip
+    for text, cause in (
+        ("1 / 0", "ZeroDivisionError"),
+        ("import os; os._exit(0)", "ended"),
+        ("import time; time.sleep(60)", "not imported within 0.5 s"),
+    ):
         if "sleep" in text:
             monkeypatch.setattr(worker_pool, "START_SECONDS", 0.5)
         (tmp_path / "bad.py").write_text(text)
@@ -51,7 +55,9 @@ def wait_for(condition, seconds: float):
 
 
 def numbers_in(path: Path) -> list[int]:
-    text = wait_for(lambda: path.exists() and len(path.read_text().split()) == 2 and path.read_text(), 60)
+    text = wait_for(
+        lambda: path.exists() and len(path.read_text().split()) == 2 and path.read_text(), 60
+    )
     return [int(word) for word in text.split()]
 
 
@@ -68,12 +74,23 @@ def test_a_call_that_is_killed_leaves_no_process(tmp_path):
     wait_until_gone(numbers_in(tmp_path / "numbers"))
 
 
-@pytest.mark.parametrize(("name", "responses", "scores"), [
-    ("ends_its_processes", [""], [30]),  # survives the launcher's SIGTERM; two that it started are ended by signal 15
-    ("lengths", ["a" * 3_000_000, "b"], [3_000_000, 1]),  # large rows go through the pipe
-    ("forks", ["", "a"], [0, 1]),  # the fork does not reply: each later response would get the score of the one before
-    ("noisy", ["a", "b"], [1, 1]),  # prints do not change the scores
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "responses", "scores"),
+    [
+        (
+            "ends_its_processes",
+            [""],
+            [30],
+        ),  # survives the launcher's SIGTERM; two that it started are ended by signal 15
+        ("lengths", ["a" * 3_000_000, "b"], [3_000_000, 1]),  # large rows go through the pipe
+        (
+            "forks",
+            ["", "a"],
+            [0, 1],
+        ),  # the fork does not reply: each later response would get the score of the one before
+        ("noisy", ["a", "b"], [1, 1]),  # prints do not change the scores
+    ],
+)
 def test_what_a_function_does_in_its_process_changes_no_other_score(name, responses, scores, capfd):
     assert ask(name, of_responses(*responses), workers=1) == (scores, 0)
     assert capfd.readouterr().err.splitlines().count("a child prints too") == 2 * (name == "noisy")
@@ -119,7 +136,11 @@ def test_a_worker_killed_between_calls_costs_no_row():
         before = reward.pool.workers[0].process.pid
         assert reward(of_responses(""), None).tolist() == [before]
         os.kill(before, signal.SIGKILL)
-        assert reward(of_responses(""), None).tolist() == [reward.pool.workers[0].process.pid] != [before]
+        assert (
+            reward(of_responses(""), None).tolist()
+            == [reward.pool.workers[0].process.pid]
+            != [before]
+        )
         assert reward.counts.failed == 0
     finally:
         reward.close()
@@ -150,18 +171,27 @@ def test_settings_are_converted_to_the_types_of_the_defaults():
 
 
 def test_where_a_function_may_be(tmp_path, monkeypatch):
-    """In a module of the search path or of the current folder, or in a file that imports its neighbours and defines
-    dataclasses."""
+    """In a module of the search path or of the current folder, or in a file that imports its
+    neighbours and defines dataclasses."""
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "only_here.py").write_text("def half(response):\n    return len(response) / 2\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/neighbour.py").write_text("SCORE = 2.5\n")
-    text = "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour import SCORE\n"
-    text += "@dataclass\nclass Row:\n    score: float = SCORE\ndef f(response):\n    return Row().score\n"
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom neighbour"
+        " import SCORE\n"
+    )
+    text += (
+        "@dataclass\nclass Row:\n    score: float = SCORE\ndef f(response):\n    return"
+        " Row().score\n"
+    )
     (tmp_path / "mine/with_neighbour.py").write_text(text)
-    for name, scores in (("reward_functions:lengths:0.5", [3, 2, 0, 6, 1]), ("only_here:half", [1.5, 1, 0, 3, 0.5]),
-                         ("mine/with_neighbour.py:f", [2.5] * 5)):  # fmt: skip
+    for name, scores in (
+        ("reward_functions:lengths:0.5", [3, 2, 0, 6, 1]),
+        ("only_here:half", [1.5, 1, 0, 3, 0.5]),
+        ("mine/with_neighbour.py:f", [2.5] * 5),
+    ):
         reward = FunctionReward(parse_function(name), 1, 10.0, 0.0)
         assert reward(REQUEST, None).tolist() == scores
         reward.close()
@@ -170,15 +200,22 @@ def test_where_a_function_may_be(tmp_path, monkeypatch):
 def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path, monkeypatch):
     """No line of the library that raises or of the worker process; a shipped rule has none."""
     (tmp_path / "mine.py").write_text(
-        "import asyncio, json\n\n\ndef inner(response):\n    return json.loads(response)\n\n\n"
-        "async def waits(response):\n    await asyncio.sleep(0)\n    return inner(response)\n\n\n"
-        "class Judge:\n    def __call__(self, response):\n        raise KeyError(response)\n\n\njudge = Judge()\n"
+        "import asyncio, json\n\n\ndef inner(response):\n    return json.loads(response)\n\n\nasync"
+        " def waits(response):\n    await asyncio.sleep(0)\n    return inner(response)\n\n\nclass"
+        " Judge:\n    def __call__(self, response):\n        raise KeyError(response)\n\n\njudge ="
+        " Judge()\n"
     )
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    mine, missing = f"{tmp_path}/mine.py", "ValueError: the row has no column 'answer' (no row has a column 'answer')"
-    for name, ending in (("../mine.py:waits", f" ({mine}:5)"), (f"{mine}:judge", f" ({mine}:15)"),
-                         ("numeric_match", missing)):  # fmt: skip
+    mine, missing = (
+        f"{tmp_path}/mine.py",
+        "ValueError: the row has no column 'answer' (no row has a column 'answer')",
+    )
+    for name, ending in (
+        ("../mine.py:waits", f" ({mine}:5)"),
+        (f"{mine}:judge", f" ({mine}:15)"),
+        ("numeric_match", missing),
+    ):
         reward = FunctionReward(parse_function(name), 1, 10.0, 0.0)
         reward(of_responses("{"), None)
         assert reward.counts.cause.endswith(ending), name

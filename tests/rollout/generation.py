@@ -1,4 +1,5 @@
-"""What tests of generation share: one call of `generate` on a tiny model, and the comparison of two rollouts."""
+"""What tests of generation share: one call of `generate` on a tiny model, and the comparison of two
+rollouts."""
 
 import logging
 
@@ -14,21 +15,33 @@ PENALTY = SamplingParameters(temperature=1.3, repetition_penalty=1.5)  # marks t
 ENDS = StoppingCriteria(12, eos_ids=(3, 5, 8, 17))
 
 
-def run(
-    model="llama", prompts=LENGTHS, sampling=PENALTY, stopping=ENDS, seeds=None, limits=None, max_over_ranks=None,
-    graphs=None, turns=None, **how,
-) -> Rollout:  # fmt: skip
-    """A rollout of `prompts`, or of random ones of these lengths, by `model`, or the shared model of that name. The
-    other settings are those of `GenerationConfig`. Answer n has the seed n if there are no `seeds`."""
+def run(  # noqa: PLR0913
+    model="llama",
+    prompts=LENGTHS,
+    sampling=PENALTY,
+    stopping=ENDS,
+    seeds=None,
+    limits=None,
+    max_over_ranks=None,
+    graphs=None,
+    turns=None,
+    **how,
+) -> Rollout:
+    """A rollout of `prompts`, or of random ones of these lengths, by `model`, or the shared model
+    of that name. The other settings are those of `GenerationConfig`. Answer n has the seed n if
+    there are no `seeds`."""
     prompts = prompts_of(prompts) if isinstance(prompts, tuple) else prompts
     config = GenerationConfig(sampling, stopping, **how)
     seeds = torch.arange(len(prompts.prompt_ids) * config.samples) if seeds is None else seeds
     model = model_of(model) if isinstance(model, str) else model
-    return generate(model, prompts, seeds, config, max_over_ranks, limits, graphs=graphs, turns=turns)
+    return generate(
+        model, prompts, seeds, config, max_over_ranks, limits, graphs=graphs, turns=turns
+    )
 
 
 def assert_same(found: Rollout, expected: Rollout, atol: float = 2e-5) -> None:
-    """Same tokens and ends; log-probs up to the rounding of products of other shapes, with `atol` 0 to the bit."""
+    """Same tokens and ends; log-probs up to the rounding of products of other shapes, with `atol` 0
+    to the bit."""
     assert tokens_of(found) == tokens_of(expected)
     assert torch.equal(found.finish_reason, expected.finish_reason)
     torch.testing.assert_close(found.rollout_logprobs, expected.rollout_logprobs, atol=atol, rtol=0)
@@ -36,4 +49,8 @@ def assert_same(found: Rollout, expected: Rollout, atol: float = 2e-5) -> None:
 
 def warnings_of(caplog) -> list[str]:
     """The warnings of the project."""
-    return [r.getMessage() for r in caplog.records if r.name.startswith("dschat_ppo") and r.levelno == logging.WARNING]
+    return [
+        r.getMessage()
+        for r in caplog.records
+        if r.name.startswith("dschat_ppo") and r.levelno == logging.WARNING
+    ]

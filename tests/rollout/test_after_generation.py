@@ -25,20 +25,27 @@ class State:
     def look(self) -> list:
         modules = list(self.model.modules())
         return [
-            self.model.config._attn_implementation, self.model.config.to_dict(),
-            [p.data_ptr() for p in self.model.parameters()], [p.requires_grad for p in self.model.parameters()],
-            [module.training for module in modules], [sorted(vars(module)) for module in modules],
+            self.model.config._attn_implementation,
+            self.model.config.to_dict(),
+            [p.data_ptr() for p in self.model.parameters()],
+            [p.requires_grad for p in self.model.parameters()],
+            [module.training for module in modules],
+            [sorted(vars(module)) for module in modules],
             [dict(module._forward_hooks) for module in modules],
             [dict(module._forward_pre_hooks) for module in modules],
             [dict(module._backward_hooks) for module in modules],
-            [getattr(module.forward, "__func__", None) for module in modules], torch.is_grad_enabled(),
+            [getattr(module.forward, "__func__", None) for module in modules],
+            torch.is_grad_enabled(),
             list(attention._active),
-        ]  # fmt: skip
+        ]
 
     def assert_unchanged(self) -> None:
         assert self.look() == self.facts
         assert not attention._active
-        assert all(torch.equal(self.weights[name], value) for name, value in self.model.state_dict().items())
+        assert all(
+            torch.equal(self.weights[name], value)
+            for name, value in self.model.state_dict().items()
+        )
         assert all(p.grad is None for p in self.model.parameters())
         self.hook.remove()
 
@@ -47,10 +54,14 @@ def fail(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), [(torch.float32, "sdpa"), (torch.bfloat16, "eager")])
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), [(torch.float32, "sdpa"), (torch.bfloat16, "eager")]
+)
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("engine", list(ENGINES))
-def test_the_model_is_left_as_it_was_also_after_an_error_inside(engine, fails, dtype, implementation, monkeypatch):
+def test_the_model_is_left_as_it_was_also_after_an_error_inside(
+    engine, fails, dtype, implementation, monkeypatch
+):
     model = new_model("llama", attn_implementation=implementation).to(dtype)
     state = State(model)
     assert state.facts[0] == implementation
@@ -62,7 +73,8 @@ def test_the_model_is_left_as_it_was_also_after_an_error_inside(engine, fails, d
 
 
 @pytest.mark.skipif(
-    not fused_layers.can_prepack(torch.nn.Linear(2, 2).bfloat16()), reason="this PyTorch has no packed products"
+    not fused_layers.can_prepack(torch.nn.Linear(2, 2).bfloat16()),
+    reason="this PyTorch has no packed products",
 )
 @pytest.mark.parametrize(("name", "most"), [("llama", 6), ("phi", 4)])
 def test_an_error_while_packing_leaves_no_layer_packed(name, most, monkeypatch):
@@ -90,8 +102,12 @@ def test_nothing_keeps_the_kv_cache_alive_after_generation(engine, monkeypatch):
     def noting(original):
         def call(cache, *args, **kwargs):
             found = original(cache, *args, **kwargs)
-            layers = [vars(layer) for layer in getattr(cache, "layers", [])]  # of transformers' own caches
-            held = [x for layer in layers for x in layer.values() if isinstance(x, torch.Tensor)] or found
+            layers = [
+                vars(layer) for layer in getattr(cache, "layers", [])
+            ]  # of transformers' own caches
+            held = [
+                x for layer in layers for x in layer.values() if isinstance(x, torch.Tensor)
+            ] or found
             seen.extend([weakref.ref(cache), *map(weakref.ref, held)])
             return found
 

@@ -1,4 +1,5 @@
-"""Decode steps at fixed addresses, whose rows share a KV pool, and graphs of them on a stand-in for a GPU."""
+"""Decode steps at fixed addresses, whose rows share a KV pool, and graphs of them on a stand-in for
+a GPU."""
 
 import gc
 from functools import cache
@@ -15,7 +16,13 @@ from tiny_models import LENGTHS, new_model
 from torch import Tensor
 
 from dschat_ppo.cpu_kernels import operations
-from dschat_ppo.rollout import attention, continuous_batching, cuda_graphs, generator, running_batches
+from dschat_ppo.rollout import (
+    attention,
+    continuous_batching,
+    cuda_graphs,
+    generator,
+    running_batches,
+)
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, RolloutGraphs, StaticMemory, row_bucket
 from dschat_ppo.rollout.kv_cache import KVCache
 from dschat_ppo.rollout.running_batches import PooledRows, RunningPool
@@ -38,12 +45,20 @@ def test_buckets_of_rows():
 
 @pytest.mark.parametrize("prefix", [0, 4])
 def test_idle_and_finished_entries_write_to_spare_places(prefix):
-    """5 of 7 rows are running, in a bucket of 7 entries, 3 tokens at a time; row 1 finishes with its second token."""
+    """5 of 7 rows are running, in a bucket of 7 entries, 3 tokens at a time; row 1 finishes with
+    its second token."""
     seen, spare = [], 99
 
     def step(sequences, positions, metadata, search):
         (batch,) = metadata
-        parts = sequences, positions, batch.own, batch.starts, batch.prefix_starts, batch.prefix_lengths
+        parts = (
+            sequences,
+            positions,
+            batch.own,
+            batch.starts,
+            batch.prefix_starts,
+            batch.prefix_lengths,
+        )
         seen.append([part.tolist() for part in parts])
         assert (batch.first, batch.count, batch.cache.capacity, batch.prefix) == (0, 7, 50, None)
         assert batch.length == 256 and batch.shares is (prefix > 0)
@@ -52,18 +67,34 @@ def test_idle_and_finished_entries_write_to_spare_places(prefix):
         finished[1] = len(seen) == 2
         return finished
 
-    buffers, row = SimpleNamespace(count=spare, width=600, is_end=[], token_ids=torch.zeros(0)), np.arange(5)
+    buffers, row = (
+        SimpleNamespace(count=spare, width=600, is_end=[], token_ids=torch.zeros(0)),
+        np.arange(5),
+    )
     memory = StaticMemory(buffers, KVCache(1, 50), 9, 50)
     # row n has its own slots from 10 n + 1 on; all share `prefix` tokens from slot 45 on
     rows = PooledRows(
-        20 + row, 6 + row, row * 0 + prefix, row * 0 + 45 * (prefix > 0), 10 * row + 1, row * 0 + 10, row * 0
+        20 + row,
+        6 + row,
+        row * 0 + prefix,
+        row * 0 + 45 * (prefix > 0),
+        10 * row + 1,
+        row * 0 + 10,
+        row * 0,
     )
     decoder = GraphedDecoder(step, np.full(spare, 2), memory, 3, lambda: True)
     assert decoder.run(rows, 7).tolist() == [False, True, False, False, False]
     idle = [(spare, 0, 0, 0, 0, 0)] * 2
     for number, parts in enumerate(seen):
         expected = [
-            (20 + row, 6 + row + number, 6 + row + number - prefix, 10 * row + 1, 45 * (prefix > 0), prefix)
+            (
+                20 + row,
+                6 + row + number,
+                6 + row + number - prefix,
+                10 * row + 1,
+                45 * (prefix > 0),
+                prefix,
+            )
             for row in range(5)
         ]
         if number == 2:
@@ -87,19 +118,36 @@ def device(monkeypatch) -> FakeDevice:
     return FakeDevice(monkeypatch)
 
 
-def run(graphs=None, sampling="plain", rows=6, lengths=LENGTHS, model="llama", tokens=12, ends=(3, 5, 8, 17)):
+def run(
+    graphs=None,
+    sampling="plain",
+    rows=6,
+    lengths=LENGTHS,
+    model="llama",
+    tokens=12,
+    ends=(3, 5, 8, 17),
+):
     stopping = StoppingCriteria(tokens, eos_ids=ends)
-    return run_on(model, lengths, SAMPLINGS[sampling], stopping, graphs=graphs, rows=rows, static=True)
+    return run_on(
+        model, lengths, SAMPLINGS[sampling], stopping, graphs=graphs, rows=rows, static=True
+    )
 
 
 without_graphs = cache(run)
 
 
-@pytest.mark.parametrize(("model", "sampling"), [
-    ("llama", "truncated"), ("gpt2", "plain"), ("mistral-window", "penalty"), ("mixtral", "truncated"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "sampling"),
+    [
+        ("llama", "truncated"),
+        ("gpt2", "plain"),
+        ("mistral-window", "penalty"),
+        ("mixtral", "truncated"),
+    ],
+)
 def test_replayed_steps_equal_those_of_python(model, sampling, device, caplog):
-    """No step asks the host, and all of them depend on the buffers alone; Mixtral runs its experts as one operator."""
+    """No step asks the host, and all of them depend on the buffers alone; Mixtral runs its experts
+    as one operator."""
     expected, graphs = without_graphs(model=model, sampling=sampling), RolloutGraphs()
     assert_same(run(graphs, model=model, sampling=sampling), expected, atol=0)
     assert not warnings_of(caplog) and not graphs.recorder.refusal
@@ -122,16 +170,24 @@ def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypat
     for _ in range(2):
         run(graphs, rows=40, lengths=lengths, tokens=48)
     assert graphs.recorder.captures == len(set(steps)) == 4
-    assert len(steps) == 2 * 4 + 2  # warm-ups and recordings, and before the first ones a step and a check for waits
+    assert (
+        len(steps) == 2 * 4 + 2
+    )  # warm-ups and recordings, and before the first ones a step and a check for waits
     assert device.streams == 1
     assert len(set(map(id, device.pools))) == 1
 
 
 @pytest.mark.parametrize("place", ["asks the host", "inside", "at end"])
-def test_where_a_capture_cannot_succeed_steps_run_without_graphs(place, device, monkeypatch, caplog):
-    """A step that asks the host is never captured. An error at the end of a capture hides the first one, as in PyTorch.
-    There is one attempt in all rollouts."""
-    expected, graphs, engine = without_graphs(), RolloutGraphs(), continuous_batching.ContinuousBatching
+def test_where_a_capture_cannot_succeed_steps_run_without_graphs(
+    place, device, monkeypatch, caplog
+):
+    """A step that asks the host is never captured. An error at the end of a capture hides the first
+    one, as in PyTorch. There is one attempt in all rollouts."""
+    expected, graphs, engine = (
+        without_graphs(),
+        RolloutGraphs(),
+        continuous_batching.ContinuousBatching,
+    )
     original = engine._generate_tokens
 
     def asking(self, sequences, positions, *others):
@@ -147,7 +203,10 @@ def test_where_a_capture_cannot_succeed_steps_run_without_graphs(place, device, 
     for _ in range(2):
         assert_same(run(graphs), expected, atol=0)
         assert device.stream is device.main and device.sync_mode == 0
-    assert device.attempts == device.synchronised == (place != "asks the host") and not graphs.recorder.captures
+    assert (
+        device.attempts == device.synchronised == (place != "asks the host")
+        and not graphs.recorder.captures
+    )
     (warning,) = warnings_of(caplog)
     assert ("waits for the GPU" if place == "asks the host" else "cannot be captured") in warning
 
@@ -166,11 +225,19 @@ def test_a_capture_that_runs_out_of_memory_halves_the_rows(breaks, device, caplo
     assert (device.attempts == 1) is breaks
 
 
-@pytest.mark.parametrize(("sampling", "recorded"), [
-    ("truncated", True), ("penalised nucleus", True), ("penalised nucleus", False),
-])  # fmt: skip
-def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(sampling, recorded, device, monkeypatch):
-    """Steps search 4 of 48 tokens. Two polls are repeated, and later ones search all tokens at once."""
+@pytest.mark.parametrize(
+    ("sampling", "recorded"),
+    [
+        ("truncated", True),
+        ("penalised nucleus", True),
+        ("penalised nucleus", False),
+    ],
+)
+def test_a_nucleus_larger_than_what_a_step_searches_gives_the_same_answers(
+    sampling, recorded, device, monkeypatch
+):
+    """Steps search 4 of 48 tokens. Two polls are repeated, and later ones search all tokens at
+    once."""
     expected = without_graphs(sampling=sampling, tokens=40)
     whole, original = [], GraphedDecoder._generate
 
@@ -199,10 +266,13 @@ def rollout(model, graphs, lengths, sampling=PENALTY, **how):
 
 
 def test_graphs_of_one_rollout_serve_the_next(device, model):
-    """Of other prompts, seeds and limits, with updated weights; the first answers stay as they were."""
+    """Of other prompts, seeds and limits, with updated weights; the first answers stay as they
+    were."""
     graphs = RolloutGraphs()
     first = rollout(model, graphs, FIRST)
-    kept = [part.clone() for part in (first.response_ids, first.rollout_logprobs, first.finish_reason)]
+    kept = [
+        part.clone() for part in (first.response_ids, first.rollout_logprobs, first.finish_reason)
+    ]
     captures = graphs.recorder.captures
     with torch.no_grad():
         for weight in model.parameters():
@@ -212,11 +282,14 @@ def test_graphs_of_one_rollout_serve_the_next(device, model):
     before = device.attempts
     assert_same(rollout(model, graphs, SECOND, **how), expected, atol=0)
     assert device.attempts == before and graphs.recorder.captures == captures > 0
-    assert all(map(torch.equal, kept, (first.response_ids, first.rollout_logprobs, first.finish_reason)))
+    assert all(
+        map(torch.equal, kept, (first.response_ids, first.rollout_logprobs, first.finish_reason))
+    )
 
 
 @pytest.mark.parametrize(
-    "other", [{"samples": 2}, {"sampling": SamplingParameters(0.7)}, {"lengths": (70, 2, 3, 4, 5, 6)}]
+    "other",
+    [{"samples": 2}, {"sampling": SamplingParameters(0.7)}, {"lengths": (70, 2, 3, 4, 5, 6)}],
 )
 def test_another_shape_or_sampling_needs_other_graphs(other, device, model):
     graphs = RolloutGraphs()
@@ -230,7 +303,8 @@ def test_another_shape_or_sampling_needs_other_graphs(other, device, model):
 
 
 def test_weights_that_move_end_it(device, model):
-    """As with ZeRO-3, whose weights are gathered for each rollout: later, nothing is kept while the model trains."""
+    """As with ZeRO-3, whose weights are gathered for each rollout: later, nothing is kept while the
+    model trains."""
     graphs = RolloutGraphs()
     rollout(model, graphs, FIRST)
     for _ in range(2):
@@ -297,7 +371,9 @@ def test_answers_much_shorter_than_the_longest_possible_one_take_little_memory(l
     rollout = run_on(model, lengths, SamplingParameters(50.0), stopping, rows=64, static=True)
     answers = rollout.response_mask.sum(dim=1)
     assert 30 < answers.float().mean() < 70 and answers.max() > 100
-    reserved = 64 * (64 + tokens + continuous_batching.POLL + 2) * BYTES_PER_TOKEN  # for the longest prompt and answer
+    reserved = (
+        64 * (64 + tokens + continuous_batching.POLL + 2) * BYTES_PER_TOKEN
+    )  # for the longest prompt and answer
     assert 0 < max(largest) < 0.3 * reserved
 
 
@@ -321,19 +397,41 @@ def small_segments(monkeypatch) -> None:
 
 
 def pooled(samples=1, stopping="eos", model="llama", sampling=None, static=True, graphs=None):
-    sampling, how = sampling or SamplingParameters(1.3, repetition_penalty=1.2), {"rows": 6, "static": static}
-    return run_on(model, PROMPTS, sampling, STOPPING[stopping], graphs=graphs, samples=samples, **how)
+    sampling, how = (
+        sampling or SamplingParameters(1.3, repetition_penalty=1.2),
+        {"rows": 6, "static": static},
+    )
+    return run_on(
+        model, PROMPTS, sampling, STOPPING[stopping], graphs=graphs, samples=samples, **how
+    )
 
 
-@pytest.mark.parametrize(("model", "samples", "stopping", "slots"), [
-    ("llama", 3, "eos", "ample"), ("llama", 3, "stop strings", "little"), ("mistral-window", 3, "eos", "little"),
-    *(pytest.param(*case, marks=pytest.mark.release) for case in (
-        ("llama", 1, "eos", "little"), ("llama", 3, "eos", "little"), ("gpt2", 3, "eos", "one long row"))),
-])  # fmt: skip
-def test_the_answers_do_not_depend_on_the_memory(model, samples, stopping, slots, small_segments, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "samples", "stopping", "slots"),
+    [
+        ("llama", 3, "eos", "ample"),
+        ("llama", 3, "stop strings", "little"),
+        ("mistral-window", 3, "eos", "little"),
+        *(
+            pytest.param(*case, marks=pytest.mark.release)
+            for case in (
+                ("llama", 1, "eos", "little"),
+                ("llama", 3, "eos", "little"),
+                ("gpt2", 3, "eos", "one long row"),
+            )
+        ),
+    ],
+)
+def test_the_answers_do_not_depend_on_the_memory(
+    model, samples, stopping, slots, small_segments, monkeypatch
+):
     expected = pooled(samples, stopping, model, static=False)
     preempted, original = [], RunningPool.stop_for_slots
-    monkeypatch.setattr(RunningPool, "stop_for_slots", lambda self: preempted.append(original(self)) or preempted[-1])
+    monkeypatch.setattr(
+        RunningPool,
+        "stop_for_slots",
+        lambda self: preempted.append(original(self)) or preempted[-1],
+    )
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
     assert_same(pooled(samples, stopping, model), expected)
     if model == "llama" and samples == 3:
@@ -342,22 +440,36 @@ def test_the_answers_do_not_depend_on_the_memory(model, samples, stopping, slots
 
 @torch.library.custom_op("tests::looping_kernel", mutates_args=())
 def looping_kernel(
-    query: Tensor, keys: Tensor, values: Tensor, numbers: Tensor, starts: Tensor, used: Tensor, longest: int,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    numbers: Tensor,
+    starts: Tensor,
+    used: Tensor,
+    longest: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """One operator for a recorded step, as the kernel is."""
     return LoopingKernel()(query, keys, values, numbers, starts, used, longest, scale)
 
 
-@pytest.mark.parametrize(("samples", "slots", "kernel"), [
-    (3, "little", "products"), pytest.param(1, "little", "flash", marks=pytest.mark.release),
-    pytest.param(3, "ample", "flash", marks=pytest.mark.release),
-])  # fmt: skip
-def test_graphs_stay_right_while_rows_move_and_the_pool_grows(samples, slots, kernel, small_segments, monkeypatch):
+@pytest.mark.parametrize(
+    ("samples", "slots", "kernel"),
+    [
+        (3, "little", "products"),
+        pytest.param(1, "little", "flash", marks=pytest.mark.release),
+        pytest.param(3, "ample", "flash", marks=pytest.mark.release),
+    ],
+)
+def test_graphs_stay_right_while_rows_move_and_the_pool_grows(
+    samples, slots, kernel, small_segments, monkeypatch
+):
     """A graph is captured again only after the pool has grown."""
     expected = pooled(samples=samples, static=False)
     if kernel == "flash":
-        monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(looping_kernel))
+        monkeypatch.setattr(
+            continuous_batching, "flash_decode", lambda device: flash_with(looping_kernel)
+        )
         attention._agrees.cache_clear()
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
     growths, moves, original = [], [], KVCache.move_slots
@@ -379,7 +491,11 @@ def test_later_rollouts_find_a_pool_that_is_large_enough(small_segments, monkeyp
     graphs = RolloutGraphs()
     first, captures = pooled(graphs=graphs), []
     capacities, original = [], KVCache.move_slots
-    monkeypatch.setattr(KVCache, "move_slots", lambda self, *args: capacities.append(args[2]) or original(self, *args))
+    monkeypatch.setattr(
+        KVCache,
+        "move_slots",
+        lambda self, *args: capacities.append(args[2]) or original(self, *args),
+    )
     for _ in range(2):
         assert_same(pooled(graphs=graphs), first)
         captures.append(graphs.recorder.captures)
@@ -393,7 +509,9 @@ def test_the_model_steps_wait_for_the_device_once_in_a_poll(small_segments, monk
     for name in ("cpu", "item", "tolist", "__bool__"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor, name, lambda self, *args, original=original: answers.append(1) or original(self, *args)
+            torch.Tensor,
+            name,
+            lambda self, *args, original=original: answers.append(1) or original(self, *args),
         )
 
     def counting(self):

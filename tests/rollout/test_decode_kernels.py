@@ -26,8 +26,11 @@ from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import PromptBatch
 
 VIEWS = set(
-    "view _unsafe_view expand transpose unsqueeze squeeze slice select t permute split alias detach as_strided unbind "
-    "lift_fresh _reshape_alias split_with_sizes unfold empty_like new_empty".split()
+    (
+        "view _unsafe_view expand transpose unsqueeze squeeze slice select t permute split alias "
+        "detach as_strided unbind lift_fresh _reshape_alias split_with_sizes unfold "
+        "empty_like new_empty"
+    ).split()
 )
 ROWS, VOCABULARY = 4, 5000
 
@@ -46,10 +49,14 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, shares: bool = False) -> Counter:
+def counts_of(
+    model: nn.Module, sampling: SamplingParameters, flash: bool, shares: bool = False
+) -> Counter:
     """Operations of one static step."""
     model, vocabulary = model.to("meta"), vocabulary_size(model)
-    prompts = PromptBatch(torch.ones(ROWS, 8, dtype=torch.int64), torch.ones(ROWS, 8, dtype=torch.bool))
+    prompts = PromptBatch(
+        torch.ones(ROWS, 8, dtype=torch.int64), torch.ones(ROWS, 8, dtype=torch.bool)
+    )
     stopping = StoppingCriteria(9, (3,), min_new_tokens=2)
     buffers = SequenceBuffers(prompts, torch.arange(ROWS), 1, sampling, stopping, vocabulary, 8)
     memory = StaticMemory(buffers, KVCache(1, 64 * ROWS), ROWS, 1000)
@@ -62,7 +69,11 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
     columns = torch.arange(ROWS, device="meta")
     with installed(model, engine.attention), torch.no_grad(), fused_layers.fused(model):
         engine.attention.metadata = PrefillMetadata(memory.pool, *[columns] * 4)
-        engine._forward(buffers.token_ids[:ROWS, :7], torch.arange(7, device="meta").expand(ROWS, -1), engine.cache)
+        engine._forward(
+            buffers.token_ids[:ROWS, :7],
+            torch.arange(7, device="meta").expand(ROWS, -1),
+            engine.cache,
+        )
         with Kernels() as kernels:
             engine.graphed._advance(Bucket(ROWS, 64, shares, False))
     assert engine.attention.reads_all_slots is not bool(kernels.counts["_flash_attention_forward"])
@@ -71,9 +82,14 @@ def counts_of(model: nn.Module, sampling: SamplingParameters, flash: bool, share
 
 def qwen2(layers: int) -> nn.Module:
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to("meta")
     for kind in ("weight", "bias"):  # as DeepSpeed's optimizers lay them
         parts = [part for name, part in model.named_parameters() if name.endswith(kind)]
@@ -103,7 +119,10 @@ def kernels_run(monkeypatch) -> Counter[str]:
         @staticmethod
         def rotated_parts(values, cos, sin, heads, kv_heads):
             counts["rotated_parts"] += 1
-            return tuple(values.new_empty(len(values), size, values.shape[2]) for size in (heads, kv_heads, kv_heads))
+            return tuple(
+                values.new_empty(len(values), size, values.shape[2])
+                for size in (heads, kv_heads, kv_heads)
+            )
 
     for module in (fast_layers, fused_layers):
         monkeypatch.setattr(module, "kernels_for", lambda *_: OnGPU)
@@ -119,8 +138,9 @@ def without_numbers(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("shares", "others"), [(False, 5), (True, 10)])
 def test_kernels_of_a_layer(shares, others, kernels_run):
-    """4 products, a rotation, 2 norms, a gated product, 2 to write the cache, 1 for attention, 2 sums. Shared prompts:
-    the queries twice, in the same call of the kernel, and the weighted sum of the two results."""
+    """4 products, a rotation, 2 norms, a gated product, 2 to write the cache, 1 for attention, 2
+    sums. Shared prompts: the queries twice, in the same call of the kernel, and the weighted sum of
+    the two results."""
     operations_of, kernels_of = [], []
     for layers in (2, 4):
         model = qwen2(layers)
@@ -136,17 +156,21 @@ def test_kernels_of_a_layer(shares, others, kernels_run):
     assert sum(found.values()) == 4 + others
     passes = 2 * 2  # a prefill and a step, of two layers more
     assert {name: count / passes for name, count in (kernels_of[1] - kernels_of[0]).items()} == {
-        "rms_norm": 2, "rotated_parts": 1, "swiglu": 1,
-    }  # fmt: skip
+        "rms_norm": 2,
+        "rotated_parts": 1,
+        "swiglu": 1,
+    }
 
 
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("llama", "gpt2", "gemma2", "mistral-window", "gpt-oss")
-        else pytest.param(name, marks=pytest.mark.release)
+        (
+            name
+            if name in ("llama", "gpt2", "gemma2", "mistral-window", "gpt-oss")
+            else pytest.param(name, marks=pytest.mark.release)
+        )
         for name in CONTINUOUS
         if name != "mixtral"
     ],
@@ -165,4 +189,7 @@ def test_scores_of_half_precision_are_fp32_on_a_gpu():
         scores = _products(query, keys)
         assert (scores.dtype, scores.shape) == (torch.float32, (4, 2, 5))
         assert _products(query.float(), keys.float()).dtype == torch.float32
-    assert _products(torch.ones(1, 2, 8).bfloat16(), torch.ones(1, 3, 8).bfloat16()).dtype == torch.bfloat16
+    assert (
+        _products(torch.ones(1, 2, 8).bfloat16(), torch.ones(1, 3, 8).bfloat16()).dtype
+        == torch.bfloat16
+    )

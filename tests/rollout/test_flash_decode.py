@@ -15,16 +15,21 @@ from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 
 class LoopingKernel:
-    """`varlen_kernel`, one query after another in fp64; `calls` holds (starts, used, longest) of each call."""
+    """`varlen_kernel`, one query after another in fp64; `calls` holds (starts, used, longest) of
+    each call."""
 
     def __init__(self):
         self.calls = []
 
-    def __call__(self, query, keys, values, numbers, starts, used, longest, scale) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, query, keys, values, numbers, starts, used, longest, scale
+    ) -> tuple[Tensor, Tensor]:
         self.calls.append((starts[:-1].tolist(), used.tolist(), longest))
         assert {numbers.dtype, starts.dtype, used.dtype} == {torch.int32}
         assert numbers.tolist() == list(range(len(query) + 1))
-        assert len(starts) == len(used) + 1 and int((starts[:-1] + used).max()) <= len(keys) == len(values)
+        assert len(starts) == len(used) + 1 and int((starts[:-1] + used).max()) <= len(keys) == len(
+            values
+        )
         assert int(used.min()) > 0 and int(used.max()) <= longest
         outputs, log_sums = [], []
         for one, start, count in zip(query.double(), starts.tolist(), used.tolist(), strict=False):
@@ -43,13 +48,16 @@ def decode_batch() -> tuple[DecodeMetadata, Tensor]:
     """3 of the 5 rows of a cache of 16 slots, 4 heads over 2 of 8 numbers; the query."""
     generator = torch.Generator().manual_seed(0)
     cache = KVCache(5, 16)
-    cache.keys[3], cache.values[3] = (torch.randn(5, 2, 16, 8, generator=generator) for _ in range(2))
+    cache.keys[3], cache.values[3] = (
+        torch.randn(5, 2, 16, 8, generator=generator) for _ in range(2)
+    )
     query = torch.randn(3, 4, 1, 8, generator=generator)
     return DecodeMetadata(0, cache, torch.tensor([0, 11, 5])), query
 
 
 def pooled_batch(shares: bool = True) -> tuple[PooledMetadata, Tensor]:
-    """4 rows in a pool of 60 slots: 0 and 2 share 7 tokens in slots 40 to 46; the last one is idle."""
+    """4 rows in a pool of 60 slots: 0 and 2 share 7 tokens in slots 40 to 46; the last one is
+    idle."""
     generator = torch.Generator().manual_seed(0)
     pool = KVCache(1, 60)
     pool.keys[3], pool.values[3] = (torch.randn(1, 2, 60, 8, generator=generator) for _ in range(2))
@@ -58,12 +66,17 @@ def pooled_batch(shares: bool = True) -> tuple[PooledMetadata, Tensor]:
     own, starts, prefix_starts, prefix_lengths = torch.tensor(places)
     if not shares:
         prefix_starts, prefix_lengths = torch.zeros_like(starts), torch.zeros_like(starts)
-    return PooledMetadata(pool, own, starts, prefix_starts, prefix_lengths, length=12, shares=shares), query
+    return PooledMetadata(
+        pool, own, starts, prefix_starts, prefix_lengths, length=12, shares=shares
+    ), query
 
 
 @pytest.mark.parametrize(
     ("window", "starts", "used"),  # of each row and head
-    [(None, [0, 16, 32, 48, 64, 80], [1, 1, 12, 12, 6, 6]), (4, [0, 16, 40, 56, 66, 82], [1, 1, 4, 4, 4, 4])],
+    [
+        (None, [0, 16, 32, 48, 64, 80], [1, 1, 12, 12, 6, 6]),
+        (4, [0, 16, 40, 56, 66, 82], [1, 1, 4, 4, 4, 4]),
+    ],
 )
 def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts, used):
     batch, query = decode_batch()
@@ -75,7 +88,9 @@ def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts
 def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
     starts, used, _ = check(*pooled_batch(shares), window)
     assert len(used) == 4 * 2 * (1 + shares)
-    if shares and window is None:  # of each row and head: own tokens, then the prompt, or own tokens again
+    if (
+        shares and window is None
+    ):  # of each row and head: own tokens, then the prompt, or own tokens again
         assert starts == [20, 80, 1, 61, 50, 110, 0, 60, 40, 100, 1, 61, 40, 100, 0, 60]
         assert used == [3, 3, 12, 12, 1, 1, 1, 1, 7, 7, 12, 12, 7, 7, 1, 1]
     if shares and window == 5:  # row 0 sees 2 tokens of the prompt, row 2 sees 4
@@ -84,12 +99,17 @@ def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
 
 
 def check(batch, query: Tensor, window: int | None) -> tuple[list[int], list[int], int]:
-    """Compare it and the kernel of a CPU with `decode_attention`; returns what the kernel was asked for."""
+    """Compare it and the kernel of a CPU with `decode_attention`; returns what the kernel was asked
+    for."""
     kernel, expected = LoopingKernel(), decode_attention(batch, 3, query, 0.3, window, None)
     found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    own = (part[range(batch.count), :, batch.newest, None] for part in batch.read(3))  # which it writes again
-    torch.testing.assert_close(CPUDecode()(batch, 3, query, *own, 0.3, window), expected, atol=1e-5, rtol=1e-5)
+    own = (
+        part[range(batch.count), :, batch.newest, None] for part in batch.read(3)
+    )  # which it writes again
+    torch.testing.assert_close(
+        CPUDecode()(batch, 3, query, *own, 0.3, window), expected, atol=1e-5, rtol=1e-5
+    )
     (call,) = kernel.calls
     return call
 
@@ -123,7 +143,9 @@ def fails(*arguments):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
-@pytest.mark.parametrize(("kernel", "words"), [(ignores_used, "off by"), (sums_of_base_2, "off by"), (fails, "Ampere")])
+@pytest.mark.parametrize(
+    ("kernel", "words"), [(ignores_used, "off by"), (sums_of_base_2, "off by"), (fails, "Ampere")]
+)
 def test_a_kernel_that_fails_or_gives_other_numbers_is_not_used(kernel, words, caplog):
     for _ in range(2):
         assert not flash_with(kernel).supports(*heads(), None)
@@ -135,12 +157,17 @@ def test_a_cpu_and_an_old_gpu_have_no_kernel(monkeypatch):
     assert attention.flash_decode(torch.device("cpu")) is None
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     for capability, expected in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, answer=capability: answer
+        )
         assert (attention.flash_decode(torch.device("cuda")) is not None) is expected
 
 
 def test_the_operator_of_this_torch_takes_the_arguments():
-    numbers, keys = torch.zeros(7, dtype=torch.int32, device="meta"), torch.empty(60, 1, 8, device="meta").bfloat16()
+    numbers, keys = (
+        torch.zeros(7, dtype=torch.int32, device="meta"),
+        torch.empty(60, 1, 8, device="meta").bfloat16(),
+    )
     query = torch.empty(6, 2, 8, dtype=torch.bfloat16, device="meta")
     output, log_sums = varlen_kernel(query, keys, keys, numbers, numbers, numbers[:6], 10, 0.3)
     assert output.shape == query.shape
@@ -150,15 +177,28 @@ def test_the_operator_of_this_torch_takes_the_arguments():
 # Generation
 
 
-@pytest.mark.parametrize("how", [{"static": True}, {"static": True, "samples": 3}, {"static": False, "samples": 3}])
-@pytest.mark.parametrize(("name", "flash"), [
-    ("mistral-window", True),
-    *(pytest.param(*case, marks=pytest.mark.release) for case in (("llama", True), ("gemma2", False))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how", [{"static": True}, {"static": True, "samples": 3}, {"static": False, "samples": 3}]
+)
+@pytest.mark.parametrize(
+    ("name", "flash"),
+    [
+        ("mistral-window", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.release)
+            for case in (("llama", True), ("gemma2", False))
+        ),
+    ],
+)
 def test_answers_are_those_of_products(name, flash, how, monkeypatch):
-    """Gemma 2 caps its scores, which the kernel does not. Without static steps, a shared prompt is read by products."""
+    """Gemma 2 caps its scores, which the kernel does not. Without static steps, a shared prompt is
+    read by products."""
     monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", 8)
-    settings = {"sampling": SamplingParameters(1.3), "stopping": StoppingCriteria(10, eos_ids=(3, 9)), **how}
+    settings = {
+        "sampling": SamplingParameters(1.3),
+        "stopping": StoppingCriteria(10, eos_ids=(3, 9)),
+        **how,
+    }
     kernel, expected = LoopingKernel(), run(name, rows=5, **settings)
     monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(kernel))
     attention._agrees.cache_clear()
@@ -167,5 +207,8 @@ def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     if how["static"] and flash:  # lengths are no buckets: one graph for each number of rows
         width = max(LENGTHS) + 10 + 8 + 1
         assert {longest for _, _, longest in kernel.calls if longest != 300} == {width}
-        doubled = {len(used) for _, used, _ in kernel.calls[2:]} & {16, 20}  # 4 or 5 rows, 2 heads, own and prompt
+        doubled = {len(used) for _, used, _ in kernel.calls[2:]} & {
+            16,
+            20,
+        }  # 4 or 5 rows, 2 heads, own and prompt
         assert bool(doubled) is ("samples" in how)

@@ -1,4 +1,5 @@
-"""Fused decoder layers: the numbers of the models' own layers, and of no layer that computes something else."""
+"""Fused decoder layers: the numbers of the models' own layers, and of no layer that computes
+something else."""
 
 import pytest
 import torch
@@ -40,11 +41,20 @@ def prefill_and_step(model) -> list[torch.Tensor]:
     found = []
     with installed(model, attention):
         for metadata, tokens, positions in (
-            (PrefillMetadata(cache, rows, places, rows, places), ids, torch.arange(11).expand(3, -1)),
+            (
+                PrefillMetadata(cache, rows, places, rows, places),
+                ids,
+                torch.arange(11).expand(3, -1),
+            ),
             ([DecodeMetadata(0, cache, LENGTHS)], ids[:, :1], LENGTHS.unsqueeze(1)),
         ):
             attention.metadata = metadata
-            output = model(input_ids=tokens, position_ids=positions, past_key_values=RolloutCache(), use_cache=True)
+            output = model(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=RolloutCache(),
+                use_cache=True,
+            )
             found.append(output.logits)
     return found
 
@@ -53,7 +63,9 @@ def prefill_and_step(model) -> list[torch.Tensor]:
 def test_layers_of_llamas_form_compute_the_same_logits(name):
     model = random_biases(new_model(name))
     expected, layers = prefill_and_step(model), fused_layers(model, plain)
-    assert [layer.self_attn.layer_idx for layer, _ in layers] == ([0, 1] if name in OF_LLAMAS_FORM else [])
+    assert [layer.self_attn.layer_idx for layer, _ in layers] == (
+        [0, 1] if name in OF_LLAMAS_FORM else []
+    )
     for layer, forward in layers:
         layer.forward = forward
     for found, own in zip(prefill_and_step(model), expected, strict=True):
@@ -87,7 +99,8 @@ def test_a_layer_that_rotates_a_part_of_each_head_runs_itself():
 
 
 class WithFactor(modeling_llama.LlamaDecoderLayer):
-    """Of Llama's form, but what the MLP computes counts 2 % less, as with a factor of the residual connection."""
+    """Of Llama's form, but what the MLP computes counts 2 % less, as with a factor of the residual
+    connection."""
 
     def forward(self, hidden_states, **kwargs):
         attended = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
@@ -127,7 +140,8 @@ def test_rounding_is_told_from_another_number():
 
 
 def laid_flat(layers, kinds=("weight", "bias")):
-    """Put the weights of the layers one after another into one tensor, and their biases into another."""
+    """Put the weights of the layers one after another into one tensor, and their biases into
+    another."""
     for kind in kinds:
         parts = [part for layer in layers if (part := getattr(layer, kind)) is not None]
         flat = torch.cat([part.detach().flatten() for part in parts]) if parts else torch.empty(0)
@@ -139,7 +153,9 @@ def laid_flat(layers, kinds=("weight", "bias")):
 @pytest.mark.parametrize("biases", ["none", "all", "one"])
 @pytest.mark.parametrize("flat", [(), ("weight",), ("weight", "bias")])
 def test_weights_side_by_side_make_one_product(biases, flat, monkeypatch):
-    layers = [torch.nn.Linear(6, size, bias=biases == "all" or size == biases) for size in (4, 2, 3)]
+    layers = [
+        torch.nn.Linear(6, size, bias=biases == "all" or size == biases) for size in (4, 2, 3)
+    ]
     if biases == "one":
         layers[1] = torch.nn.Linear(6, 2)
         layers[0].bias = layers[2].bias = None
@@ -148,7 +164,9 @@ def test_weights_side_by_side_make_one_product(biases, flat, monkeypatch):
     expected = torch.cat([layer(states) for layer in layers], dim=1)
     monkeypatch.setattr(torch._C._nn, "linear", lambda *given: calls.append(1) or linear(*given))
     torch.testing.assert_close(joint_product(layers)(states), expected)
-    assert calls == [1] * ((biases == "none" and "weight" in flat) or (biases == "all" and "bias" in flat))
+    assert calls == [1] * (
+        (biases == "none" and "weight" in flat) or (biases == "all" and "bias" in flat)
+    )
     layers[0].weight.data += 1  # the product reads the weights, and not a copy
     torch.testing.assert_close(joint_product(layers)(states)[:, :4], layers[0](states))
 
@@ -165,11 +183,15 @@ def test_the_logits_of_a_head_are_fp32_and_the_head_is_restored(monkeypatch):
     """The products themselves: tests/algorithms/test_token_logprobs.py."""
     model, states = new_model("llama").bfloat16(), torch.randn(2, 3, 32).bfloat16()
     asked, original = [], module.fp32_product
-    monkeypatch.setattr(module, "fp32_product", lambda *given: asked.append(given[1:]) or original(*given))
+    monkeypatch.setattr(
+        module, "fp32_product", lambda *given: asked.append(given[1:]) or original(*given)
+    )
     with fp32_logits(model), torch.no_grad():
         logits = model.lm_head(states)
     assert logits.dtype == torch.float32 and torch.equal(logits, model.lm_head(states).float())
-    assert [given[0] is model.lm_head.weight for given in asked] == [True] and "forward" not in vars(model.lm_head)
+    assert [given[0] is model.lm_head.weight for given in asked] == [
+        True
+    ] and "forward" not in vars(model.lm_head)
 
 
 # Packed weights
@@ -181,13 +203,16 @@ needs_prepack = pytest.mark.skipif(
 
 @needs_prepack
 @pytest.mark.parametrize(
-    ("name", "engine"), [*(("llama", engine) for engine in ENGINES), ("phi", "continuous"), ("qwen2", "static")]
+    ("name", "engine"),
+    [*(("llama", engine) for engine in ENGINES), ("phi", "continuous"), ("qwen2", "static")],
 )
 def test_packed_weights_give_nearly_the_same_logprobs(name, engine, monkeypatch):
     """Up to bf16 rounding, which is 2^-8 of a number; log-probs of these models go to -10."""
     model, products = new_model(name).bfloat16(), []
     original = module.packed_linear
-    monkeypatch.setattr(module, "packed_linear", lambda *args: products.append(1) or original(*args))
+    monkeypatch.setattr(
+        module, "packed_linear", lambda *args: products.append(1) or original(*args)
+    )
     packed = run(model, rows=8, **ENGINES[engine])
     assert products
     products.clear()
@@ -214,7 +239,9 @@ def test_a_weight_is_packed_once(monkeypatch):
     with module.fused(model), torch.no_grad():
         torch.testing.assert_close(model.lm_head(states), plain, atol=2e-2, rtol=2e-2)
         assert len(packed) == len(set(packed)) == 2 * 7 + 1
-        assert set(packed) == {module for module in model.modules() if type(module) is torch.nn.Linear}
+        assert set(packed) == {
+            module for module in model.modules() if type(module) is torch.nn.Linear
+        }
 
 
 @needs_prepack
@@ -224,4 +251,6 @@ def test_a_packed_product_of_several_layers_has_their_outputs_one_after_another(
     inputs = torch.randn(5, 33).bfloat16()
     with torch.no_grad():
         expected = torch.cat([layer(inputs) for layer in layers], dim=1)
-        torch.testing.assert_close(module.packed_product(layers)(inputs), expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(
+            module.packed_product(layers)(inputs), expected, atol=2e-2, rtol=2e-2
+        )

@@ -45,7 +45,9 @@ def expected(name) -> Rollout:
     return concat_rows(alone)
 
 
-@pytest.mark.parametrize("way", [*WAYS, {"rows": 0}, {"rows": 128, "static": True}, {"rows": 3, "prepack": False}])
+@pytest.mark.parametrize(
+    "way", [*WAYS, {"rows": 0}, {"rows": 128, "static": True}, {"rows": 3, "prepack": False}]
+)
 def test_a_response_does_not_depend_on_the_number_of_rows_or_the_engine(name, expected, way):
     found = answer(name, **way)
     assert_same(found, expected)
@@ -61,7 +63,9 @@ def repeated_prompts(samples: int):
     return prompts, several, answer("llama", several, row_seeds(0, 5 * samples, 2), rows=1)
 
 
-@pytest.mark.parametrize("way", [{"rows": 4}, {"rows": 128}, {"rows": 5, "static": True}, {"engine": "padded"}])
+@pytest.mark.parametrize(
+    "way", [{"rows": 4}, {"rows": 128}, {"rows": 5, "static": True}, {"engine": "padded"}]
+)
 def test_samples_of_a_prompt_are_the_responses_of_their_seeds(way):
     """With and without a shared prefix."""
     samples = 4
@@ -81,29 +85,47 @@ def test_padding_and_the_models_generation_config_change_nothing(way):
     before, model.generation_config = (
         model.generation_config,
         transformers.GenerationConfig(
-            do_sample=False, temperature=0.1, top_k=1, eos_token_id=0, max_new_tokens=1, repetition_penalty=5.0
+            do_sample=False,
+            temperature=0.1,
+            top_k=1,
+            eos_token_id=0,
+            max_new_tokens=1,
+            repetition_penalty=5.0,
         ),
     )
     try:
         assert_same(answer(**way), first)
     finally:
         model.generation_config = before
-    assert torch.equal(torch.get_rng_state(), streams), "generation does not use torch's random state"
+    assert torch.equal(torch.get_rng_state(), streams), (
+        "generation does not use torch's random state"
+    )
 
 
 @cache
 def greedy_alone(penalty: float) -> list[list[int]]:
     """10 tokens of each prompt by transformers."""
     alone = [part(prompts_of(), [row]) for row in range(COUNT)]
-    return [transformers_greedy(model_of("llama"), one, 10, repetition_penalty=penalty)[0] for one in alone]
+    return [
+        transformers_greedy(model_of("llama"), one, 10, repetition_penalty=penalty)[0]
+        for one in alone
+    ]
 
 
 @pytest.mark.parametrize("penalty", [1.5, pytest.param(0.6, marks=pytest.mark.release)])
 @by_each_engine
 def test_the_repetition_penalty_is_that_of_transformers(way, penalty):
-    """Tokens of prompt and response count. transformers would count padding too, so each prompt runs alone there."""
-    sampling, expected = SamplingParameters(top_k=1, repetition_penalty=penalty), greedy_alone(penalty)
-    assert tokens_of(answer(sampling=sampling, stopping=StoppingCriteria(10), **way)) == expected != greedy_alone(1.0)
+    """Tokens of prompt and response count. transformers would count padding too, so each prompt
+    runs alone there."""
+    sampling, expected = (
+        SamplingParameters(top_k=1, repetition_penalty=penalty),
+        greedy_alone(penalty),
+    )
+    assert (
+        tokens_of(answer(sampling=sampling, stopping=StoppingCriteria(10), **way))
+        == expected
+        != greedy_alone(1.0)
+    )
 
 
 # Log-probs
@@ -112,9 +134,15 @@ def test_the_repetition_penalty_is_that_of_transformers(way, penalty):
 @by_each_engine
 def test_logprobs_below_the_minimum_length_are_over_tokens_that_do_not_end_an_answer(way):
     stopping = replace(WITH_ENDS, min_new_tokens=4)
-    rollout = answer(sampling=SamplingParameters(1.3, top_p=0.8, repetition_penalty=1.2), stopping=stopping, **way)
+    rollout = answer(
+        sampling=SamplingParameters(1.3, top_p=0.8, repetition_penalty=1.2),
+        stopping=stopping,
+        **way,
+    )
     with torch.no_grad():
-        fresh = response_logprobs(PolicyModel(model_of("llama")), rollout, 1.3, late_ends=stopping.late_ends).logprobs
+        fresh = response_logprobs(
+            PolicyModel(model_of("llama")), rollout, 1.3, late_ends=stopping.late_ends
+        ).logprobs
         free = response_logprobs(PolicyModel(model_of("llama")), rollout, 1.3).logprobs
     mask, early = rollout.response_mask, torch.arange(14)[: rollout.response_mask.shape[1]] < 4
     torch.testing.assert_close(rollout.rollout_logprobs[mask], fresh[mask], atol=2e-5, rtol=0)
@@ -138,11 +166,15 @@ def test_each_response_has_its_own_limit(way):
     whole = answer(stopping=StoppingCriteria(14), **way)
     limits = torch.tensor([1, 14, 3, 2, 14, 7, 9, 1])
     cut = answer(stopping=StoppingCriteria(14), limits=limits, **way)
-    assert tokens_of(cut) == [row[:n] for row, n in zip(tokens_of(whole), limits.tolist(), strict=True)]
+    assert tokens_of(cut) == [
+        row[:n] for row, n in zip(tokens_of(whole), limits.tolist(), strict=True)
+    ]
     assert not cut.ended.any()
 
 
-@pytest.mark.parametrize(("tokens", "engine"), [(0, "continuous"), (5, "continuous"), (5, "padded"), (14, "padded")])
+@pytest.mark.parametrize(
+    ("tokens", "engine"), [(0, "continuous"), (5, "continuous"), (5, "padded"), (14, "padded")]
+)
 def test_after_a_cancellation_only_finished_responses_have_tokens(engine, tokens):
     """`cancelled` is called before each token; padded batches also call it before each batch."""
     whole, calls = answer(engine=engine, rows=COUNT), []
@@ -156,4 +188,6 @@ def test_after_a_cancellation_only_finished_responses_have_tokens(engine, tokens
     expected = [row if len(row) <= tokens else [] for row in tokens_of(whole)]
     assert tokens_of(found) == expected
     assert (found.finish_reason < 0).tolist() == [not row for row in expected]
-    assert tokens in (0, 14) or 0 < sum(not row for row in expected) < COUNT, "the case shows nothing"
+    assert tokens in (0, 14) or 0 < sum(not row for row in expected) < COUNT, (
+        "the case shows nothing"
+    )

@@ -15,7 +15,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from dschat_ppo.rollout import continuous_batching, generator, kv_cache, running_batches
-from dschat_ppo.rollout.kv_cache import KVCache, RowStates, cache_bytes, pool_limits, rows_for_memory
+from dschat_ppo.rollout.kv_cache import (
+    KVCache,
+    RowStates,
+    cache_bytes,
+    pool_limits,
+    rows_for_memory,
+)
 from dschat_ppo.rollout.padded_batches import GROWTH_TOKENS, InPlaceLayer, new_cache
 from dschat_ppo.rollout.running_batches import RunningPool
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -25,8 +31,8 @@ GIB = 2**30
 
 
 def test_bytes_of_a_token_by_hand():
-    """Keys and values of 2 layers, 2 heads of 8 numbers, 4 bytes each; gpt2 has 4 heads. The first layer of lfm2 is a
-    convolution of 3 tokens with 32 numbers each."""
+    """Keys and values of 2 layers, 2 heads of 8 numbers, 4 bytes each; gpt2 has 4 heads. The first
+    layer of lfm2 is a convolution of 3 tokens with 32 numbers each."""
     assert cache_bytes(model_of("llama")) == (2 * 2 * 2 * 8 * 4, 0)
     assert cache_bytes(model_of("gpt2")) == (2 * 2 * 4 * 8 * 4, 0)
     assert cache_bytes(model_of("lfm2")) == (2 * 2 * 8 * 4, 3 * 32 * 4)
@@ -38,15 +44,19 @@ def test_rows_on_a_cpu_follow_the_free_memory_of_each_rank(monkeypatch):
         monkeypatch.setattr(kv_cache, "local_world_size", lambda: ranks)
         return rows_for_memory(model_of("llama"), 100)
 
-    assert (rows_with(2 * 256 * 100 * 10), rows_with(2 * 256 * 100 * 10 - 1), rows_with(1000)) == (10, 9, 1)
+    assert (rows_with(2 * 256 * 100 * 10), rows_with(2 * 256 * 100 * 10 - 1), rows_with(1000)) == (
+        10,
+        9,
+        1,
+    )
     assert rows_with(2 * 256 * 100 * 10, ranks=5) == 2
     assert rows_with(2**50) == kv_cache.MAX_ROWS
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A function: a model on a GPU with `free` memory, `unused` of it in the allocator. A token takes 256 bytes, the
-    logits of a row 24 x 48 = 1152."""
+    """A function: a model on a GPU with `free` memory, `unused` of it in the allocator. A token
+    takes 256 bytes, the logits of a row 24 x 48 = 1152."""
 
     def pretend(free: int, unused: int = 0) -> SimpleNamespace:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - unused, 2**50))
@@ -72,7 +82,8 @@ def test_rows_on_a_gpu_take_all_memory_but_a_reserve_and_the_logits(unused, gpu)
 
 
 def test_the_rows_of_a_pool_do_not_depend_on_their_length_on_a_gpu(gpu, monkeypatch):
-    """As many as a tenth of the memory has logits for; they share the slots that fit into the rest."""
+    """As many as a tenth of the memory has logits for; they share the slots that fit into the
+    rest."""
     most = kv_cache.MAX_ROWS_GPU
     assert pool_limits(gpu(20 * GIB), 0, 10**6) == (most, (18 * GIB - most * 1152) // 256)
     assert pool_limits(gpu(20 * GIB), 64, 100) == (64, 6400)
@@ -81,22 +92,31 @@ def test_the_rows_of_a_pool_do_not_depend_on_their_length_on_a_gpu(gpu, monkeypa
     monkeypatch.setattr(kv_cache, "vocabulary_size", lambda model: 2**20)  # 24 MiB of logits a row
     assert pool_limits(gpu(4800 * 2**20), 0, 100)[0] == 20
     monkeypatch.setattr(kv_cache, "rows_for_memory", lambda model, length: 700 // length)
-    assert pool_limits(model_of("llama"), 0, 70) == (10, 700), "on a CPU, rows reserve their longest answer"
+    assert pool_limits(model_of("llama"), 0, 70) == (
+        10,
+        700,
+    ), "on a CPU, rows reserve their longest answer"
     assert pool_limits(model_of("llama"), 3, 70) == (3, 210)
 
 
 # Memory runs out
 
-OF_A_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
+OF_A_CPU = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+    " tried 8 bytes"
+)
 WAYS = {
-    "batches": {}, "shared": {"samples": 3}, "pool": {"static": True}, "shared pool": {"samples": 3, "static": True},
+    "batches": {},
+    "shared": {"samples": 3},
+    "pool": {"static": True},
+    "shared pool": {"samples": 3, "static": True},
     "states": {"model": "lfm2", "samples": 3},
-}  # fmt: skip
+}
 
 
 def fail_at(monkeypatch, place: str, when) -> None:
-    """The cache runs out of memory at a write of a `prefill` or a `decode` step, or at a `move`, where `when(number of
-    such calls)`: as on a GPU in a prefill, else as on a CPU."""
+    """The cache runs out of memory at a write of a `prefill` or a `decode` step, or at a `move`,
+    where `when(number of such calls)`: as on a GPU in a prefill, else as on a CPU."""
     calls = []
 
     def failing(original, place_of):
@@ -104,12 +124,18 @@ def fail_at(monkeypatch, place: str, when) -> None:
             if place_of(*args) == place:
                 calls.append(1)
                 if when(len(calls)):
-                    raise torch.OutOfMemoryError("CUDA out of memory") if place == "prefill" else RuntimeError(OF_A_CPU)
+                    raise (
+                        torch.OutOfMemoryError("CUDA out of memory")
+                        if place == "prefill"
+                        else RuntimeError(OF_A_CPU)
+                    )
             return original(self, *args)
 
         return call
 
-    written = failing(KVCache.layer, lambda layer, keys, _: "decode" if keys.shape[2] == 1 else "prefill")
+    written = failing(
+        KVCache.layer, lambda layer, keys, _: "decode" if keys.shape[2] == 1 else "prefill"
+    )
     monkeypatch.setattr(KVCache, "layer", written)
     for method in ("move_rows", "move_slots"):
         monkeypatch.setattr(KVCache, method, failing(getattr(KVCache, method), lambda *_: "move"))
@@ -123,11 +149,21 @@ def undisturbed(way: str):
 PLACES = [("prefill", 2), ("decode", 1), ("decode", 12), ("move", 1)]
 
 
-@pytest.mark.parametrize(("way", "place", "call"), [
-    *((way, *place) for way in ("shared", "shared pool") for place in PLACES), ("states", "decode", 12),
-    *(pytest.param(way, *place, marks=pytest.mark.release) for way in ("batches", "pool") for place in PLACES),
-])  # fmt: skip
-def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(way, place, call, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("way", "place", "call"),
+    [
+        *((way, *place) for way in ("shared", "shared pool") for place in PLACES),
+        ("states", "decode", 12),
+        *(
+            pytest.param(way, *place, marks=pytest.mark.release)
+            for way in ("batches", "pool")
+            for place in PLACES
+        ),
+    ],
+)
+def test_after_a_lack_of_memory_half_the_rows_give_the_same_responses(
+    way, place, call, monkeypatch, caplog
+):
     expected = undisturbed(way)
     fail_at(monkeypatch, place, lambda number: number == call)
     found = run(rows=8, **WAYS[way])
@@ -164,7 +200,8 @@ def test_a_single_row_that_does_not_fit_is_an_error(way, monkeypatch, caplog):
 
 @pytest.mark.parametrize(("most", "warnings"), [(1, 3), (3, 2), (5, 1)])
 def test_a_padded_batch_without_memory_starts_again_with_half_the_rows(most, warnings, caplog):
-    """Batches of more than `most` rows have no memory for their third pass, whose rows are 42 tokens wide."""
+    """Batches of more than `most` rows have no memory for their third pass, whose rows are 42
+    tokens wide."""
     expected = run(rows=8, engine="padded")
 
     def fail(module, args, inputs):
@@ -183,7 +220,8 @@ def test_a_padded_batch_without_memory_starts_again_with_half_the_rows(most, war
 
 
 class Counting:
-    """Environments that answer an action with its first tokens, twice; every second time all of them together."""
+    """Environments that answer an action with its first tokens, twice; every second time all of
+    them together."""
 
     def __init__(self):
         self.calls, self.asked, self.polls = [], [], 0
@@ -208,7 +246,9 @@ class Counting:
 def episodes(**how):
     turns = Counting()
     stopping = StoppingCriteria(30, eos_ids=tuple(range(3, 48, 5)))
-    return run(rows=8, samples=3, stopping=stopping, turns=turns, **how), sorted(map(str, turns.calls))
+    return run(rows=8, samples=3, stopping=stopping, turns=turns, **how), sorted(
+        map(str, turns.calls)
+    )
 
 
 @cache
@@ -224,9 +264,12 @@ def assert_same_episodes(found, calls):
 
 
 @pytest.mark.parametrize(
-    ("place", "call"), [("prefill", 2), ("prefill", 9), ("prefill", 16), ("decode", 12), ("decode", 150), ("move", 1)]
+    ("place", "call"),
+    [("prefill", 2), ("prefill", 9), ("prefill", 16), ("decode", 12), ("decode", 150), ("move", 1)],
 )
-def test_episodes_go_on_after_a_lack_of_memory_and_ask_no_environment_again(place, call, monkeypatch, caplog):
+def test_episodes_go_on_after_a_lack_of_memory_and_ask_no_environment_again(
+    place, call, monkeypatch, caplog
+):
     """Prefills 9 and 16 read observations."""
     fail_at(monkeypatch, place, lambda number: number == call)
     assert_same_episodes(*episodes())
@@ -241,8 +284,8 @@ def test_episodes_go_on_where_only_a_single_row_has_memory(monkeypatch, caplog):
 
 @pytest.mark.parametrize("slots", [0, 150])
 def test_episodes_whose_slots_run_out_stop_and_start_again(slots, monkeypatch):
-    """0: as many as one episode may need. Also those stop that wait for their environments, and start when these have
-    answered."""
+    """0: as many as one episode may need. Also those stop that wait for their environments, and
+    start when these have answered."""
     stopped, waited, stop = [], [], RunningPool.stop_for_slots
 
     def noting(self):
@@ -261,7 +304,9 @@ def test_episodes_whose_slots_run_out_stop_and_start_again(slots, monkeypatch):
     assert len(stopped) > len(waited) > 0
 
 
-def test_an_answer_of_an_environment_is_not_lost_when_memory_runs_out_right_then(monkeypatch, caplog):
+def test_an_answer_of_an_environment_is_not_lost_when_memory_runs_out_right_then(
+    monkeypatch, caplog
+):
     numbers, original = [], SequenceBuffers.observe
 
     def failing(self, sequence, tokens):
@@ -276,7 +321,8 @@ def test_an_answer_of_an_environment_is_not_lost_when_memory_runs_out_right_then
 
 
 def test_an_episode_without_a_row_is_waited_for_when_no_other_is_left(monkeypatch, caplog):
-    """The first one ends an action at once and loses its row; the second one runs into its limit."""
+    """The first one ends an action at once and loses its row; the second one runs into its
+    limit."""
     greedy = {"prompts": (9, 40), "sampling": SamplingParameters(top_k=1)}
     (first, *_), others = tokens_of(run(stopping=StoppingCriteria(30), **greedy))
     assert first not in others
@@ -310,8 +356,8 @@ def caches(monkeypatch):
 
 @pytest.mark.parametrize(("way", "growing"), [("batches", "grow"), ("pool", "move_slots")])
 def test_only_one_layer_is_in_memory_twice(way, growing, caches, monkeypatch):
-    """Growing, merging and removing rows leave no copies: where one is made, there are keys and values of two layers of
-    each cache once, and about as many caches as batches."""
+    """Growing, merging and removing rows leave no copies: where one is made, there are keys and
+    values of two layers of each cache once, and about as many caches as batches."""
     monkeypatch.setattr(running_batches, "GROWTH", 4)
     monkeypatch.setattr(running_batches, "FIRST_TOKENS", 2)
     original, made, callers = torch.Tensor.new_zeros, [], set()
@@ -336,7 +382,9 @@ def test_the_layer_of_padded_batches_grows_in_place_and_returns_what_transformer
     ours, theirs, places = InPlaceLayer(), DynamicLayer(), []
     for length in (5, 1, GROWTH_TOKENS - 1, 1, 2 * GROWTH_TOKENS, 1):
         keys, values = torch.randn(2, 3, length, 4), torch.randn(2, 3, length, 6)
-        for found, expected in zip(ours.update(keys, values), theirs.update(keys, values), strict=True):
+        for found, expected in zip(
+            ours.update(keys, values), theirs.update(keys, values), strict=True
+        ):
             assert torch.equal(found, expected)
         assert ours.get_seq_length() == theirs.get_seq_length()
         places.append(ours.buffers[0].data_ptr())

@@ -1,4 +1,5 @@
-"""Each architecture on tiny models: greedy tokens equal those of transformers, log-probs those of a plain forward."""
+"""Each architecture on tiny models: greedy tokens equal those of transformers, log-probs those of a
+plain forward."""
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ RELEASE = pytest.mark.release
 REFILL, STATIC, ALL_AT_ONCE = {"rows": 3}, {"rows": 3, "static": True}, {"rows": 128}
 TRUNCATED = SamplingParameters(temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
 PENALTY = SamplingParameters(temperature=0.9, repetition_penalty=1.3)
-# Whole rows of layers with a state run in chunks, which round otherwise than one token after another; padded batches
-# with transformers' own cache are as far from them.
+# Whole rows of layers with a state run in chunks, which round otherwise than one token after
+# another; padded batches with transformers' own cache are as far from them.
 TOLERANCE = dict.fromkeys(HYBRIDS, 1e-4)
 
 
@@ -49,14 +50,17 @@ def prefix_uses(monkeypatch) -> list[int]:
     return uses
 
 
-@pytest.mark.parametrize("way", [pytest.param(REFILL, id="refill"), pytest.param(STATIC, id="static", marks=RELEASE)])
+@pytest.mark.parametrize(
+    "way", [pytest.param(REFILL, id="refill"), pytest.param(STATIC, id="static", marks=RELEASE)]
+)
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_greedy_tokens_equal_those_of_transformers(name, way):
     check_greedy(name, way)
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(REFILL, id="refill"), pytest.param(ALL_AT_ONCE, id="all at once", marks=RELEASE)]
+    "way",
+    [pytest.param(REFILL, id="refill"), pytest.param(ALL_AT_ONCE, id="all at once", marks=RELEASE)],
 )
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_greedy_tokens_of_hybrids_equal_those_of_transformers(name, way):
@@ -64,9 +68,12 @@ def test_greedy_tokens_of_hybrids_equal_those_of_transformers(name, way):
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(REFILL, id="refill"), pytest.param(ALL_AT_ONCE, id="all at once", marks=RELEASE)]
+    "way",
+    [pytest.param(REFILL, id="refill"), pytest.param(ALL_AT_ONCE, id="all at once", marks=RELEASE)],
 )
-@pytest.mark.parametrize("name", [*PADDED_ONLY, "opt", "gemma2", "mistral-window", "lfm2", "granite-hybrid"])
+@pytest.mark.parametrize(
+    "name", [*PADDED_ONLY, "opt", "gemma2", "mistral-window", "lfm2", "granite-hybrid"]
+)
 def test_greedy_tokens_of_padded_batches_equal_those_of_transformers(name, way):
     check_greedy(name, {**way, "engine": "padded"})
 
@@ -110,18 +117,24 @@ def test_logprobs_of_padded_batches_equal_those_of_a_plain_forward_pass(name):
 
 
 @pytest.mark.parametrize("name", [*CONTINUOUS, *HYBRIDS])
-def test_logprobs_with_prompts_shared_by_samples_equal_those_of_a_plain_forward_pass(name, prefix_uses):
+def test_logprobs_with_prompts_shared_by_samples_equal_those_of_a_plain_forward_pass(
+    name, prefix_uses
+):
     check_logprobs(name, TRUNCATED, rows=9, samples=4, lengths=(33, 40, 36))
     assert prefix_uses
     assert max(prefix_uses) > 4  # rows of more than one prompt
 
 
-def check_logprobs(name: str, sampling: SamplingParameters, lengths=LENGTHS, samples: int = 1, **others) -> None:
+def check_logprobs(
+    name: str, sampling: SamplingParameters, lengths=LENGTHS, samples: int = 1, **others
+) -> None:
     stopping = StoppingCriteria(NEW_TOKENS, eos_ids=(5, 9, 22), stop_ids=(7, 33, 40))
     seeds = torch.arange(300, 300 + samples * len(lengths))
     rollout = run(name, lengths, sampling, stopping, seeds, samples=samples, **others)
     expected = plain_logprobs(model_of(name), rollout, sampling.temperature)
-    torch.testing.assert_close(rollout.rollout_logprobs, expected, atol=TOLERANCE.get(name, 2e-5), rtol=0)
+    torch.testing.assert_close(
+        rollout.rollout_logprobs, expected, atol=TOLERANCE.get(name, 2e-5), rtol=0
+    )
     assert cut_at(tokens_of(rollout), stopping.ids) == tokens_of(rollout)
     assert rollout.response_ids.max() < VOCABULARY
     counts = rollout.response_mask.sum(dim=1)

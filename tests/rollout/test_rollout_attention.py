@@ -1,5 +1,5 @@
-"""What the attention of a rollout refuses, and decode steps by the compiled kernel. Its numbers are those of whole rows
-for each architecture (`test_rollout_architectures.py`)."""
+"""What the attention of a rollout refuses, and decode steps by the compiled kernel. Its numbers are
+those of whole rows for each architecture (`test_rollout_architectures.py`)."""
 
 from types import SimpleNamespace
 
@@ -42,17 +42,28 @@ def test_a_sink_is_one_more_score_of_each_softmax(window, dtype, atol):
     torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [
-    (None, None, False), (3, None, False), (None, 2.0, False), (3, 2.0, False), (None, None, True), (3, None, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"),
+    [
+        (None, None, False),
+        (3, None, False),
+        (None, 2.0, False),
+        (3, 2.0, False),
+        (None, None, True),
+        (3, None, True),
+    ],
+)
 def test_tokens_after_others_see_what_they_see_in_a_whole_row(window, softcap, has_sinks):
-    """`newest`: here three tokens of two rows, the second of which has one after two; keys after them are not seen."""
+    """`newest`: here three tokens of two rows, the second of which has one after two; keys after
+    them are not seen."""
     query, sinks = random(2, 4, 9, 8, seed=0), random(4, seed=3) if has_sinks else None
     key, value = (random(2, 2, 9, 8, seed=seed) for seed in (1, 2))
     whole = causal_attention(query, key, value, 0.3, window, softcap, sinks)
     newest = torch.tensor([[5, 6, 7], [2, 2, 2]])
     chosen = newest.view(2, 1, 3, 1).expand(2, 4, 3, 8)
-    found = causal_attention(query.gather(2, chosen), key, value, 0.3, window, softcap, sinks, newest)
+    found = causal_attention(
+        query.gather(2, chosen), key, value, 0.3, window, softcap, sinks, newest
+    )
     torch.testing.assert_close(found, whole.gather(2, chosen), atol=2e-6, rtol=0)
 
 
@@ -60,10 +71,15 @@ NOT_CAUSAL = SimpleNamespace(layer_idx=0, is_causal=False)
 IGNORED = ("position_bias", "sinks", "indices", "block_indices")  # as 0 they would change no number
 
 
-@pytest.mark.parametrize(("module", "mask", "extra"), [
-    (MODULE, None, {"is_causal": False}), (NOT_CAUSAL, None, {}), (MODULE, torch.zeros(1), {}),
-    *((MODULE, None, {name: torch.zeros(1)}) for name in IGNORED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "mask", "extra"),
+    [
+        (MODULE, None, {"is_causal": False}),
+        (NOT_CAUSAL, None, {}),
+        (MODULE, torch.zeros(1), {}),
+        *((MODULE, None, {name: torch.zeros(1)}) for name in IGNORED),
+    ],
+)
 def test_arguments_that_the_engine_would_ignore_are_refused(module, mask, extra):
     tensors = (random(1, 4, 1, 8, seed=0), *(random(1, 2, 1, 8, seed=1),) * 2)
     with pytest.raises(UnsupportedAttentionError, match="SimpleNamespace needs"):
@@ -78,24 +94,38 @@ def halves(*shape, seed=0):
 
 
 def outputs(attention, window, layout):
-    """Of a prefill of five prompts of eight tokens in two batches, and of two steps of both; and the caches."""
+    """Of a prefill of five prompts of eight tokens in two batches, and of two steps of both; and
+    the caches."""
     caches, found = (KVCache(3, 32), KVCache(2, 64)), []
     for number, cache in enumerate(caches):
-        rows, places = torch.arange(cache.rows).repeat_interleave(8), torch.arange(8).repeat(cache.rows)
+        rows, places = (
+            torch.arange(cache.rows).repeat_interleave(8),
+            torch.arange(8).repeat(cache.rows),
+        )
         attention.metadata = PrefillMetadata(cache, rows, places, rows, places)
-        states = [layout(halves(cache.rows, n, 8, 16, seed=10 * number + n + i)) for i, n in enumerate((4, 2, 2))]
+        states = [
+            layout(halves(cache.rows, n, 8, 16, seed=10 * number + n + i))
+            for i, n in enumerate((4, 2, 2))
+        ]
         found.append(attention(MODULE, *states, None, sliding_window=window)[0])
     for step in range(2):
         slots = torch.tensor([8, 5, 3, 8, 1]) + step
-        attention.metadata = [DecodeMetadata(0, caches[0], slots[:3]), DecodeMetadata(3, caches[1], slots[3:])]
-        states = [layout(halves(5, n, 1, 16, seed=100 + 10 * step + i)) for i, n in enumerate((4, 2, 2))]
+        attention.metadata = [
+            DecodeMetadata(0, caches[0], slots[:3]),
+            DecodeMetadata(3, caches[1], slots[3:]),
+        ]
+        states = [
+            layout(halves(5, n, 1, 16, seed=100 + 10 * step + i)) for i, n in enumerate((4, 2, 2))
+        ]
         found.append(attention(MODULE, *states, None, sliding_window=window)[0])
     return found, [cached for cache in caches for cached in (cache.keys[0], cache.values[0])]
 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(
-    "layout", [lambda x: x, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)], ids=["rows", "columns"]
+    "layout",
+    [lambda x: x, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)],
+    ids=["rows", "columns"],
 )
 def test_steps_and_caches_of_the_compiled_kernel_are_those_without_it(window, layout, monkeypatch):
     calls, kernel = [], operations.decode_attention
@@ -105,7 +135,9 @@ def test_steps_and_caches_of_the_compiled_kernel_are_those_without_it(window, la
     found, written = outputs(RolloutAttention(CPUDecode()), window, layout)
     assert len(calls) == 4  # two steps of two batches
     for ours, plain in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=0, atol=0.03)  # products round to bf16 where the kernel does not
+        torch.testing.assert_close(
+            ours, plain, rtol=0, atol=0.03
+        )  # products round to bf16 where the kernel does not
     assert all(map(torch.equal, written, cached))
 
 

@@ -1,6 +1,8 @@
-"""Continuous batching with a stand-in for the model: every cached number identifies its sequence and position.
+"""Continuous batching with a stand-in for the model: every cached number identifies its sequence
+and position.
 
-The tag of a prompt token is 1000 prompt + position, that of a generated token -(1000 sequence + position).
+The tag of a prompt token is 1000 prompt + position, that of a generated token -(1000 sequence +
+position).
 """
 
 from contextlib import nullcontext
@@ -20,8 +22,15 @@ from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import PromptBatch
 
-LONGEST, STEP, FIRST = 32, 4, 5  # tokens of an answer; of a poll and a segment; for which a new one has slots
-OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 8 bytes"
+LONGEST, STEP, FIRST = (
+    32,
+    4,
+    5,
+)  # tokens of an answer; of a poll and a segment; for which a new one has slots
+OUT_OF_MEMORY = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 8"
+    " bytes"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,24 +42,45 @@ def small(monkeypatch) -> None:
 
 
 def tagged(tags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, L) tags -> keys (n, 2, L, 1), which are tag + head / 2, and values (n, 2, L, 3), which are their negative."""
+    """(n, L) tags -> keys (n, 2, L, 1), which are tag + head / 2, and values (n, 2, L, 3), which
+    are their negative."""
     keys = (tags.double().unsqueeze(1) + torch.arange(2).view(1, -1, 1) / 2).unsqueeze(3)
     return keys, -keys.expand(-1, -1, -1, 3)
 
 
 class World:
-    """Generates `answers[i]` tokens for each sequence, in batches, or in a pool of at most `slots`."""
+    """Generates `answers[i]` tokens for each sequence, in batches, or in a pool of at most
+    `slots`."""
 
-    def __init__(self, monkeypatch, rng, prompt_lengths, rows, samples=1, share_from=0, slots=None, pool=None,
-                 answers=None):  # fmt: skip
+    def __init__(  # noqa: PLR0913
+        self,
+        monkeypatch,
+        rng,
+        prompt_lengths,
+        rows,
+        samples=1,
+        share_from=0,
+        slots=None,
+        pool=None,
+        answers=None,
+    ):
         monkeypatch.setattr(continuous_batching, "MIN_SHARED_TOKENS", share_from)
         count, longest = len(prompt_lengths), max(prompt_lengths)
         self.prompt_lengths = np.asarray(prompt_lengths).repeat(samples)
-        self.answers = rng.integers(1, LONGEST + 1, count * samples) if answers is None else np.asarray(answers)
-        place = torch.arange(longest) - (longest - torch.tensor(prompt_lengths).unsqueeze(1))  # left padding
+        self.answers = (
+            rng.integers(1, LONGEST + 1, count * samples)
+            if answers is None
+            else np.asarray(answers)
+        )
+        place = torch.arange(longest) - (
+            longest - torch.tensor(prompt_lengths).unsqueeze(1)
+        )  # left padding
         prompts = PromptBatch(1000 * torch.arange(count).unsqueeze(1) + place, place >= 0)
         sampling, stopping = SamplingParameters(top_k=1), StoppingCriteria(LONGEST)
-        limits, seeds = torch.from_numpy(self.answers), torch.zeros(count * samples, dtype=torch.int64)
+        limits, seeds = (
+            torch.from_numpy(self.answers),
+            torch.zeros(count * samples, dtype=torch.int64),
+        )
         self.buffers = SequenceBuffers(prompts, seeds, samples, sampling, stopping, 4, STEP, limits)
         memory = None
         if slots is not None:
@@ -79,12 +109,18 @@ class World:
                 self.check_segments(running)
             else:
                 self.most_batches = max(self.most_batches, len(running.batches))
-                assert [batch.first for batch in metadata] == np.cumsum([0, *map(len, running.batches)])[:-1].tolist()
+                assert [batch.first for batch in metadata] == np.cumsum(
+                    [0, *map(len, running.batches)]
+                )[:-1].tolist()
             now = [sequence for sequence in sequences.tolist() if sequence < self.buffers.count]
             assert len(set(now)) == len(now) <= self.engine.rows
             self.most_active = max(self.most_active, len(now))
-            for batch in metadata if positions[0, 0] == running.rows.positions[0] else ():  # at the beginning of a poll
-                self.check_rows(batch, sequences[batch.first :].tolist(), positions[batch.first :, 0].tolist())
+            for batch in (
+                metadata if positions[0, 0] == running.rows.positions[0] else ()
+            ):  # at the beginning of a poll
+                self.check_rows(
+                    batch, sequences[batch.first :].tolist(), positions[batch.first :, 0].tolist()
+                )
             tags = -(1000 * sequences.unsqueeze(1) + positions)
         keys, values = tagged(tags)
         for layer in (0, 1):
@@ -92,9 +128,14 @@ class World:
         return torch.zeros(len(ids), 4)
 
     def check_rows(self, batch, sequences, positions) -> None:
-        """Each row reads the tokens of its prompt and its answer, in order, before the new one is written."""
-        for row, (sequence, position) in enumerate(zip(sequences[: batch.count], positions, strict=False)):
-            if sequence == self.buffers.count or position == 0:  # an idle row, or the only token of a prompt
+        """Each row reads the tokens of its prompt and its answer, in order, before the new one is
+        written."""
+        for row, (sequence, position) in enumerate(
+            zip(sequences[: batch.count], positions, strict=False)
+        ):
+            if (
+                sequence == self.buffers.count or position == 0
+            ):  # an idle row, or the only token of a prompt
                 continue
             fed = int(self.prompt_lengths[sequence]) - 1
             tags = [sequence // self.samples * 1000 + place for place in range(fed)]
@@ -109,18 +150,30 @@ class World:
                 if batch.prefix is not None:
                     cell, grid = int(batch.prefix.cells[row]), batch.prefix.grid
                     assert grid.flatten()[cell] == row
-                    parts += [(batch.prefix.cache, cell // grid.shape[1], 0, int(batch.prefix.lengths[row]))]
+                    parts += [
+                        (
+                            batch.prefix.cache,
+                            cell // grid.shape[1],
+                            0,
+                            int(batch.prefix.lengths[row]),
+                        )
+                    ]
                     self.shared += 1
                 parts += [(batch.cache, row, 0, int(batch.slots[row]))] if batch.slots[row] else []
             keys, values = tagged(torch.tensor([tags]))
             for layer in (0, 1):
                 for name, expected in (("keys", keys), ("values", values)):
-                    found = [getattr(c, name)[layer][place, :, first : first + n] for c, place, first, n in parts]
+                    found = [
+                        getattr(c, name)[layer][place, :, first : first + n]
+                        for c, place, first, n in parts
+                    ]
                     assert torch.equal(torch.cat(found, dim=1), expected[0])
 
     def check_segments(self, running: RunningPool) -> None:
         rows, used = running.rows, [SPARE]
-        for start, size, slots in zip(rows.starts.tolist(), rows.sizes.tolist(), rows.slots.tolist(), strict=True):
+        for start, size, slots in zip(
+            rows.starts.tolist(), rows.sizes.tolist(), rows.slots.tolist(), strict=True
+        ):
             assert slots <= size
             used += range(start, start + size)
         for prompt, start in running._prefixes.items():
@@ -129,7 +182,9 @@ class World:
         assert max(used) < running.pool.capacity <= running.most_slots
         self.most_used = max(self.most_used, len(used))
         numbers = running.prompts[rows.sequences]
-        assert len(np.flatnonzero(np.diff(numbers))) + 1 == len(set(numbers)), "rows of a prompt are together"
+        assert len(np.flatnonzero(np.diff(numbers))) + 1 == len(set(numbers)), (
+            "rows of a prompt are together"
+        )
 
 
 SLOTS = pytest.mark.parametrize("slots", [None, 10**6], ids=["batches", "pool"])
@@ -146,10 +201,14 @@ def test_every_sequence_is_generated_once_from_its_own_keys(seed, rows, slots, m
 
 
 @SLOTS
-@pytest.mark.parametrize(("seed", "rows", "share_from"), [(0, 1, 8), (3, 9, 0), (3, 9, 8), (5, 200, 8)])
+@pytest.mark.parametrize(
+    ("seed", "rows", "share_from"), [(0, 1, 8), (3, 9, 0), (3, 9, 8), (5, 200, 8)]
+)
 def test_sequences_of_one_prompt_share_its_keys(seed, rows, share_from, slots, monkeypatch):
     rng = np.random.default_rng(seed)
-    world = World(monkeypatch, rng, rng.integers(1, 31, min(2 * rows, 12)), rows, 4, share_from, slots)
+    world = World(
+        monkeypatch, rng, rng.integers(1, 31, min(2 * rows, 12)), rows, 4, share_from, slots
+    )
     world.run()
     assert (world.shared > 0) == (share_from > 0 and (rows > 1 or slots is not None))
 
@@ -159,7 +218,9 @@ def test_prefills_have_a_maximum_number_of_tokens(slots, monkeypatch):
     monkeypatch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", 64)
     for samples, share_from in ((1, 0), (3, 2)):
         rng = np.random.default_rng(0)
-        world = World(monkeypatch, rng, rng.integers(1, 91, 20), 20 * samples, samples, share_from, slots)
+        world = World(
+            monkeypatch, rng, rng.integers(1, 91, 20), 20 * samples, samples, share_from, slots
+        )
         world.run()
         assert world.passes > 10
 
@@ -175,7 +236,9 @@ def test_small_batches_are_merged_into_at_most_a_few(monkeypatch):
 
 
 def test_long_prompts_come_first_and_groups_stay_together(monkeypatch):
-    world = World(monkeypatch, np.random.default_rng(0), [3, 9, 5], rows=3, samples=2, answers=[9] * 6)
+    world = World(
+        monkeypatch, np.random.default_rng(0), [3, 9, 5], rows=3, samples=2, answers=[9] * 6
+    )
     assert world.engine.waiting.tolist() == [2, 3, 4, 5, 0, 1]
     with torch.no_grad():
         world.engine._step()
@@ -187,7 +250,10 @@ def test_prompts_of_very_different_lengths_get_separate_batches():
     lengths = np.array([100] * 20 + [10] * 20)
     running = RunningBatches(lengths, np.arange(40), 0)
     running.start(np.arange(40))
-    assert [batch.rows.sequences.tolist() for batch in running.batches] == [list(range(20)), list(range(20, 40))]
+    assert [batch.rows.sequences.tolist() for batch in running.batches] == [
+        list(range(20)),
+        list(range(20, 40)),
+    ]
     assert [batch.cache.capacity for batch in running.batches] == [100, 12]
     for few in (lengths[12:28], lengths[:25], lengths[15:]):  # fewer than `SMALL_BATCH` on one side
         running = RunningBatches(few, np.arange(len(few)), 0)
@@ -207,7 +273,11 @@ def test_what_nobody_wrote_is_0_wherever_rows_and_slots_go():
     assert cache.nbytes == 3 * 2 * 5 * (4 * 4 + 3 * 2)
     cache.keys[0][:, :, :2] = 7.0
     cache.grow(2, 9)
-    assert cache.keys[0].shape == (2, 2, 9, 4) and not cache.keys[0][:, :, 2:].any() and cache.keys[0][:, :, :2].all()
+    assert (
+        cache.keys[0].shape == (2, 2, 9, 4)
+        and not cache.keys[0][:, :, 2:].any()
+        and cache.keys[0][:, :, :2].all()
+    )
     cache.move_slots(np.array([1, 0]), np.array([11, 4]), 12)
     written = np.isin(np.arange(12), [11, 4])
     assert not cache.keys[0][:, :, ~written].any() and cache.keys[0][:, :, written].all()
@@ -221,7 +291,9 @@ def test_free_slots_are_taken_from_the_first_run_with_room_and_join_again():
     assert free.take([3, 5]) == [1, 4] and free.take([12]) is None and free.take([11]) == [9]
     free.give_back(1, 3)
     free.give_back(9, 11)
-    assert free.take([4]) == [9] and free.take([3, 8]) is None and free.take([2, 1, 7]) == [1, 3, 13]
+    assert (
+        free.take([4]) == [9] and free.take([3, 8]) is None and free.take([2, 1, 7]) == [1, 3, 13]
+    )
     assert free.take([1]) is None
     for start, size in ((4, 5), (1, 2), (13, 7), (3, 1), (9, 4)):
         free.give_back(start, size)
@@ -230,10 +302,14 @@ def test_free_slots_are_taken_from_the_first_run_with_room_and_join_again():
 
 
 @pytest.mark.parametrize(("seed", "samples", "share_from"), [(0, 1, 0), (0, 4, 8), (3, 4, 8)])
-def test_sequences_finish_with_fewer_slots_than_they_need_together(seed, samples, share_from, monkeypatch):
+def test_sequences_finish_with_fewer_slots_than_they_need_together(
+    seed, samples, share_from, monkeypatch
+):
     """From slots for one long sequence to slots for about a third of the rows."""
     rng, stopped, original = np.random.default_rng(seed), [], RunningPool.stop_for_slots
-    monkeypatch.setattr(RunningPool, "stop_for_slots", lambda self: stopped.append(original(self)) or stopped[-1])
+    monkeypatch.setattr(
+        RunningPool, "stop_for_slots", lambda self: stopped.append(original(self)) or stopped[-1]
+    )
     lengths = rng.integers(1, 31, 40 // samples)
     world = World(monkeypatch, rng, lengths, 20, samples, share_from, slots=63 + 60 * seed)
     world.run()
@@ -241,7 +317,9 @@ def test_sequences_finish_with_fewer_slots_than_they_need_together(seed, samples
     if seed == 0:
         assert any(stopped)
     running = world.engine.running
-    assert running._prefixes == {} and running._free.take([running.pool.capacity - SPARE - 1]) == [SPARE + 1]
+    assert running._prefixes == {} and running._free.take([running.pool.capacity - SPARE - 1]) == [
+        SPARE + 1
+    ]
 
 
 def test_a_stopped_sequence_is_not_lost_when_memory_runs_out_right_after(monkeypatch):
@@ -276,8 +354,11 @@ def test_the_answers_of_a_short_prompt_get_copies_of_one_computation():
 
 
 def test_a_wave_starts_only_if_all_rows_can_double_once():
-    """10 sequences of 8 slots, which may need 43: 150 slots are enough for 9 to start, if each is to have 16."""
-    running = RunningPool(np.full(10, 4), np.arange(10), np.full(10, 40), KVCache(1, 1), 150, STEP, 0)
+    """10 sequences of 8 slots, which may need 43: 150 slots are enough for 9 to start, if each is
+    to have 16."""
+    running = RunningPool(
+        np.full(10, 4), np.arange(10), np.full(10, 40), KVCache(1, 1), 150, STEP, 0
+    )
     assert running.room_for(np.arange(10), 4) == 9
     running.start(np.arange(9))
     assert running.rows.sizes.tolist() == [8] * 9 and running.pool.capacity == SPARE + 1 + 9 * 8
@@ -289,7 +370,9 @@ def test_a_wave_starts_only_if_all_rows_can_double_once():
 
 def test_the_sequences_with_the_shortest_answers_stop_when_slots_run_out():
     """Prompts of 2, 12 and 22 tokens in rows of 31: the next poll needs 36 slots a row."""
-    running = RunningPool(np.array([2, 12, 22]), np.arange(3), np.full(3, 99), KVCache(1, 1), 999, STEP, 0)
+    running = RunningPool(
+        np.array([2, 12, 22]), np.arange(3), np.full(3, 99), KVCache(1, 1), 999, STEP, 0
+    )
     running.start(np.arange(3))
     running.rows.positions[:] = running.rows.sizes[:] = 31
     running.most_slots = SPARE + 1 + 2 * 36
@@ -297,12 +380,18 @@ def test_the_sequences_with_the_shortest_answers_stop_when_slots_run_out():
 
 
 def test_a_row_that_needs_more_slots_than_it_has_keeps_what_it_holds():
-    """The second row goes on after 40 tokens that it observed, of which none is in the pool, which has 11 slots."""
-    running = RunningPool(np.array([4, 4]), np.arange(2), np.full(2, 60), KVCache(1, 1), 999, STEP, 0)
+    """The second row goes on after 40 tokens that it observed, of which none is in the pool, which
+    has 11 slots."""
+    running = RunningPool(
+        np.array([4, 4]), np.arange(2), np.full(2, 60), KVCache(1, 1), 999, STEP, 0
+    )
     running.start(np.arange(2))
     slots = torch.arange(running.pool.capacity, dtype=torch.float32).view(1, 1, -1, 1)
     running.pool.layer(0, slots, slots)[0].copy_(slots)
-    held = [range(start, start + size) for start, size in zip(running.rows.starts, running.rows.sizes, strict=True)]
+    held = [
+        range(start, start + size)
+        for start, size in zip(running.rows.starts, running.rows.sizes, strict=True)
+    ]
     running.park(1, 7)
     running.resume(1, 47)
     assert running.stop_for_slots() == []

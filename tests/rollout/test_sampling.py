@@ -1,4 +1,5 @@
-"""Random streams against published numbers, truncation against transformers, draws against the exact distribution."""
+"""Random streams against published numbers, truncation against transformers, draws against the
+exact distribution."""
 
 import numpy as np
 import pytest
@@ -13,11 +14,19 @@ from transformers.generation.logits_process import (
 )
 
 from dschat_ppo.common.seeding import row_seeds, splitmix64
-from dschat_ppo.rollout.sampling import BLOCK, NucleusSearch, SamplingParameters, draw, row_uniforms, sample
+from dschat_ppo.rollout.sampling import (
+    BLOCK,
+    NucleusSearch,
+    SamplingParameters,
+    draw,
+    row_uniforms,
+    sample,
+)
 
 
 def check_chi_square(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    """Fail if counts do not fit: mean + 6 deviations, which a correct sampler exceeds less than once in 10^6 seeds."""
+    """Fail if counts do not fit: mean + 6 deviations, which a correct sampler exceeds less than
+    once in 10^6 seeds."""
     assert counts[probabilities == 0].sum() == 0
     expected = probabilities * counts.sum()
     common = expected >= 5  # rarer outcomes form one class
@@ -54,13 +63,19 @@ def plain_splitmix64(seed: int, count: int) -> list[int]:
 
 
 PUBLISHED = [  # outputs of the reference implementation (Vigna's splitmix64.c) for the seed 1234567
-    6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
-]  # fmt: skip
+    6457827717110365317,
+    3203168211198807973,
+    9817491932198370423,
+    4593380528125082431,
+    16408922859458223821,
+]
 
 
 def test_splitmix64_gives_the_published_numbers():
     assert plain_splitmix64(1234567, 5) == PUBLISHED
-    states = np.array([(1234567 + t * 0x9E3779B97F4A7C15) % 2**64 for t in range(1, 6)], dtype=np.uint64)
+    states = np.array(
+        [(1234567 + t * 0x9E3779B97F4A7C15) % 2**64 for t in range(1, 6)], dtype=np.uint64
+    )
     assert splitmix64(states).tolist() == PUBLISHED
 
 
@@ -76,7 +91,10 @@ def test_uniforms_are_the_upper_24_bits_of_splitmix64_of_the_rows_own_seed():
 def test_seeds_depend_on_the_number_of_the_answer_and_the_path():
     seeds = row_seeds(0, 10, 3, 4)
     assert torch.equal(row_seeds(4, 6, 3, 4), seeds[4:])
-    assert len({*seeds.tolist(), *row_seeds(0, 10, 3, 5).tolist(), *row_seeds(0, 10, 4, 4).tolist()}) == 30
+    assert (
+        len({*seeds.tolist(), *row_seeds(0, 10, 3, 5).tolist(), *row_seeds(0, 10, 4, 4).tolist()})
+        == 30
+    )
 
 
 @pytest.mark.parametrize("size", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3000])
@@ -88,7 +106,9 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution(size):
     expected = np.searchsorted(exact, points.double().numpy() * exact[-1], side="right")
     drawn = draw(weights.expand(2000, -1), points)
     assert drawn.dtype == torch.int64
-    clear = np.abs(points.double().numpy()[:, None] * exact[-1] - exact).min(axis=1) > 1e-5 * exact[-1]
+    clear = (
+        np.abs(points.double().numpy()[:, None] * exact[-1] - exact).min(axis=1) > 1e-5 * exact[-1]
+    )
     assert clear.mean() > 0.9
     assert np.array_equal(drawn.numpy()[clear], expected[clear])
     assert (weights[drawn] > 0).all()
@@ -100,7 +120,12 @@ def test_an_index_of_weight_0_is_never_drawn(size):
     weights = torch.exp(torch.randn(64, size, generator=generator) * 8)
     weights[torch.rand(64, size, generator=generator) < 0.7] = 0.0
     weights[:, 1] = 1e-6
-    for points in (torch.zeros(64), torch.full((64,), LAST), torch.full((64,), 2.0**-24), uniforms(64)):
+    for points in (
+        torch.zeros(64),
+        torch.full((64,), LAST),
+        torch.full((64,), 2.0**-24),
+        uniforms(64),
+    ):
         drawn = draw(weights, points)
         assert (weights.gather(1, drawn.unsqueeze(1)) > 0).all()
 
@@ -108,8 +133,11 @@ def test_an_index_of_weight_0_is_never_drawn(size):
 # Samplers against the exact distribution
 
 
-def exact_distribution(logits: np.ndarray, sampling: SamplingParameters, seen=(), forbidden=()) -> np.ndarray:
-    """Penalty, prohibition, temperature, top-k, the smallest set that reaches top-p, then min-p, in float64."""
+def exact_distribution(
+    logits: np.ndarray, sampling: SamplingParameters, seen=(), forbidden=()
+) -> np.ndarray:
+    """Penalty, prohibition, temperature, top-k, the smallest set that reaches top-p, then min-p, in
+    float64."""
     logits = logits.astype(np.float64).copy()
     for token in seen:
         up = logits[token] <= 0
@@ -126,9 +154,16 @@ def exact_distribution(logits: np.ndarray, sampling: SamplingParameters, seen=()
     return weights / weights.sum()
 
 
-def frequencies(logits: torch.Tensor, sampling: SamplingParameters, points: torch.Tensor, **others) -> np.ndarray:
+def frequencies(
+    logits: torch.Tensor, sampling: SamplingParameters, points: torch.Tensor, **others
+) -> np.ndarray:
     tokens = [
-        sample(logits.expand(len(part), -1), sampling, part, **{k: v.expand(len(part), -1) for k, v in others.items()})
+        sample(
+            logits.expand(len(part), -1),
+            sampling,
+            part,
+            **{k: v.expand(len(part), -1) for k, v in others.items()},
+        )
         for part in points.split(2000)
     ]
     return np.bincount(torch.cat([part[0] for part in tokens]).numpy(), minlength=len(logits))
@@ -141,19 +176,29 @@ def mask_of(size: int, tokens) -> torch.Tensor:
 
 
 SAMPLERS = {
-    "plain": SamplingParameters(), "hot": SamplingParameters(temperature=2.0),
-    "top-k beyond the vocabulary": SamplingParameters(top_k=1000), "top-p": SamplingParameters(top_p=0.7),
-    "min-p": SamplingParameters(min_p=0.1), "penalty": SamplingParameters(repetition_penalty=1.7),
-    "encouragement": SamplingParameters(repetition_penalty=0.6), "top-k, top-p": SamplingParameters(top_k=9, top_p=0.8),
+    "plain": SamplingParameters(),
+    "hot": SamplingParameters(temperature=2.0),
+    "top-k beyond the vocabulary": SamplingParameters(top_k=1000),
+    "top-p": SamplingParameters(top_p=0.7),
+    "min-p": SamplingParameters(min_p=0.1),
+    "penalty": SamplingParameters(repetition_penalty=1.7),
+    "encouragement": SamplingParameters(repetition_penalty=0.6),
+    "top-k, top-p": SamplingParameters(top_k=9, top_p=0.8),
     "temperature, top-p": SamplingParameters(temperature=1.8, top_p=0.8),
-    "all": SamplingParameters(temperature=1.4, top_p=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3),
-}  # fmt: skip
+    "all": SamplingParameters(
+        temperature=1.4, top_p=0.9, top_k=12, min_p=0.02, repetition_penalty=1.3
+    ),
+}
 
 
 def test_a_nucleus_beyond_the_first_guess_is_found_among_all_tokens():
-    """So flat a distribution has its nucleus in 0.9 of 300 tokens; a peaked row in the batch keeps its own."""
+    """So flat a distribution has its nucleus in 0.9 of 300 tokens; a peaked row in the batch keeps
+    its own."""
     size, sampling, search = 300, SamplingParameters(top_p=0.9), NucleusSearch(100)
-    logits = torch.randn(size, generator=torch.Generator().manual_seed(3)) * 0.1 - torch.arange(size) * 1e-6
+    logits = (
+        torch.randn(size, generator=torch.Generator().manual_seed(3)) * 0.1
+        - torch.arange(size) * 1e-6
+    )
     exact = exact_distribution(logits.numpy(), sampling)
     assert (exact > 0).sum() > 2 * search.tokens
     peaked = logits + 20 * (torch.arange(size) == 77)
@@ -182,8 +227,14 @@ def test_a_search_that_may_not_ask_marks_the_rows_whose_nucleus_it_cannot_hold()
     assert 5 < overflow.sum() < 35
     assert torch.equal(tokens[~overflow], expected[0][~overflow])
     assert not torch.equal(tokens, expected[0])
-    found = sample(logits, sampling, points, search=NucleusSearch(None, overflow := torch.zeros_like(overflow)))
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and not overflow.any()
+    found = sample(
+        logits, sampling, points, search=NucleusSearch(None, overflow := torch.zeros_like(overflow))
+    )
+    assert (
+        torch.equal(found[0], expected[0])
+        and torch.equal(found[1], expected[1])
+        and not overflow.any()
+    )
 
 
 # Against transformers
@@ -191,15 +242,23 @@ def test_a_search_that_may_not_ask_marks_the_rows_whose_nucleus_it_cannot_hold()
 WARPERS = {
     "top-p": (SamplingParameters(top_p=0.8), [TopPLogitsWarper(0.8)]),
     "min-p": (SamplingParameters(min_p=0.05), [MinPLogitsWarper(0.05)]),
-    "top-k, top-p": (SamplingParameters(top_k=30, top_p=0.9), [TopKLogitsWarper(30), TopPLogitsWarper(0.9)]),
+    "top-k, top-p": (
+        SamplingParameters(top_k=30, top_p=0.9),
+        [TopKLogitsWarper(30), TopPLogitsWarper(0.9)],
+    ),
     "all": (
-        SamplingParameters(temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.2),
+        SamplingParameters(
+            temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.2
+        ),
         [
-            RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.3), MinPLogitsWarper(0.01),
-            TopKLogitsWarper(50), TopPLogitsWarper(0.9),
+            RepetitionPenaltyLogitsProcessor(1.2),
+            TemperatureLogitsWarper(1.3),
+            MinPLogitsWarper(0.01),
+            TopKLogitsWarper(50),
+            TopPLogitsWarper(0.9),
         ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(WARPERS))
@@ -210,8 +269,15 @@ def test_support_and_probabilities_are_those_of_transformers(name):
     for seed in range(2):
         logits = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2
         prompt = torch.randint(0, size, (1, 30), generator=torch.Generator().manual_seed(seed))
-        expected = LogitsProcessorList(warpers)(prompt, logits.unsqueeze(0)).softmax(dim=1)[0].double().numpy()
-        others = {"seen": mask_of(size, prompt[0].tolist())} if sampling.repetition_penalty != 1 else {}
+        expected = (
+            LogitsProcessorList(warpers)(prompt, logits.unsqueeze(0))
+            .softmax(dim=1)[0]
+            .double()
+            .numpy()
+        )
+        others = (
+            {"seen": mask_of(size, prompt[0].tolist())} if sampling.repetition_penalty != 1 else {}
+        )
         counts = frequencies(logits, sampling, even(count), **others)
         np.testing.assert_allclose(counts / count, expected, atol=1.5 / count)
         assert set(counts.nonzero()[0]) >= set((expected > 2 / count).nonzero()[0])
@@ -223,9 +289,15 @@ def test_support_and_probabilities_are_those_of_transformers(name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, torch.float32) for name in SAMPLERS), ("plain", torch.bfloat16), ("all", torch.bfloat16)],
+    [
+        *((name, torch.float32) for name in SAMPLERS),
+        ("plain", torch.bfloat16),
+        ("all", torch.bfloat16),
+    ],
 )
-def test_logprob_is_that_of_the_temperature_scaled_distribution_without_forbidden_tokens(name, dtype):
+def test_logprob_is_that_of_the_temperature_scaled_distribution_without_forbidden_tokens(
+    name, dtype
+):
     sampling = SAMPLERS[name]
     logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     before = logits.clone()
@@ -235,7 +307,9 @@ def test_logprob_is_that_of_the_temperature_scaled_distribution_without_forbidde
     scaled = logits.double().masked_fill(forbidden, -torch.inf).numpy() / sampling.temperature
     table = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
-    np.testing.assert_allclose(logprobs.numpy(), table[np.arange(6), tokens.numpy()], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        logprobs.numpy(), table[np.arange(6), tokens.numpy()], rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(logits, before)
     assert not forbidden.gather(1, tokens.unsqueeze(1)).any()
 
@@ -263,15 +337,20 @@ def test_greedy_takes_the_likeliest_token_with_any_other_settings():
         tokens, _ = sample(logits, SamplingParameters(3.0, 0.5, 1), torch.full((2,), point))
         assert tokens.tolist() == [1, 0]
     forbidden = torch.tensor([[False, True, False], [True, False, False]])
-    assert sample(logits, SamplingParameters(top_k=1), torch.zeros(2), None, forbidden)[0].tolist() == [2, 1]
+    assert sample(logits, SamplingParameters(top_k=1), torch.zeros(2), None, forbidden)[
+        0
+    ].tolist() == [2, 1]
 
 
 def test_a_nucleus_does_not_depend_on_the_order_of_equal_weights_or_on_other_rows():
-    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()  # many are equal
+    logits = torch.randn(
+        1, 3000, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()  # many are equal
     points = even(200)
     alone = sample(logits.expand(200, -1), SamplingParameters(top_p=0.3), points)[0]
     flat = torch.zeros(1, 3000).bfloat16()  # its nucleus is beyond the first guess
     beside = [
-        sample(torch.cat([logits, flat]), SamplingParameters(top_p=0.3), point.expand(2))[0][0] for point in points
+        sample(torch.cat([logits, flat]), SamplingParameters(top_p=0.3), point.expand(2))[0][0]
+        for point in points
     ]
     assert alone.tolist() == torch.stack(beside).tolist()

@@ -12,11 +12,19 @@ from tiny_models import HYBRIDS, model_of, new_model
 from dschat_ppo.errors import NonFiniteError, UserError
 from dschat_ppo.rollout import attention, continuous_batching, generator
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.generator import ENGINES, HALF_TOLERANCE, GenerationConfig, check_engine, choose_engine
+from dschat_ppo.rollout.generator import (
+    ENGINES,
+    HALF_TOLERANCE,
+    GenerationConfig,
+    check_engine,
+    choose_engine,
+)
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, RowStates
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
-HOW = GenerationConfig(SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5)
+HOW = GenerationConfig(
+    SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5
+)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral-window", *HYBRIDS])
@@ -30,17 +38,29 @@ def test_continuous_batching_is_kept_if_it_is_right(name, caplog):
 REASONS = [  # why continuous batching does not support the model, and the engine that does
     ("bloom", "cannot be replaced", "padded"),
     ("falcon", "cannot be replaced", "padded"),
-    ("phimoe", "mask alone", "padded"),  # its window is in its mask only, and longer than every prompt of the check
+    (
+        "phimoe",
+        "mask alone",
+        "padded",
+    ),  # its window is in its mask only, and longer than every prompt of the check
     ("phi3-longrope", "longest row", "padded"),
-    ("rwkv", "cannot be replaced", "recomputed"),  # it does not read the state of padded batches either
+    (
+        "rwkv",
+        "cannot be replaced",
+        "recomputed",
+    ),  # it does not read the state of padded batches either
 ]
 
 
 @pytest.mark.parametrize(("name", "reason", "engine"), REASONS)
-def test_other_models_get_the_first_engine_that_fits_and_a_line_for_each_reason(name, reason, engine, caplog):
+def test_other_models_get_the_first_engine_that_fits_and_a_line_for_each_reason(
+    name, reason, engine, caplog
+):
     assert choose_engine(model_of(name), HOW) == replace(HOW, engine=engine)
     warnings = warnings_of(caplog)
-    assert len(warnings) == list(ENGINES).index(engine) and not any("\n" in line for line in warnings)
+    assert len(warnings) == list(ENGINES).index(engine) and not any(
+        "\n" in line for line in warnings
+    )
     assert type(model_of(name)).__name__ in warnings[0] and reason in warnings[0]
 
 
@@ -102,7 +122,9 @@ def test_padded_batches_are_kept_and_checked(monkeypatch):
     monkeypatch.setattr(attention, "causal_attention", None)  # it is not called
     assert choose_engine(model_of("llama"), padded) == padded
     right = generator.plain_logits
-    monkeypatch.setattr(generator, "plain_logits", lambda *args: right(*args) * 1.001)  # a little beside them
+    monkeypatch.setattr(
+        generator, "plain_logits", lambda *args: right(*args) * 1.001
+    )  # a little beside them
     with pytest.raises(UserError, match="LlamaForCausalLM"):
         choose_engine(model_of("llama"), padded)
 
@@ -111,37 +133,90 @@ def test_padded_batches_are_kept_and_checked(monkeypatch):
 
 
 def without_mask(query, key, value, scale, *others):
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, scale=scale, enable_gqa=True
+    )
 
 
 PREFILL, STEP = (attention, "causal_attention"), (attention, "decode_attention")
 POSITIONS = continuous_batching, "position_arguments"
 MISTAKES = [  # name of a model, what is wrong, and how it replaces an attribute of an object
-    ("llama", "scale", PREFILL, lambda right: lambda q, k, v, scale, *others: right(q, k, v, scale * 1.1, *others)),
+    (
+        "llama",
+        "scale",
+        PREFILL,
+        lambda right: lambda q, k, v, scale, *others: right(q, k, v, scale * 1.1, *others),
+    ),
     ("llama", "not causal", PREFILL, lambda right: without_mask),
     ("gpt2", "not causal", PREFILL, lambda right: without_mask),
-    ("mistral-window", "no window", PREFILL, lambda right: lambda *args: right(*args[:4], None, args[5])),
+    (
+        "mistral-window",
+        "no window",
+        PREFILL,
+        lambda right: lambda *args: right(*args[:4], None, args[5]),
+    ),
     ("gemma3", "no window", PREFILL, lambda right: lambda *args: right(*args[:4], None, args[5])),
     ("gemma2", "no cap", PREFILL, lambda right: lambda *args: right(*args[:5], None)),
-    ("mistral-window", "no window", STEP, lambda right: lambda *args: right(*args[:4], None, args[5])),
+    (
+        "mistral-window",
+        "no window",
+        STEP,
+        lambda right: lambda *args: right(*args[:4], None, args[5]),
+    ),
     ("gemma3", "no window", STEP, lambda right: lambda *args: right(*args[:4], None, args[5])),
     ("gemma2", "no cap", STEP, lambda right: lambda *args: right(*args[:5], None)),
-    ("llama", "prompts that samples share", (attention, "by_prompt"), lambda right: lambda *args: right(*args) * 0),
-    ("llama", "keys of another row", (DecodeMetadata, "rows"),
-     lambda right: property(lambda self: right.func(self).roll(1))),
-    ("llama", "later slots", (DecodeMetadata, "newest"),
-     lambda right: property(lambda self: torch.full_like(self.slots, self.length))),
-    ("lfm2", "states of another row", (RowStates, "of"), lambda right: lambda self, rows: right(self, rows[::-1])),
-    ("qwen3-next", "no mask of padding", (ContinuousBatching, "_forward"),
-     lambda right: lambda self, ids, positions, cache, **mask: right(self, ids, positions, cache)),
-    *((name, "positions one later", POSITIONS,
-       lambda right: lambda model, positions: right(model, positions + (positions.shape[1] == 1)))
-      for name in ("llama", "gpt2")),
-]  # fmt: skip
+    (
+        "llama",
+        "prompts that samples share",
+        (attention, "by_prompt"),
+        lambda right: lambda *args: right(*args) * 0,
+    ),
+    (
+        "llama",
+        "keys of another row",
+        (DecodeMetadata, "rows"),
+        lambda right: property(lambda self: right.func(self).roll(1)),
+    ),
+    (
+        "llama",
+        "later slots",
+        (DecodeMetadata, "newest"),
+        lambda right: property(lambda self: torch.full_like(self.slots, self.length)),
+    ),
+    (
+        "lfm2",
+        "states of another row",
+        (RowStates, "of"),
+        lambda right: lambda self, rows: right(self, rows[::-1]),
+    ),
+    (
+        "qwen3-next",
+        "no mask of padding",
+        (ContinuousBatching, "_forward"),
+        lambda right: (
+            lambda self, ids, positions, cache, **mask: right(self, ids, positions, cache)
+        ),
+    ),
+    *(
+        (
+            name,
+            "positions one later",
+            POSITIONS,
+            lambda right: (
+                lambda model, positions: right(model, positions + (positions.shape[1] == 1))
+            ),
+        )
+        for name in ("llama", "gpt2")
+    ),
+]
 
 
-@pytest.mark.parametrize(("name", "wrong", "place", "mistake"), MISTAKES, ids=[f"{m[0]} {m[1]}" for m in MISTAKES])
-def test_a_mistake_of_continuous_batching_is_found(name, wrong, place, mistake, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("name", "wrong", "place", "mistake"), MISTAKES, ids=[f"{m[0]} {m[1]}" for m in MISTAKES]
+)
+def test_a_mistake_of_continuous_batching_is_found(
+    name, wrong, place, mistake, monkeypatch, caplog
+):
     owner, attribute = place
     monkeypatch.setattr(owner, attribute, mistake(vars(owner)[attribute]))
     assert choose_engine(model_of(name), HOW) == replace(HOW, engine="padded")
@@ -149,22 +224,56 @@ def test_a_mistake_of_continuous_batching_is_found(name, wrong, place, mistake, 
 
 
 def seen_after_others(change):
-    """A mistake of `causal_attention` where tokens come after cached ones, whose keys are number `newest`."""
-    return lambda right: lambda *args: right(*args[:7], None if args[7] is None else change(args[7]))
+    """A mistake of `causal_attention` where tokens come after cached ones, whose keys are number
+    `newest`."""
+    return lambda right: (
+        lambda *args: right(*args[:7], None if args[7] is None else change(args[7]))
+    )
 
 
 OF_EPISODES = [
     ("llama", "a later key", PREFILL, seen_after_others(lambda newest: newest + 1)),
-    ("llama", "not its own key", PREFILL, seen_after_others(lambda newest: (newest - 1).clamp_min(0))),
-    ("mistral-window", "no window", PREFILL,
-     lambda right: lambda *args: right(*args[:4], args[4] if args[7] is None else None, *args[5:])),
-    ("llama", "keys of another row", (PooledMetadata, "read"),
-     lambda right: lambda self, layer: tuple(part.roll(1, 0) for part in right(self, layer))),
-    ("gpt2", "positions one later", POSITIONS,
-     lambda right: lambda model, positions: right(model, positions + (positions[0, 0] > 0) * (positions.shape[1] > 1))),
-    ("llama", "one token less", (ContinuousBatching, "_extends"),
-     lambda right: lambda self, counts: right(self, {row: count - 1 for row, count in counts.items() if count > 1})),
-]  # fmt: skip
+    (
+        "llama",
+        "not its own key",
+        PREFILL,
+        seen_after_others(lambda newest: (newest - 1).clamp_min(0)),
+    ),
+    (
+        "mistral-window",
+        "no window",
+        PREFILL,
+        lambda right: (
+            lambda *args: right(*args[:4], args[4] if args[7] is None else None, *args[5:])
+        ),
+    ),
+    (
+        "llama",
+        "keys of another row",
+        (PooledMetadata, "read"),
+        lambda right: lambda self, layer: tuple(part.roll(1, 0) for part in right(self, layer)),
+    ),
+    (
+        "gpt2",
+        "positions one later",
+        POSITIONS,
+        lambda right: (
+            lambda model, positions: right(
+                model, positions + (positions[0, 0] > 0) * (positions.shape[1] > 1)
+            )
+        ),
+    ),
+    (
+        "llama",
+        "one token less",
+        (ContinuousBatching, "_extends"),
+        lambda right: (
+            lambda self, counts: right(
+                self, {row: count - 1 for row, count in counts.items() if count > 1}
+            )
+        ),
+    ),
+]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,11 @@ EOS, STOP, LENGTH = FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH
 COUNT = len(LENGTHS)
 NEW = 16
 WARM = SamplingParameters(temperature=1.2)
-WAYS = {"continuous": {"rows": 3}, "static": {"rows": 3, "static": True}, "padded": {"rows": 3, "engine": "padded"}}
+WAYS = {
+    "continuous": {"rows": 3},
+    "static": {"rows": 3, "static": True},
+    "padded": {"rows": 3, "engine": "padded"},
+}
 
 
 @pytest.fixture(params=list(WAYS))
@@ -25,7 +29,9 @@ def way(request) -> dict:
 
 
 def run(way: dict, stopping: StoppingCriteria, sampling: SamplingParameters = WARM) -> Rollout:
-    return rollout_of(sampling=sampling, stopping=stopping, seeds=torch.arange(50, 50 + COUNT), **way)
+    return rollout_of(
+        sampling=sampling, stopping=stopping, seeds=torch.arange(50, 50 + COUNT), **way
+    )
 
 
 @cache
@@ -42,14 +48,17 @@ def assert_is(rollout: Rollout, expected: list, reasons: list) -> None:
     assert rollout.finish_reason.tolist() == [int(reason) for reason in reasons]
     assert rollout.finish_reason.dtype == torch.int8
     assert rollout.ended.tolist() == [reason != LENGTH for reason in reasons]
-    assert rollout.response_mask.tolist() == [[place < len(row) for place in range(width)] for row in expected]
+    assert rollout.response_mask.tolist() == [
+        [place < len(row) for place in range(width)] for row in expected
+    ]
     assert rollout.response_ids.tolist() == [row + [0] * (width - len(row)) for row in expected]
     assert rollout.rollout_logprobs[~rollout.response_mask].eq(0).all()
     assert (rollout.rollout_logprobs[rollout.response_mask] < 0).all()
 
 
 def some_token(place: int) -> int:
-    """A token that some response has at `place` and not before, and that another response does not have."""
+    """A token that some response has at `place` and not before, and that another response does not
+    have."""
     everywhere = set.intersection(*(set(row) for row in whole()))
     return next(row[place] for row in whole() if row[place] not in (*row[:place], *everywhere))
 
@@ -59,7 +68,8 @@ def some_token(place: int) -> int:
 
 @pytest.mark.parametrize("place", [0, 7, 8, NEW - 1])
 def test_eos_ends_a_response_and_belongs_to_it(way, place):
-    """At the first position, around the tokens of one poll, and as the last token within the limit."""
+    """At the first position, around the tokens of one poll, and as the last token within the
+    limit."""
     eos = some_token(place)
     reasons = [EOS if eos in row else LENGTH for row in whole()]
     assert {*reasons} == {EOS, LENGTH}
@@ -117,7 +127,9 @@ def expected_of(*strings: str) -> tuple[list, list]:
     return responses, reasons
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 2), (7, 12), (1, 20), (2 * NEW - 3, 2 * NEW), (0, 1)])
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, 2), (7, 12), (1, 20), (2 * NEW - 3, 2 * NEW), (0, 1)]
+)
 def test_a_stop_string_ends_a_response_whose_text_contains_it(way, start, end):
     """Whole tokens, parts of them, many of them, at the very first token and at the last one."""
     stop = text(whole()[1])[start:end]
@@ -129,7 +141,10 @@ def test_a_stop_string_ends_a_response_whose_text_contains_it(way, start, end):
 def test_a_string_in_the_prompt_ends_nothing(way):
     """Neither does one that begins in the prompt and ends in the response."""
     prompts = prompts_of()
-    sequences = [text(ids[mask].tolist()) for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)]
+    sequences = [
+        text(ids[mask].tolist())
+        for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
+    ]
     bridge = sequences[2][-5:] + text(whole()[2])[:1]
     inside = sequences[2][4:12]
     responses, reasons = expected_of(bridge, inside)
@@ -148,22 +163,32 @@ def test_eos_and_stop_token_have_precedence_over_a_string_that_they_complete(way
         assert rollout.finish_reason[number] == reason
 
 
-@pytest.mark.parametrize(("tokens", "found", "reason", "length"), [
-    ((4, 3, 5), True, STOP, 2),  # in the middle
-    ((3, 3, 9), True, STOP, 1),  # the first of two, before the end
-    ((4, 9, 3), False, EOS, 2),  # after the end
-    ((4, 5, 9), True, EOS, 3),  # completed by the token that ends it
-    ((4, 4, 3), True, STOP, 3),  # with the last token that the limit allows
-    ((4, 4, 4), False, LENGTH, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "found", "reason", "length"),
+    [
+        ((4, 3, 5), True, STOP, 2),  # in the middle
+        ((3, 3, 9), True, STOP, 1),  # the first of two, before the end
+        ((4, 9, 3), False, EOS, 2),  # after the end
+        ((4, 5, 9), True, EOS, 3),  # completed by the token that ends it
+        ((4, 4, 3), True, STOP, 3),  # with the last token that the limit allows
+        ((4, 4, 4), False, LENGTH, 3),
+    ],
+)
 def test_several_tokens_are_cut_at_the_first_stop_string(tokens, found, reason, length):
     """Tokens of a vocabulary of 10, of which 9 is the end; the text is their digits."""
-    prompts = PromptBatch(torch.tensor([[0, 7], [4, 5]]), torch.tensor([[False, True], [True, True]]))
+    prompts = PromptBatch(
+        torch.tensor([[0, 7], [4, 5]]), torch.tensor([[False, True], [True, True]])
+    )
     stopping = StoppingCriteria(
-        3, (9,), stop_strings=("3", "59"), decode=lambda rows: ["".join(map(str, row)) for row in rows]
+        3,
+        (9,),
+        stop_strings=("3", "59"),
+        decode=lambda rows: ["".join(map(str, row)) for row in rows],
     )
     buffers = SequenceBuffers(prompts, torch.arange(4), 2, SamplingParameters(), stopping, 10, 2)
     for count, token in enumerate(tokens):
-        buffers.append(torch.tensor([3]), torch.tensor([count]), torch.tensor([token]), torch.zeros(1))
+        buffers.append(
+            torch.tensor([3]), torch.tensor([count]), torch.tensor([token]), torch.zeros(1)
+        )
     assert buffers.find_stop_strings(np.array([3]), np.array([0]), 3).tolist() == [found]
     assert (int(buffers.finish_reasons[3]), int(buffers.response_lengths[3])) == (reason, length)

@@ -1,7 +1,8 @@
-"""Ranks whose forward passes are collective: equal numbers of passes, and the responses of each rank by itself.
+"""Ranks whose forward passes are collective: equal numbers of passes, and the responses of each
+rank by itself.
 
-Real ranks are tested elsewhere. Here two ranks run one after the other, each with the numbers that the other one gave
-in its last run, until both give the same numbers again.
+Real ranks are tested elsewhere. Here two ranks run one after the other, each with the numbers that
+the other one gave in its last run, until both give the same numbers again.
 """
 
 import pytest
@@ -10,8 +11,12 @@ from tiny_models import model_of, prompts_of
 
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
-HOW = {"sampling": SamplingParameters(1.3), "stopping": StoppingCriteria(7, eos_ids=(3, 5, 8, 9, 17, 30))}
-# Prompt lengths of each rank: many and few prompts, equal ones, more prefills and shared prefixes on one rank.
+HOW = {
+    "sampling": SamplingParameters(1.3),
+    "stopping": StoppingCriteria(7, eos_ids=(3, 5, 8, 9, 17, 30)),
+}
+# Prompt lengths of each rank: many and few prompts, equal ones, more prefills and shared prefixes
+# on one rank.
 RANKS = {
     "much and little": ((40, 9, 2, 1, 17, 30, 5), (1,)),
     "equal": ((9, 5, 2), (2, 9, 5)),
@@ -20,7 +25,8 @@ RANKS = {
 
 
 class OtherRank:
-    """`max_over_ranks` of a rank while the other one gives `others`, then 0. Records the numbers of this rank."""
+    """`max_over_ranks` of a rank while the other one gives `others`, then 0. Records the numbers of
+    this rank."""
 
     def __init__(self, others: list[int]):
         self.others, self.given = others, []
@@ -54,12 +60,18 @@ def both_ranks(how: dict, ranks):
     raise AssertionError(f"the ranks do not converge: {given}")
 
 
-@pytest.mark.parametrize(("engine", "model", "rows", "samples", "ranks"), [
-    *(("continuous", "llama", 2, 1, ranks) for ranks in RANKS),
-    *(("continuous", "llama", 8, 4, ranks) for ranks in RANKS), ("padded", "llama", 2, 1, "much and little"),
-    ("continuous", "lfm2", 8, 4, "much and little"),
-])  # fmt: skip
-def test_ranks_make_equal_numbers_of_passes_and_their_own_responses(engine, model, rows, samples, ranks):
+@pytest.mark.parametrize(
+    ("engine", "model", "rows", "samples", "ranks"),
+    [
+        *(("continuous", "llama", 2, 1, ranks) for ranks in RANKS),
+        *(("continuous", "llama", 8, 4, ranks) for ranks in RANKS),
+        ("padded", "llama", 2, 1, "much and little"),
+        ("continuous", "lfm2", 8, 4, "much and little"),
+    ],
+)
+def test_ranks_make_equal_numbers_of_passes_and_their_own_responses(
+    engine, model, rows, samples, ranks
+):
     how = {**HOW, "samples": samples, "rows": rows, "engine": engine, "model": model}
     results = both_ranks(how, RANKS[ranks])
     (_, given, passes), (_, others, other_passes) = results
@@ -80,7 +92,9 @@ def test_a_lack_of_memory_is_an_error_on_synchronised_ranks():
     def fail_once(*_):
         passes.append(1)
         if len(passes) == 3:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
+            )
 
     hook = model_of("llama").model.layers[1].register_forward_pre_hook(fail_once)
     try:

@@ -1,4 +1,5 @@
-"""Every kind of file that a later start reads is on the disk before it counts, in a model of a power loss."""
+"""Every kind of file that a later start reads is on the disk before it counts, in a model of a
+power loss."""
 
 import json
 import os
@@ -24,9 +25,11 @@ from dschat_ppo.tools import toy
 
 
 class PowerLoss:
-    """The content of a file is safe once it is synced, a name once its folder is synced, or earlier.
+    """The content of a file is safe once it is synced, a name once its folder is synced, or
+    earlier.
 
-    `too_early`: names that a file was given before its content was safe, so that it can be empty or cut under them.
+    `too_early`: names that a file was given before its content was safe, so that it can be empty or
+    cut under them.
     """
 
     def __init__(self, monkeypatch):
@@ -45,7 +48,9 @@ class PowerLoss:
 
         def named(act):
             def give_name(old, new, **more):
-                for file in [] if ".partial/" in str(new) else files_of(Path(old)):  # files there never count
+                for file in (
+                    [] if ".partial/" in str(new) else files_of(Path(old))
+                ):  # files there never count
                     if self.content.get(file.stat().st_ino) != file.read_bytes():
                         self.too_early.append(str(new))
                 act(old, new, **more)
@@ -74,7 +79,8 @@ def files_of(path: Path) -> list[Path]:
 
 
 def kept(power, folder) -> dict[str, bytes]:
-    """The content of a folder after a power loss: every file is as written, and no name came too early."""
+    """The content of a folder after a power loss: every file is as written, and no name came too
+    early."""
     left = power.left(folder)
     assert power.too_early == []
     assert all(content == (folder / name).read_bytes() for name, content in left.items())
@@ -86,7 +92,10 @@ def test_all_files_of_a_checkpoint_are_durable(tmp_path, monkeypatch):
     writer = BackgroundWriter()
     writer.save({"weight": torch.ones(3)}, tmp_path / "states.pt")
     assert writer.wait()
-    assert power.content[(tmp_path / "states.pt").stat().st_ino] == (tmp_path / "states.pt").read_bytes()
+    assert (
+        power.content[(tmp_path / "states.pt").stat().st_ino]
+        == (tmp_path / "states.pt").read_bytes()
+    )
     folder = CheckpointFolder(tmp_path)
     fill(folder.make_partial("step_000012"), step=12, update=0)
     folder.commit("step_000012")
@@ -97,8 +106,17 @@ def test_a_checkpoint_latest_metrics_and_flags_are_durable(tmp_path, monkeypatch
     power = PowerLoss(monkeypatch)
     run(tmp_path, 2)
     left, saved = kept(power, tmp_path), tmp_path / "checkpoints/step_000002"
-    files = {f"checkpoints/step_000002/{name}" for name in ("manifest.json", "rank_0.pt", "shared.pt", "metrics.jsonl")}
-    assert set(left) == {"config.yaml", "metrics.jsonl", "starts.jsonl", "checkpoints/latest", *files}
+    files = {
+        f"checkpoints/step_000002/{name}"
+        for name in ("manifest.json", "rank_0.pt", "shared.pt", "metrics.jsonl")
+    }
+    assert set(left) == {
+        "config.yaml",
+        "metrics.jsonl",
+        "starts.jsonl",
+        "checkpoints/latest",
+        *files,
+    }
     assert left["metrics.jsonl"] == (saved / "metrics.jsonl").read_bytes()
 
 
@@ -119,8 +137,13 @@ def test_set_aside_checkpoints_and_kept_or_restored_metrics_are_durable(tmp_path
 
 def test_prepared_rows_are_durable(tmp_path, monkeypatch):
     path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
-    path.write_text("".join(json.dumps({"prompt": f"{n}:", "response": "b"}) + "\n" for n in range(5)))
-    words = f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path} --data_output_path {cache}"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n}:", "response": "b"}) + "\n" for n in range(5))
+    )
+    words = (
+        f"--model_name_or_path m --output_dir o --data_split 1,0,0 --data_path {path}"
+        f" --data_output_path {cache}"
+    )
     power = PowerLoss(monkeypatch)
     prepare(StepData("sft", parse("sft", words.split()).data, 64), toy.make_tokenizer(["words"]))
     entries = sorted(folder.name for folder in (cache / "dschat_ppo").iterdir() if folder.is_dir())

@@ -1,4 +1,5 @@
-"""The output folder: one run at a time has it; outputs of an earlier run are accepted, refused, kept or removed."""
+"""The output folder: one run at a time has it; outputs of an earlier run are accepted, refused,
+kept or removed."""
 
 import errno
 import fcntl
@@ -76,7 +77,9 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "output"
     first, said = other_run(folder)
     assert said == "locked"
-    with pytest.raises(UserError, match=rf"{folder} is being written by another run \(pid {first.pid} on host "):
+    with pytest.raises(
+        UserError, match=rf"{folder} is being written by another run \(pid {first.pid} on host "
+    ):
         lock_folder(folder)
     with monkeypatch.context() as patch:
         patch.setenv("RANK", "1")
@@ -134,7 +137,12 @@ def test_a_child_does_not_keep_the_lock(tmp_path):
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_folder_that_the_machines_do_not_share_is_refused(monkeypatch, tmp_path, rank, is_shared):
     check_shared_folder(tmp_path / "one machine")  # writes nothing
-    for name, value in {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+    for name, value in {
+        "RANK": rank,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 4,
+        "LOCAL_WORLD_SIZE": 2,
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(dist, "broadcast_object", lambda mine: ".shared_1")
     monkeypatch.setattr(dist, "on_main", lambda work: work() if rank == 0 else None)
@@ -145,7 +153,9 @@ def test_a_folder_that_the_machines_do_not_share_is_refused(monkeypatch, tmp_pat
     if is_shared:
         check_shared_folder(tmp_path)
     else:
-        with pytest.raises(UserError, match=f"machine {os.uname().nodename if rank else 'beta'} does not see"):
+        with pytest.raises(
+            UserError, match=f"machine {os.uname().nodename if rank else 'beta'} does not see"
+        ):
             check_shared_folder(tmp_path)
     assert (tmp_path / ".shared_1").exists() is (rank == 2 and is_shared), "rank 0 removes it"
 
@@ -163,8 +173,8 @@ def earlier(output: Path, *more: str) -> str:
 
 
 def leave(output: Path, what: str, *flags: str) -> None:
-    """Leave these outputs of an earlier run with these flags; `config`, `checkpoint` and `aside` (a checkpoint that was
-    set aside) are not written as texts."""
+    """Leave these outputs of an earlier run with these flags; `config`, `checkpoint` and `aside` (a
+    checkpoint that was set aside) are not written as texts."""
     for name in what.split():
         if name == "config":
             write_config(flatten(config_of(output, *flags)), output)
@@ -183,26 +193,54 @@ HERE = ["--resume", "checkpoints/step_000004"]
 EARLIER = [
     ("", [], ""),
     (f"{UNFINISHED} checkpoint", ["--seed", "5"], ""),  # `find_checkpoint` decides
-    (f"{UNFINISHED} checkpoint", ["--resume", "never"], "refused: .*resume there give --resume auto"),
-    (f"{UNFINISHED} checkpoint", ["--resume", "/elsewhere"], "refused: .*holds earlier outputs .metrics.jsonl"),
+    (
+        f"{UNFINISHED} checkpoint",
+        ["--resume", "never"],
+        "refused: .*resume there give --resume auto",
+    ),
+    (
+        f"{UNFINISHED} checkpoint",
+        ["--resume", "/elsewhere"],
+        "refused: .*holds earlier outputs .metrics.jsonl",
+    ),
     (f"{UNFINISHED} aside", [], ""),
     (f"{FINISHED} aside", ["--resume", "checkpoints/step_000004.set_aside", *LONGER], ""),
     ("config checkpoint", OVERWRITE, ""),
-    (f"{UNFINISHED} config.json", [], "refused: .*no checkpoint to resume from; name another folder"),
-    ("adapter_config.json", [], r"refused: .*\(adapter_config.json\) and no readable config.yaml; name"),
+    (
+        f"{UNFINISHED} config.json",
+        [],
+        "refused: .*no checkpoint to resume from; name another folder",
+    ),
+    (
+        "adapter_config.json",
+        [],
+        r"refused: .*\(adapter_config.json\) and no readable config.yaml; name",
+    ),
     ("model-00001-of-00002.safetensors", [], "refused: .*no readable config.yaml"),
     (FINISHED, [], "done: .*this run is done .to train longer, start another run from its model"),
     (FINISHED, ["--zero_stage", "3"], "done: "),
-    (FINISHED, ["--push_to_hub", "me/model"], "done: .*; to upload its model: hf upload --private me/model /"),
-    (FINISHED, LONGER, "refused: .*no checkpoint to continue from .--keep_final_checkpoint.*\n  --max_steps"),
+    (
+        FINISHED,
+        ["--push_to_hub", "me/model"],
+        "done: .*; to upload its model: hf upload --private me/model /",
+    ),
+    (
+        FINISHED,
+        LONGER,
+        "refused: .*no checkpoint to continue from .--keep_final_checkpoint.*\n  --max_steps",
+    ),
     (FINISHED, ["--seed", "5", *FORCE], "refused: .*\n  --seed: 1234 -> 5"),
     (FINISHED, OVERWRITE, ""),
-    (f"{FINISHED} checkpoint", ["--keep_final_checkpoint", "True"], "done: .*raise --num_train_epochs or --max_steps"),
+    (
+        f"{FINISHED} checkpoint",
+        ["--keep_final_checkpoint", "True"],
+        "done: .*raise --num_train_epochs or --max_steps",
+    ),
     (f"{FINISHED} checkpoint", LONGER, ""),
     (f"{FINISHED} checkpoint", FORCE, ""),
     (f"{FINISHED} checkpoint", HERE, ""),
     (f"{FINISHED} checkpoint", ["--resume", "link/checkpoints/step_000004"], ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("what", "flags", "outcome"), EARLIER)
@@ -222,10 +260,15 @@ def test_a_run_without_a_checkpoint_starts_over_and_keeps_the_old_metrics(tmp_pa
         (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
         assert earlier(tmp_path, "--seed", "5") == ""
         assert (tmp_path / f"metrics.{number}.jsonl").read_text() == f"{number}\n"
-    assert "ended before its first checkpoint; starting over (its metrics are kept as metrics.2.jsonl)" in said[1]
+    assert (
+        "ended before its first checkpoint; starting over (its metrics are kept as metrics.2.jsonl)"
+        in said[1]
+    )
 
 
-@pytest.mark.parametrize(("before", "now"), [("True", "False"), ("False", "False"), ("False", "True")])
+@pytest.mark.parametrize(
+    ("before", "now"), [("True", "False"), ("False", "False"), ("False", "True")]
+)
 def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, now):
     leave(tmp_path, f"{FINISHED} checkpoint", "--keep_final_checkpoint", before)
     for name in ("config.json", "model.safetensors"):
@@ -236,10 +279,18 @@ def test_what_a_crash_left_of_the_removal_is_removed(tmp_path, assets, before, n
 
 
 OF_A_RUN = [
-    "eval/step_000004.jsonl", "best/actor/model.safetensors", "nonfinite/step_1/bundle.pt", "trackers.json",
-    "best.old/model.safetensors", "best.partial/model.safetensors", "health.jsonl", "samples.jsonl", "starts.jsonl",
-    "report.html", "tensorboard/events.out.tfevents.1",
-]  # fmt: skip
+    "eval/step_000004.jsonl",
+    "best/actor/model.safetensors",
+    "nonfinite/step_1/bundle.pt",
+    "trackers.json",
+    "best.old/model.safetensors",
+    "best.partial/model.safetensors",
+    "health.jsonl",
+    "samples.jsonl",
+    "starts.jsonl",
+    "report.html",
+    "tensorboard/events.out.tfevents.1",
+]
 OF_SOME_RUNS = ["actor_ema/model.safetensors", "critic/model.safetensors"]
 OF_OTHERS = ["eval/notes.jsonl", "tensorboard/notes", "notes/step_000004.jsonl"]
 
@@ -253,7 +304,9 @@ def test_a_start_from_scratch_removes_earlier_outputs_and_a_resume_keeps_them(tm
     prepare_output_folder(tmp_path, config)
     assert all((tmp_path / mark).exists() for mark in OF_A_RUN), "no run of this project made them"
     saved = save_checkpoint(tmp_path, 1)
-    config = config_of(tmp_path, "--tensorboard_path", "tensorboard", "--overwrite_output_dir", str(overwrite))
+    config = config_of(
+        tmp_path, "--tensorboard_path", "tensorboard", "--overwrite_output_dir", str(overwrite)
+    )
     prepare_output_folder(tmp_path, config, resumed=saved)
     assert saved.exists() and all((tmp_path / mark).exists() for mark in OF_A_RUN)
     prepare_output_folder(tmp_path, config)
@@ -268,7 +321,11 @@ def test_the_output_is_not_written_over_a_model_or_the_base_of_an_adapter(tmp_pa
     config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     refuse_model_folders(tmp_path / "out", [str(adapter)])
-    places = [(base, adapter), (adapter, adapter), *((tmp_path, tmp_path / part) for part in ("critic", "hf/step_1"))]
+    places = [
+        (base, adapter),
+        (adapter, adapter),
+        *((tmp_path, tmp_path / part) for part in ("critic", "hf/step_1")),
+    ]
     for output, model in places:
         with pytest.raises(UserError, match="would be written over a model that is read"):
             refuse_model_folders(output, [str(model)])
@@ -287,11 +344,19 @@ def finished(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("models", "is_whole"), [
-    ({"actor": "lm", "critic": "reward"}, True), ({"critic": "reward"}, False), ({".": "lm"}, True),
-    ({"actor": "lm", "critic": "cut"}, False), ({"actor": "lm", "critic": "empty"}, False),
-])  # fmt: skip
-def test_checkpoints_go_once_every_saved_model_can_be_read(finished, assets, said, models, is_whole):
+@pytest.mark.parametrize(
+    ("models", "is_whole"),
+    [
+        ({"actor": "lm", "critic": "reward"}, True),
+        ({"critic": "reward"}, False),
+        ({".": "lm"}, True),
+        ({"actor": "lm", "critic": "cut"}, False),
+        ({"actor": "lm", "critic": "empty"}, False),
+    ],
+)
+def test_checkpoints_go_once_every_saved_model_can_be_read(
+    finished, assets, said, models, is_whole
+):
     for place, content in models.items():
         folder = finished / place
         folder.mkdir(exist_ok=True)
@@ -300,10 +365,17 @@ def test_checkpoints_go_once_every_saved_model_can_be_read(finished, assets, sai
         if content != "empty":
             shutil.copy(source / "model.safetensors", folder)
         if content == "cut":
-            os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+            os.truncate(
+                folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1
+            )
     assert remove_checkpoints(finished) is is_whole
-    assert "step_000001.set_aside" in left(finished) and ("step_000003" in left(finished)) is not is_whole
-    assert ("(--keep_final_checkpoint keeps" if is_whole else "checkpoints are kept, because") in said[-1]
+    assert (
+        "step_000001.set_aside" in left(finished)
+        and ("step_000003" in left(finished)) is not is_whole
+    )
+    assert (
+        "(--keep_final_checkpoint keeps" if is_whole else "checkpoints are kept, because"
+    ) in said[-1]
 
 
 def writer_of(*names):
@@ -326,7 +398,11 @@ def test_models_of_steps_are_kept_side_by_side_and_the_best_replaces_the_one_bef
     kept = KeptModels(tmp_path, 10, True, writer_of("actor/a"))
     assert [step for step in range(1, 21) if kept.is_due(step)] == [10, 20]
     kept.save_step(20)
-    assert files(tmp_path) == ["hf/step_000001/actor/a", "hf/step_000001/critic/b", "hf/step_000020/actor/a"]
+    assert files(tmp_path) == [
+        "hf/step_000001/actor/a",
+        "hf/step_000001/critic/b",
+        "hf/step_000020/actor/a",
+    ]
     kept.save_step(1)  # again, after a resume from an earlier checkpoint
     KeptModels(tmp_path, 0, True, writer_of("old")).save_best()
     kept.save_best()
@@ -345,7 +421,9 @@ def test_a_failure_keeps_the_folder_as_it_was_and_is_cleared_at_the_next_start(t
         with pytest.raises(NonFiniteError):
             save()
     assert files(tmp_path) == ["best.partial/b", "best/a", "hf/step_000007.partial/b"]
-    writer_of("c")(tmp_path / "hf/step_000001.old")  # a folder that was being replaced gets its name back
+    writer_of("c")(
+        tmp_path / "hf/step_000001.old"
+    )  # a folder that was being replaced gets its name back
     writer_of("d")(tmp_path / "hf/step_000002.old")
     writer_of("e")(tmp_path / "hf/step_000002")
     (tmp_path / "hf/mine.partial").write_text("")  # not of a run
@@ -353,8 +431,21 @@ def test_a_failure_keeps_the_folder_as_it_was_and_is_cleared_at_the_next_start(t
     assert files(tmp_path) == ["best/a", "hf/mine.partial", "hf/step_000001/c", "hf/step_000002/e"]
 
 
-OF_THE_MODEL = ["README.md", "additional_chat_templates/a.jinja", "config.json", "model.safetensors"]
-OF_A_STEP = [".lock", "best/a.json", "config.yaml", "metrics.1.jsonl", "models.json", "result.json", "trackers.json"]
+OF_THE_MODEL = [
+    "README.md",
+    "additional_chat_templates/a.jinja",
+    "config.json",
+    "model.safetensors",
+]
+OF_A_STEP = [
+    ".lock",
+    "best/a.json",
+    "config.yaml",
+    "metrics.1.jsonl",
+    "models.json",
+    "result.json",
+    "trackers.json",
+]
 
 
 def test_a_run_uploads_its_model_alone_or_says_how_to(tmp_path, monkeypatch, capsys):
@@ -368,14 +459,32 @@ def test_a_run_uploads_its_model_alone_or_says_how_to(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     monkeypatch.setattr(plan_step, "show_memory_plan", lambda config: None)
-    monkeypatch.setattr(sft, "train_sft", lambda config: writer_of(*OF_THE_MODEL, *OF_A_STEP)(tmp_path))
-    words = f"--data_path d --output_dir {tmp_path} --push_to_hub me/model --model_name_or_path m".split()
-    assert run_training("sft", [*words, "--validate_only", "--eval_data_path", "e"]) == 0 and not uploaded
+    monkeypatch.setattr(
+        sft, "train_sft", lambda config: writer_of(*OF_THE_MODEL, *OF_A_STEP)(tmp_path)
+    )
+    words = (
+        f"--data_path d --output_dir {tmp_path} --push_to_hub me/model --model_name_or_path m"
+    ).split()
+    assert (
+        run_training("sft", [*words, "--validate_only", "--eval_data_path", "e"]) == 0
+        and not uploaded
+    )
     assert run_training("sft", words) == 0
-    ppo = f"--data_path d --output_dir {tmp_path} --actor_model_name_or_path a --critic_model_name_or_path c"
+    ppo = (
+        f"--data_path d --output_dir {tmp_path} --actor_model_name_or_path a"
+        " --critic_model_name_or_path c"
+    )
     push_to_hub(parse("ppo", ppo.split()), "me/actor")
     assert run_training("sft", words) == 4
-    reason, command = capsys.readouterr().err.split(f"to upload it: hf upload --private me/model {tmp_path} --exclude ")
+    reason, command = capsys.readouterr().err.split(
+        f"to upload it: hf upload --private me/model {tmp_path} --exclude "
+    )
     others = shlex.split(command)[::2]
-    assert uploaded == [("me/model", tmp_path, others), ("me/actor", tmp_path / "actor", []), uploaded[0]]
-    assert [*filter_repo_objects(files(tmp_path), ignore_patterns=others)] == OF_THE_MODEL and "hub is full" in reason
+    assert uploaded == [
+        ("me/model", tmp_path, others),
+        ("me/actor", tmp_path / "actor", []),
+        uploaded[0],
+    ]
+    assert [
+        *filter_repo_objects(files(tmp_path), ignore_patterns=others)
+    ] == OF_THE_MODEL and "hub is full" in reason

@@ -21,9 +21,13 @@ def accelerator_of(kind: str, count: int = 8) -> SimpleNamespace:
     """Stands for the one that DeepSpeed chooses."""
     devices: list[int] = []
     return SimpleNamespace(
-        devices=devices, set_device=devices.append, device_count=lambda: count, device_name=lambda: kind,
-        create_op_builder=lambda name: None, communication_backend_name=lambda: "gloo",
-    )  # fmt: skip
+        devices=devices,
+        set_device=devices.append,
+        device_count=lambda: count,
+        device_name=lambda: kind,
+        create_op_builder=lambda name: None,
+        communication_backend_name=lambda: "gloo",
+    )
 
 
 def test_a_rank_that_does_not_see_its_gpu_is_refused(monkeypatch):
@@ -31,7 +35,9 @@ def test_a_rank_that_does_not_see_its_gpu_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
-    with pytest.raises(UserError, match="rank 3 is number 1 on its machine, .* and sees 1 GPUs.*--gpus-per-node"):
+    with pytest.raises(
+        UserError, match="rank 3 is number 1 on its machine, .* and sees 1 GPUs.*--gpus-per-node"
+    ):
         init_process_group()
     assert accelerator.devices == []
 
@@ -44,7 +50,8 @@ def test_every_group_waits_as_long_as_data_may_take_also_that_of_deepspeed():
 
 @pytest.fixture
 def second_machine(monkeypatch):
-    """This process is rank 2, the first one of the second of two machines, and waits a second at most."""
+    """This process is rank 2, the first one of the second of two machines, and waits a second at
+    most."""
     for name, value in {"RANK": 2, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(process_group, "JOIN_SECONDS", 1.0)
@@ -53,10 +60,16 @@ def second_machine(monkeypatch):
 
 def test_a_store_that_never_opens_is_one_error_after_some_lines(second_machine, capfd):
     port = _free_port()
-    with pytest.raises(UserError, match=rf"^rank 2 on .* cannot reach rank 0 at .* {port} \(Connection refused\): st"):
+    with pytest.raises(
+        UserError,
+        match=rf"^rank 2 on .* cannot reach rank 0 at .* {port} \(Connection refused\): st",
+    ):
         connect("127.0.0.1", port)
     out, err = capfd.readouterr()  # of torch's C++ code too
-    assert set(out.splitlines()) == {f"rank 2 waits for rank 0 at 127.0.0.1, port {port}"} and err == ""
+    assert (
+        set(out.splitlines()) == {f"rank 2 waits for rank 0 at 127.0.0.1, port {port}"}
+        and err == ""
+    )
 
 
 def test_a_store_that_opens_later_is_connected_to(second_machine, capfd, monkeypatch):
@@ -85,7 +98,9 @@ def test_rank_0_opens_the_store_or_says_why_it_cannot(second_machine, monkeypatc
         pytest.raises(UserError, match=r"^port \d+ .* in use.*--master_port"),
     ):
         open_store("127.0.0.1", program.getsockname()[1])
-    with pytest.raises(UserError, match=r"^rank 0 cannot listen at 192.0.2.1, port \d+: .*--master_addr"):
+    with pytest.raises(
+        UserError, match=r"^rank 0 cannot listen at 192.0.2.1, port \d+: .*--master_addr"
+    ):
         open_store("192.0.2.1", _free_port())  # an address for examples, which nobody has
 
 
@@ -102,7 +117,8 @@ def test_ranks_that_do_not_start_are_named(second_machine, capfd, monkeypatch):
 
 
 def test_ranks_of_another_start_or_folder_share_no_names(second_machine, monkeypatch):
-    """torchrun keeps its store when it starts the ranks again; another launch may use the same port."""
+    """torchrun keeps its store when it starts the ranks again; another launch may use the same
+    port."""
     shared = HashStore()
     monkeypatch.setattr(process_group, "connect", lambda *_: shared)
     monkeypatch.setattr(process_group, "wait_for_all_ranks", lambda _: None)
@@ -129,12 +145,18 @@ def devices(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(("cuda", "built"), [("13.0", "for CUDA 13.0"), (None, "for CPUs only")])
 def test_a_gpu_that_torch_does_not_find_is_an_error_of_one_line(devices, monkeypatch, cuda, built):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(UserError, match=f"^[^\\n]* {built} [^\\n]*TORCH_INDEX_URL[^\\n]*DS_ACCELERATOR=cpu[^\\n]*$"):
+    with pytest.raises(
+        UserError, match=f"^[^\\n]* {built} [^\\n]*TORCH_INDEX_URL[^\\n]*DS_ACCELERATOR=cpu[^\\n]*$"
+    ):
         require_usable_gpu(devices)
 
 
 def test_who_asks_for_the_cpu_gets_it_and_a_gpu_that_torch_finds_is_used(devices, monkeypatch):
-    for name, value in (("DS_ACCELERATOR", "cpu"), ("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "-1")):
+    for name, value in (
+        ("DS_ACCELERATOR", "cpu"),
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", "-1"),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             require_usable_gpu(devices)

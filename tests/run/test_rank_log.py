@@ -60,7 +60,9 @@ def test_a_resumed_run_appends_to_the_same_file(tmp_path):
     write_to_log("between")
     open_log(tmp_path)
     logger().info("second run")
-    kinds = [re.sub(r"^-------- .*", "heading", line).rpartition("] ")[2] for line in lines_of(tmp_path)]
+    kinds = [
+        re.sub(r"^-------- .*", "heading", line).rpartition("] ")[2] for line in lines_of(tmp_path)
+    ]
     assert kinds == ["heading", "first run", "heading", "second run"]
 
 
@@ -77,7 +79,9 @@ def test_lines_from_before_the_folder_is_known_reach_the_log_once(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(UserError, match=r"--output_dir .*out: .*rank_0.log cannot be written \(Not a directory\)"):
+    with pytest.raises(
+        UserError, match=r"--output_dir .*out: .*rank_0.log cannot be written \(Not a directory\)"
+    ):
         open_log(tmp_path / "out")
     assert log_path() is None
 
@@ -92,7 +96,10 @@ def test_a_disk_that_fills_up_is_reported_once(tmp_path, capsys):
     write_to_log("another")
     logger().info("a third")
     errors = capsys.readouterr().err
-    assert errors.count("cannot be written (No space left on device); the run continues without it") == 1
+    assert (
+        errors.count("cannot be written (No space left on device); the run continues without it")
+        == 1
+    )
     assert "Traceback" not in errors
 
 
@@ -108,7 +115,9 @@ crash()
 
 
 def test_a_crash_writes_its_stack_to_the_log(tmp_path):
-    done = subprocess.run([sys.executable, "-c", SEGFAULT, tmp_path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SEGFAULT, tmp_path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == -11
     log = Path(tmp_path, "logs", "rank_0.log").read_text()
     assert "Fatal Python error: Segmentation fault" in log

@@ -1,5 +1,5 @@
-"""The watchdog ends a run that hangs, each case a separate process; the record by which ranks of a machine learn who
-failed first, who is lost, and who makes progress."""
+"""The watchdog ends a run that hangs, each case a separate process; the record by which ranks of a
+machine learn who failed first, who is lost, and who makes progress."""
 
 import json
 import os
@@ -22,7 +22,8 @@ from dschat_ppo.run.first_failure import NO_FOLDER, FirstFailureRecord, open_fai
 
 @pytest.fixture
 def ranks(monkeypatch, tmp_path):
-    """`ranks(n)` makes this process rank n of two; all of them share a parent, as under a launcher."""
+    """`ranks(n)` makes this process rank n of two; all of them share a parent, as under a
+    launcher."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -107,7 +108,8 @@ def train(_):
     folder.mkdir()
     record = first_failure.FirstFailureRecord(folder)
     if case in ("failed", "gone", "other rank stops"):
-        (folder / "rank_0").write_text(f"{os.getpid()} {first_failure.find_process(os.getpid()).started}")
+        started = first_failure.find_process(os.getpid()).started
+        (folder / "rank_0").write_text(f"{os.getpid()} {started}")
         (folder / "rank_1").write_text("4194305 1")
         watchdog.FAILED_SECONDS = watchdog.LOST_SECONDS = 1.0
         watchdog.watch_ranks(record)
@@ -145,7 +147,10 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cases")
     succeed(run([sys.executable, "-c", SCRIPT, str(folder), *CASES]))
     codes = json.loads((folder / "codes").read_text())
-    texts = [[(folder / case / name).read_text() for name in ("stderr", "logs/rank_0.log")] for case in CASES]
+    texts = [
+        [(folder / case / name).read_text() for name in ("stderr", "logs/rank_0.log")]
+        for case in CASES
+    ]
     return {case: (codes[case], *text) for case, text in zip(CASES, texts, strict=True)}
 
 
@@ -153,15 +158,24 @@ def ended(tmp_path_factory):
 def test_a_rank_without_progress_writes_its_stacks_and_ends(ended, case):
     code, errors, log = ended[case]
     assert code == 5
-    assert re.search(r"^rank 0 has made no progress for [2-6] s: phase 'start', step 3$", errors, re.MULTILINE)
+    assert re.search(
+        r"^rank 0 has made no progress for [2-6] s: phase 'start', step 3$", errors, re.MULTILINE
+    )
     assert errors.count("in sleeps_long") == 1 and "in sleeps_long" in log
 
 
 def test_a_rank_ends_when_another_rank_has_failed_or_is_lost_but_not_when_it_stops_in_order(ended):
     code, errors, log = ended["failed"]
-    assert (code, errors) == (3, "") and "ends because rank 1 failed" in log and "in sleeps_long" in log
+    assert (
+        (code, errors) == (3, "")
+        and "ends because rank 1 failed" in log
+        and "in sleeps_long" in log
+    )
     code, errors, log = ended["gone"]
-    assert code == 5 and "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
+    assert (
+        code == 5
+        and "rank 0: another rank is gone (rank 1; phase 'start', step 3): the run ends" in errors
+    )
     assert HOW_TO_RESUME in errors and "in sleeps_long" not in errors and "in sleeps_long" in log
     code, errors, log = ended["other rank stops"]
     assert (code, errors) == (0, "") and "ends because" not in log
@@ -190,7 +204,12 @@ def test_a_stop_request_reaches_the_other_ranks(watched, capsys):
     assert soon(watched.stop_requested)
     assert stop_requests.reason() == "SIGTERM"
     time.sleep(3 * watchdog.POLL_SECONDS)
-    assert capsys.readouterr().out.count("stopping (SIGTERM): the state is saved after this optimizer step") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "stopping (SIGTERM): the state is saved after this optimizer step"
+        )
+        == 1
+    )
 
 
 def test_a_stop_request_of_another_rank_sets_the_flag(watched):
@@ -209,8 +228,12 @@ def test_the_end_of_the_launcher_sets_the_flag(watched, monkeypatch):
 
 def test_faulthandler_is_armed_unless_the_watchdog_is_paused(monkeypatch):
     armed, taken = [], []
-    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
-    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: taken.append(1))
+    monkeypatch.setattr(
+        watchdog.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds)
+    )
+    monkeypatch.setattr(
+        watchdog.faulthandler, "cancel_dump_traceback_later", lambda: taken.append(1)
+    )
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.01)
     watchdog.start(100.0)
     try:

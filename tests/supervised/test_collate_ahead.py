@@ -37,7 +37,9 @@ def test_the_next_step_is_made_while_the_current_one_is_used_and_no_other():
     made, used = [], threading.Semaphore(0)
 
     def make_one(rows, indices):
-        assert indices == [0] or used.acquire(timeout=20), "it was made before the step before was used"
+        assert indices == [0] or used.acquire(timeout=20), (
+            "it was made before the step before was used"
+        )
         made.append((indices, threading.current_thread().name))
         return indices
 
@@ -46,7 +48,9 @@ def test_the_next_step_is_made_while_the_current_one_is_used_and_no_other():
         used.release()
     assert {name for _, name in made} == {"collate_0"}
     drawn = []
-    with closing(collated(numbers, ROWS, (drawn.append(step) or step for step in ONE_ROW_STEPS), CPU)) as steps:
+    with closing(
+        collated(numbers, ROWS, (drawn.append(step) or step for step in ONE_ROW_STEPS), CPU)
+    ) as steps:
         next(steps)
         assert drawn == [[[0]], [[1]]] and threads() == ["collate_0"]
     assert not threads(), "of a closed generator"
@@ -67,7 +71,11 @@ def test_an_error_is_raised_where_its_step_is_taken():
 
 def test_the_thread_copies_to_the_gpu_of_its_rank(monkeypatch):
     selected = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.append((device, threading.current_thread())))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: selected.append((device, threading.current_thread())),
+    )
     device = torch.device("cuda:3")
     assert [take() for _, take in collated(numbers, ROWS, STEPS[:2], device)] == STEPS[:2]
     [(chosen, thread)] = selected

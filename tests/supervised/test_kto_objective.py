@@ -1,4 +1,5 @@
-"""KTO: baseline, loss, metrics and gradients, compared with one forward pass of plain transformers per answer."""
+"""KTO: baseline, loss, metrics and gradients, compared with one forward pass of plain transformers
+per answer."""
 
 import pytest
 import torch
@@ -23,14 +24,23 @@ ROWS = Dataset.from_list(
 )
 OTHERS = [3, 4, 0, 1, 2]  # two rows before, since two rows have the same prompt
 CONFIG = config_of(
-    "--objective", "kto", "--beta", "0.3", "--kto_desirable_weight", "1.5", "--kto_undesirable_weight", "0.5"
+    "--objective",
+    "kto",
+    "--beta",
+    "0.3",
+    "--kto_desirable_weight",
+    "1.5",
+    "--kto_undesirable_weight",
+    "0.5",
 )
 OBJECTIVE = kto_objective(0, CPU, CONFIG)
 
 
 def referred_to(reference) -> TokenRows:
     """The rows and two held-out ones with the log-probs of the model before training."""
-    return OBJECTIVE.prepare(PolicyModel(reference), TokenRows(ROWS, ROWS.select([3, 1]), ("a", "b", "c")))
+    return OBJECTIVE.prepare(
+        PolicyModel(reference), TokenRows(ROWS, ROWS.select([3, 1]), ("a", "b", "c"))
+    )
 
 
 def ratio(policy, reference, row: int, answer_of: int) -> float:
@@ -44,7 +54,9 @@ def baseline_of(policy, reference, numbers) -> float:
 
 def run(policy, rows, micro_batches, num_rows, sources=()):
     model, sums = PolicyModel(policy), MetricSums(sources)
-    batches = OBJECTIVE.complete(model, [OBJECTIVE.collate(rows, indices) for indices in micro_batches])
+    batches = OBJECTIVE.complete(
+        model, [OBJECTIVE.collate(rows, indices) for indices in micro_batches]
+    )
     losses = [OBJECTIVE.loss(model, batch, torch.tensor(num_rows), sums) for batch in batches]
     return sum(losses), OBJECTIVE.summary(sums.reduce()), batches
 
@@ -52,7 +64,11 @@ def run(policy, rows, micro_batches, num_rows, sources=()):
 def test_the_reference_log_probs_of_own_and_mismatched_answers():
     policy = language_model(2)
     rows = referred_to(policy)
-    assert (rows.train["other_row"], rows.eval["other_row"], rows.sources) == (OTHERS, [1, 0], ("a", "b", "c"))
+    assert (rows.train["other_row"], rows.eval["other_row"], rows.sources) == (
+        OTHERS,
+        [1, 0],
+        ("a", "b", "c"),
+    )
     for number, row in enumerate(rows.train):
         answers = [ROWS[number]["answers"][0], ROWS[OTHERS[number]]["answers"][0]]
         expected = [logprob_alone(policy, row["prompt_ids"], answer) for answer in answers]
@@ -65,12 +81,17 @@ def test_the_reference_log_probs_of_own_and_mismatched_answers():
 
 @pytest.mark.parametrize("seeds", [(1, 2), (2, 1)])
 def test_loss_metrics_and_gradients_match_loops_over_single_answers(seeds):
-    """The mean of the mismatched log-ratios has another sign with the models swapped, so one baseline is clamped."""
+    """The mean of the mismatched log-ratios has another sign with the models swapped, so one
+    baseline is clamped."""
     trained, reference = map(language_model, seeds)
     rows, numbers, source_of = referred_to(reference).train, [4, 0, 3, 1], [0, 1, 0, 0, 1]
     baseline = baseline_of(trained, reference, numbers)
     loss, metrics, _ = run(
-        trained, rows.add_column("source", source_of), [[4, PADDING_ROW, 0], [3, 1]], 8, ("a", "b", "c")
+        trained,
+        rows.add_column("source", source_of),
+        [[4, PADDING_ROW, 0], [3, 1]],
+        8,
+        ("a", "b", "c"),
     )
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in trained.named_parameters()}
@@ -82,7 +103,10 @@ def test_loss_metrics_and_gradients_match_loops_over_single_answers(seeds):
         logprob = sum(table[len(prompt) + place - 1, token] for place, token in enumerate(answer))
         lead = logprob - logprob_alone(reference, prompt, answer)
         sign, weight = (1, 1.5) if ROWS[n]["label"] else (-1, 0.5)
-        losses[n], right = weight * (1 - torch.sigmoid(0.3 * sign * (lead - baseline))), sign * (lead - baseline) > 0
+        losses[n], right = (
+            weight * (1 - torch.sigmoid(0.3 * sign * (lead - baseline))),
+            sign * (lead - baseline) > 0,
+        )
         found[n] = (losses[n].item(), right.item(), 0.3 * lead.item(), logprob.item())
 
     def mean(place: int, rows) -> float:
@@ -96,7 +120,9 @@ def test_loss_metrics_and_gradients_match_loops_over_single_answers(seeds):
     for name, kept in (("a", [0, 3]), ("b", [1, 4])):
         expected |= {f"loss/{name}": mean(0, kept), f"accuracy/{name}": mean(1, kept)}
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert loss.item() == pytest.approx(expected["loss"] / 2, rel=1e-4) and loss.dtype == torch.float32
+    assert (
+        loss.item() == pytest.approx(expected["loss"] / 2, rel=1e-4) and loss.dtype == torch.float32
+    )
     (sum(losses.values()) / 8).backward()
     for name, parameter in trained.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
@@ -104,7 +130,11 @@ def test_loss_metrics_and_gradients_match_loops_over_single_answers(seeds):
 
 def test_the_baseline_does_not_depend_on_the_micro_batches():
     policy, rows = language_model(1), referred_to(language_model(2)).train
-    splits = [[[0, 1, 2, 3, 4]], [[3, 0], [1, 4], [2, PADDING_ROW]], [[4], [3], [2], [1], [0], [PADDING_ROW]]]
+    splits = [
+        [[0, 1, 2, 3, 4]],
+        [[3, 0], [1, 4], [2, PADDING_ROW]],
+        [[4], [3], [2], [1], [0], [PADDING_ROW]],
+    ]
     found = [run(policy, rows, split, 5) for split in splits]
     for loss, metrics, batches in found[1:]:
         assert metrics == pytest.approx(found[0][1], rel=1e-5)
@@ -124,10 +154,16 @@ def test_the_baseline_has_no_gradient_and_no_dropout():
     assert max(found) > 0.1
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    ((1.0, 1.5), "3 desirable and 2 undesirable answers; together they weigh 1 : 1"),
-    ((1.0, 3.0), "weigh 0.5 : 1; 1 to 1.33 is recommended: --kto_desirable_weight 2 to 2.67 with"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((1.0, 1.5), "3 desirable and 2 undesirable answers; together they weigh 1 : 1"),
+        (
+            (1.0, 3.0),
+            "weigh 0.5 : 1; 1 to 1.33 is recommended: --kto_desirable_weight 2 to 2.67 with",
+        ),
+    ],
+)
 def test_the_balance_of_the_answers_is_logged(said, weights, message):
     flags = dict(zip(("kto_desirable_weight", "kto_undesirable_weight"), weights, strict=True))
     log_balance(ROWS, PreferenceFlags(objective="kto", **flags))

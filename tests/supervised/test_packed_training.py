@@ -1,5 +1,5 @@
-"""Steps 1 and 2 with a real engine on one rank: `--packing`, its losses, gradients and steps; LoRA, its rates, kernels,
-references and what is saved."""
+"""Steps 1 and 2 with a real engine on one rank: `--packing`, its losses, gradients and steps; LoRA,
+its rates, kernels, references and what is saved."""
 
 import json
 import math
@@ -49,11 +49,20 @@ def ids(count: int) -> list[int]:
     return RANDOM.integers(2, VOCABULARY, count).tolist()
 
 
-ROWS = Dataset.from_list([
-    {"prompt_ids": ids(1 + n % 4), "answers": [ids(n), ids(1 + n // 2)], "margin": 0.0, "source": int(n > 4)}
-    for n in LENGTHS
-])  # fmt: skip
-SFT_ROWS = ROWS.map(lambda row: {"answers": row["answers"][:1], "prompt_spans": [[0, len(row["prompt_ids"]) // 2]]})
+ROWS = Dataset.from_list(
+    [
+        {
+            "prompt_ids": ids(1 + n % 4),
+            "answers": [ids(n), ids(1 + n // 2)],
+            "margin": 0.0,
+            "source": int(n > 4),
+        }
+        for n in LENGTHS
+    ]
+)
+SFT_ROWS = ROWS.map(
+    lambda row: {"answers": row["answers"][:1], "prompt_spans": [[0, len(row["prompt_ids"]) // 2]]}
+)
 
 
 def classifier(name: str):
@@ -66,7 +75,10 @@ def gradients_of(module, objective, rows, micro_batches) -> tuple[float, dict[st
     """Loss of a step over the micro-batches, and its gradients."""
     module.zero_grad()
     batches = [objective.collate(rows, indices) for indices in micro_batches]
-    total, sums = torch.stack([objective.units(batch).sum() for batch in batches]).sum(), MetricSums()
+    total, sums = (
+        torch.stack([objective.units(batch).sum() for batch in batches]).sum(),
+        MetricSums(),
+    )
     for batch in batches:
         objective.loss(module, batch, total, sums).backward()
     grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -86,10 +98,15 @@ def packed_and_alone(module, of_packing, rows, max_len: int):
 
 def assert_equal(found, expected):
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
-    assert found[1].keys() == expected[1].keys() and max(float(g.abs().max()) for g in expected[1].values()) > 1e-2
+    assert (
+        found[1].keys() == expected[1].keys()
+        and max(float(g.abs().max()) for g in expected[1].values()) > 1e-2
+    )
     for name, gradient in expected[1].items():
         scale = max(1.0, float(gradient.abs().max()))
-        torch.testing.assert_close(found[1][name] / scale, gradient / scale, rtol=0, atol=4e-6, msg=name)
+        torch.testing.assert_close(
+            found[1][name] / scale, gradient / scale, rtol=0, atol=4e-6, msg=name
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "opt", "gpt-neox", "mixtral"])
@@ -101,7 +118,9 @@ def test_sft_on_packed_rows_has_the_loss_and_gradients_of_rows_alone(name):
 @pytest.mark.parametrize("name", ["mistral-window", "mixtral"])
 def test_reward_training_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alone(name):
     def objective(packing: bool):
-        return reward_objective(0, CPU, config_of("--center_rewards_coef", "0.1", "--packing", str(packing)))
+        return reward_objective(
+            0, CPU, config_of("--center_rewards_coef", "0.1", "--packing", str(packing))
+        )
 
     module = ScalarModel(classifier(name))
     assert_equal(*packed_and_alone(module, objective, ROWS, 25))
@@ -110,7 +129,11 @@ def test_reward_training_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alo
 def test_dpo_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alone():
     module = PolicyModel(new_model("llama"))
     config = config_of("--objective", "dpo_nll", "--packing")
-    rows = dpo_objective(0, CPU, config).prepare(PolicyModel(new_model("qwen2")), TokenRows(ROWS, None)).train
+    rows = (
+        dpo_objective(0, CPU, config)
+        .prepare(PolicyModel(new_model("qwen2")), TokenRows(ROWS, None))
+        .train
+    )
     assert_equal(*packed_and_alone(module, lambda _: dpo_objective(0, CPU, config), rows, 25))
 
 
@@ -124,7 +147,10 @@ def test_the_head_on_last_tokens_alone_gives_the_same_scores(packed):
 
 
 def config_for(output, *more: str):
-    words = "--model_name_or_path m --data_path d --dtype fp32 --packing --max_seq_len 25 --num_train_epochs 2"
+    words = (
+        "--model_name_or_path m --data_path d --dtype fp32 --packing --max_seq_len 25"
+        " --num_train_epochs 2"
+    )
     words += " --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_warmup_steps 1"
     words += " --learning_rate 0.01 --lr_scheduler_type linear"
     return parse("sft", [*words.split(), "--output_dir", str(output), *more])
@@ -152,19 +178,28 @@ def test_each_epoch_trains_each_sample_once_in_fewer_steps_that_the_schedule_cou
     assert trainer.plan.total_steps == 4 < 2 * math.ceil(len(SFT_ROWS) / 2)
     steps = list(trainer.steps_left())
     for epoch in (steps[:2], steps[2:]):
-        assert sorted(row for step in epoch for part in step for row in part) == list(range(len(SFT_ROWS)))
+        assert sorted(row for step in epoch for part in step for row in part) == list(
+            range(len(SFT_ROWS))
+        )
     assert steps[:2] != steps[2:]
     for trainer.steps in (3, 2, 1, 0):  # as after a resume
         assert list(trainer.steps_left()) == steps[trainer.steps :]
     lines = run(trainer, tmp_path)
     assert [line["samples"] for line in lines] == [sum(map(len, step)) for step in steps]
-    assert [line["tokens"] for line in lines] == [sum(tokens[row] for part in step for row in part) for step in steps]
+    assert [line["tokens"] for line in lines] == [
+        sum(tokens[row] for part in step for row in part) for step in steps
+    ]
     assert [line["lr"] for line in lines] == pytest.approx([0.0, 0.01, 0.01 * 2 / 3, 0.01 / 3])
     shown = [line[:8] for line in said if line.startswith("step ")]
     assert shown == ["step 1/4", "step 4/4"], "the first and the last"
     table = dict(trainer.plan.table())
-    assert table["packed rows"] == f"12 samples in 4 rows of 25 tokens, {tokens.sum():.1f} % full", "of 100"
-    assert table["tokens per optimizer step"] == f"{tokens.sum()} / 2 = {tokens.sum() / 2:.1f} on average"
+    assert (
+        table["packed rows"] == f"12 samples in 4 rows of 25 tokens, {tokens.sum():.1f} % full"
+    ), "of 100"
+    assert (
+        table["tokens per optimizer step"]
+        == f"{tokens.sum()} / 2 = {tokens.sum() / 2:.1f} on average"
+    )
 
 
 def test_metrics_by_data_set_by_hand_and_none_where_a_step_has_no_rows(tmp_path):
@@ -174,7 +209,10 @@ def test_metrics_by_data_set_by_hand_and_none_where_a_step_has_no_rows(tmp_path)
 
     @torch.no_grad()
     def mean_loss(rows: list[int]) -> float:
-        total = [model(b.input_ids, b.loss_mask)[0] for b in (objective.collate(SFT_ROWS, [row]) for row in rows)]
+        total = [
+            model(b.input_ids, b.loss_mask)[0]
+            for b in (objective.collate(SFT_ROWS, [row]) for row in rows)
+        ]
         return -float(torch.cat(total).mean())
 
     absent = []
@@ -188,12 +226,17 @@ def test_metrics_by_data_set_by_hand_and_none_where_a_step_has_no_rows(tmp_path)
             absent += [] if own else [name]
         assert metrics["loss"] == pytest.approx(mean_loss(rows), abs=1e-5)
     assert set(absent) == {"short", "long"}
-    assert not any("/" in name for name in trainer_of(config_for(tmp_path), sources=("one",)).train_step([[0], [1]])
-                   if name.startswith("loss"))  # fmt: skip
+    assert not any(
+        "/" in name
+        for name in trainer_of(config_for(tmp_path), sources=("one",)).train_step([[0], [1]])
+        if name.startswith("loss")
+    )
 
 
 def test_a_model_that_cannot_pack_is_refused_before_training(tmp_path):
-    with pytest.raises(UserError, match=r"^--packing: \w+ cannot run packed rows, because its sliding window"):
+    with pytest.raises(
+        UserError, match=r"^--packing: \w+ cannot run packed rows, because its sliding window"
+    ):
         trainer_of(config_for(tmp_path), new_model("phimoe"))
 
 
@@ -202,13 +245,21 @@ FROZEN = ("--lora_dim", "4", "--only_optimize_lora", "--lora_learning_rate", "0.
 
 
 def make(assets, folder, *more: str) -> SupervisedTrainer:
-    words = f"--model_name_or_path {assets / 'lm'} --data_path d --output_dir {folder} --dtype fp32 --zero_stage 0"
-    words += " --per_device_train_batch_size 4 --num_train_epochs 2 --lr_scheduler_type linear --num_warmup_steps 2"
+    words = (
+        f"--model_name_or_path {assets / 'lm'} --data_path d --output_dir {folder} --dtype fp32"
+        " --zero_stage 0"
+    )
+    words += (
+        " --per_device_train_batch_size 4 --num_train_epochs 2 --lr_scheduler_type linear"
+        " --num_warmup_steps 2"
+    )
     config = parse("sft", [*words.split(), *more])
     adapter = adapter_settings(config.lora, config.adapters)
     ds_config = fit_ds_config(config)
     torch.manual_seed(5)
-    model = PolicyModel(load_causal_lm(str(assets / "lm"), "fp32", ds_config, config.fit.dropout, adapter=adapter))
+    model = PolicyModel(
+        load_causal_lm(str(assets / "lm"), "fp32", ds_config, config.fit.dropout, adapter=adapter)
+    )
     if config.fit.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     objective = sft_objective(0, False, dist.device())
@@ -226,27 +277,42 @@ def logits_of(model) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize(("more", "rates", "of_lora"), [
-    (("--lora_dim", "4", "--lora_learning_rate", "0.01"), [0, 1e-5, 2e-5, 1e-5], [0, 0.005, 0.01, 0.005]),  # by default
-    (FROZEN, [0, 0.005, 0.01, 0.005], [None] * 4), ((), [0, 1e-5, 2e-5, 1e-5], [None] * 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "rates", "of_lora"),
+    [
+        (
+            ("--lora_dim", "4", "--lora_learning_rate", "0.01"),
+            [0, 1e-5, 2e-5, 1e-5],
+            [0, 0.005, 0.01, 0.005],
+        ),  # by default
+        (FROZEN, [0, 0.005, 0.01, 0.005], [None] * 4),
+        ((), [0, 1e-5, 2e-5, 1e-5], [None] * 4),
+    ],
+)
 def test_lora_has_its_own_rate_in_the_metrics_and_the_log_if_other_weights_train(
     assets, tmp_path, said, more, rates, of_lora
 ):
     lines = train_all(make(assets, tmp_path, *more), tmp_path)
     assert [line["lr"] for line in lines] == pytest.approx(rates)
-    assert [line.get("lora_lr") for line in lines] == (pytest.approx(of_lora) if of_lora[0] == 0 else of_lora)
+    assert [line.get("lora_lr") for line in lines] == (
+        pytest.approx(of_lora) if of_lora[0] == 0 else of_lora
+    )
     assert any("lr 1.00e-05  LoRA lr 5.00e-03" in line for line in said) is (of_lora[0] == 0)
 
 
 def test_gradient_checkpointing_does_not_change_what_lora_learns(assets, tmp_path):
-    """With a frozen base, the layers' inputs need no gradient, which checkpointing must not depend on."""
+    """With a frozen base, the layers' inputs need no gradient, which checkpointing must not depend
+    on."""
     losses = []
     for number, more in enumerate(((), ("--gradient_checkpointing",))):
         (tmp_path / str(number)).mkdir()
         trainer = make(assets, tmp_path, *FROZEN, *more)
         losses.append([line["loss"] for line in train_all(trainer, tmp_path / str(number))])
-        grads = [weight for name, weight in trainer.engine.module.named_parameters() if weight.requires_grad]
+        grads = [
+            weight
+            for name, weight in trainer.engine.module.named_parameters()
+            if weight.requires_grad
+        ]
         assert len(grads) == 28
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert losses[0][0] - losses[0][-1] > 0.1, "it learns"
@@ -276,10 +342,17 @@ def test_dropout_of_lora_is_on_in_training_only(assets, tmp_path):
     assert torch.equal(logits_of(lm), logits_of(lm))
 
 
-@pytest.mark.parametrize(("more", "is_merged"), [
-    (FROZEN, False), ((*FROZEN, "--lora_merge"), True), (("--lora_dim", "4"), True),
-])  # fmt: skip
-def test_the_saved_folder_is_an_adapter_unless_other_weights_trained_or_it_is_merged(assets, tmp_path, more, is_merged):
+@pytest.mark.parametrize(
+    ("more", "is_merged"),
+    [
+        (FROZEN, False),
+        ((*FROZEN, "--lora_merge"), True),
+        (("--lora_dim", "4"), True),
+    ],
+)
+def test_the_saved_folder_is_an_adapter_unless_other_weights_trained_or_it_is_merged(
+    assets, tmp_path, more, is_merged
+):
     trainer = make(assets, tmp_path, *more)
     train_all(trainer, tmp_path)
     out = tmp_path / "saved"
@@ -292,7 +365,11 @@ def test_the_saved_folder_is_an_adapter_unless_other_weights_trained_or_it_is_me
     base = AutoModelForCausalLM.from_pretrained(assets / "lm")
     assert not torch.allclose(logits_of(base), expected, atol=1e-3)
     held = dict(trainer.engine.module.lm.named_parameters())
-    unchanged = [name for name, weight in base.named_parameters() if name in held and torch.equal(weight, held[name])]
+    unchanged = [
+        name
+        for name, weight in base.named_parameters()
+        if name in held and torch.equal(weight, held[name])
+    ]
     assert bool(unchanged) is ("--only_optimize_lora" in more)
 
 
@@ -307,10 +384,16 @@ def test_the_reference_of_dpo_is_the_model_without_its_adapter(assets, tmp_path)
     batch = objective.collate(trainer.rows.train, [0, 1])
     with torch.no_grad():
         expected = answer_logprobs(base, batch.input_ids, batch.answer_mask)
-    torch.testing.assert_close(batch.ref_logprobs.flatten(), expected.flatten(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        batch.ref_logprobs.flatten(), expected.flatten(), rtol=1e-5, atol=1e-4
+    )
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     first, *_ = trainer.steps_left()
     metrics = trainer.train_step(first)
-    assert metrics["loss"] == pytest.approx(0.6931, abs=1e-3) and metrics["margin"] == pytest.approx(0, abs=1e-4)
-    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert metrics["loss"] == pytest.approx(0.6931, abs=1e-3) and metrics[
+        "margin"
+    ] == pytest.approx(0, abs=1e-4)
+    changed = {
+        name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])
+    }
     assert changed and all(is_adapter_parameter(name) for name in changed)

@@ -1,5 +1,5 @@
-"""Steps 1 and 2 on policies: SFT, DPO and its variants, ORPO, SimPO and CPO: losses, metrics and gradients, compared
-with one forward pass of plain transformers per answer."""
+"""Steps 1 and 2 on policies: SFT, DPO and its variants, ORPO, SimPO and CPO: losses, metrics and
+gradients, compared with one forward pass of plain transformers per answer."""
 
 import math
 
@@ -48,7 +48,9 @@ def test_the_loss_is_a_mean_over_tokens_of_the_whole_step(train_on_prompt):
     sum_of_row = [nll_alone(model, row, train_on_prompt) for row in (3, 0)]
     tokens = sum(count for _, count in sum_of_row)
     assert objective.counts(batch).tolist()[:2] == [tokens, 2]
-    loss = objective.loss(PolicyModel(model), batch, torch.tensor(2 * tokens), sums)  # half of a step
+    loss = objective.loss(
+        PolicyModel(model), batch, torch.tensor(2 * tokens), sums
+    )  # half of a step
     expected = sum(nll for nll, _ in sum_of_row) / tokens
     assert loss.item() == pytest.approx(expected / 2, rel=1e-4)
     assert loss.requires_grad
@@ -58,7 +60,12 @@ def test_the_loss_is_a_mean_over_tokens_of_the_whole_step(train_on_prompt):
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_with_a_teacher_the_loss_is_a_mixture_of_its_divergence_and_the_cross_entropy(share):
-    model, other, indices, sums = language_model(1), language_model(2), [3, PADDING_ROW, 0], MetricSums()
+    model, other, indices, sums = (
+        language_model(1),
+        language_model(2),
+        [3, PADDING_ROW, 0],
+        MetricSums(),
+    )
     teacher = SFTTeacher(PolicyModel(other), Divergence("forward_kl"), share)
     objective = sft_objective(0, False, CPU, teacher)
     batch = objective.collate(ROWS, indices)
@@ -66,45 +73,72 @@ def test_with_a_teacher_the_loss_is_a_mixture_of_its_divergence_and_the_cross_en
     for row in (3, 0):
         prompt, answer = ROWS[row]["prompt_ids"], ROWS[row]["answers"][0]
         log_p, log_q = (
-            torch.log_softmax(each(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], dim=-1)
+            torch.log_softmax(
+                each(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1], dim=-1
+            )
             for each in (model, other)
         )
-        divergence, tokens = divergence + (log_q.exp() * (log_q - log_p)).sum(), tokens + len(answer)
+        divergence, tokens = (
+            divergence + (log_q.exp() * (log_q - log_p)).sum(),
+            tokens + len(answer),
+        )
     nll = sum(nll_alone(model, row, False)[0] for row in (3, 0))
-    with recorded_router(torch.ones(2).bool(), 2) as loads:  # as the model that trains may have routers
+    with recorded_router(
+        torch.ones(2).bool(), 2
+    ) as loads:  # as the model that trains may have routers
         assert teacher.teaching(batch) and not loads
     loss = objective.loss(PolicyModel(model), batch, torch.tensor(tokens), sums)
     expected = (share * divergence + (1 - share) * nll) / tokens
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     metrics = objective.summary(sums.reduce())
     assert metrics["divergence"] == pytest.approx(divergence.item() / tokens, rel=1e-4)
-    assert metrics["loss"] == pytest.approx(nll / tokens, rel=1e-4) and objective.headline == ("divergence", "loss")
+    assert metrics["loss"] == pytest.approx(nll / tokens, rel=1e-4) and objective.headline == (
+        "divergence",
+        "loss",
+    )
 
 
 def test_the_perplexity_of_a_huge_loss_is_finite():
-    assert with_perplexity({"loss": 1e9, "a": 1.0}) == {"loss": 1e9, "a": 1.0, "perplexity": math.exp(700.0)}
+    assert with_perplexity({"loss": 1e9, "a": 1.0}) == {
+        "loss": 1e9,
+        "a": 1.0,
+        "perplexity": math.exp(700.0),
+    }
 
 
 BETA = 0.3
 WORDS = {  # objective -> its flags
-    "dpo": "", "dpo_nll": "--nll_coef 0.7", "cdpo": "--label_smoothing 0.1", "robust_dpo": "--label_smoothing 0.1",
-    "ipo": "", "hinge": "", "orpo": "", "simpo": "--nll_coef 0.3 --simpo_gamma 0.6", "cpo": "--nll_coef 0.3",
-}  # fmt: skip
+    "dpo": "",
+    "dpo_nll": "--nll_coef 0.7",
+    "cdpo": "--label_smoothing 0.1",
+    "robust_dpo": "--label_smoothing 0.1",
+    "ipo": "",
+    "hinge": "",
+    "orpo": "",
+    "simpo": "--nll_coef 0.3 --simpo_gamma 0.6",
+    "cpo": "--nll_coef 0.3",
+}
 NLL_WEIGHT = {"dpo_nll": 0.7, "orpo": 1.0, "simpo": 0.3, "cpo": 0.3}
 REFERENCE_FREE = ("orpo", "simpo", "cpo")
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """The rows and two held-out ones with the log-probs of the model before training, as `prepare` adds them."""
-    objective = dpo_objective(0, CPU, config_of("--objective", "dpo", "--per_device_eval_batch_size", "2"))
+    """The rows and two held-out ones with the log-probs of the model before training, as `prepare`
+    adds them."""
+    objective = dpo_objective(
+        0, CPU, config_of("--objective", "dpo", "--per_device_eval_batch_size", "2")
+    )
     return objective.prepare(PolicyModel(language_model(2)), TokenRows(ROWS, ROWS.select([3, 1])))
 
 
 def test_the_reference_log_probs_match_a_forward_pass_per_answer(rows):
     model = language_model(2)
     expected = np.array(
-        [[logprob_alone(model, row["prompt_ids"], answer) for answer in row["answers"]] for row in ROWS]
+        [
+            [logprob_alone(model, row["prompt_ids"], answer) for answer in row["answers"]]
+            for row in ROWS
+        ]
     )
     assert np.abs(expected).min() > 1
     np.testing.assert_allclose(rows.train["ref_logprobs"], expected, atol=2e-5)
@@ -116,39 +150,59 @@ def logprob(model, prompt: list[int], answer: list[int]) -> torch.Tensor:
     return sum(table[len(prompt) + place - 1, token] for place, token in enumerate(answer))
 
 
-def pair_by_hand(objective: str, sums, tokens: list[int], before: list[float]) -> dict[str, torch.Tensor]:
-    """Loss and metrics of one pair by the formulas of the papers, from the log-probs of its answers."""
+def pair_by_hand(
+    objective: str, sums, tokens: list[int], before: list[float]
+) -> dict[str, torch.Tensor]:
+    """Loss and metrics of one pair by the formulas of the papers, from the log-probs of its
+    answers."""
     means = [total / count for total, count in zip(sums, tokens, strict=True)]
     ratios = [now - then for now, then in zip(sums, before, strict=True)]
-    used = {"orpo": means, "simpo": means, "cpo": sums, "ipo": [r / n for r, n in zip(ratios, tokens, strict=True)]}
+    used = {
+        "orpo": means,
+        "simpo": means,
+        "cpo": sums,
+        "ipo": [r / n for r, n in zip(ratios, tokens, strict=True)],
+    }
     chosen, rejected = used.get(objective, ratios)
     lead, nll = chosen - rejected, -means[0]
     held, flipped = softplus(-BETA * lead), softplus(BETA * lead)
     odds = [mean.exp() / (1 - mean.exp()) for mean in means]
     contrast = {
-        "dpo": held, "dpo_nll": held, "cpo": held, "cdpo": 0.9 * held + 0.1 * flipped,
-        "robust_dpo": (0.9 * held - 0.1 * flipped) / 0.8, "ipo": (lead - 1 / (2 * BETA)) ** 2,
-        "hinge": torch.relu(1 - BETA * lead), "orpo": BETA * softplus((odds[1] / odds[0]).log()),
+        "dpo": held,
+        "dpo_nll": held,
+        "cpo": held,
+        "cdpo": 0.9 * held + 0.1 * flipped,
+        "robust_dpo": (0.9 * held - 0.1 * flipped) / 0.8,
+        "ipo": (lead - 1 / (2 * BETA)) ** 2,
+        "hinge": torch.relu(1 - BETA * lead),
+        "orpo": BETA * softplus((odds[1] / odds[0]).log()),
         "simpo": softplus(0.6 - BETA * lead),
-    }[objective]  # fmt: skip
+    }[objective]
     found = {
-        "loss": contrast + NLL_WEIGHT.get(objective, 0.0) * nll, "accuracy": (lead > 0).float(), "margin": BETA * lead,
-        "chosen_reward": BETA * chosen, "rejected_reward": BETA * rejected, "chosen_logprob": sums[0],
+        "loss": contrast + NLL_WEIGHT.get(objective, 0.0) * nll,
+        "accuracy": (lead > 0).float(),
+        "margin": BETA * lead,
+        "chosen_reward": BETA * chosen,
+        "rejected_reward": BETA * rejected,
+        "chosen_logprob": sums[0],
         "rejected_logprob": sums[1],
-    }  # fmt: skip
+    }
     found |= {"nll": nll} if objective in NLL_WEIGHT else {}
     return found | ({"contrast": contrast} if objective in REFERENCE_FREE else {})
 
 
 @pytest.mark.parametrize("objective", WORDS)
 def test_loss_metrics_and_gradients_match_loops_over_single_answers(rows, objective):
-    """Three pairs and a filler, of twelve pairs of the step; two are of data set "c", one of "a"."""
+    """Three pairs and a filler, of twelve pairs of the step; two are of data set "c", one of
+    "a"."""
     config = config_of("--objective", objective, "--beta", str(BETA), *WORDS[objective].split())
     make = reference_free_objective if objective in REFERENCE_FREE else dpo_objective
     made, trained, sums = make(0, CPU, config), language_model(1), MetricSums(("a", "b", "c"))
     assert (made.prepare is None) == (objective in REFERENCE_FREE)
     given = (ROWS if made.prepare is None else rows.train).add_column("source", [2, 0, 0, 1, 2])
-    loss = made.loss(PolicyModel(trained), made.collate(given, [4, PADDING_ROW, 0, 2]), torch.tensor(12), sums)
+    loss = made.loss(
+        PolicyModel(trained), made.collate(given, [4, PADDING_ROW, 0, 2]), torch.tensor(12), sums
+    )
     loss.backward()
     assert loss.dtype == torch.float32
     gradients = {name: p.grad.clone() for name, p in trained.named_parameters()}
@@ -159,7 +213,9 @@ def test_loss_metrics_and_gradients_match_loops_over_single_answers(rows, object
         row = ROWS[number]
         logprobs = [logprob(trained, row["prompt_ids"], answer) for answer in row["answers"]]
         before = rows.train[number]["ref_logprobs"]
-        pairs[number] = pair_by_hand(objective, logprobs, [len(answer) for answer in row["answers"]], before)
+        pairs[number] = pair_by_hand(
+            objective, logprobs, [len(answer) for answer in row["answers"]], before
+        )
     expected = {name: sum(pair[name].item() for pair in pairs.values()) / 3 for name in pairs[0]}
     assert 0 < expected["accuracy"] < 1
     assert sorted(expected) == sorted(config.reward.eval_metrics)

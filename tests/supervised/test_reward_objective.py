@@ -1,5 +1,5 @@
-"""Reward models of answers and of steps: losses, metrics, score statistics, compared with plain transformers, one
-forward pass per answer or step."""
+"""Reward models of answers and of steps: losses, metrics, score statistics, compared with plain
+transformers, one forward pass per answer or step."""
 
 import json
 import math
@@ -38,7 +38,10 @@ def scores_alone(classifier: LlamaClassifier, numbers) -> np.ndarray:
     """(len(numbers), 2) of the chosen and rejected answers."""
     return np.array(
         [
-            [float(classifier(torch.tensor([ROWS[n]["prompt_ids"] + answer])).logits) for answer in ROWS[n]["answers"]]
+            [
+                float(classifier(torch.tensor([ROWS[n]["prompt_ids"] + answer])).logits)
+                for answer in ROWS[n]["answers"]
+            ]
             for n in numbers
         ]
     )
@@ -46,14 +49,22 @@ def scores_alone(classifier: LlamaClassifier, numbers) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("words", "coefficient", "with_margin"),
-    [([], 0.0, True), (["--no_use_margin"], 0.0, False), (["--center_rewards_coef", "0.5"], 0.5, True)],
+    [
+        ([], 0.0, True),
+        (["--no_use_margin"], 0.0, False),
+        (["--center_rewards_coef", "0.5"], 0.5, True),
+    ],
 )
-def test_loss_and_metrics_match_scores_of_single_answers(classifier, words, coefficient, with_margin):
+def test_loss_and_metrics_match_scores_of_single_answers(
+    classifier, words, coefficient, with_margin
+):
     """Pairs 4 and 0 are of data set "c", pair 2 of "a"; the step has nine pairs."""
     config, sums = config_of(*words), MetricSums(("a", "b", "c"))
     objective = reward_objective(0, CPU, config)
     batch = objective.collate(ROWS.add_column("source", [2, 0, 0, 1, 2]), [4, PADDING_ROW, 0, 2])
-    tokens = sum(len(ROWS[n]["prompt_ids"]) + len(answer) for n in REAL for answer in ROWS[n]["answers"])
+    tokens = sum(
+        len(ROWS[n]["prompt_ids"]) + len(answer) for n in REAL for answer in ROWS[n]["answers"]
+    )
     assert objective.counts(batch).tolist() == [3, 3, tokens]
     loss = objective.loss(ScalarModel(classifier), batch, torch.tensor(9), sums)
     chosen, rejected = scores_alone(classifier, REAL).T
@@ -61,28 +72,45 @@ def test_loss_and_metrics_match_scores_of_single_answers(classifier, words, coef
     losses = np.log1p(np.exp(-(chosen - rejected - with_margin * margin))) + coefficient * centering
     right = chosen > rejected
     expected = {
-        "loss": losses.mean(), "accuracy": right.mean(), "margin": (chosen - rejected).mean(),
-        "chosen_score": chosen.mean(), "rejected_score": rejected.mean(),
-    }  # fmt: skip
+        "loss": losses.mean(),
+        "accuracy": right.mean(),
+        "margin": (chosen - rejected).mean(),
+        "chosen_score": chosen.mean(),
+        "rejected_score": rejected.mean(),
+    }
     expected |= {"centering_loss": centering.mean()} if coefficient else {}
     assert sorted(expected) == sorted(config.reward.eval_metrics)
     for name, places in (("a", [2]), ("c", [0, 1])):
-        expected |= {f"loss/{name}": losses[places].mean(), f"accuracy/{name}": right[places].mean()}
+        expected |= {
+            f"loss/{name}": losses[places].mean(),
+            f"accuracy/{name}": right[places].mean(),
+        }
     assert sums.reduce() == pytest.approx(expected, rel=1e-4)
     assert loss.item() == pytest.approx(losses.sum() / 9, rel=1e-5)
 
 
 @pytest.mark.parametrize(("held_out", "numbers"), [(None, range(5)), ([1, 3, 4], [1, 3, 4])])
-def test_score_statistics_use_evaluation_rows_if_there_are_any(classifier, held_out, numbers, tmp_path, assets):
+def test_score_statistics_use_evaluation_rows_if_there_are_any(
+    classifier, held_out, numbers, tmp_path, assets
+):
     rows = TokenRows(ROWS, None if held_out is None else ROWS.select(held_out))
-    objective = reward_objective(0, CPU, config_of("--per_device_eval_batch_size", "2", "--eval_iters", "1"))
+    objective = reward_objective(
+        0, CPU, config_of("--per_device_eval_batch_size", "2", "--eval_iters", "1")
+    )
     model = ScalarModel(classifier)
     described = objective.describe(model, rows)
     scores = scores_alone(classifier, numbers).reshape(-1)
     mean = scores.sum() / len(scores)
     assert described["reward_mean"] == pytest.approx(mean, abs=1e-5)
-    assert described["reward_std"] == pytest.approx(math.sqrt(((scores - mean) ** 2).sum() / len(scores)), abs=1e-5)
-    save_model(SimpleNamespace(module=model), AutoTokenizer.from_pretrained(assets / "lm"), tmp_path, described)
+    assert described["reward_std"] == pytest.approx(
+        math.sqrt(((scores - mean) ** 2).sum() / len(scores)), abs=1e-5
+    )
+    save_model(
+        SimpleNamespace(module=model),
+        AutoTokenizer.from_pretrained(assets / "lm"),
+        tmp_path,
+        described,
+    )
     config = AutoConfig.from_pretrained(tmp_path)
     assert {name: getattr(config, name) for name in described} == described
     AutoModelForSequenceClassification.from_pretrained(tmp_path)
@@ -92,28 +120,43 @@ def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients():
     found = []
     for shares in (False, True):
         torch.manual_seed(3)
-        model = ScalarModel(LlamaClassifier(tiny_config(num_labels=1)).eval(), Layout(packed=True, shares=shares))
+        model = ScalarModel(
+            LlamaClassifier(tiny_config(num_labels=1)).eval(), Layout(packed=True, shares=shares)
+        )
         tokens = tokens_run(model)
-        loss, metrics = run_loss(reward_objective(0, CPU, config_of()), model, LONG_PROMPTS, (2, 0, 1))
+        loss, metrics = run_loss(
+            reward_objective(0, CPU, config_of()), model, LONG_PROMPTS, (2, 0, 1)
+        )
         loss.backward()
         found.append((metrics, {name: p.grad for name, p in model.named_parameters()}, tokens))
     (metrics, gradients, separate), (same, shared_gradients, shared) = found
-    assert (separate, shared) == ([6 * 30 + 21], [3 * 30 + 21 - 2])  # two answers begin with the same two tokens
+    assert (separate, shared) == (
+        [6 * 30 + 21],
+        [3 * 30 + 21 - 2],
+    )  # two answers begin with the same two tokens
     assert same == pytest.approx(metrics, abs=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(shared_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("scored", [True, False])
-def test_the_answers_of_evaluation_rows_are_written_with_their_scores(classifier, scored, tmp_path, assets):
+def test_the_answers_of_evaluation_rows_are_written_with_their_scores(
+    classifier, scored, tmp_path, assets
+):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     objective = reward_objective(0, CPU, config_of())
     objective = objective if scored else replace(objective, score=None)
     model, held_out = ScalarModel(classifier), [3, 1]
-    trainer = SimpleNamespace(rows=TokenRows(ROWS, ROWS.select(held_out)), objective=objective, engine=model, steps=7)
+    trainer = SimpleNamespace(
+        rows=TokenRows(ROWS, ROWS.select(held_out)), objective=objective, engine=model, steps=7
+    )
     write_answers(trainer, tokenizer, tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "eval/step_000007.jsonl").read_text().splitlines()]
-    for line, number, scores in zip(lines, held_out, scores_alone(classifier, held_out), strict=True):
+    lines = [
+        json.loads(line) for line in (tmp_path / "eval/step_000007.jsonl").read_text().splitlines()
+    ]
+    for line, number, scores in zip(
+        lines, held_out, scores_alone(classifier, held_out), strict=True
+    ):
         row = ROWS[number]
         assert line["lengths"] == [len(answer) for answer in row["answers"]]
         assert line["ended"] == ["chosen", "rejected"]
@@ -128,12 +171,21 @@ def test_the_answers_of_evaluation_rows_are_written_with_their_scores(classifier
 
 STEP_ROWS = Dataset.from_list(
     [
-        {"prompt_ids": [5, 6, 7], "answers": [[8, 9, 10, 1]], "step_ends": [1, 3], "step_labels": [1.0, 0.0]},
+        {
+            "prompt_ids": [5, 6, 7],
+            "answers": [[8, 9, 10, 1]],
+            "step_ends": [1, 3],
+            "step_labels": [1.0, 0.0],
+        },
         {"prompt_ids": [11], "answers": [[12, 1]], "step_ends": [1], "step_labels": [0.25]},
-        {"prompt_ids": [16, 17], "answers": [[18, 19, 20, 21, 1]], "step_ends": [0, 2, 4],
-         "step_labels": [1.0, 1.0, 0.0]},
+        {
+            "prompt_ids": [16, 17],
+            "answers": [[18, 19, 20, 21, 1]],
+            "step_ends": [0, 2, 4],
+            "step_labels": [1.0, 1.0, 0.0],
+        },
     ]
-)  # fmt: skip
+)
 STEP_CONFIG = config_of("--objective", "process", "--step_separator", "\\n\\n")
 
 
@@ -157,7 +209,9 @@ def test_loss_metrics_and_gradients_match_single_steps(classifier, packed):
     classifier.zero_grad()
     loss = objective.loss(model, batch, torch.tensor(24), sums)
     loss.backward()
-    gradients = {name: p.grad.clone() for name, p in classifier.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone() for name, p in classifier.named_parameters() if p.grad is not None
+    }
     classifier.zero_grad()
 
     losses, right, labels = [], [], []
@@ -179,13 +233,18 @@ def test_loss_metrics_and_gradients_match_single_steps(classifier, packed):
         expected |= {"accuracy_good": mean(right, good), "accuracy_bad": mean(right, bad)}
         assert sorted(expected) == sorted(STEP_CONFIG.reward.eval_metrics)
         for name, places in (("a", of_a), ("b", of_b)):
-            expected |= {f"loss/{name}": mean(losses, places), f"accuracy/{name}": mean(right, places)}
+            expected |= {
+                f"loss/{name}": mean(losses, places),
+                f"accuracy/{name}": mean(right, places),
+            }
     assert sums.reduce() == pytest.approx(expected, rel=1e-5)
     assert loss.item() == pytest.approx(expected["loss"] / 4, rel=1e-5)
     (sum(losses) / 24).backward()
     assert "score.weight" in gradients
     for name, grad in gradients.items():
-        torch.testing.assert_close(grad, classifier.get_parameter(name).grad, rtol=1e-3, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            grad, classifier.get_parameter(name).grad, rtol=1e-3, atol=1e-5, msg=name
+        )
     classifier.zero_grad()
 
 
@@ -196,9 +255,16 @@ def test_the_saved_model_is_a_classifier_that_knows_its_separator(classifier, tm
         last = [float(score(classifier, row, len(row["answers"][0]))) for row in STEP_ROWS]
     mean = sum(last) / 3
     assert described["reward_mean"] == pytest.approx(mean, abs=1e-5)
-    assert described["reward_std"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in last) / 3), abs=1e-5)
+    assert described["reward_std"] == pytest.approx(
+        math.sqrt(sum((x - mean) ** 2 for x in last) / 3), abs=1e-5
+    )
     assert described["step_separator"] == "\n\n"
-    save_model(SimpleNamespace(module=model), AutoTokenizer.from_pretrained(assets / "lm"), tmp_path, described)
+    save_model(
+        SimpleNamespace(module=model),
+        AutoTokenizer.from_pretrained(assets / "lm"),
+        tmp_path,
+        described,
+    )
     assert AutoConfig.from_pretrained(tmp_path).step_separator == "\n\n"
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path).config.num_labels == 1
     write_result(tmp_path, described)

@@ -1,4 +1,5 @@
-"""Steps 1 and 2 around their training: the models that train, warnings about the rate, the best evaluation."""
+"""Steps 1 and 2 around their training: the models that train, warnings about the rate, the best
+evaluation."""
 
 import math
 import sys
@@ -22,7 +23,9 @@ def test_a_policy_has_no_dropout_unless_the_flag_is_given(tmp_path):
     language_model(1, attention_dropout=0.3).save_pretrained(tmp_path)
 
     def dropout(*words: str) -> float:
-        return load_trained_model(str(tmp_path), config_of("--dtype", "fp32", *words), None).config.attention_dropout
+        return load_trained_model(
+            str(tmp_path), config_of("--dtype", "fp32", *words), None
+        ).config.attention_dropout
 
     assert dropout("--objective", "dpo") == 0.0
     assert dropout("--objective", "ipo", "--dropout", "0.2") == 0.2
@@ -32,7 +35,9 @@ def test_a_policy_has_no_dropout_unless_the_flag_is_given(tmp_path):
 
 def test_the_objective_selects_the_kind_of_model(assets):
     kinds = {
-        objective: type(load_trained_model(str(assets / "lm"), config_of("--objective", objective), None))
+        objective: type(
+            load_trained_model(str(assets / "lm"), config_of("--objective", objective), None)
+        )
         for objective in ("reward", "dpo", "hinge")
     }
     assert kinds == {"reward": ScalarModel, "dpo": PolicyModel, "hinge": PolicyModel}
@@ -40,18 +45,28 @@ def test_the_objective_selects_the_kind_of_model(assets):
 
 def test_gradient_checkpointing_reaches_the_policy(assets):
     words = ["--objective", "dpo", "--gradient_checkpointing"]
-    assert load_trained_model(str(assets / "lm"), config_of(*words), None).lm.is_gradient_checkpointing
+    assert load_trained_model(
+        str(assets / "lm"), config_of(*words), None
+    ).lm.is_gradient_checkpointing
 
 
 WORDS = ["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"]
 
 
-@pytest.mark.parametrize(("step", "rate", "words", "parameters", "warned"), [
-    ("sft", "1.1e-4", "", 10**8, True), ("sft", "1e-4", "", 10**8, False), ("dpo", "1.1e-4", "", 10**9, True),
-    ("sft", "1.9e-4", "", 5 * 10**7, False), ("sft", "2.1e-4", "", 5 * 10**7, True), ("sft", "0.9", "", 0, False),
-    ("reward", "1e-3", "--lora_dim 8", 10**8, True), ("sft", "1e-3", "--lora_dim 8 --only_optimize_lora", 10**8, False),
-    ("sft", "1e-3", "--validate_only", 10**8, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "rate", "words", "parameters", "warned"),
+    [
+        ("sft", "1.1e-4", "", 10**8, True),
+        ("sft", "1e-4", "", 10**8, False),
+        ("dpo", "1.1e-4", "", 10**9, True),
+        ("sft", "1.9e-4", "", 5 * 10**7, False),
+        ("sft", "2.1e-4", "", 5 * 10**7, True),
+        ("sft", "0.9", "", 0, False),
+        ("reward", "1e-3", "--lora_dim 8", 10**8, True),
+        ("sft", "1e-3", "--lora_dim 8 --only_optimize_lora", 10**8, False),
+        ("sft", "1e-3", "--validate_only", 10**8, False),
+    ],
+)
 def test_a_rate_too_high_for_the_weights_that_train_gives_a_warning(
     step, rate, words, parameters, warned, said, monkeypatch
 ):
@@ -61,12 +76,16 @@ def test_a_rate_too_high_for_the_weights_that_train_gives_a_warning(
     adapter = adapter_settings(config.lora, config.adapters)
     report_learning_rate(config.fit, adapter, "m")
     assert len(said) == warned
-    assert all(line.startswith(f"--learning_rate {float(rate):g} trains whole weights") for line in said)
+    assert all(
+        line.startswith(f"--learning_rate {float(rate):g} trains whole weights") for line in said
+    )
 
 
 def test_the_dpo_program_has_the_flags_of_step_2_and_dpo_as_its_objective():
     for program, objective in (("step2_dpo", "dpo"), ("step2_reward", "reward")):
-        text = succeed(run([sys.executable, str(ROOT / f"training/{program}/main.py"), "--help", "objective"])).stdout
+        text = succeed(
+            run([sys.executable, str(ROOT / f"training/{program}/main.py"), "--help", "objective"])
+        ).stdout
         assert f"(default: {objective})" in " ".join(text.split())
 
 
@@ -87,10 +106,17 @@ def test_a_resumed_run_keeps_the_best_unless_the_metric_changed(said):
     best = BestEvaluation(ACCURACY)
     best.consider({"eval_accuracy": 0.5}, 3)
     others = BestEvaluation(), BestEvaluation(BestMetric("eval_accuracy", higher=False))
-    for resumed, found in ((BestEvaluation(ACCURACY), (0.5, 3)), (others[0], None), (others[1], None)):
+    for resumed, found in (
+        (BestEvaluation(ACCURACY), (0.5, 3)),
+        (others[0], None),
+        (others[1], None),
+    ):
         resumed.load_state_dict(best.state_dict())
         assert resumed.found == found
-    assert [line.split("best ")[1] for line in said] == ["eval_loss from here on", "eval_accuracy from here on"]
+    assert [line.split("best ")[1] for line in said] == [
+        "eval_loss from here on",
+        "eval_accuracy from here on",
+    ]
     old = BestEvaluation()  # a checkpoint of a version without the flag
     old.load_state_dict({"best": [0.25, 2]})
     assert old.found == (0.25, 2)

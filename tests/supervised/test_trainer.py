@@ -1,4 +1,5 @@
-"""The training loop of steps 1 and 2, with a real engine on one rank: rows, evaluations, metrics, NaN and resuming."""
+"""The training loop of steps 1 and 2, with a real engine on one rank: rows, evaluations, metrics,
+NaN and resuming."""
 
 import json
 import math
@@ -31,16 +32,26 @@ from dschat_ppo.tools.replay_bundle import read_bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-ROWS, LAST = 7, 8  # two rows a step: four steps in each of two epochs, the fourth with one row and a filler
+ROWS, LAST = (
+    7,
+    8,
+)  # two rows a step: four steps in each of two epochs, the fourth with one row and a filler
 EVALUATED = [0, 3, 4, 6, 8]  # steps done: every third, and the ends of epochs
 RATE = 0.1
 MEASURED = ("time", "time/", "memory/")
 
-TRAIN = Dataset.from_list([
-    {"prompt_ids": [10 + row, 20 + row][: 1 + row % 2], "answers": [[40 + row, 50 + 2 * row, 1][row % 3 :]]}
-    for row in range(ROWS)
-])  # fmt: skip
-HELD_OUT = Dataset.from_list([{"prompt_ids": [10 + row], "answers": [[70 + row, 1]]} for row in range(3)])
+TRAIN = Dataset.from_list(
+    [
+        {
+            "prompt_ids": [10 + row, 20 + row][: 1 + row % 2],
+            "answers": [[40 + row, 50 + 2 * row, 1][row % 3 :]],
+        }
+        for row in range(ROWS)
+    ]
+)
+HELD_OUT = Dataset.from_list(
+    [{"prompt_ids": [10 + row], "answers": [[70 + row, 1]]} for row in range(3)]
+)
 
 
 class Seen:
@@ -72,20 +83,32 @@ class Seen:
 
 
 def config_of(output, *more: str):
-    words = "--model_name_or_path m --data_path d --dtype fp32 --zero_stage 0 --per_device_train_batch_size 1"
-    words += " --gradient_accumulation_steps 2 --num_train_epochs 2 --eval_interval 3 --num_warmup_steps 3"
+    words = (
+        "--model_name_or_path m --data_path d --dtype fp32 --zero_stage 0"
+        " --per_device_train_batch_size 1"
+    )
+    words += (
+        " --gradient_accumulation_steps 2 --num_train_epochs 2 --eval_interval 3"
+        " --num_warmup_steps 3"
+    )
     words += f" --per_device_eval_batch_size 2 --learning_rate {RATE} --lr_scheduler_type linear"
     return parse("sft", [*words.split(), "--output_dir", str(output), *more])
 
 
-def make(config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT) -> SupervisedTrainer:
+def make(
+    config, seen: Seen, tokenizer=None, held_out: Dataset | None = HELD_OUT
+) -> SupervisedTrainer:
     torch.manual_seed(5)
     model = PolicyModel(LlamaForCausalLM(tiny_config(attention_dropout=0.1)))
     bundles = ReproBundles(config, tokenizer) if tokenizer else None
     return SupervisedTrainer(
-        model, fit_ds_config(config), TokenRows(TRAIN, held_out), seen.objective,
-        config, NonFinitePolicy(config.safety, bundles),
-    )  # fmt: skip
+        model,
+        fit_ds_config(config),
+        TokenRows(TRAIN, held_out),
+        seen.objective,
+        config,
+        NonFinitePolicy(config.safety, bundles),
+    )
 
 
 def run(trainer, folder, checkpointer=NO_CHECKPOINTS, resumed=None):
@@ -99,7 +122,8 @@ def lines_of(folder) -> list[dict]:
 
 
 class CheckpointManager:
-    """Notes where the trainer can be saved, and whether its last evaluation is the best; may stop the run there."""
+    """Notes where the trainer can be saved, and whether its last evaluation is the best; may stop
+    the run there."""
 
     def __init__(self, trainer, last=None):
         self.trainer, self.last, self.passed = trainer, last, []
@@ -133,24 +157,37 @@ def test_each_epoch_trains_on_each_row_once_and_is_evaluated(tmp_path):
     assert sorted(first) == sorted(second) == [-1, *range(ROWS)] and first != second
     assert -1 in first[-2:], "the filler completes the last step"
     assert [len(batch) for batch in seen.of_training] == [1] * 2 * LAST
-    places = [sum(1 for batch in seen.batches[:place] if batch[0] != "eval") // 2
-              for place, batch in enumerate(seen.batches) if batch == ["eval", 0, 1]]  # fmt: skip
+    places = [
+        sum(1 for batch in seen.batches[:place] if batch[0] != "eval") // 2
+        for place, batch in enumerate(seen.batches)
+        if batch == ["eval", 0, 1]
+    ]
     assert places == EVALUATED, "after the step"
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == list(range(LAST + 1))
     assert [line["step"] for line in lines if "eval_loss" in line] == EVALUATED
-    assert all(line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
-               for line in lines if "eval_loss" in line)  # fmt: skip
+    assert all(
+        line["eval_perplexity"] == pytest.approx(math.exp(line["eval_loss"]))
+        for line in lines
+        if "eval_loss" in line
+    )
     assert [line["epoch"] for line in lines[1:]] == [step / 4 for step in range(1, LAST + 1)]
     tokens = {row: len(TRAIN[row]["answers"][0]) for row in range(ROWS)} | {-1: 0}
     counted = [sum(tokens[row] for row in rows[2 * step : 2 * step + 2]) for step in range(LAST)]
     assert [line["counted"] for line in lines[1:]] == counted
-    warm, cold = [RATE * step / 3 for step in range(3)], [RATE * (LAST - step) / 5 for step in range(3, LAST)]
-    assert [line["lr"] for line in lines[1:]] == pytest.approx(warm + cold), "of the step, not of the next"
+    warm, cold = (
+        [RATE * step / 3 for step in range(3)],
+        [RATE * (LAST - step) / 5 for step in range(3, LAST)],
+    )
+    assert [line["lr"] for line in lines[1:]] == pytest.approx(warm + cold), (
+        "of the step, not of the next"
+    )
     assert all(0 < line["grad_norm"] < 1e3 for line in lines[1:])
     assert lines[-1]["loss"] < lines[1]["loss"]
     best = best_steps(lines)
-    assert 0 < len(best) < len(EVALUATED) - 1, "some evaluation is not the best: else the test shows nothing"
+    assert 0 < len(best) < len(EVALUATED) - 1, (
+        "some evaluation is not the best: else the test shows nothing"
+    )
     assert checkpointer.passed == [(step, 0, step in best) for step in range(1, LAST + 1)]
     assert trainer.best.found == (lines[best[-1]]["eval_loss"], best[-1])
     for found, step in ((trainer.before, 0), (trainer.after, LAST)):
@@ -166,13 +203,19 @@ def test_a_nan_loss_skips_the_update_and_is_written_for_replay(tmp_path, assets)
     lines = lines_of(tmp_path)[1:]
     assert [line["optim/nonfinite_skipped"] for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert [line["optim/overflow/model"] for line in lines] == [0] * LAST
-    assert [line["grad_norm"] is None for line in lines] == [step == 2 for step in range(LAST)], "infinite: null"
+    assert [line["grad_norm"] is None for line in lines] == [step == 2 for step in range(LAST)], (
+        "infinite: null"
+    )
     assert [line["lr"] for line in lines] == pytest.approx(
         [RATE * f for f in (0, 1 / 3, 2 / 3, 2 / 3, 1, 0.8, 0.6, 0.4)]
     )
     what, records = read_bundle(tmp_path / "nonfinite/step_000003_rank_0")
     step = seen.of_training[4:6]
-    assert (what["role"], what["step"], what["fault"]) == ("model", 3, "the loss is not finite (rank 0, micro-batch 1)")
+    assert (what["role"], what["step"], what["fault"]) == (
+        "model",
+        3,
+        "the loss is not finite (rank 0, micro-batch 1)",
+    )
     assert what["constants"] == {"total": lines[2]["counted"], "rows": step}
     expected = sft_objective(0, False, torch.device("cpu"))
     for record, indices in zip(records, step, strict=True):
@@ -183,9 +226,15 @@ def test_a_nan_loss_stops_the_run_before_the_update(tmp_path):
     trainer = make(config_of(tmp_path), Seen(bad_batch=2))
     weight = trainer.engine.module.lm.get_output_embeddings().weight
     checkpointer = CheckpointManager(trainer)
-    with pytest.raises(NonFiniteError, match=r"^model, step 2: the loss is not finite \(rank 0, micro-batch 0\)"):
+    with pytest.raises(
+        NonFiniteError, match=r"^model, step 2: the loss is not finite \(rank 0, micro-batch 0\)"
+    ):
         run(trainer, tmp_path, checkpointer)
-    assert bool(weight.isfinite().all()) and trainer.position == (1, 0) and len(checkpointer.passed) == 1
+    assert (
+        bool(weight.isfinite().all())
+        and trainer.position == (1, 0)
+        and len(checkpointer.passed) == 1
+    )
 
 
 @pytest.mark.parametrize("at", [4, 5])
@@ -209,11 +258,17 @@ def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
 
     after = make(config, left)
     load_engine(after.engine, tmp_path / "engine")
-    after.load_state(load_state(tmp_path / "state"), RankStates(before.rank_state(), lambda: iter([])))
+    after.load_state(
+        load_state(tmp_path / "state"), RankStates(before.rank_state(), lambda: iter([]))
+    )
     torch.set_rng_state(random_state)
     assert after.is_best is before.is_best is (at in best)
     assert (after.position, after.before, after.after, after.best.found) == (
-        (at, 0), before.before, before.after, before.best.found)  # fmt: skip
+        (at, 0),
+        before.before,
+        before.after,
+        before.best.found,
+    )
     length = (tmp_path / "metrics.jsonl").stat().st_size
     checkpointer = CheckpointManager(after)
     run(after, tmp_path, checkpointer, (length, at + 1))
@@ -222,22 +277,39 @@ def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
     assert lines_of(tmp_path) == lines, "step 0 is there once"
 
 
-@pytest.mark.parametrize(("words", "evaluated", "factors"), [
-    ("--num_train_epochs 1.25", [0, 3, 4, 5], [1, 0.8, 0.6, 0.4, 0.2]), ("--max_steps 1", [0, 1], [1]),
-    ("--max_steps 10 --warmup_ratio 0.11 --min_lr_ratio 0.5", [0, 3, 4, 6, 8, 9, 10],
-     [0, 0.5, *(0.5 + 0.5 * (1 - step / 8) for step in range(8))]),  # 2 warm-up steps: 1.1, rounded up
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "evaluated", "factors"),
+    [
+        ("--num_train_epochs 1.25", [0, 3, 4, 5], [1, 0.8, 0.6, 0.4, 0.2]),
+        ("--max_steps 1", [0, 1], [1]),
+        (
+            "--max_steps 10 --warmup_ratio 0.11 --min_lr_ratio 0.5",
+            [0, 3, 4, 6, 8, 9, 10],
+            [0, 0.5, *(0.5 + 0.5 * (1 - step / 8) for step in range(8))],
+        ),  # 2 warm-up steps: 1.1, rounded up
+    ],
+)
 def test_a_run_may_end_inside_an_epoch_and_is_evaluated_there(tmp_path, words, evaluated, factors):
-    """Its rows are those that a run of whole epochs sees first; its schedule is planned for its length."""
-    whole, seen, steps = make(config_of(tmp_path, "--num_train_epochs", "3"), Seen()), Seen(), len(factors)
+    """Its rows are those that a run of whole epochs sees first; its schedule is planned for its
+    length."""
+    whole, seen, steps = (
+        make(config_of(tmp_path, "--num_train_epochs", "3"), Seen()),
+        Seen(),
+        len(factors),
+    )
     rows = list(whole.steps_left())
     trainer = make(config_of(tmp_path, "--num_warmup_steps", "0", *words.split()), seen)
     run(trainer, tmp_path)
     assert seen.of_training == sum(rows[:steps], []) and len(rows) == 12
     lines = lines_of(tmp_path)
-    assert [line["step"] for line in lines] == list(range(steps + 1)) and trainer.position == (steps, 0)
+    assert [line["step"] for line in lines] == list(range(steps + 1)) and trainer.position == (
+        steps,
+        0,
+    )
     assert [line["step"] for line in lines if "eval_loss" in line] == evaluated
-    assert [line["lr"] for line in lines[1:]] == pytest.approx([RATE * factor for factor in factors])
+    assert [line["lr"] for line in lines[1:]] == pytest.approx(
+        [RATE * factor for factor in factors]
+    )
     for trainer.steps in range(steps + 1):  # as after a resume
         assert list(trainer.steps_left()) == rows[trainer.steps : steps]
 
@@ -282,14 +354,22 @@ def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path)
     checkpointer = CheckpointManager(trainer)
     with MetricsWriter(tmp_path / "out", None, None) as writer:
         trainer.run(writer, checkpointer, "title", KeptModels(tmp_path, 4, True, save))
-    values = {line["step"]: line["eval_perplexity"] for line in lines_of(tmp_path / "out")[1:] if "eval_loss" in line}
+    values = {
+        line["step"]: line["eval_perplexity"]
+        for line in lines_of(tmp_path / "out")[1:]
+        if "eval_loss" in line
+    }
     best: list[int] = []
     for step, value in values.items():
         if value > max([0.0, *(values[earlier] for earlier in best)]):
             best.append(step)
     assert best != list(values), "not every evaluation is the best so far"
-    wanted = [("best.partial", step) for step in best] + [(f"hf/step_{s:06d}.partial", s) for s in (4, 8)]
-    assert sorted(saved) == sorted(wanted) and [step for _, step in saved] == sorted(step for _, step in saved)
+    wanted = [("best.partial", step) for step in best] + [
+        (f"hf/step_{s:06d}.partial", s) for s in (4, 8)
+    ]
+    assert sorted(saved) == sorted(wanted) and [step for _, step in saved] == sorted(
+        step for _, step in saved
+    )
     assert [step for step, _, is_best in checkpointer.passed if is_best] == best
     assert trainer.best.found == (values[best[-1]], best[-1])
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"step_000004", "step_000008"}
@@ -298,12 +378,16 @@ def test_the_best_model_by_the_metric_and_those_of_some_steps_are_kept(tmp_path)
 def test_a_metric_that_the_evaluation_lacks_ends_the_run_before_the_first_step(tmp_path):
     seen = Seen()
     trainer = make(config_of(tmp_path, "--metric_for_best", "loss/wiki"), seen)
-    with pytest.raises(UserError, match="the evaluation has no eval_loss/wiki; it has eval_loss, eval_perplexity"):
+    with pytest.raises(
+        UserError, match="the evaluation has no eval_loss/wiki; it has eval_loss, eval_perplexity"
+    ):
         run(trainer, tmp_path)
     assert seen.of_training == []
 
 
-def test_a_model_is_described_once_a_step_and_saved_with_it_and_nan_weights_are_neither(tmp_path, assets):
+def test_a_model_is_described_once_a_step_and_saved_with_it_and_nan_weights_are_neither(
+    tmp_path, assets
+):
     seen, asked = Seen(), []
 
     def describe(model, rows):
@@ -311,14 +395,23 @@ def test_a_model_is_described_once_a_step_and_saved_with_it_and_nan_weights_are_
         return {"reward_mean": float(len(asked))}
 
     seen.objective = replace(seen.objective, describe=describe)
-    trainer, tokenizer = make(config_of(tmp_path), seen), AutoTokenizer.from_pretrained(assets / "lm")
+    trainer, tokenizer = (
+        make(config_of(tmp_path), seen),
+        AutoTokenizer.from_pretrained(assets / "lm"),
+    )
     run(trainer, tmp_path)
-    assert len(asked) == 1 and trainer.shared_state()["described"] == {"reward_mean": 1.0}  # after the last step
+    assert len(asked) == 1 and trainer.shared_state()["described"] == {
+        "reward_mean": 1.0
+    }  # after the last step
     trainer.before, trainer.after, trainer.best.found = {"eval_loss": 2.0}, {}, None
     result = trainer.save(tmp_path / "good", tokenizer)
     assert result == {
-        "eval_loss_before": 2.0, "eval_loss_after": 2.0, "reward_mean": 1.0, "optimizer_steps": LAST, "world_size": 1
-    }  # fmt: skip
+        "eval_loss_before": 2.0,
+        "eval_loss_after": 2.0,
+        "reward_mean": 1.0,
+        "optimizer_steps": LAST,
+        "world_size": 1,
+    }
     assert json.loads((tmp_path / "good/config.json").read_text())["reward_mean"] == 1.0
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "good")
     weight = trainer.engine.module.lm.get_output_embeddings().weight
@@ -329,7 +422,9 @@ def test_a_model_is_described_once_a_step_and_saved_with_it_and_nan_weights_are_
     resumed.load_state(trainer.shared_state(), RankStates({}, lambda: iter(())))
     assert resumed.describe() == {"reward_mean": 1.0} and len(asked) == 1
     resumed.steps -= 1
-    assert resumed.shared_state()["described"] is None and resumed.describe() == {"reward_mean": 2.0}
+    assert resumed.shared_state()["described"] is None and resumed.describe() == {
+        "reward_mean": 2.0
+    }
     weight.data[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"^model: weights are not finite \(rank 0: "):
         trainer.save(tmp_path / "bad", tokenizer)
@@ -351,7 +446,9 @@ def test_rows_are_scored_in_order_without_fillers():
 
 
 def test_health_is_watched_and_the_watch_resumes(tmp_path):
-    config = config_of(tmp_path, "--health", "loss_grows=1.001,window=2", "--stop_on_health", "error")
+    config = config_of(
+        tmp_path, "--health", "loss_grows=1.001,window=2", "--stop_on_health", "error"
+    )
     trainer, reasons = make(config, Seen()), []
     trainer.health.begin(tmp_path)
     checkpointer = CheckpointManager(trainer)

@@ -1,4 +1,5 @@
-"""The chat in a terminal: its flags, a whole chat through pipes, models that answer by rule, tools and environments."""
+"""The chat in a terminal: its flags, a whole chat through pipes, models that answer by rule, tools
+and environments."""
 
 import io
 from contextlib import ExitStack, closing
@@ -21,7 +22,14 @@ from dschat_ppo.tools.sampling_settings import SamplingSettings
 
 def test_a_chat_through_pipes(assets, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Where is\n/undo\n"))
-    words = ["--model", str(assets / "lm"), "--compare", str(assets / "uniform_lm"), "--max_tokens", "4"]
+    words = [
+        "--model",
+        str(assets / "lm"),
+        "--compare",
+        str(assets / "uniform_lm"),
+        "--max_tokens",
+        "4",
+    ]
     assert main([*words, "--top_k", "1", "--dtype", "fp32"]) == 0
     output = capsys.readouterr().out
     lines = [line for line in output.splitlines() if not line.startswith("rollout: ")]  # a log line
@@ -42,7 +50,9 @@ class Echo:
         for count, word in enumerate(words, 1):
             if self.stop_after == count - 1:
                 raise KeyboardInterrupt
-            yield Token(word if count == 1 else f" {word}", self.note if count == len(words) else "")
+            yield Token(
+                word if count == 1 else f" {word}", self.note if count == len(words) else ""
+            )
 
 
 @pytest.fixture
@@ -77,8 +87,12 @@ def test_undo_retry_and_reset(chat):
     model = Echo()
     output, _ = chat(["a", "b", "/undo", "c", "/retry", "/reset", "d", "/undo", "/undo"], model)
     assert [(asked[-1], len(asked), number) for asked, _, number in model.asked] == [
-        ("a", 1, 0), ("b", 3, 1), ("c", 3, 2), ("c", 3, 3), ("d", 1, 0),
-    ]  # fmt: skip
+        ("a", 1, 0),
+        ("b", 3, 1),
+        ("c", 3, 2),
+        ("c", 3, 3),
+        ("d", 1, 0),
+    ]
     assert "forgotten: b\n" in output and output.endswith("forgotten: d\nthere is no message yet\n")
 
 
@@ -89,9 +103,14 @@ def test_system_message_and_settings(chat):
     assert "system message: be kind\n" in output and "no system message\n" in output
     assert "a tokenizer has no chat template" in chat(["/system x"], Echo(), Echo("B", False))[0]
     model = Echo()
-    output, _ = chat(["/set temperature 0.5", "a", "/set", "/set top_p 7", "/set top_p", "/set heat 1"], model)
+    output, _ = chat(
+        ["/set temperature 0.5", "a", "/set", "/set top_p 7", "/set top_p", "/set heat 1"], model
+    )
     assert model.asked[0][1] == SamplingSettings(temperature=0.5)
-    assert "temperature 0.5  top_p 1.0" in output and "top_p must be a number from 0.001 to 1, got 7\n" in output
+    assert (
+        "temperature 0.5  top_p 1.0" in output
+        and "top_p must be a number from 0.001 to 1, got 7\n" in output
+    )
     assert "/set needs a name and a value" in output and "there is no setting 'heat'" in output
 
 
@@ -115,7 +134,9 @@ def test_an_interrupt_keeps_what_was_written_or_drops_the_message(chat):
     assert "not part of the conversation" in output and terminal.turns[0] == []
 
 
-@pytest.mark.parametrize(("text", "shown"), [("a\x1b[2Jb", r"a\x1b[2Jb"), ("é\n\tx", "é\n\tx"), ("\x9b1m", r"\x9b1m")])
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a\x1b[2Jb", r"a\x1b[2Jb"), ("é\n\tx", "é\n\tx"), ("\x9b1m", r"\x9b1m")]
+)
 def test_answers_cannot_steer_the_terminal(chat, text, shown):
     model = Echo()
     model.answer = lambda *_: iter([Token(text, "")])
@@ -160,7 +181,10 @@ class Guess:
 
 
 def call(name, arguments="{}"):
-    return f'I call.\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    return (
+        f'I call.\n<tool_call>\n{{"name": "{name}", "arguments":'
+        f" {arguments}}}\n</tool_call><|im_end|>"
+    )
 
 
 class Scripted(EpisodeModel):
@@ -171,7 +195,9 @@ class Scripted(EpisodeModel):
         drawn = encode_after(self.tokenizer, "", self.script.pop(0))
         for place, number in enumerate(drawn[:most], 1):
             text = self.tokenizer.decode(number, skip_special_tokens=True)
-            yield Token(text, f"cut after {most} tokens" if place == most < len(drawn) else "", number)
+            yield Token(
+                text, f"cut after {most} tokens" if place == most < len(drawn) else "", number
+            )
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +205,9 @@ def environments(tmp_path_factory):
     """Flags and processes of `add` with `Counter`, and of `Guess`."""
     own, tokenizer = tmp_path_factory.mktemp("own") / "own.py", shaped("Hermes", WITH_TOOLS)[0]
     own.write_text(OWN)
-    counter = EnvironmentFlags(environment=f"{own}:Counter", tools=[f"{own}:add"], environment_timeout=4)
+    counter = EnvironmentFlags(
+        environment=f"{own}:Counter", tools=[f"{own}:add"], environment_timeout=4
+    )
     flags = {"Counter": counter, "Guess": EnvironmentFlags(environment=f"{own}:Guess")}
     with ExitStack() as at_end:
         yield {
@@ -221,23 +249,37 @@ def test_a_call_is_shown_and_run_and_its_result_is_read(played):
     ]
     output, model = played("Counter", ["What is 2 + 3?", "Thanks."], script)
     assert output.splitlines()[4:] == [
-        "</tool_call>", '[call] add {"a": 2, "b": 3}', "[environment] 5", "Five.", "<tool_call>add</tool_call>",
-        "[environment] error: the tool call is not valid JSON (Expecting value: line 1 column 1 (char 0))", "Bye.",
-    ]  # fmt: skip
+        "</tool_call>",
+        '[call] add {"a": 2, "b": 3}',
+        "[environment] 5",
+        "Five.",
+        "<tool_call>add</tool_call>",
+        (
+            "[environment] error: the tool call is not valid JSON (Expecting value: line 1 column 1"
+            " (char 0))"
+        ),
+        "Bye.",
+    ]
     made = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     talk = [
         {"role": "user", "content": "What is 2 + 3?\n\nYou count."},
         {"role": "assistant", "content": "I call.", "tool_calls": [made]},
-        {"role": "tool", "name": "add", "content": "5"}, {"role": "assistant", "content": "Five."},
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "assistant", "content": "Five."},
         {"role": "user", "content": "Thanks."},
-    ]  # fmt: skip
-    expected = [render(model.tokenizer, talk[:end], open_answer=True, tools=model.tools) for end in (1, 3, 5)]
+    ]
+    expected = [
+        render(model.tokenizer, talk[:end], open_answer=True, tools=model.tools)
+        for end in (1, 3, 5)
+    ]
     assert model.prompts[:3] == expected and len(model.prompts) == 4
 
 
 def test_an_environment_with_tools_lasts_as_long_as_the_conversation(played):
     said = [call("more"), "So.<|im_end|>"]
-    output, model = played("Counter", ["Count.", "Go on.", "/undo", "Go on!", "/reset", "Anew."], said * 4)
+    output, model = played(
+        "Counter", ["Count.", "Go on.", "/undo", "Go on!", "/reset", "Anew."], said * 4
+    )
     shown = [line for line in output.splitlines() if line.startswith("[environment]")]
     counts = [f"[environment] now <|im_end|>{count}" for count in (1, 2, 3, 1)]
     opening = "[environment] You count."
@@ -253,23 +295,45 @@ def test_an_environment_without_tools_is_the_user(played):
     lines = ['{"prompt": "Play.", "secret": 3}', "Play again."]
     output, model = played("Guess", lines, ["5<|im_end|>", "3<|im_end|>", "7<|im_end|>"])
     assert output.splitlines() == [
-        "[environment] Guess.", "5", "[environment] wrong", "3", "[environment] right", "[reward] 0.5",
-        "[environment] Guess.", "7", "[environment] right", "[reward] 0.75",
-    ]  # fmt: skip
+        "[environment] Guess.",
+        "5",
+        "[environment] wrong",
+        "3",
+        "[environment] right",
+        "[reward] 0.5",
+        "[environment] Guess.",
+        "7",
+        "[environment] right",
+        "[reward] 0.75",
+    ]
     opened = "<|im_start|>user\nPlay.\n\nGuess.<|im_end|>\n<|im_start|>assistant\n"
     assert model.prompts[0] == opened
-    assert model.prompts[1] == f"{opened}5<|im_end|>\n<|im_start|>user\nwrong<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        model.prompts[1]
+        == f"{opened}5<|im_end|>\n<|im_start|>user\nwrong<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert "Play.\n" not in model.prompts[2], "each line begins an episode"
 
 
 def test_what_ends_an_episode_early(played):
     wrong = ["1<|im_end|>"] * 2
     output, _ = played("Guess", ["x"], wrong, max_turns=2)
-    assert output.endswith("[reward] -0.5\n[ended after 2 turns: no turn (--max_turns) or token is left]\n")
+    assert output.endswith(
+        "[reward] -0.5\n[ended after 2 turns: no turn (--max_turns) or token is left]\n"
+    )
     output, _ = played("Guess", ["x"], wrong, most=12)
-    assert output.endswith("[reward] -0.25\n[ended after 1 turns: no turn (--max_turns) or token is left]\n")
+    assert output.endswith(
+        "[reward] -0.25\n[ended after 1 turns: no turn (--max_turns) or token is left]\n"
+    )
     output, _ = played("Guess", ["x"], ["what<|im_end|>"], most=3)
     assert output.endswith("[reward] 0\n[cut after 3 tokens]\n"), "the environment is not asked"
-    output, model = played("Counter", ["x", "y"], [call("add", '{"a": 101, "b": 3}'), "Hm.<|im_end|>"])
-    assert "[the environment took longer than 4 s (--environment_timeout)]\n" in output and output.endswith("Hm.\n")
-    assert model.prompts[1].endswith("</tool_call><|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n")
+    output, model = played(
+        "Counter", ["x", "y"], [call("add", '{"a": 101, "b": 3}'), "Hm.<|im_end|>"]
+    )
+    assert (
+        "[the environment took longer than 4 s (--environment_timeout)]\n" in output
+        and output.endswith("Hm.\n")
+    )
+    assert model.prompts[1].endswith(
+        "</tool_call><|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+    )

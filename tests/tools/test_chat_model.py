@@ -36,16 +36,22 @@ def user(text: str) -> dict:
 
 def test_the_chat_template_renders_the_conversation(templated):
     messages = conversation("be kind", [("a", "b")], "c")
-    expected = templated.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = templated.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     assert templated.has_template and "be kind" in expected
-    assert templated.prompt_ids(messages) == templated.tokenizer.encode(expected, add_special_tokens=False)
+    assert templated.prompt_ids(messages) == templated.tokenizer.encode(
+        expected, add_special_tokens=False
+    )
 
 
 def test_without_a_template_texts_are_joined(plain):
     messages = conversation("", [("Where is", " the lamp")], " now")
     assert not plain.has_template
     assert plain.prompt_ids(messages) == plain.tokenizer.encode("Where is the lamp now")
-    with pytest.raises(UserError, match="no chat template, so it takes no system message.*--chat_template"):
+    with pytest.raises(
+        UserError, match="no chat template, so it takes no system message.*--chat_template"
+    ):
         plain.prompt_ids(conversation("be kind", [], "c"))
 
 
@@ -54,10 +60,18 @@ def test_the_answer_is_the_greedy_continuation(plain):
     ids = plain.tokenizer.encode("Where is")
     tokens = list(plain.answer([user("Where is")], GREEDY, 0))
     found = plain.model.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=12, pad_token_id=0,
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids)),
+        do_sample=False,
+        max_new_tokens=12,
+        pad_token_id=0,
         eos_token_id=list(plain.ends),
-    )[0, len(ids) :].tolist()  # fmt: skip
-    assert "".join(token.text for token in tokens) == plain.tokenizer.decode(found, skip_special_tokens=True) != ""
+    )[0, len(ids) :].tolist()
+    assert (
+        "".join(token.text for token in tokens)
+        == plain.tokenizer.decode(found, skip_special_tokens=True)
+        != ""
+    )
     assert len(tokens) == len(found)
     assert [token.note for token in tokens] == [""] * 11 + ["cut after 12 tokens"]
 
@@ -78,11 +92,15 @@ def test_an_end_token_ends_the_answer_and_is_no_text(plain, monkeypatch):
     tokens = list(plain.answer([user("Where is")], GREEDY, 0))
     [cut] = cut_at([greedy], {end})
     assert (tokens[-1].note, len(tokens)) == ("", len(cut)) and len(cut) < 12
-    assert "".join(token.text for token in tokens) == plain.tokenizer.decode(cut[:-1], skip_special_tokens=True)
+    assert "".join(token.text for token in tokens) == plain.tokenizer.decode(
+        cut[:-1], skip_special_tokens=True
+    )
 
 
 def test_a_conversation_without_room_is_refused_and_the_last_positions_are_used(plain):
-    with pytest.raises(UserError, match="has .* tokens, but the model has 128 positions; begin a new one"):
+    with pytest.raises(
+        UserError, match="has .* tokens, but the model has 128 positions; begin a new one"
+    ):
         next(plain.answer([user("where is it " * 80)], GREEDY, 0))
     full = next(text for n in range(999) if len(plain.prompt_ids([user(text := "a " * n)])) == 128)
     with pytest.raises(UserError, match="has 128 tokens"):
@@ -100,6 +118,8 @@ def test_all_models_are_checked_before_one_is_loaded(assets, tmp_path, monkeypat
     (tmp_path / "broken" / "model.safetensors").unlink()
     monkeypatch.setattr(chat_model, "ChatModel", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match="broken"):
-        chat(*read_arguments(["--model", str(assets / "lm"), "--compare", str(tmp_path / "broken")]))
+        chat(
+            *read_arguments(["--model", str(assets / "lm"), "--compare", str(tmp_path / "broken")])
+        )
     with pytest.raises(UserError, match=r"^--compare .*no such folder"):
         chat(*read_arguments(["--model", str(assets / "lm"), "--compare", str(tmp_path / "none")]))

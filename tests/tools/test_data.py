@@ -23,12 +23,17 @@ PLACES = ("hall", "attic", "shed", "garden", "cellar")
 def questions(count: int) -> list[tuple[str, str, str]]:
     """(question, good answer, bad answer), all different."""
     pairs = [(thing, place) for place in PLACES for thing in THINGS][:count]
-    return [(f"Where is the {thing}?", f"In the {place}.", f"Not in the {place}.") for thing, place in pairs]
+    return [
+        (f"Where is the {thing}?", f"In the {place}.", f"Not in the {place}.")
+        for thing, place in pairs
+    ]
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
     """Messages of the user and the assistant in turn."""
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)
+    ]
 
 
 def sharegpt(count: int) -> list[dict[str, Any]]:
@@ -37,12 +42,14 @@ def sharegpt(count: int) -> list[dict[str, Any]]:
         {
             "id": f"c{number}",
             "conversations": [
-                {"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."},
-                {"from": "human", "value": question}, {"from": "gpt", "value": good},
+                {"from": "human", "value": "Hi."},
+                {"from": "gpt", "value": "Hello."},
+                {"from": "human", "value": question},
+                {"from": "gpt", "value": good},
             ],
         }
         for number, (question, good, _) in enumerate(questions(count))
-    ]  # fmt: skip
+    ]
 
 
 def hh(count: int) -> list[dict[str, Any]]:
@@ -70,7 +77,9 @@ def verl(count: int, source: str = "openai/gsm8k") -> list[dict[str, Any]]:
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Write JSONL."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -82,10 +91,15 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def preview(assets, tmp_path, capsys):
-    """(words) -> (exit code, stdout, stderr) of the command with the tokenizer and a cache of its own."""
+    """(words) -> (exit code, stdout, stderr) of the command with the tokenizer and a cache of its
+    own."""
 
     def run(*words: object, tokenizer: bool = True) -> tuple[int, str, str]:
-        known = ["--data_output_path", str(tmp_path / "cache"), *(["--tokenizer", str(assets / "lm")] * tokenizer)]
+        known = [
+            "--data_output_path",
+            str(tmp_path / "cache"),
+            *(["--tokenizer", str(assets / "lm")] * tokenizer),
+        ]
         code = data.main([*map(str, words), *known])
         found = capsys.readouterr()
         return code, found.out.replace("answers in ⟦ ⟧", "answers"), found.err
@@ -95,7 +109,9 @@ def preview(assets, tmp_path, capsys):
 
 def test_samples_are_the_rows_and_the_loss_mask_of_training(preview, assets, tmp_path):
     path = write_lines(tmp_path / "share.jsonl", sharegpt(6))
-    _, found, _ = preview("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0)
+    _, found, _ = preview(
+        "--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0
+    )
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     flags = DataFlags([str(path)], data_split="1,0,0", data_output_path=str(tmp_path / "other"))
     rows = prepare(StepData("sft", flags, 512, eval_fraction=0.0, all_turns=True), tokenizer).train
@@ -103,24 +119,48 @@ def test_samples_are_the_rows_and_the_loss_mask_of_training(preview, assets, tmp
     assert len(samples) == 3
     for number, text in enumerate(samples):
         batch = collate_sft(rows, [number], 0, False)
-        assert text.replace(OPEN, "").replace(CLOSE, "").startswith(tokenizer.decode(batch.input_ids[0]))
+        assert (
+            text.replace(OPEN, "")
+            .replace(CLOSE, "")
+            .startswith(tokenizer.decode(batch.input_ids[0]))
+        )
         trained = tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]])
         assert "".join(re.findall(f"{OPEN}(.*?){CLOSE}", text)) == trained
         assert "Hello." in trained and "Where" not in trained
 
 
 KTO = [{"prompt": f"Q{n}:", "completion": " answer", "label": n % 2 == 0} for n in range(4)]
-STEPS = [{"prompt": f"Q{n}:", "completions": [" a", " b"], "labels": [True, False]} for n in range(4)]
+STEPS = [
+    {"prompt": f"Q{n}:", "completions": [" a", " b"], "labels": [True, False]} for n in range(4)
+]
 MARKED = {  # name -> (words, rows, what is shown, its number of marks)
     "every turn": ("--step sft --data_split 1,0,0", sharegpt(2), rf"{OPEN}Hello\.", 2),
-    "the last turn": ("--step sft --data_split 1,0,0 --train_on last", sharegpt(2), rf"[^{OPEN}]Hello\.", 1),
-    "pairs": ("--step 2", hh(2), rf"{OPEN} In the hall.<\|end\|>{CLOSE}\nor {OPEN} Not in the hall.<", 2),
+    "the last turn": (
+        "--step sft --data_split 1,0,0 --train_on last",
+        sharegpt(2),
+        rf"[^{OPEN}]Hello\.",
+        1,
+    ),
+    "pairs": (
+        "--step 2",
+        hh(2),
+        rf"{OPEN} In the hall.<\|end\|>{CLOSE}\nor {OPEN} Not in the hall.<",
+        2,
+    ),
     "DPO": ("--step dpo --objective dpo", hh(2), rf"{CLOSE}\nor {OPEN} Not in the hall.<", 2),
-    "labels": ("--step 2 --objective kto", KTO,
-               rf"Q(?=[02].*\n.*1.0|[13].*\n.*0.0)\d:{OPEN} answer.*{CLOSE}\n  label: ", 1),
-    "labelled steps": ("--step 2 --objective process --step_separator |", STEPS,
-                       rf"Q\d:{OPEN} a\| b<\|end\|>{CLOSE}\n  labels: \[1.0, 0.0\]\n", 1),
-}  # fmt: skip
+    "labels": (
+        "--step 2 --objective kto",
+        KTO,
+        rf"Q(?=[02].*\n.*1.0|[13].*\n.*0.0)\d:{OPEN} answer.*{CLOSE}\n  label: ",
+        1,
+    ),
+    "labelled steps": (
+        "--step 2 --objective process --step_separator |",
+        STEPS,
+        rf"Q\d:{OPEN} a\| b<\|end\|>{CLOSE}\n  labels: \[1.0, 0.0\]\n",
+        1,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -135,7 +175,10 @@ def test_what_is_trained_is_marked(preview, tmp_path, name):
 def test_routes_are_checked_as_in_training(preview, tmp_path):
     path = write_parquet(tmp_path / "arithmetic.parquet", verl(4))
     words = ("--step", 3, "--data_path", path, "--data_split", "0,0,1", "--reward_function")
-    for more in (["math=numeric_match"], ["numeric_match", "--teacher_model_name_or_path", "math=a_teacher"]):
+    for more in (
+        ["math=numeric_match"],
+        ["numeric_match", "--teacher_model_name_or_path", "math=a_teacher"],
+    ):
         code, _, error = preview(*words, *more)
         assert code == 2 and error.count("\n") == 1
         assert "no training prompt has the data source 'math'; there are: openai/gsm8k" in error
@@ -148,7 +191,17 @@ def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):
     rows = [{"prompt": f"{number}:", "response": " yes"} for number in range(9)]
     rows[8]["response"] = None
     path = write_lines(tmp_path / "some.jsonl", rows)
-    words = ("--step", 1, "--data_path", path, "--data_split", "1,0,0", "--eval_fraction", 0, "--rows")
+    words = (
+        "--step",
+        1,
+        "--data_path",
+        path,
+        "--data_split",
+        "1,0,0",
+        "--eval_fraction",
+        0,
+        "--rows",
+    )
     assert [preview(*words, count)[0] for count in (8, 9)] == [0, 2]
     _, shown, _ = preview(*words, 4, "--samples", 9)
     assert "an epoch has 4 rows" in shown
@@ -159,6 +212,15 @@ def test_a_quick_look_reads_the_first_rows_only(preview, tmp_path):
 
 def test_a_training_command_and_its_configuration_can_be_pasted(preview, assets, tmp_path):
     (tmp_path / "run.yaml").write_text(f"model_name_or_path: {assets / 'lm'}\nmax_seq_len: 48\n")
-    words = ("--step", 1, "--config", tmp_path / "run.yaml", "--data_path", assets / "sft.jsonl", "--output_dir", "out")
+    words = (
+        "--step",
+        1,
+        "--config",
+        tmp_path / "run.yaml",
+        "--data_path",
+        assets / "sft.jsonl",
+        "--output_dir",
+        "out",
+    )
     code, shown, _ = preview(*words, "--zero_stage", 3, "--learning_rate", 1e-5, tokenizer=False)
     assert code == 0 and OPEN in shown

@@ -17,15 +17,36 @@ TOKENS, PROMPTS = 6, 7
 
 
 def words_of(assets, *others) -> list[str]:
-    return ["--model", str(assets / "lm"), str(assets / "uniform_lm"), "--data_path", str(assets / "prompts.jsonl"),
-            "--max_tokens", str(TOKENS), "--max_prompts", str(PROMPTS), "--dtype", "fp32", "--max_prompt_seq_len", "40",
-            *others]  # fmt: skip
+    return [
+        "--model",
+        str(assets / "lm"),
+        str(assets / "uniform_lm"),
+        "--data_path",
+        str(assets / "prompts.jsonl"),
+        "--max_tokens",
+        str(TOKENS),
+        "--max_prompts",
+        str(PROMPTS),
+        "--dtype",
+        "fp32",
+        "--max_prompt_seq_len",
+        "40",
+        *others,
+    ]
 
 
 @pytest.fixture(scope="module")
 def found(assets):
-    words = ["--samples", "4", "--reward_model_name_or_path", str(assets / "reward"), "--reward_function", "length:0.5",
-             "--pass_score", "2.5"]  # fmt: skip
+    words = [
+        "--samples",
+        "4",
+        "--reward_model_name_or_path",
+        str(assets / "reward"),
+        "--reward_function",
+        "length:0.5",
+        "--pass_score",
+        "2.5",
+    ]
     return evaluate(read_arguments(words_of(assets, *words)))
 
 
@@ -41,18 +62,25 @@ def test_greedy_answers_are_those_of_transformers(found, assets):
         lines = (assets / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
         for line, row in zip(lines, by_name(found, f"/{name}", "greedy").prompts, strict=True):
             ids = tokenizer.encode(json.loads(line)["prompt"], return_tensors="pt")
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
-            assert row.answers == [tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)]
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS
+            )
+            assert row.answers == [
+                tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+            ]
             assert row.prompt == json.loads(line)["prompt"]
 
 
 def test_scores_are_the_weighted_sum(found):
     for result in found.results:
         learned, length = (
-            torch.tensor([row.scores_by_source[name] for row in result.prompts]) for name in result.scores_by_source
+            torch.tensor([row.scores_by_source[name] for row in result.prompts])
+            for name in result.scores_by_source
         )
         assert list(result.scores_by_source) == ["model", "length"]
-        assert result.scores.tolist() == [pytest.approx(row, abs=1e-5) for row in (learned + 0.5 * length).tolist()]
+        assert result.scores.tolist() == [
+            pytest.approx(row, abs=1e-5) for row in (learned + 0.5 * length).tolist()
+        ]
         assert result.scores_by_source == pytest.approx(
             {"model": float(learned.mean()), "length": float(length.mean())}
         )
@@ -69,7 +97,9 @@ def test_wins_and_passes_by_hand(found):
         shares.append(sum(pairs) / len(pairs))
         right = sum(score >= 2.5 for score in one.scores)
         passes.append(1 - math.comb(4 - right, 2) / math.comb(4, 2))
-    assert second.wins.share == pytest.approx(sum(shares) / PROMPTS) and second.wins.count == PROMPTS
+    assert (
+        second.wins.share == pytest.approx(sum(shares) / PROMPTS) and second.wins.count == PROMPTS
+    )
     assert second.wins.low < second.wins.share < second.wins.high
     assert second.metrics["pass@2"] == pytest.approx(sum(passes) / PROMPTS)
 
@@ -101,16 +131,22 @@ def test_the_command(found, assets, tmp_path, capsys, monkeypatch):
 def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
     own = by_name(found, "/lm", "sampled").prompts
     best, pairs = (
-        [json.loads(line) for line in training_rows(found, is_pair).splitlines()] for is_pair in (False, True)
+        [json.loads(line) for line in training_rows(found, is_pair).splitlines()]
+        for is_pair in (False, True)
     )
-    ranked = [sorted(zip(row.scores, row.answers, row.ended, strict=True), key=lambda one: -one[0]) for row in own]
+    ranked = [
+        sorted(zip(row.scores, row.answers, row.ended, strict=True), key=lambda one: -one[0])
+        for row in own
+    ]
     whole = [[answer for answer in one if answer[2] != "length"] for one in ranked]
     kept = [(row.prompt, one[0]) for row, one in zip(own, whole, strict=True) if one]
     assert [(row["prompt"], row["score"], row["response"]) for row in best] == [
         (p, s, text) for p, (s, text, _) in kept
     ]
     assert [(row["chosen"], row["rejected"]) for row in pairs] == [
-        (one[0][1], one[-1][1]) for one in ranked if one[0][0] > one[-1][0] and one[0][2] != "length"
+        (one[0][1], one[-1][1])
+        for one in ranked
+        if one[0][0] > one[-1][0] and one[0][2] != "length"
     ]
     alike = [replace(row, scores=[1.0] * 4, ended=["eos"] * 4) for row in own]
     alike = replace(found, results=[replace(result, prompts=alike) for result in found.results])
@@ -119,7 +155,10 @@ def test_the_best_and_the_worst_sampled_answer_become_rows(found, assets):
     for line in training_rows(chat, is_pair=False).splitlines():
         assert [turn["role"] for turn in json.loads(line)["messages"]] == ["user", "assistant"]
     alone = words_of(assets, "--samples", "2")
-    for words, said in (("--write_best b", "give a reward, or --samples 1"), ("--write_pairs b", "and a reward")):
+    for words, said in (
+        ("--write_best b", "give a reward, or --samples 1"),
+        ("--write_pairs b", "and a reward"),
+    ):
         with pytest.raises(UserError, match=said):
             read_arguments([*alone, *words.split()])
 
@@ -139,32 +178,52 @@ class Letters:
         return "Go."
     def step(self, text):
         self.turns += 1
-        return f"{text.count('h')} letters.", text.count("h") / 4, self.turns == 3, False, {"letters": len(text)}
+        reply = f"{text.count('h')} letters."
+        return reply, text.count("h") / 4, self.turns == 3, False, {"letters": len(text)}
 """
 
 
 def test_answers_are_episodes_of_an_environment(assets, tmp_path, monkeypatch):
     (tmp_path / "letters.py").write_text(LETTERS)
     monkeypatch.setattr(evaluate_models, "end_ids", lambda *_: tuple(range(40, 120)))
-    words = ["--environment", f"{tmp_path / 'letters.py'}:Letters", "--samples", "2", "--max_tokens", "64"]
+    words = [
+        "--environment",
+        f"{tmp_path / 'letters.py'}:Letters",
+        "--samples",
+        "2",
+        "--max_tokens",
+        "64",
+    ]
     found = evaluate(read_arguments([*words_of(assets)[:2], *words_of(assets)[3:], *words]))
     [greedy, sampled] = found.results
     assert found.scored and greedy.scores_by_source.keys() == {"environment"}
     turned = 0
     for row in [*greedy.prompts, *sampled.prompts]:
         assert row.prompt.endswith("Go.")
-        for answer, score, turns in zip(row.answers, row.scores, row.turns or [[]] * len(row.answers), strict=True):
+        for answer, score, turns in zip(
+            row.answers, row.scores, row.turns or [[]] * len(row.answers), strict=True
+        ):
             said = [turn for turn in turns if turn["role"] == "model"]
-            assert [turn["role"] for turn in turns] == (["model", "environment"] * len(said))[: 2 * len(said) - 1]
+            assert [turn["role"] for turn in turns] == (["model", "environment"] * len(said))[
+                : 2 * len(said) - 1
+            ]
             assert [turn["text"] for turn in turns if turn["role"] == "environment"] == [
                 f"{turn['text'].count('h')} letters." for turn in said[:-1]
             ]
             ended = said[:-1]  # a limit may have cut the last one, which then has no reward
             assert all(turn["reward"] == turn["text"].count("h") / 4 for turn in ended)
-            assert score == sum(turn["reward"] for turn in said) if turns else score in (0, answer.count("h") / 4)
+            assert (
+                score == sum(turn["reward"] for turn in said)
+                if turns
+                else score in (0, answer.count("h") / 4)
+            )
             turned += len(said) > 1
     assert turned > 5
     assert sampled.metrics["episode/turns"] > 1 and sampled.metrics["episode/failures"] == 0
     shown = "\n".join([*table(found), *answer_lines(found, 7)])
-    assert "episode/turns" in shown and "    environment:\n" in shown and "    model, reward 0." in shown
+    assert (
+        "episode/turns" in shown
+        and "    environment:\n" in shown
+        and "    model, reward 0." in shown
+    )
     assert any(row["turns"] for row in json.loads(json_of(found))["results"][1]["prompts"])

@@ -12,16 +12,32 @@ def models(tmp_path):
     folders = {}
     for role, kind in (("actor", "CausalLM"), ("critic", "SequenceClassification")):
         config = LlamaConfig(
-            vocab_size=1000, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=2048, num_labels=1, architectures=[f"LlamaFor{kind}"],
-        )  # fmt: skip
+            vocab_size=1000,
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            num_labels=1,
+            architectures=[f"LlamaFor{kind}"],
+        )
         config.save_pretrained(tmp_path / role)
         folders[role] = str(tmp_path / role)
     return folders
 
 
 def test_step_3_prints_its_phases_and_takes_all_flags(models, capsys):
-    words = ["--actor", models["actor"], "--critic", models["critic"], "--devices", "8", "--device_memory", "80GiB"]
+    words = [
+        "--actor",
+        models["actor"],
+        "--critic",
+        models["critic"],
+        "--devices",
+        "8",
+        "--device_memory",
+        "80GiB",
+    ]
     assert main([*words, "--host_memory", "1TiB", "--actor_zero_stage", "3", "--enable_ema"]) == 0
     printed = capsys.readouterr().out
     assert "Step 3 on 8 x GPU of 80 GiB, 1024 GiB of host memory for 8" in printed

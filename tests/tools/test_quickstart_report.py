@@ -1,4 +1,5 @@
-"""The quickstart with all three steps: a short trial, and before a release the whole, SFT on fewer rows."""
+"""The quickstart with all three steps: a short trial, and before a release the whole, SFT on fewer
+rows."""
 
 import json
 import shlex
@@ -18,7 +19,11 @@ release = pytest.mark.release
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trial")
-    result = succeed(run(["bash", "training_scripts/quickstart.sh", str(folder), "--max_steps", "2"], timeout=900))
+    result = succeed(
+        run(
+            ["bash", "training_scripts/quickstart.sh", str(folder), "--max_steps", "2"], timeout=900
+        )
+    )
     (folder / "log").write_text(result.stdout)
     return folder
 
@@ -28,7 +33,9 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
     succeed(run([sys.executable, "-m", "dschat_ppo.tools.toy", str(folder / "toy")]))
     rows = folder / "toy/data/sft.jsonl"
-    kept = rows.read_text().splitlines(keepends=True)[:4800]  # 150 of 250 steps; the loss is flat then
+    kept = rows.read_text().splitlines(keepends=True)[
+        :4800
+    ]  # 150 of 250 steps; the loss is flat then
     rows.write_text("".join(kept))
     result = succeed(run(["bash", "training_scripts/quickstart.sh", str(folder)], timeout=900))
     (folder / "log").write_text(result.stdout)
@@ -51,12 +58,16 @@ def test_quickstart_learns_the_task(out):
 
 @release
 def test_the_chat_at_the_end_shows_what_ppo_has_changed_and_a_second_turn_is_answered(out):
-    purpose, command = (out / "log").read_text().split("chat with the model after PPO")[1].splitlines()[:2]
+    purpose, command = (
+        (out / "log").read_text().split("chat with the model after PPO")[1].splitlines()[:2]
+    )
     first = purpose.split("type first '")[1].removesuffix("':")
     rows = [json.loads(line) for line in (out / "toy/data/heldout.jsonl").read_text().splitlines()]
     [asked] = [Question(**row["about"]) for row in rows if row["prompt"][0]["content"] == first]
     settings = {"env": environment(), "text": True, "capture_output": True, "check": False}
-    said = succeed(subprocess.run(shlex.split(command), input=f"{first}\nAnd the green lamp?\n", **settings))
+    said = succeed(
+        subprocess.run(shlex.split(command), input=f"{first}\nAnd the green lamp?\n", **settings)
+    )
     names = said.stdout.splitlines()
     assert names[::2] == ["actor:", "sft:"] * 2
     after, before, second, _ = names[1::2]

@@ -1,4 +1,5 @@
-"""`python -m dschat_ppo.tools.replay`: bundles of every loss reproduce the number and print where it comes from."""
+"""`python -m dschat_ppo.tools.replay`: bundles of every loss reproduce the number and print where
+it comes from."""
 
 import math
 import re
@@ -35,7 +36,9 @@ POISON = 301  # a token whose embedding is not finite in a poisoned model
 WORDS = {
     "sft": "--model_name_or_path {lm}",
     "reward": "--model_name_or_path {lm}",
-    "ppo": "--actor_model_name_or_path {lm} --critic_model_name_or_path {reward} --entropy_coef 0.01",
+    "ppo": (
+        "--actor_model_name_or_path {lm} --critic_model_name_or_path {reward} --entropy_coef 0.01"
+    ),
 }
 
 
@@ -44,7 +47,11 @@ def engine_of(kind: str, poisoned: bool = False, **changes) -> SimpleNamespace:
     torch.manual_seed(3)
     config = tiny_config(num_labels=1, **changes)
     policy = kind == "policy"
-    model = PolicyModel(LlamaForCausalLM(config)) if policy else ScalarModel(LlamaForSequenceClassification(config))
+    model = (
+        PolicyModel(LlamaForCausalLM(config))
+        if policy
+        else ScalarModel(LlamaForSequenceClassification(config))
+    )
     if poisoned:
         with torch.no_grad():
             model.backbone.embed_tokens.weight[POISON, 3] = math.nan
@@ -53,11 +60,16 @@ def engine_of(kind: str, poisoned: bool = False, **changes) -> SimpleNamespace:
 
 def config_of(assets, out, step: str, *words: str):
     known = WORDS[step].format(lm=assets / "lm", reward=assets / "reward")
-    return parse(step, [*known.split(), "--data_path", "d", "--output_dir", str(out), "--dtype", "fp32", *words])
+    return parse(
+        step,
+        [*known.split(), "--data_path", "d", "--output_dir", str(out), "--dtype", "fp32", *words],
+    )
 
 
 def bundle(assets, out, step, role, engine, records, constants, words=()) -> str:
-    bundles = ReproBundles(config_of(assets, out, step, *words), AutoTokenizer.from_pretrained(assets / "lm"))
+    bundles = ReproBundles(
+        config_of(assets, out, step, *words), AutoTokenizer.from_pretrained(assets / "lm")
+    )
     fault = Fault("loss", 0, len(records) - 1, [], random_state())
     return str(bundles.write(role, 7, fault, engine, records, constants))
 
@@ -67,7 +79,9 @@ def ids(*rows: list[int]) -> torch.Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])
 
 
-GOOD_SFT = SFTBatch(ids([9, 8, 7], [6, 5]), torch.tensor([[False, True, True], [False, True, False]]))
+GOOD_SFT = SFTBatch(
+    ids([9, 8, 7], [6, 5]), torch.tensor([[False, True, True], [False, True, False]])
+)
 BAD_SFT = SFTBatch(
     ids([11, 12, 13], [14, POISON, 15], [16, 17]),
     torch.tensor([[False, True, True], [False, False, True], [False, True, False]]),
@@ -75,17 +89,27 @@ BAD_SFT = SFTBatch(
 PAIRS = PairBatch(
     ids([11, 12, 13], [14, 15], [21, 22], [23, POISON, 24]),  # two chosen, two rejected
     lengths=torch.tensor([3, 2, 2, 3]),
-    answer_mask=torch.tensor([[False, True, True], [False, True, False], [False, True, False], [False, True, True]]),
+    answer_mask=torch.tensor(
+        [[False, True, True], [False, True, False], [False, True, False], [False, True, True]]
+    ),
     pair_mask=torch.tensor([True, True]),
     margin=torch.zeros(2),
 )
 DPO = replace(PAIRS, ref_logprobs=torch.zeros(4, dtype=torch.float64))
 KTO = LabelledBatch(
-    BAD_SFT.input_ids, BAD_SFT.loss_mask, torch.tensor([True, False, True]), torch.ones(3, dtype=torch.bool),
-    BAD_SFT.input_ids[[2, 0, 2]], BAD_SFT.loss_mask, torch.tensor([3, 3, 2]),
-    ref_logprobs=torch.zeros(3, 2, dtype=torch.float64), baseline=torch.full((3,), 0.5, dtype=torch.float64),
-)  # fmt: skip
-STEPS = StepBatch(BAD_SFT.input_ids, torch.tensor([3, 3, 2]), BAD_SFT.loss_mask, 0.5 * BAD_SFT.loss_mask)
+    BAD_SFT.input_ids,
+    BAD_SFT.loss_mask,
+    torch.tensor([True, False, True]),
+    torch.ones(3, dtype=torch.bool),
+    BAD_SFT.input_ids[[2, 0, 2]],
+    BAD_SFT.loss_mask,
+    torch.tensor([3, 3, 2]),
+    ref_logprobs=torch.zeros(3, 2, dtype=torch.float64),
+    baseline=torch.full((3,), 0.5, dtype=torch.float64),
+)
+STEPS = StepBatch(
+    BAD_SFT.input_ids, torch.tensor([3, 3, 2]), BAD_SFT.loss_mask, 0.5 * BAD_SFT.loss_mask
+)
 
 
 def experience(poisoned_row: int | None = None) -> Experience:
@@ -95,50 +119,120 @@ def experience(poisoned_row: int | None = None) -> Experience:
     if poisoned_row is not None:
         prompts[poisoned_row, 1] = POISON
     return record(
-        Experience, mask, prompt_ids=prompts, prompt_mask=torch.tensor([[False, True], [True, True], [True, True]]),
-        response_ids=torch.tensor([[31, 32], [0, 0], [33, 0]]), old_logprobs=-5.0 * mask, advantages=1.0 * mask,
-        returns=0.5 * mask, loss_weights=1.0 * mask,
-    )  # fmt: skip
+        Experience,
+        mask,
+        prompt_ids=prompts,
+        prompt_mask=torch.tensor([[False, True], [True, True], [True, True]]),
+        response_ids=torch.tensor([[31, 32], [0, 0], [33, 0]]),
+        old_logprobs=-5.0 * mask,
+        advantages=1.0 * mask,
+        returns=0.5 * mask,
+        loss_weights=1.0 * mask,
+    )
 
 
-MINIBATCH = MiniBatch([], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=6.0, metric_weight=0.25)
-CONSTANTS = {"over": {"tokens": 6.0, "rows": 4.0, "constant": 12.0}, "value_tokens": 6.0, "share": 0.25}
+MINIBATCH = MiniBatch(
+    [], Denominators(tokens=6.0, rows=4.0, constant=12.0), value_tokens=6.0, metric_weight=0.25
+)
+CONSTANTS = {
+    "over": {"tokens": 6.0, "rows": 4.0, "constant": 12.0},
+    "value_tokens": 6.0,
+    "share": 0.25,
+}
 ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 5.0, "late_ends": None}
 
 # name -> (step, role, kind of model, good records and then the bad one, constants, further words)
 CASES = {
-    "sft": ("sft", "model", "policy", [GOOD_SFT, BAD_SFT], {"total": 7.0, "rows": [[4, 9], [30, 31, -1]]}, ()),
+    "sft": (
+        "sft",
+        "model",
+        "policy",
+        [GOOD_SFT, BAD_SFT],
+        {"total": 7.0, "rows": [[4, 9], [30, 31, -1]]},
+        (),
+    ),
     "reward": ("reward", "model", "scalar", [PAIRS], {"total": 2.0, "rows": [[5, 6]]}, ()),
-    "dpo": ("reward", "model", "policy", [DPO], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "dpo")),
-    "orpo": ("reward", "model", "policy", [PAIRS], {"total": 2.0, "rows": [[5, 6]]}, ("--objective", "orpo")),
-    "kto": ("reward", "model", "policy", [KTO], {"total": 3.0, "rows": [[5, 6, 7]]}, ("--objective", "kto")),
+    "dpo": (
+        "reward",
+        "model",
+        "policy",
+        [DPO],
+        {"total": 2.0, "rows": [[5, 6]]},
+        ("--objective", "dpo"),
+    ),
+    "orpo": (
+        "reward",
+        "model",
+        "policy",
+        [PAIRS],
+        {"total": 2.0, "rows": [[5, 6]]},
+        ("--objective", "orpo"),
+    ),
+    "kto": (
+        "reward",
+        "model",
+        "policy",
+        [KTO],
+        {"total": 3.0, "rows": [[5, 6, 7]]},
+        ("--objective", "kto"),
+    ),
     "process": ("reward", "model", "scalar", [STEPS], {"total": 4.0}, ("--objective", "process")),
     "actor": ("ppo", "actor", "policy", [experience(), experience(2)], ACTOR, ()),
     "actor, whole distributions": (
-        "ppo", "actor", "policy", [experience(), experience(2)], ACTOR,
+        "ppo",
+        "actor",
+        "policy",
+        [experience(), experience(2)],
+        ACTOR,
         ("--kl_loss_coef", "0.1", "--kl_loss_estimator", "full"),
     ),
     "actor, text": ("ppo", "actor", "policy", [experience(), BAD_SFT], ACTOR, ()),
     "critic": ("ppo", "critic", "scalar", [experience(), experience(0)], CONSTANTS, ()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_token_is_found_in_every_loss(assets, tmp_path, capsys, case):
     step, role, kind, records, constants, words = CASES[case]
-    assert main([bundle(assets, tmp_path, step, role, engine_of(kind, poisoned=True), records, constants, words)]) == 0
+    assert (
+        main(
+            [
+                bundle(
+                    assets,
+                    tmp_path,
+                    step,
+                    role,
+                    engine_of(kind, poisoned=True),
+                    records,
+                    constants,
+                    words,
+                )
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "weights that are not finite, 1 parameters: " in said
-    assert re.search(r"first output that is not finite: \S+\.embed_tokens \(Embedding; its inputs are finite\)", said)
+    assert re.search(
+        r"first output that is not finite: \S+\.embed_tokens \(Embedding; its inputs are finite\)",
+        said,
+    )
     last = len(records) - 1
     assert f"micro-batch {last}: loss nan" in said and "gradients that are not finite" in said
     for number in range(last):
-        assert re.search(rf"micro-batch {number}: loss -?\d", said), "what comes before it is finite"
+        assert re.search(rf"micro-batch {number}: loss -?\d", said), (
+            "what comes before it is finite"
+        )
     rows = constants.get("rows")
-    assert main([bundle(assets, tmp_path, step, role, engine_of(kind), records, constants, words)]) == 1
+    assert (
+        main([bundle(assets, tmp_path, step, role, engine_of(kind), records, constants, words)])
+        == 1
+    )
     healthy = capsys.readouterr().out
     assert healthy.endswith("all numbers are finite\n") and "not finite:" not in healthy
-    assert (f"micro-batch {last} has rows {rows and rows[last]} of the training split, from 0" in said) is bool(rows)
+    assert (
+        f"micro-batch {last} has rows {rows and rows[last]} of the training split, from 0" in said
+    ) is bool(rows)
 
 
 def losses_said(said: str) -> list[float]:
@@ -151,10 +245,16 @@ def test_losses_match_the_run_including_dropout(assets, tmp_path, capsys):
     torch.manual_seed(17)
     torch.rand(5)
     state = random_state()
-    losses = [sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item() for batch in (GOOD_SFT, BAD_SFT)]
+    losses = [
+        sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item()
+        for batch in (GOOD_SFT, BAD_SFT)
+    ]
     torch.set_rng_state(state[0])
     torch.rand(1)
-    other = [sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item() for batch in (GOOD_SFT, BAD_SFT)]
+    other = [
+        sft_loss(engine.module, batch, torch.tensor(7.0), MetricSums()).item()
+        for batch in (GOOD_SFT, BAD_SFT)
+    ]
     assert other != losses, "dropout has no effect on this model"
     torch.set_rng_state(state[0])
     folder = bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT, BAD_SFT], {"total": 7.0})
@@ -164,44 +264,86 @@ def test_losses_match_the_run_including_dropout(assets, tmp_path, capsys):
 
 
 def test_the_loss_of_step_1_has_its_teacher(assets, tmp_path, capsys):
-    engine, taught = engine_of("policy"), PolicyModel(LlamaForCausalLM.from_pretrained(assets / "lm"))
+    engine, taught = (
+        engine_of("policy"),
+        PolicyModel(LlamaForCausalLM.from_pretrained(assets / "lm")),
+    )
     teacher = SFTTeacher(taught, Divergence("jsd", 0.3), 0.5)
     by_run = sft_loss(engine.module, GOOD_SFT, torch.tensor(7.0), MetricSums(), teacher).item()
-    words = f"--teacher_model_name_or_path {assets}/lm --distill_loss jsd --distill_beta 0.3 --distill_coef 0.5".split()
+    words = (
+        f"--teacher_model_name_or_path {assets}/lm --distill_loss jsd --distill_beta 0.3"
+        " --distill_coef 0.5".split()
+    )
     main([bundle(assets, tmp_path, "sft", "model", engine, [GOOD_SFT], {"total": 7.0}, words)])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run], rel=1e-6)
 
 
 @pytest.mark.parametrize("scored", [True, False], ids=["scored before", "one optimizer step"])
 def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, scored):
-    """In a PPO step of one optimizer step, the pass of the update gives old log-probs and values."""
+    """In a PPO step of one optimizer step, the pass of the update gives old log-probs and
+    values."""
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
-    loss = ActorLoss(actor.module, None, config.algorithm, config.ppo.temperature, LateEnds((40, 41), 1))
+    loss = ActorLoss(
+        actor.module, None, config.algorithm, config.ppo.temperature, LateEnds((40, 41), 1)
+    )
     rows = rows if scored else replace(rows, old_logprobs=None)
     by_run = loss(rows, MINIBATCH, 0.01, MetricSums())
-    of_text = -config.ppo.unsup_coef * actor.module(GOOD_SFT.input_ids, GOOD_SFT.loss_mask)[0].sum() / 5.0
-    main([bundle(assets, tmp_path, "ppo", "actor", actor, [rows, GOOD_SFT], ACTOR | {"late_ends": ((40, 41), 1)})])
-    assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item(), of_text.item()], rel=1e-5)
-    rows = replace(rows, values=torch.full((3, 2), 5.0))  # where the clip of values makes a difference
+    of_text = (
+        -config.ppo.unsup_coef * actor.module(GOOD_SFT.input_ids, GOOD_SFT.loss_mask)[0].sum() / 5.0
+    )
+    main(
+        [
+            bundle(
+                assets,
+                tmp_path,
+                "ppo",
+                "actor",
+                actor,
+                [rows, GOOD_SFT],
+                ACTOR | {"late_ends": ((40, 41), 1)},
+            )
+        ]
+    )
+    assert losses_said(capsys.readouterr().out) == pytest.approx(
+        [by_run.item(), of_text.item()], rel=1e-5
+    )
+    rows = replace(
+        rows, values=torch.full((3, 2), 5.0)
+    )  # where the clip of values makes a difference
     if not scored:
         made = vars(replace(rows, values=None, rewards=2.0 * rows.response_mask))
-        rows = RewardedRollout(**{name: made[name] for name in RewardedRollout.__dataclass_fields__})
+        rows = RewardedRollout(
+            **{name: made[name] for name in RewardedRollout.__dataclass_fields__}
+        )
     by_run = critic_loss(critic.module, rows, MINIBATCH, config.algorithm, MetricSums())
     main([bundle(assets, tmp_path, "ppo", "critic", critic, [rows], CONSTANTS)])
     assert losses_said(capsys.readouterr().out) == pytest.approx([by_run.item()], rel=1e-5)
 
 
-def test_the_model_uses_the_kernels_and_the_attention_of_the_run(assets, tmp_path, capsys, monkeypatch):
+def test_the_model_uses_the_kernels_and_the_attention_of_the_run(
+    assets, tmp_path, capsys, monkeypatch
+):
     engine = engine_of("policy")
     engine.module.layout, used = Layout(fused=False, packed=True, shares=True), []
     monkeypatch.setattr("dschat_ppo.tools.replay_bundle.set_random_state", lambda _: None)
-    monkeypatch.setattr("dschat_ppo.tools.replay_bundle.loss_function", lambda _, __, model: used.append(model.layout))
+    monkeypatch.setattr(
+        "dschat_ppo.tools.replay_bundle.loss_function",
+        lambda _, __, model: used.append(model.layout),
+    )
     eager, sdpa = (
-        bundle(assets, tmp_path / choice, "sft", "model", engine, [GOOD_SFT], {"total": 7.0},
-               ("--attn_implementation", choice))
+        bundle(
+            assets,
+            tmp_path / choice,
+            "sft",
+            "model",
+            engine,
+            [GOOD_SFT],
+            {"total": 7.0},
+            ("--attn_implementation", choice),
+        )
         for choice in ("eager", "sdpa")
-    )  # fmt: skip
+    )
     assert main([eager]) == main([sdpa, "--dtype", "bf16"]) == 2, "there is no loss here"
     assert used == [replace(engine.module.layout, attention=choice) for choice in ("eager", "auto")]
 
@@ -210,9 +352,27 @@ def test_an_infinite_loss_with_finite_gradients_counts(assets, tmp_path, capsys)
     """A reference of -inf on one side: log sigmoid(-inf) has the value -inf and the slope 1."""
     batch = replace(DPO, ref_logprobs=torch.tensor([math.inf, 0.0, 0.0, 0.0], dtype=torch.float64))
     words = ("--objective", "dpo")
-    assert main([bundle(assets, tmp_path, "reward", "model", engine_of("policy"), [batch], {"total": 2.0}, words)]) == 0
+    assert (
+        main(
+            [
+                bundle(
+                    assets,
+                    tmp_path,
+                    "reward",
+                    "model",
+                    engine_of("policy"),
+                    [batch],
+                    {"total": 2.0},
+                    words,
+                )
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    assert "micro-batch 0: loss inf" in said and "ref_logprobs is not finite in 1 of its rows" in said
+    assert (
+        "micro-batch 0: loss inf" in said and "ref_logprobs is not finite in 1 of its rows" in said
+    )
     assert "gradients that are not finite" not in said
 
 
@@ -233,33 +393,60 @@ def test_another_number_format_reproduces_an_overflow(assets, tmp_path, capsys):
 
 def test_a_bundle_with_changed_values_is_one_line(assets, tmp_path, capsys):
     step, role, kind, records, constants, words = CASES["sft"]
-    file = Path(bundle(assets, tmp_path, step, role, engine_of(kind), records, constants, words)) / "bundle.pt"
-    for change in ({"random_state": None}, {"constants": {}}, {"records": [["X", {}]]}, {"layout": 3}):
+    file = (
+        Path(bundle(assets, tmp_path, step, role, engine_of(kind), records, constants, words))
+        / "bundle.pt"
+    )
+    for change in (
+        {"random_state": None},
+        {"constants": {}},
+        {"records": [["X", {}]]},
+        {"layout": 3},
+    ):
         whole = load_state(file)
         save_state(file, whole | change)
         assert main([str(file.parent)]) == 2
         said = capsys.readouterr().err.splitlines()
-        assert said[-1].startswith(f"error: {file.parent}: cannot be replayed: ") and "Traceback" not in said
+        assert (
+            said[-1].startswith(f"error: {file.parent}: cannot be replayed: ")
+            and "Traceback" not in said
+        )
         save_state(file, whole)
-    assert main([str(tmp_path)]) == 2 and "is not a complete repro bundle" in capsys.readouterr().err
+    assert (
+        main([str(tmp_path)]) == 2 and "is not a complete repro bundle" in capsys.readouterr().err
+    )
 
 
 def test_gradients_are_scaled_by_ranks_and_loss_scale(assets, tmp_path, capsys):
-    folder = Path(bundle(assets, tmp_path, "sft", "model", engine_of("policy"), [GOOD_SFT], {"total": 7.0}))
+    folder = Path(
+        bundle(assets, tmp_path, "sft", "model", engine_of("policy"), [GOOD_SFT], {"total": 7.0})
+    )
     main([str(folder)])
-    save_state(folder / "bundle.pt", load_state(folder / "bundle.pt") | {"world_size": 2, "loss_scale": {"fp32": 8.0}})
+    save_state(
+        folder / "bundle.pt",
+        load_state(folder / "bundle.pt") | {"world_size": 2, "loss_scale": {"fp32": 8.0}},
+    )
     for words in ([], ["--dtype", "fp32"], ["--dtype", "bf16"]):
         main([str(folder), *words])
-    norms = [float(found) for found in re.findall(r"norm of this rank's gradients: (\S+)", capsys.readouterr().out)]
+    norms = [
+        float(found)
+        for found in re.findall(r"norm of this rank's gradients: (\S+)", capsys.readouterr().out)
+    ]
     alone, same, same_again, other_format = norms
     assert [same, same_again] == pytest.approx([16 * alone] * 2)
-    assert other_format == pytest.approx(2 * alone, rel=0.02), "a loss scale is of one number format"
+    assert other_format == pytest.approx(2 * alone, rel=0.02), (
+        "a loss scale is of one number format"
+    )
 
 
 def test_the_first_bad_output_is_named_with_the_state_of_its_inputs():
     class Pieces(nn.Module):
         def forward(self, x):
-            return {"a": (torch.ones(1), [x.log()]), "b": None, "c": torch.ones(1, dtype=torch.long)}
+            return {
+                "a": (torch.ones(1), [x.log()]),
+                "b": None,
+                "c": torch.ones(1, dtype=torch.long),
+            }
 
     model, found = nn.Sequential(nn.ReLU(), Pieces()), []
     for inputs in ((2.0, 0.0, math.nan), (math.nan, 0.0)):  # the first one is kept

@@ -39,13 +39,20 @@ def served(app: Any) -> Iterator[str]:
 
 
 def send(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
-    """Status and JSON of the reply; {} for a reply in another format. Names of headers have "_" for "-"."""
-    named = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    """Status and JSON of the reply; {} for a reply in another format. Names of headers have "_" for
+    "-"."""
+    named = {"Content-Type": "application/json"} | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, named), timeout=20) as answer:
-            return answer.status, json.loads(answer.read()) if "json" in answer.headers["Content-Type"] else {}
+            return answer.status, json.loads(answer.read()) if "json" in answer.headers[
+                "Content-Type"
+            ] else {}
     except urllib.error.HTTPError as refusal:
-        return refusal.code, json.loads(refusal.read()) if "json" in refusal.headers["Content-Type"] else {}
+        return refusal.code, json.loads(refusal.read()) if "json" in refusal.headers[
+            "Content-Type"
+        ] else {}
 
 
 TEXTS = ["a lamp in the hall", "", "red", "no thanks " * 12, "blue\n\x00é"]
@@ -56,7 +63,10 @@ def direct(folder: Path, texts: list[str], most: int = 128) -> list[float]:
     """Scores of the plain classifier, one text at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    rows = [[*tokenizer.encode(text, add_special_tokens=True), tokenizer.eos_token_id][-most:] for text in texts]
+    rows = [
+        [*tokenizer.encode(text, add_special_tokens=True), tokenizer.eos_token_id][-most:]
+        for text in texts
+    ]
     hidden = [model.base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
     return [float(model.score(state)) for state in hidden]
 
@@ -80,8 +90,13 @@ def test_a_rendered_chat_is_scored_at_its_end_of_turn(assets, tmp_path):
     tokenizer.save_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     rows = [[*tokenizer.encode(text), end] for text, end in (("a<|system|>b", 4), ("a b", 1))]
-    expected = [float(model.score(model.base_model(torch.tensor([row])).last_hidden_state[0, -1])) for row in rows]
-    assert text_scorer(str(folder), "fp32", 60)(["a<|system|>b", "a b"]) == pytest.approx(expected, abs=1e-5)
+    expected = [
+        float(model.score(model.base_model(torch.tensor([row])).last_hidden_state[0, -1]))
+        for row in rows
+    ]
+    assert text_scorer(str(folder), "fp32", 60)(["a<|system|>b", "a b"]) == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def ask(address: str, texts, **others) -> tuple[int, dict]:
@@ -96,13 +111,17 @@ def serve_into(folder: Path, output: int) -> None:
 def test_a_server_process_answers_a_request_in_progress_and_stops(assets):
     """Before any thread of this module runs, since it is forked."""
     read, write = os.pipe()
-    process = multiprocessing.get_context("fork").Process(target=serve_into, args=(assets / "reward", write))
+    process = multiprocessing.get_context("fork").Process(
+        target=serve_into, args=(assets / "reward", write)
+    )
     process.start()
     os.close(write)
     with os.fdopen(read) as output, ThreadPoolExecutor(1) as threads:
         line = next(line for line in output if line.startswith("serving "))
         address = line.split(" at ")[1].strip().removesuffix("/get_reward")
-        assert ask(address, TEXTS)[1]["rewards"] == pytest.approx(direct(assets / "reward", TEXTS), abs=1e-5)
+        assert ask(address, TEXTS)[1]["rewards"] == pytest.approx(
+            direct(assets / "reward", TEXTS), abs=1e-5
+        )
         many = threads.submit(ask, address, ["a lamp in the hall " * 20] * 200)
         time.sleep(0.3)
         os.kill(process.pid, signal.SIGTERM)
@@ -126,14 +145,19 @@ def test_scores_are_those_of_a_direct_forward_pass(assets, address):
 def test_the_remote_reward_reads_it(assets, address):
     request = RewardRequest.of(["a lamp ", "b"], ["in the hall", ""], [{}, {}])
     scores = RemoteReward([f"{address}/get_reward"], 20.0, 0, 1)(request, None)
-    assert scores.tolist() == pytest.approx(direct(assets / "reward", ["a lamp in the hall", "b"]), abs=1e-5)
+    assert scores.tolist() == pytest.approx(
+        direct(assets / "reward", ["a lamp in the hall", "b"]), abs=1e-5
+    )
 
 
 def test_a_name_that_was_rebound_to_this_machine_is_refused(address):
     with served(reward_app(lambda texts: [], "::1")) as other:
         for path, body in (("/health", None), ("/get_reward", b'{"query": []}')):
             for host in ("evil.example", "127.0.0.1.evil.example"):
-                assert [send(place + path, body, Host=host)[0] for place in (address, other)] == [400, 400]
+                assert [send(place + path, body, Host=host)[0] for place in (address, other)] == [
+                    400,
+                    400,
+                ]
             assert send(address + path, body, Host="localhost:9")[0] == 200, "through a tunnel"
             assert send(other + path, body, Host="[::1]:9")[0] == 200
     with served(reward_app(lambda texts: [], "0.0.0.0")) as other:

@@ -1,4 +1,5 @@
-"""Commands of the tools that cannot work: a line says what is wrong before a model is loaded; the command `report`."""
+"""Commands of the tools that cannot work: a line says what is wrong before a model is loaded; the
+command `report`."""
 
 import json
 import shutil
@@ -11,7 +12,14 @@ from report_runs import ppo_lines, write_run
 from dschat_ppo.tools import chat, data, evaluate, plan, report, serve_reward
 from dschat_ppo.tools.report import main
 
-MAINS = {"chat": chat, "data": data, "evaluate": evaluate, "plan": plan, "report": report, "serve": serve_reward}
+MAINS = {
+    "chat": chat,
+    "data": data,
+    "evaluate": evaluate,
+    "plan": plan,
+    "report": report,
+    "serve": serve_reward,
+}
 TWO, ROLES = "--model a b --data_path d", "--actor {lm} --critic {reward}"
 REAL = "--model {lm} --data_path {prompts} --max_prompt_seq_len 40"
 # tool, its flags, what the line says; {lm}, {reward}, {prm} and {prompts} are there
@@ -22,10 +30,18 @@ WRONG = [
     ("chat", "--model a --temprature 1", "unknown flag or value"),
     ("chat", "--model a --chat_template_kwargs [", "--chat_template_kwargs is not JSON"),
     ("chat", "--model ./nothing", "--model ./nothing: no such folder"),
-    ("chat", "--model {lm} --compare {reward}", "{reward}: is a reward model or critic, because it has a score head"),
+    (
+        "chat",
+        "--model {lm} --compare {reward}",
+        "{reward}: is a reward model or critic, because it has a score head",
+    ),
     ("chat", "--model a --max_turns 3", "--max_turns 3 has no effect"),
     ("chat", "--model a --environment_workers 3", "--environment_workers: has no effect here"),
-    ("chat", "--model {lm} --chat_template chatml --tools none.py:f", "--tools none.py:f: cannot be used"),
+    (
+        "chat",
+        "--model {lm} --chat_template chatml --tools none.py:f",
+        "--tools none.py:f: cannot be used",
+    ),
     ("data", "--step 1 --data_path x.jsonl --no_such_flag 1", "--no_such_flag"),
     ("data", "--step 3 --data_path x.jsonl --max_seq_len 9", "--max_prompt_seq_len"),
     ("data", "--step 1 --data_path x.jsonl --rows 0", "--rows must be at least 1"),
@@ -33,15 +49,33 @@ WRONG = [
     ("data", "--data_path x.jsonl", "required: --step 1, 2, dpo or 3 (all flags: --help)"),
     ("data", "--step 1 --rows many", "--rows many: expected a whole number"),
     ("data", "--step 1 --data_path x.jsonl --streaming --streaming_rows 9", "omit --streaming"),
-    ("data", "--step 1 --tokenizer {lm} --data_path a.jsonl:2 b.jsonl", "give each data set a weight"),
-    ("evaluate", "", "give --model and --data_path"), ("evaluate", "--model a", "give --model and --data_path"),
+    (
+        "data",
+        "--step 1 --tokenizer {lm} --data_path a.jsonl:2 b.jsonl",
+        "give each data set a weight",
+    ),
+    ("evaluate", "", "give --model and --data_path"),
+    ("evaluate", "--model a", "give --model and --data_path"),
     ("evaluate", f"{TWO} --pairs a", "--pairs: left: step 2 with --validate_only"),
     ("evaluate", f"{TWO} --streaming", "--streaming: has no effect here"),
     ("evaluate", f"{TWO} --use_reward_model", "--use_reward_model: has no effect here"),
-    ("evaluate", f"{TWO} --samples 0", "--samples"), ("evaluate", f"{TWO} --show -1", "--show"),
-    ("evaluate", f"{TWO} --samples 2 --decoding greedy", "--samples has no effect with --decoding greedy"),
-    ("evaluate", f"{TWO} --process_reward min --reward_function length", "--process_reward min has no effect"),
-    ("evaluate", f"{TWO} --agent_func_path a.py --process_reward min --reward_model_name_or_path r", "not of episodes"),
+    ("evaluate", f"{TWO} --samples 0", "--samples"),
+    ("evaluate", f"{TWO} --show -1", "--show"),
+    (
+        "evaluate",
+        f"{TWO} --samples 2 --decoding greedy",
+        "--samples has no effect with --decoding greedy",
+    ),
+    (
+        "evaluate",
+        f"{TWO} --process_reward min --reward_function length",
+        "--process_reward min has no effect",
+    ),
+    (
+        "evaluate",
+        f"{TWO} --agent_func_path a.py --process_reward min --reward_model_name_or_path r",
+        "not of episodes",
+    ),
     ("evaluate", f"{TWO} --turn_reward to_go", "--turn_reward: has no effect here"),
     ("evaluate", f"{TWO} --agent_func_path a.py --tool_config b", "name one of them"),
     ("evaluate", f"{REAL} --agent_func_path none.py", "--agent_func_path none.py: cannot be used"),
@@ -49,21 +83,26 @@ WRONG = [
     ("evaluate", f"{TWO} --min_p 2", "--min_p must be a number from 0 to 1"),
     ("evaluate", f"{TWO} --actor_learning_rate 1", "unknown flag or value"),
     ("evaluate", f"{TWO} --html page.html", "--html: left: --show N prints the answers"),
-    ("evaluate", f"{REAL} --json /", "name a file"), ("evaluate", f"{REAL} --json none/a.json", "folder that exists"),
+    ("evaluate", f"{REAL} --json /", "name a file"),
+    ("evaluate", f"{REAL} --json none/a.json", "folder that exists"),
     ("evaluate", f"{REAL} --model {{reward}}", "reward: is a reward model"),
     ("evaluate", f"{REAL} --reward_model_name_or_path {{lm}}", "lm: has no trained scalar head"),
     ("evaluate", f"{REAL} --max_tokens 10000", "--max_tokens of 10040 tokens goes beyond"),
     ("plan", "--actor {lm}", "the learned reward needs --critic_model_name_or_path"),
-    ("plan", "--actor ./no --critic {reward}", "no: no such folder"), ("plan", f"{ROLES} --no_such 1", "unknown flag"),
+    ("plan", "--actor ./no --critic {reward}", "no: no such folder"),
+    ("plan", f"{ROLES} --no_such 1", "unknown flag"),
     ("plan", f"{ROLES} --devices 4 --devices_per_node 3", "the second must divide the first"),
-    ("plan", "--devices 0", "both must be above 0"), ("plan", "--device_memory 0GiB", "is not a size such as"),
+    ("plan", "--devices 0", "both must be above 0"),
+    ("plan", "--device_memory 0GiB", "is not a size such as"),
     ("plan", "--step 1 --model {lm} --lora_dim 4", "LoRA needs the package peft: pip install -e"),
-    ("report", "./none", "none: there is no such folder"), ("report", "{lm}", "has no metrics.jsonl"),
+    ("report", "./none", "none: there is no such folder"),
+    ("report", "{lm}", "has no metrics.jsonl"),
     ("serve", "--model {reward} --max_batch_tokens 0", "--max_batch_tokens"),
-    ("serve", "--model {reward} --port 99999", "--port"), ("serve", "--model /no/such --port 0", "--model /no/such"),
+    ("serve", "--model {reward} --port 99999", "--port"),
+    ("serve", "--model /no/such --port 0", "--model /no/such"),
     ("serve", "--model {prm} --port 0", "{prm}: is a process reward model"),
     ("serve", "--model {lm} --port 0", "lm: has no trained scalar head"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +110,20 @@ def places(assets, tmp_path_factory):
     prm = shutil.copytree(assets / "reward", tmp_path_factory.mktemp("wrong") / "prm")
     config = json.loads((prm / "config.json").read_text())
     (prm / "config.json").write_text(json.dumps({**config, "step_separator": "\n"}))
-    return {"lm": assets / "lm", "reward": assets / "reward", "prm": prm, "prompts": assets / "prompts.jsonl"}
+    return {
+        "lm": assets / "lm",
+        "reward": assets / "reward",
+        "prm": prm,
+        "prompts": assets / "prompts.jsonl",
+    }
 
 
 @pytest.mark.parametrize(("tool", "words", "said"), WRONG)
 def test_a_wrong_command_is_refused_in_a_line(places, tool, words, said, monkeypatch, capsys):
     if "peft" in said:
-        monkeypatch.setitem(sys.modules, "peft", None)  # an import of it would raise ModuleNotFoundError
+        monkeypatch.setitem(
+            sys.modules, "peft", None
+        )  # an import of it would raise ModuleNotFoundError
     assert MAINS[tool].main(words.format(**places).split()) == 2
     error = capsys.readouterr().err
     first, *hints = error.splitlines()
@@ -88,8 +134,11 @@ def test_a_wrong_command_is_refused_in_a_line(places, tool, words, said, monkeyp
 def test_reports_of_one_run_and_of_several(tmp_path, monkeypatch, capsys):
     folders = [str(write_run(tmp_path / name, ppo_lines(2))) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
-    for words, place in ((folders[:1], f"{folders[0]}/report.html"), (folders, "report.html"),
-                         ([*folders, "--out", "both.html"], "both.html")):  # fmt: skip
+    for words, place in (
+        (folders[:1], f"{folders[0]}/report.html"),
+        (folders, "report.html"),
+        ([*folders, "--out", "both.html"], "both.html"),
+    ):
         assert main(words) == 0
         assert capsys.readouterr().out.startswith(f"{place}: {len(folders[: len(words)])} run")
         assert Path(place).read_text().startswith("<!DOCTYPE html>")

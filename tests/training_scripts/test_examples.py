@@ -1,5 +1,5 @@
-"""The examples with episodes: their tools, games, demonstrations and commands; the example `gsm8k` on word problems in
-the form of GSM8K and a tiny model, and the commands of its README."""
+"""The examples with episodes: their tools, games, demonstrations and commands; the example `gsm8k`
+on word problems in the form of GSM8K and a tiny model, and the commands of its README."""
 
 import importlib
 import json
@@ -53,9 +53,14 @@ def test_demonstrations_of_the_calculator_call_it_as_episodes_do(monkeypatch, tm
     kinds = {"right": 0, "wrong": 0, "none": 0}
     for row in rows:
         question, *turns = row["messages"]
-        numbers = [int(word) for word in question["content"].removeprefix("What is ").rstrip("?").split("+")]
+        numbers = [
+            int(word)
+            for word in question["content"].removeprefix("What is ").rstrip("?").split("+")
+        ]
         opening = render(tokenizer, [question], open_answer=True, tools=row["tools"])
-        said = render(tokenizer, [question, turns[0]], open_answer=False, tools=row["tools"]).removeprefix(opening)
+        said = render(
+            tokenizer, [question, turns[0]], open_answer=False, tools=row["tools"]
+        ).removeprefix(opening)
         action = parse_action(tokenizer, said.removesuffix("<|end|>"), row["tools"])
         assert (row["tools"] or [form.tools[0]]) == form.tools
         if "tool_calls" not in action:
@@ -67,7 +72,10 @@ def test_demonstrations_of_the_calculator_call_it_as_episodes_do(monkeypatch, tm
         kinds["right" if seen["content"] == str(sum(numbers)) else "wrong"] += 1
         assert turns[2]["content"] == f"The sum is {seen['content']}."
     assert min(kinds.values()) > 0.15 * len(rows)
-    assert all(len(tokenizer.encode(digit)) == 1 for digit in "0123456789") and len(tokenizer.encode("48")) == 2
+    assert (
+        all(len(tokenizer.encode(digit)) == 1 for digit in "0123456789")
+        and len(tokenizer.encode("48")) == 2
+    )
 
 
 def test_the_game_by_hand(monkeypatch):
@@ -83,13 +91,22 @@ def test_the_game_by_hand(monkeypatch):
     assert (observation, ended, numbers) == ("", True, {"right": True, "questions": 6})
     assert reward == pytest.approx(1 - 6 * 0.05)
     assert game.step("It is the thing.")[1:3] == (0.0, True)
-    answers = [tuple(thing in things.split() for things in task.QUESTIONS.values()) for thing in task.THINGS]
+    answers = [
+        tuple(thing in things.split() for things in task.QUESTIONS.values())
+        for thing in task.THINGS
+    ]
     assert len({of_thing[:3] for of_thing in answers}) == 8, "three questions tell all things apart"
-    assert [sum(of_question[3:]) for of_question in answers].count(1) == 1, "of the others, one names one thing"
-    found = []  # of the player without a plan: of every choice of questions, the share of things that it tells apart
+    assert [sum(of_question[3:]) for of_question in answers].count(1) == 1, (
+        "of the others, one names one thing"
+    )
+    # of the player without a plan: of every choice of questions, the share of things that it tells
+    # apart
+    found = []
     for count in range(5):
-        told = [len({itemgetter(*kept)(of_thing) if kept else () for of_thing in answers}) / 8
-                for kept in combinations(range(5), count)]  # fmt: skip
+        told = [
+            len({itemgetter(*kept)(of_thing) if kept else () for of_thing in answers}) / 8
+            for kept in combinations(range(5), count)
+        ]
         found.append(sum(told) / len(told) * (1 - 0.05 * count))
     assert sum(found) / 5 == pytest.approx(0.35, abs=0.005), "as the README says"
     for seed in range(20):
@@ -109,16 +126,21 @@ def test_the_steps_accept_the_commands(tmp_path, name, ranks):
     more = ["--seed", "7"] if name == "twenty_questions" else ["--tools", "--seed", "7"]
     command = ["bash", script, "out", *more]
     env = environment() | {"RANKS": str(ranks)}
-    result = succeed(subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, check=False))
+    result = succeed(
+        subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
+    )
     assert f"made {script.parent}/task.py" in result.stderr
     sft, ppo = map(json.loads, result.stdout.splitlines())
     first, second = (parse(step, words[1:]) for step, words in (("sft", sft), ("ppo", ppo)))
     assert flatten(first)["output_dir"] == flatten(second)["actor_model_name_or_path"] == "out/sft"
     assert (
         flatten(second)["seed"] == 7
-        and first.fit.per_device_train_batch_size == {"calculator": 64, "twenty_questions": 32}[name] // ranks
+        and first.fit.per_device_train_batch_size
+        == {"calculator": 64, "twenty_questions": 32}[name] // ranks
     )
-    assert bool(second.environment.is_used) is (name == "twenty_questions"), "--tools without one turns it off"
+    assert bool(second.environment.is_used) is (name == "twenty_questions"), (
+        "--tools without one turns it off"
+    )
 
 
 FOLDER = ROOT / "training_scripts/examples/gsm8k"
@@ -142,16 +164,21 @@ def problem(number: int) -> dict[str, str]:
     }
 
 
-def script(name: str, *words: object, folder: Path = FOLDER, **variables: object) -> subprocess.CompletedProcess[str]:
+def script(
+    name: str, *words: object, folder: Path = FOLDER, **variables: object
+) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in environment().items() if key not in ("MODEL", "DATA")}
     env |= {"RANKS": "1"} | {key: str(value) for key, value in variables.items()}
     command = ["bash", folder / name, *map(str, words)]
-    return subprocess.run(command, env=env, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+    return subprocess.run(
+        command, env=env, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False
+    )
 
 
 @pytest.fixture(scope="module")
 def out(assets, tmp_path_factory) -> Path:
-    """The folders of what the three scripts start, one after the other as the README of the example does."""
+    """The folders of what the three scripts start, one after the other as the README of the example
+    does."""
     out = tmp_path_factory.mktemp("gsm8k")
     copy = shutil.copytree(FOLDER, out / FOLDER.relative_to(ROOT))
     (out / "training_scripts/ranks.sh").write_text(GSM8K_STUBS)
@@ -159,23 +186,52 @@ def out(assets, tmp_path_factory) -> Path:
     data.write_text("".join(json.dumps(problem(number)) + "\n" for number in range(40)))
     shared = ("--dtype", "fp32")
     for name, folder, model, words in (
-        ("run_sft.sh", "sft", assets / "lm",
-         ("--max_steps", 100, "--learning_rate", 1e-2, *shared)),
-        ("run_grpo.sh", "grpo", out / "sft",
-         ("--max_steps", 2, "--eval_samples", 2, "--per_device_generation_batch_size", 16, *TINY, *shared)),
-        ("run_evaluate.sh", "evaluation", "",
-         ("--model", out / "sft", out / "grpo/actor", "--max_tokens", 24, *shared)),
-    ):  # fmt: skip
-        started = succeed(script(name, out / folder, *words, folder=copy, MODEL=model, DATA=data)).stdout
+        (
+            "run_sft.sh",
+            "sft",
+            assets / "lm",
+            ("--max_steps", 100, "--learning_rate", 1e-2, *shared),
+        ),
+        (
+            "run_grpo.sh",
+            "grpo",
+            out / "sft",
+            (
+                "--max_steps",
+                2,
+                "--eval_samples",
+                2,
+                "--per_device_generation_batch_size",
+                16,
+                *TINY,
+                *shared,
+            ),
+        ),
+        (
+            "run_evaluate.sh",
+            "evaluation",
+            "",
+            ("--model", out / "sft", out / "grpo/actor", "--max_tokens", 24, *shared),
+        ),
+    ):
+        started = succeed(
+            script(name, out / folder, *words, folder=copy, MODEL=model, DATA=data)
+        ).stdout
         main, *flags = json.loads(started)
-        succeed(forked(1, "tests/workers/run_module.py", *flags) if main == "-m" else forked(1, main, *flags))
+        succeed(
+            forked(1, "tests/workers/run_module.py", *flags)
+            if main == "-m"
+            else forked(1, main, *flags)
+        )
     return out
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.release
-def test_sft_learns_the_form_of_the_answers_grpo_reports_both_rules_and_the_evaluation_compares_both(out):
+def test_sft_learns_the_form_of_answers_grpo_reports_both_rules_and_the_evaluation_compares_both(
+    out,
+):
     first, *_, last = [line["eval_loss"] for line in metrics_of(out / "sft") if "eval_loss" in line]
     assert last < first / 3
     lines = metrics_of(out / "grpo")
@@ -193,18 +249,33 @@ def test_sft_learns_the_form_of_the_answers_grpo_reports_both_rules_and_the_eval
 def test_the_steps_accept_the_commands_of_the_readme(tmp_path, ranks):
     shutil.copytree(FOLDER, tmp_path / FOLDER.relative_to(ROOT))
     (tmp_path / "training_scripts/ranks.sh").write_text(GSM8K_STUBS)
-    commands = (FOLDER / "README.md").read_text().split("## Commands")[1].split("```bash")[1].split("```")[0]
+    commands = (
+        (FOLDER / "README.md")
+        .read_text()
+        .split("## Commands")[1]
+        .split("```bash")[1]
+        .split("```")[0]
+    )
     words = ["bash", "-euo", "pipefail", "-c", commands]
     env = environment() | {"RANKS": str(ranks)}
-    result = succeed(subprocess.run(words, env=env, cwd=tmp_path, text=True, capture_output=True, check=False))
+    result = succeed(
+        subprocess.run(words, env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
+    )
     started = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [words[0] for words in started[:2]] == [f"{tmp_path}/training/step{n}/main.py" for n in ("1_sft", "3_ppo")]
-    sft, grpo = (parse(step, words[1:]) for step, words in zip(("sft", "ppo"), started[:2], strict=True))
+    assert [words[0] for words in started[:2]] == [
+        f"{tmp_path}/training/step{n}/main.py" for n in ("1_sft", "3_ppo")
+    ]
+    sft, grpo = (
+        parse(step, words[1:]) for step, words in zip(("sft", "ppo"), started[:2], strict=True)
+    )
     first, second, third = flatten(sft), flatten(grpo), vars(read_arguments(started[2][2:]).words)
     assert second["actor_model_name_or_path"] == first["output_dir"] == third["model"][0]
     assert f"{second['output_dir']}/actor" == third["model"][1]
     assert (
-        first["eval_data_path"] == second["eval_data_path"] == third["data_path"] == ["openai/gsm8k:main[train[95%:]]"]
+        first["eval_data_path"]
+        == second["eval_data_path"]
+        == third["data_path"]
+        == ["openai/gsm8k:main[train[95%:]]"]
     )
     assert first["input_template"] == second["input_template"] == third["input_template"]
     assert second["reward_function"] == third["reward_function"]

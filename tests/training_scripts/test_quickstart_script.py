@@ -37,14 +37,18 @@ def steps_run(script: Path, stop: str = "") -> tuple[int, list[str]]:
     """(exit code, step and extra arguments of each step that ran)."""
     out = script.parents[1] / "out"
     (out / "steps").unlink(missing_ok=True)
-    result = subprocess.run(["bash", script, out], env={**os.environ, "STOP": stop}, check=False, capture_output=True)
+    result = subprocess.run(
+        ["bash", script, out], env={**os.environ, "STOP": stop}, check=False, capture_output=True
+    )
     lines = (out / "steps").read_text().splitlines() if (out / "steps").exists() else []
     return result.returncode, lines
 
 
 def test_a_stopped_step_ends_the_quickstart_and_is_resumed(script):
     assert steps_run(script, "sft") == (1, ["sft"])
-    assert steps_run(script, "reward") == (1, ["sft", "reward"]), "the step is resumed, not started from scratch"
+    assert steps_run(script, "reward") == (1, ["sft", "reward"]), (
+        "the step is resumed, not started from scratch"
+    )
     assert steps_run(script) == (0, ["reward", "ppo"])
     assert steps_run(script) == (0, [])
 

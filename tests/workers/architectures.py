@@ -1,10 +1,12 @@
-"""Runs the three steps of many architectures in the same ranks, and one update with rows that differ by rank.
+"""Runs the three steps of many architectures in the same ranks, and one update with rows that
+differ by rank.
 
 architectures.py FOLDER
 
-    FOLDER/cases.json: {"runs": name -> [number of ranks, step, words], "updates": name -> [model folder, rows of
-        each rank, weight of the router loss]}
-    writes found_RANKS.json: name -> log; beside each saved model outputs.pt; for updates NAME.updated, the weights
+    FOLDER/cases.json: {"runs": name -> [number of ranks, step, words],
+        "updates": name -> [model folder, rows of each rank, weight of the router loss]}
+    writes found_RANKS.json: name -> log; beside each saved model outputs.pt; for updates
+    NAME.updated, the weights
 """
 
 import contextlib
@@ -36,29 +38,44 @@ from dschat_ppo.run.launch import leave
 from dschat_ppo.supervised import sft, train_preference, trainer
 from workers.quick import be_quick
 
-TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "ppo": train_ppo.train_ppo}
-IDS, LENGTHS = torch.arange(40, 88).view(3, 16), torch.tensor([16, 11, 5])  # of the rows for every saved model
+TRAIN = {
+    "sft": sft.train_sft,
+    "reward": train_preference.train_preferences,
+    "ppo": train_ppo.train_ppo,
+}
+IDS, LENGTHS = (
+    torch.arange(40, 88).view(3, 16),
+    torch.tensor([16, 11, 5]),
+)  # of the rows for every saved model
 
 
 @torch.no_grad()
 def save_with_outputs(engine, tokenizer, folder, *arguments, **options) -> None:
-    """`save_model`, and what the model computes for `IDS`: log-probs, or values (0 after a row's end)."""
+    """`save_model`, and what the model computes for `IDS`: log-probs, or values (0 after a row's
+    end)."""
     save_model(engine, tokenizer, folder, *arguments, **options)
     engine.eval()
     real = torch.arange(IDS.shape[1]) < LENGTHS.unsqueeze(1)
-    found = engine(IDS, real)[0] if isinstance(engine.module, PolicyModel) else engine(IDS, LENGTHS)[real]
+    found = (
+        engine(IDS, real)[0]
+        if isinstance(engine.module, PolicyModel)
+        else engine(IDS, LENGTHS)[real]
+    )
     if dist.is_main():
         torch.save(found, Path(folder) / "outputs.pt")
 
 
 def update(folder: str, rows: list[list[list[int]]], coef: float, out: str) -> None:
-    """One update on this rank's rows, packed, by almost the gradient (epsilon 1); rank 0 writes the weights after it.
-    Each weight is gathered where it is used, and layers run again in the backward pass."""
+    """One update on this rank's rows, packed, by almost the gradient (epsilon 1); rank 0 writes the
+    weights after it. Each weight is gathered where it is used, and layers run again in the backward
+    pass."""
     config = train_config(3, "fp32", False, dist.world_size(), 0.0)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     model = PolicyModel(load_causal_lm(folder, "fp32", config), Layout(packed=True, shares=True))
     model.gradient_checkpointing_enable()
-    engine = train_engine(model, config, OptimizerSettings(1.0, 0.0, "constant", 0, 1, (0.9, 0.95), 1.0))
+    engine = train_engine(
+        model, config, OptimizerSettings(1.0, 0.0, "constant", 0, 1, (0.9, 0.95), 1.0)
+    )
     ids = pad_sequence([torch.tensor(row) for row in rows[dist.rank()]], batch_first=True)
     lengths = torch.tensor([len(row) for row in rows[dist.rank()]])
     slots = torch.arange(ids.shape[1])
@@ -71,7 +88,9 @@ def update(folder: str, rows: list[list[list[int]]], coef: float, out: str) -> N
 
     loss_of = partial(loss, sums=sums)
     if settings is not None:
-        loss_of = with_router_term(settings, "router_loss", [batch], loss, lambda rows: rows.loss_mask.any(dim=1), sums)
+        loss_of = with_router_term(
+            settings, "router_loss", [batch], loss, lambda rows: rows.loss_mask.any(dim=1), sums
+        )
     apply(accumulate(engine, [batch], loss_of))
     weights = gather_state(engine.module.lm)
     if dist.is_main():

@@ -1,4 +1,5 @@
-"""Runs each bad command line through the entry point in one process, with every model load forbidden.
+"""Runs each bad command line through the entry point in one process, with every model load
+forbidden.
 
 bad_input.py CASES_FILE OUT_FILE       cases: name -> [step, words]
 """
@@ -15,7 +16,11 @@ from dschat_ppo.ppo import train_ppo
 from dschat_ppo.run.launch import run_step
 from dschat_ppo.supervised import sft, train_preference
 
-TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "ppo": train_ppo.train_ppo}
+TRAIN = {
+    "sft": sft.train_sft,
+    "reward": train_preference.train_preferences,
+    "ppo": train_ppo.train_ppo,
+}
 
 
 def forbidden(*_args, **_kwargs):
@@ -29,7 +34,10 @@ def main() -> None:
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
             code = run_step(lambda argv, step=step: parse(step, argv), TRAIN[step], words)
-        found[name] = [code, re.search(r"^error:.*", errors.getvalue(), re.M | re.S)[0].splitlines()]
+        found[name] = [
+            code,
+            re.search(r"^error:.*", errors.getvalue(), re.M | re.S)[0].splitlines(),
+        ]
     Path(sys.argv[-1]).write_text(json.dumps(found))
 
 

@@ -1,4 +1,5 @@
-"""Models whose rows are divided among the ranks against the same models on whole rows, for `layouts.py`."""
+"""Models whose rows are divided among the ranks against the same models on whole rows, for
+`layouts.py`."""
 
 from dataclasses import replace
 from itertools import product
@@ -12,30 +13,50 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
-SHORT_ROPE = {"phi3-longrope": {"original_max_position_embeddings": 32}}  # so that 41 tokens are a long row
-FAMILIES = ("llama", "mistral-window", "gemma2", "gemma3", "gpt-oss", "opt", "gpt2", "gpt-neox", "phi3-longrope")
+SHORT_ROPE = {
+    "phi3-longrope": {"original_max_position_embeddings": 32}
+}  # so that 41 tokens are a long row
+FAMILIES = (
+    "llama",
+    "mistral-window",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "opt",
+    "gpt2",
+    "gpt-neox",
+    "phi3-longrope",
+)
 
 
 def families() -> dict[str, list[float]]:
     """Name -> largest differences of outputs and of gradients."""
     found = {}
     for kind, packed in product(FAMILIES, (False, True)):
-        found[f"{kind}{' packed' * packed}"] = against_whole_rows(kind, packed, **SHORT_ROPE.get(kind, {}))
+        found[f"{kind}{' packed' * packed}"] = against_whole_rows(
+            kind, packed, **SHORT_ROPE.get(kind, {})
+        )
     for heads in (1, 3):
         changes = {"num_key_value_heads": heads, "num_attention_heads": 12, "hidden_size": 48}
         found[f"{heads} key heads"] = against_whole_rows("llama", True, **changes)
     for kind, packed in product(("llama", "mistral-window"), (False, True)):
-        found[f"{kind} eager{' packed' * packed}"] = against_whole_rows(kind, packed, choice="eager")
+        found[f"{kind} eager{' packed' * packed}"] = against_whole_rows(
+            kind, packed, choice="eager"
+        )
     found["scalar"] = against_whole_rows("llama", False, scalar=True)
     found["scalar packed"] = against_whole_rows("mistral-window", True, scalar=True)
     return found
 
 
-def against_whole_rows(kind: str, packed: bool, scalar: bool = False, choice: str = "auto", **changes) -> list[float]:
-    """Largest differences between divided and whole rows: of the outputs, and of the gradients relative to them.
-    `choice`: attention of the divided rows."""
+def against_whole_rows(
+    kind: str, packed: bool, scalar: bool = False, choice: str = "auto", **changes
+) -> list[float]:
+    """Largest differences between divided and whole rows: of the outputs, and of the gradients
+    relative to them. `choice`: attention of the divided rows."""
     lm = new_model(kind, **changes)
-    lengths = torch.tensor([41, 9, 15])  # 41 columns and 65 tokens: neither is a multiple of the ranks
+    lengths = torch.tensor(
+        [41, 9, 15]
+    )  # 41 columns and 65 tokens: neither is a multiple of the ranks
     ids = torch.randint(2, VOCABULARY, (3, 41), generator=torch.Generator().manual_seed(3))
     slots = torch.arange(41)
     wanted = (slots >= torch.tensor([[4], [2], [12]])) & (slots < lengths.unsqueeze(1))
@@ -49,11 +70,18 @@ def against_whole_rows(kind: str, packed: bool, scalar: bool = False, choice: st
     results = []
     for divided in (False, True):
         model.zero_grad()
-        model.layout = replace(model.layout, divided=divided, attention=choice if divided else "auto")
+        model.layout = replace(
+            model.layout, divided=divided, attention=choice if divided else "auto"
+        )
         if scalar:
             outputs = model(ids, lengths)[wanted].unsqueeze(0)
-            assert torch.equal(model(ids, lengths, last_only=True), model(ids, lengths).gather(
-                1, (lengths - 1).unsqueeze(1)).squeeze(1)) or not divided  # fmt: skip
+            assert (
+                torch.equal(
+                    model(ids, lengths, last_only=True),
+                    model(ids, lengths).gather(1, (lengths - 1).unsqueeze(1)).squeeze(1),
+                )
+                or not divided
+            )
         else:
             forbidden = wanted & (slots % 3 == 0), (0, 1)
             outputs = torch.stack(model(ids, wanted, 0.7, True, forbidden=forbidden))
@@ -61,11 +89,15 @@ def against_whole_rows(kind: str, packed: bool, scalar: bool = False, choice: st
         gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         results.append((outputs.detach(), dist.all_reduce(gradients) if divided else gradients))
     (whole, expected), (found, gradients) = results
-    return [float((found - whole).abs().max()), float((gradients - expected).abs().max() / expected.abs().max())]
+    return [
+        float((found - whole).abs().max()),
+        float((gradients - expected).abs().max() / expected.abs().max()),
+    ]
 
 
 def refusals() -> list[str]:
-    """Why models are not divided whose tokens meet outside attention, or whose window is in their mask alone."""
+    """Why models are not divided whose tokens meet outside attention, or whose window is in their
+    mask alone."""
     found = []
     for change in ("shift", "window"):
         lm = new_model("llama")

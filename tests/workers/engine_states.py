@@ -1,9 +1,10 @@
-"""Saves engines of many layouts, trains on, loads the files into new engines and trains those; writes the results.
+"""Saves engines of many layouts, trains on, loads the files into new engines and trains those;
+writes the results.
 
 engine_states.py FOLDER first|main|last
 
-`first` (1 rank) saves what `main` (2 ranks) loads; `main` saves what `last` (1 rank) loads. Each rank writes to
-FOLDER/PART.RANK.
+`first` (1 rank) saves what `main` (2 ranks) loads; `main` saves what `last` (1 rank) loads. Each
+rank writes to FOLDER/PART.RANK.
 """
 
 import hashlib
@@ -30,7 +31,10 @@ from workers.quick import joined_ranks
 
 BEFORE, AFTER = 4, 3
 ROWS, WORDS, VOCABULARY = 8, 5, 13
-OVERFLOWS = (1, 5)  # steps whose gradients are too large for fp16, one before the save and one after
+OVERFLOWS = (
+    1,
+    5,
+)  # steps whose gradients are too large for fp16, one before the save and one after
 MATRICES = ("narrow.weight", "widen.weight")  # which Muon trains
 OVERLAY = {"zero_optimization": {"stage3_param_persistence_threshold": 20, "sub_group_size": 60}}
 
@@ -45,12 +49,20 @@ class Case:
     muon: bool = False
 
     def __str__(self) -> str:
-        marks = {"offload": self.offload, "unstarted": not self.begun, "frozen": self.frozen, "muon": self.muon}
-        return " ".join([f"stage {self.stage} {self.dtype}", *(mark for mark, there in marks.items() if there)])
+        marks = {
+            "offload": self.offload,
+            "unstarted": not self.begun,
+            "frozen": self.frozen,
+            "muon": self.muon,
+        }
+        return " ".join(
+            [f"stage {self.stage} {self.dtype}", *(mark for mark, there in marks.items() if there)]
+        )
 
 
 class Tiny(nn.Module):
-    """Odd sizes, so that partitions are padded; tied weights, a frozen parameter and a buffer that training changes."""
+    """Odd sizes, so that partitions are padded; tied weights, a frozen parameter and a buffer that
+    training changes."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -73,12 +85,19 @@ class Tiny(nn.Module):
 def build(case: Case, seed: int = 0):
     overlay = OVERLAY | ({"fp16": {"initial_scale_power": 10}} if case.dtype == "fp16" else {})
     config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, overlay)
-    betas = (0.85, 0.98)  # their fp32 powers by multiplication and by pow() differ from the third step on
-    settings = OptimizerSettings(0.05, 0.3, "cosine", 2, 20, betas, 1e-8, muon_learning_rate=0.1 if case.muon else None)
+    betas = (
+        0.85,
+        0.98,
+    )  # their fp32 powers by multiplication and by pow() differ from the third step on
+    settings = OptimizerSettings(
+        0.05, 0.3, "cosine", 2, 20, betas, 1e-8, muon_learning_rate=0.1 if case.muon else None
+    )
     build_engine.is_layer_matrix = lambda name, shape: name in MATRICES
     model = Tiny(seed)
     if case.frozen:  # as loaded from a folder: the same whatever the seed
-        model.embedding.weight, model.head.weight = (Tiny(99).embedding.weight.requires_grad_(False),) * 2
+        model.embedding.weight, model.head.weight = (
+            Tiny(99).embedding.weight.requires_grad_(False),
+        ) * 2
         model.narrow.weight = Tiny(99).narrow.weight.requires_grad_(False)
     return train_engine(model, config, settings)
 
@@ -87,7 +106,9 @@ def train(engine, steps) -> list[list[float]]:
     """Loss of the global batch, gradient norm, learning rate and loss scale of each step."""
     found = []
     for step in steps:
-        rows = torch.randint(VOCABULARY, (ROWS, WORDS), generator=torch.Generator().manual_seed(step))
+        rows = torch.randint(
+            VOCABULARY, (ROWS, WORDS), generator=torch.Generator().manual_seed(step)
+        )
         mine = rows[dist.rank() :: dist.world_size()]
         losses = []
         too_large = engine.fp16_enabled() and step in OVERFLOWS
@@ -108,22 +129,40 @@ def train(engine, steps) -> list[list[float]]:
 def without_padding(engine) -> list[torch.Tensor]:
     """The masters of this rank, whose padding is uninitialised and never used."""
     flats = engine_state.flat_masters(engine)
-    return [flats[at.flat].flatten()[at.offset :][: at.length] for at in engine_state._fragments_of(engine)]
+    return [
+        flats[at.flat].flatten()[at.offset :][: at.length]
+        for at in engine_state._fragments_of(engine)
+    ]
 
 
 def digest(engine) -> str:
-    """SHA-256 of the state of this rank: weights, masters, moments, counts, buffers, scale, counters, schedule."""
-    weights = [own_part(weight)[1] for weight in engine.module.parameters()]  # without padding, which is uninitialised
-    held = [engine.basic_optimizer.state.get(master, {}) for master in engine_state.flat_masters(engine)]
+    """SHA-256 of the state of this rank: weights, masters, moments, counts, buffers, scale,
+    counters, schedule."""
+    weights = [
+        own_part(weight)[1] for weight in engine.module.parameters()
+    ]  # without padding, which is uninitialised
+    held = [
+        engine.basic_optimizer.state.get(master, {}) for master in engine_state.flat_masters(engine)
+    ]
     states = [state[key] for state in held for key in sorted(state)]
-    tensors = [*weights, *without_padding(engine), *engine.module.buffers(), *map(torch.as_tensor, states)]
+    tensors = [
+        *weights,
+        *without_padding(engine),
+        *engine.module.buffers(),
+        *map(torch.as_tensor, states),
+    ]
     hashed = hashlib.sha256()
     for tensor in tensors:
         hashed.update(tensor.detach().clone().flatten().view(torch.uint8).numpy().tobytes())
     scaler = vars(engine.optimizer.loss_scaler) if hasattr(engine.optimizer, "loss_scaler") else {}
     counters = [engine.global_steps, engine.global_samples, engine.skipped_steps]
-    groups = [{key: group[key] for key in group if key != "params"} for group in engine.optimizer.param_groups]
-    schedule = {key: value for key, value in engine.lr_scheduler.state_dict().items() if key != "lr_lambdas"}
+    groups = [
+        {key: group[key] for key in group if key != "params"}
+        for group in engine.optimizer.param_groups
+    ]
+    schedule = {
+        key: value for key, value in engine.lr_scheduler.state_dict().items() if key != "lr_lambdas"
+    }
     hashed.update(repr([scaler, counters, groups, schedule]).encode())
     return hashed.hexdigest()
 
@@ -131,24 +170,38 @@ def digest(engine) -> str:
 def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
     """Name -> fp32 weight and moments, whole, by DeepSpeed's own functions. Collective."""
     if engine.zero_optimization_stage() in (1, 2) and engine.basic_optimizer.state:
-        engine.optimizer._hp_optimizer_states_linked = False  # by itself it links the first group alone
+        engine.optimizer._hp_optimizer_states_linked = (
+            False  # by itself it links the first group alone
+        )
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for weight, name in engine.param_names.items():
         if not weight.requires_grad:
             continue
         muon = name in MATRICES and "use_muon" in engine.optimizer.param_groups[-1]
-        keys = (("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")) if engine.basic_optimizer.state else ()
+        keys = (
+            (("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq"))
+            if engine.basic_optimizer.state
+            else ()
+        )
         if engine.zero_optimization():
             states = {key: safe_get_full_optimizer_state(weight, key) for key in keys}
             found[name] = {engine_state.WEIGHTS: safe_get_full_fp32_param(weight), **states}
         else:
-            found[name] = {engine_state.WEIGHTS: weight, **{key: engine.optimizer.state[weight][key] for key in keys}}
-    return {name: {key: value.detach().clone() for key, value in states.items()} for name, states in found.items()}
+            found[name] = {
+                engine_state.WEIGHTS: weight,
+                **{key: engine.optimizer.state[weight][key] for key in keys},
+            }
+    return {
+        name: {key: value.detach().clone() for key, value in states.items()}
+        for name, states in found.items()
+    }
 
 
 def steps_of(engine) -> list[int]:
-    return sorted({int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state})
+    return sorted(
+        {int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state}
+    )
 
 
 def save_and_go_on(case: Case, folder: Path) -> dict:
@@ -184,33 +237,53 @@ def reshard_engine(case: Case, folder: Path) -> dict:
     for weight in partitioned:
         weight.all_gather()  # as a forward pass may leave it
     engine_state.load_engine(engine, folder)
-    settled = all((weight.ds_status == ZeroParamStatus.AVAILABLE) == weight.ds_persist for weight in partitioned)
+    settled = all(
+        (weight.ds_status == ZeroParamStatus.AVAILABLE) == weight.ds_persist
+        for weight in partitioned
+    )
     full = full_states(engine)
     differing = [
-        f"{name} {key}" for name in expected["full"] for key, value in expected["full"][name].items()
+        f"{name} {key}"
+        for name in expected["full"]
+        for key, value in expected["full"][name].items()
         if not torch.equal(full[name][key], value)
-    ]  # fmt: skip
-    half = all(torch.equal(v["fp32"], v["fp32"].bfloat16().float()) for v in expected["full"].values())
+    ]
+    half = all(
+        torch.equal(v["fp32"], v["fp32"].bfloat16().float()) for v in expected["full"].values()
+    )
     counters = [engine.global_steps, engine.skipped_steps, int(engine.module.passes)]
     decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
     steps, names = steps_of(engine), sorted(full)
     after = train(engine, range(case.begun, case.begun + AFTER))
     return {
-        "settled": settled, "differing": differing, "masters_are_bf16": half,
-        "counters": counters, "decays": decays, "steps": [steps, expected["steps"]], "names": names,
-        "after": after, "expected": expected["after"],
-    }  # fmt: skip
+        "settled": settled,
+        "differing": differing,
+        "masters_are_bf16": half,
+        "counters": counters,
+        "decays": decays,
+        "steps": [steps, expected["steps"]],
+        "names": names,
+        "after": after,
+        "expected": expected["after"],
+    }
 
 
 SAVED = {
     "first": [Case(0), Case(2, "bf16"), Case(0, muon=True)],
     "main": [
-        Case(0), Case(3), Case(1, "bf16"), Case(3, "bf16"), Case(2, "bf16", offload=True),
-        Case(3, "bf16", offload=True), Case(2, "fp16"), Case(3, begun=0), Case(3, frozen=True),
+        Case(0),
+        Case(3),
+        Case(1, "bf16"),
+        Case(3, "bf16"),
+        Case(2, "bf16", offload=True),
+        Case(3, "bf16", offload=True),
+        Case(2, "fp16"),
+        Case(3, begun=0),
+        Case(3, frozen=True),
         Case(1, "bf16", muon=True),
     ],
     "last": [],
-}  # fmt: skip
+}
 RESHARDED = {
     "first": [],
     "main": [
@@ -231,7 +304,7 @@ RESHARDED = {
         ("main", Case(3, frozen=True), Case(2, frozen=True)),
         ("main", Case(1, "bf16", muon=True), Case(0, muon=True)),
     ],
-}  # fmt: skip
+}
 
 
 def main() -> None:

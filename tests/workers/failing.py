@@ -1,6 +1,7 @@
 """Two ranks that reduce a number step by step, until one of them fails as the case says.
 
-failing.py CASE OUT        OUT/ready_R holds rank R's process number once steps go by, OUT/left_R how it ended
+failing.py CASE OUT        OUT/ready_R holds rank R's process number once steps go by, OUT/left_R
+how it ended
 """
 
 import ctypes
@@ -38,8 +39,8 @@ def hold_the_lock() -> None:
 
 
 def take_time() -> None:
-    """Exceed the watchdog's limit twice, with heartbeats, then with the watchdog paused; then be asked to stop. Rank 0
-    waits."""
+    """Exceed the watchdog's limit twice, with heartbeats, then with the watchdog paused; then be
+    asked to stop. Rank 0 waits."""
     for _ in range(int((LIMIT + 11.0) / 0.1)):
         heartbeat.heartbeat()
         time.sleep(0.1)
@@ -92,7 +93,9 @@ def train(words: list[str]) -> None:
 def main() -> None:
     words = [word for word in sys.argv[1:] if not re.match("--local_rank", word)]
     code = run_step(lambda argv: argv, train, words)
-    (Path(words[1]) / f"left_{dist.rank()}").write_text(json.dumps({"code": code, "reason": stop_requests.reason()}))
+    (Path(words[1]) / f"left_{dist.rank()}").write_text(
+        json.dumps({"code": code, "reason": stop_requests.reason()})
+    )
     leave(code)
 
 

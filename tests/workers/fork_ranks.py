@@ -1,12 +1,17 @@
-"""Forks ranks from one process that has imported the libraries, which costs a process about seven seconds.
+"""Forks ranks from one process that has imported the libraries, which costs a process about seven
+seconds.
 
-fork_ranks.py      reads a line of JSON for each launch, answers with the number of a process, and ends with its input
+fork_ranks.py      reads a line of JSON for each launch, answers with the number of a process, and
+ends with its input
 
-    a launch: {"ranks": [environment of a rank, ...], "script": path, "words": [text, ...], "folder": where it runs,
-        "stdin": path, "out": path, "err": path, "code": path of the file that gets the exit code, "end": number of the
+    a launch: {"ranks": [environment of a rank, ...], "script": path, "words": [text, ...],
+    "folder": where it runs,
+        "stdin": path, "out": path, "err": path, "code": path of the file that gets the exit
+        code, "end": number of the
         signal that the other ranks get if one fails, "machine": null, or see `enter`}
 
-The process waits for the ranks. A signal to its group reaches all of them, as Ctrl-C does; its end is theirs.
+The process waits for the ranks. A signal to its group reaches all of them, as Ctrl-C does; its end
+is theirs.
 """
 
 import ctypes
@@ -25,11 +30,22 @@ from typing import NoReturn, TextIO
 from dschat_ppo.common.processes import signal_when_parent_ends
 
 IMPORTED = (
-    "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
-    "dschat_ppo.ppo.train_ppo", "dschat_ppo.supervised.sft", "dschat_ppo.supervised.train_preference", "peft",
-    "torch.utils.tensorboard", "transformers.models.llama.modeling_llama",
-)  # fmt: skip
-NEW_MOUNTS, NEW_NAME, NEW_MEMORY, NEW_PROCESSES, NETWORK = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "dschat_ppo.ppo.train_ppo",
+    "dschat_ppo.supervised.sft",
+    "dschat_ppo.supervised.train_preference",
+    "peft",
+    "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama",
+)
+NEW_MOUNTS, NEW_NAME, NEW_MEMORY, NEW_PROCESSES, NETWORK = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x20000000,
+    0x40000000,
+)
 PRIVATE, RECURSIVE, BIND = 1 << 18, 1 << 14, 1 << 12
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -40,14 +56,21 @@ def check(result: int) -> None:
 
 
 def mount(source: str, place: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    words = (source.encode(), place.encode(), kind.encode() or None, flags, options.encode() or None)
+    words = (
+        source.encode(),
+        place.encode(),
+        kind.encode() or None,
+        flags,
+        options.encode() or None,
+    )
     check(LIBC.mount(*words))
 
 
 def enter(machine: dict) -> None:
     """Leave the network, names, memory and mounts of this machine, and the processes for children.
 
-    machine: {"space": network namespace, "name": its name, "disk": folder, "place": where it sees that folder}
+    machine: {"space": network namespace, "name": its name, "disk": folder, "place": where it sees
+    that folder}
     """
     with open(f"/run/netns/{machine['space']}") as space:
         check(LIBC.setns(space.fileno(), NETWORK))
@@ -61,19 +84,26 @@ def enter(machine: dict) -> None:
 
 
 def run_rank(number: int, launch: dict) -> NoReturn:
-    """Run the script as `__main__` with the environment of a rank; ends the process with its exit code."""
+    """Run the script as `__main__` with the environment of a rank; ends the process with its exit
+    code."""
     signal_when_parent_ends(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(launch["ranks"][number])
     tempfile.tempdir = None  # which the process before may have looked up
-    gc.collect = lambda generation=2: 0  # DeepSpeed collects for each engine, in a third of the time of small runs
+    gc.collect = lambda generation=2: (
+        0
+    )  # DeepSpeed collects for each engine, in a third of the time of small runs
     if launch["machine"]:
         from dschat_ppo.run import first_failure
 
         first_failure._OWN_FOLDERS = f"dschat_ppo_{os.getuid()}_{launch['machine']['name']}_"
     sys.stdout.flush()
     sys.stderr.flush()
-    for file, name, flags in ((0, "stdin", os.O_RDONLY), (1, "out", os.O_WRONLY), (2, "err", os.O_WRONLY)):
+    for file, name, flags in (
+        (0, "stdin", os.O_RDONLY),
+        (1, "out", os.O_WRONLY),
+        (2, "err", os.O_WRONLY),
+    ):
         opened = os.open(launch[name], flags | os.O_APPEND)
         os.dup2(opened, file)  # below Python too
         os.close(opened)
@@ -94,8 +124,8 @@ def run_rank(number: int, launch: dict) -> NoReturn:
 
 
 def run_ranks(launch: dict) -> NoReturn:
-    """As a launcher: start the ranks and wait for them; the first that fails ends the others, and its exit code is that
-    of this process, which no other launch shares."""
+    """As a launcher: start the ranks and wait for them; the first that fails ends the others, and
+    its exit code is that of this process, which no other launch shares."""
     signal_when_parent_ends(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if launch["machine"]:

@@ -1,7 +1,8 @@
-"""Generates and trains in turn under the flags of a launch: two PPO steps, whose numbers must not depend on the flags,
-and what switches to generation and back leave behind.
+"""Generates and trains in turn under the flags of a launch: two PPO steps, whose numbers must not
+depend on the flags, and what switches to generation and back leave behind.
 
-hybrid.py ASSETS OUT_FILE      each rank writes OUT_FILE.RANK; ASSETS has `reward_adapter` and `reward_dora` too
+hybrid.py ASSETS OUT_FILE      each rank writes OUT_FILE.RANK; ASSETS has `reward_adapter` and
+`reward_dora` too
 """
 
 import gc
@@ -35,7 +36,16 @@ from workers.quick import joined_ranks
 TOGGLES, SETTLED = 8, 4
 ROWS = 8  # prompts of a PPO step over all ranks
 NUMBERS = ("policy/loss", "value/loss", "optim/grad_norm/actor", "optim/grad_norm/critic")
-LORA = ("--actor_lora_dim", 4, "--critic_lora_dim", 4, "--only_optimize_lora", "--lora_alpha", 8, "--share_base")
+LORA = (
+    "--actor_lora_dim",
+    4,
+    "--critic_lora_dim",
+    4,
+    "--only_optimize_lora",
+    "--lora_alpha",
+    8,
+    "--share_base",
+)
 LORA += ("--actor_lora_learning_rate", 0.01, "--critic_lora_learning_rate", 0.01)
 STEPS = {  # name -> (ZeRO stage, flags), beside "plain", which is stage 3
     "stage 2": (2, ()),
@@ -52,14 +62,24 @@ def ppo_with(assets: Path, stage: int, *words: object):
     seed_everything(1)
     mine = ROWS // dist.world_size()
     flags = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward "
-    flags += f"--data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir unused --dtype fp32 "
-    flags += "--num_warmup_steps 0 --max_prompt_seq_len 64 --max_answer_seq_len 8 --old_logprobs recompute "
+    flags += (
+        f"--data_path {assets}/prompts.jsonl --data_split 0,0,1 --output_dir unused --dtype fp32 "
+    )
+    flags += (
+        "--num_warmup_steps 0 --max_prompt_seq_len 64 --max_answer_seq_len 8 --old_logprobs"
+        " recompute "
+    )
     flags += f"--per_device_generation_batch_size {mine} --per_device_training_batch_size {mine} "
-    flags += f"--actor_learning_rate 0.01 --critic_learning_rate 0.01 --deepspeed_config {assets}/partition_all.json "
+    flags += (
+        "--actor_learning_rate 0.01 --critic_learning_rate 0.01 --deepspeed_config"
+        f" {assets}/partition_all.json "
+    )
     flags += f"--actor_zero_stage {stage} --critic_zero_stage {stage}"
     config = parse("ppo", [*flags.split(), *map(str, words)])
     tokenizer = load_tokenizer(config.ppo.actor_model_name_or_path, "model")
-    prompts = prepare(StepData("prompt", config.data, config.ppo.max_prompt_seq_len), tokenizer).train
+    prompts = prepare(
+        StepData("prompt", config.data, config.ppo.max_prompt_seq_len), tokenizer
+    ).train
     return ppo_of(config, prompts, dist.device())
 
 
@@ -69,14 +89,17 @@ def my_prompts() -> list[int]:
 
 
 def two_steps(ppo, toggles: int = 0) -> dict:
-    """Answers and metrics of two PPO steps: those of the second depend on the updates of the first."""
+    """Answers and metrics of two PPO steps: those of the second depend on the updates of the
+    first."""
     answers, metrics = [], []
     for step in (1, 2):
         rollout = ppo.collection.generator.answer(my_prompts(), step)
         for _ in range(toggles):
             generate_some(ppo, 2, 3)
         ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
-        answers.append(dist.gather_cat(torch.nn.functional.pad(ids, (0, 8 - ids.shape[1]), value=-1)).tolist())
+        answers.append(
+            dist.gather_cat(torch.nn.functional.pad(ids, (0, 8 - ids.shape[1]), value=-1)).tolist()
+        )
         found = train_on(ppo, experience_of(ppo, rollout, my_prompts()))
         metrics.append([found[name] for name in NUMBERS])
     partitioned = sum(weight.numel() == 0 for weight in ppo.engines.actor.module.parameters())
@@ -85,25 +108,33 @@ def two_steps(ppo, toggles: int = 0) -> dict:
 
 def held(ppo) -> list[torch.Tensor]:
     """Copies of the tensors that this rank holds of the actor."""
-    return [getattr(p, "ds_tensor", p).detach().clone() for p in ppo.engines.actor.module.parameters()]
+    return [
+        getattr(p, "ds_tensor", p).detach().clone() for p in ppo.engines.actor.module.parameters()
+    ]
 
 
 def generate_some(ppo, count: int, max_new_tokens: int):
     batch = collate_prompts(ppo.collection.generator.prompts, range(count), 0)
-    config = replace(ppo.collection.generator.config, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4)
+    config = replace(
+        ppo.collection.generator.config, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4
+    )
     with ppo.engines.hybrid.generating() as model:
         seeds = row_seeds(count * dist.rank(), count, 0)
         return generate(model, batch, seeds, config, ppo.engines.hybrid.max_over_ranks)
 
 
 def toggle_many(ppo) -> dict:
-    """Into generation and back: weights, hooks, statuses and number of tensors before and after; log-probs of both."""
+    """Into generation and back: weights, hooks, statuses and number of tensors before and after;
+    log-probs of both."""
     engine, alive = ppo.engines.actor, []
     parameters = list(engine.module.parameters())
 
     def state() -> list:
         modules = engine.module.modules()
-        hooks = [(id(m._forward_hooks), list(m._forward_hooks), list(m._forward_pre_hooks)) for m in modules]
+        hooks = [
+            (id(m._forward_hooks), list(m._forward_hooks), list(m._forward_pre_hooks))
+            for m in modules
+        ]
         return [hooks, [p.ds_status for p in parameters], len(parameter_offload.FWD_MODULE_STACK)]
 
     before, weights = state(), held(ppo)
@@ -123,34 +154,55 @@ def toggle_many(ppo) -> dict:
 
 
 def uneven(ppo, empty: bool) -> dict:
-    """Rank 0 generates 1 token a row, rank 1 twelve (or nothing at all); all rows go through score and update."""
+    """Rank 0 generates 1 token a row, rank 1 twelve (or nothing at all); all rows go through score
+    and update."""
     rollout = generate_some(ppo, 4, 1 if dist.rank() == 0 else 12)
     if empty and dist.rank() == 1:
         rollout = replace(rollout, response_mask=torch.zeros_like(rollout.response_mask))
     experience = experience_of(ppo, rollout)
     metrics = train_on(ppo, experience)
     assert all(map(math.isfinite, metrics.values())) and metrics["optim/grad_norm/actor"] > 0
-    return {"rows": experience.response_ids.shape[0], "tokens": int(experience.response_mask.sum()), **metrics}
+    return {
+        "rows": experience.response_ids.shape[0],
+        "tokens": int(experience.response_mask.sum()),
+        **metrics,
+    }
 
 
 def dropout_in_scoring(assets: Path) -> dict:
     """Scores one rollout twice with models that drop half of their attention in training."""
     ppo = ppo_with(assets, 3, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
-    found = {"stream": float(torch.rand(()))}  # the default one of this rank, from which dropout draws
+    found = {
+        "stream": float(torch.rand(()))
+    }  # the default one of this rank, from which dropout draws
     rollout = ppo.collection.generator.answer(my_prompts(), 1)
     first, second = (score_answers(ppo, rollout, my_prompts()) for _ in range(2))
     ppo.engines.train()
     with torch.no_grad():
         noisy = [response_logprobs(ppo.engines.actor, rollout, 1.0).logprobs for _ in range(2)]
-    alike = torch.equal(first.old_logprobs, second.old_logprobs) and torch.equal(first.values, second.values)
+    alike = torch.equal(first.old_logprobs, second.old_logprobs) and torch.equal(
+        first.values, second.values
+    )
     found |= {"alike": alike, "noise": float((noisy[0] - noisy[1]).abs().max())}
-    return found | {"as in rollout": float((first.old_logprobs - first.rollout_logprobs).abs().max())}
+    return found | {
+        "as in rollout": float((first.old_logprobs - first.rollout_logprobs).abs().max())
+    }
 
 
 def switch_adapters(assets: Path, stage: int, dtype: str) -> dict:
-    """Into generation with merged adapters and back, after updates: what changed, and how log-probs differ."""
+    """Into generation with merged adapters and back, after updates: what changed, and how log-probs
+    differ."""
     critic, kind = ("reward_dora", ["--use_dora"]) if stage % 2 else ("reward_adapter", [])
-    ppo = ppo_with(assets, stage, "--dtype", dtype, *LORA, *kind, "--critic_model_name_or_path", assets / critic)
+    ppo = ppo_with(
+        assets,
+        stage,
+        "--dtype",
+        dtype,
+        *LORA,
+        *kind,
+        "--critic_model_name_or_path",
+        assets / critic,
+    )
     two_steps(ppo)
     rows, engine = generate_some(ppo, 4, 6), ppo.engines.actor
 
@@ -174,7 +226,9 @@ def switch_adapters(assets: Path, stage: int, dtype: str) -> dict:
         "weights equal": all(torch.equal(a, b) for a, b in zip(before, held(ppo), strict=True)),
         "layers equal": layers == adapter_layers(engine.module) and len(layers) > 0,
         "plain": "Linear" in inside and "ModuleDict" not in inside and whole,
-        "same forwards": all(torch.equal(a, b) for a, b in zip([trained, reference], forwards(), strict=True)),
+        "same forwards": all(
+            torch.equal(a, b) for a, b in zip([trained, reference], forwards(), strict=True)
+        ),
         "difference": float((lent - trained)[real].abs().max()),
         "effect": float((reference - trained)[real].abs().max()),
     }
@@ -182,11 +236,15 @@ def switch_adapters(assets: Path, stage: int, dtype: str) -> dict:
 
 @torch.no_grad()
 def divided_models() -> dict:
-    """For each architecture: the largest difference of logits to the whole model, and the share of weights held."""
+    """For each architecture: the largest difference of logits to the whole model, and the share of
+    weights held."""
     parallel, found = tensor_parallel(2, layers=1), {}
     for name in ("llama", "qwen2", "qwen3", "gpt-neox", "phi3", "gemma2", "gemma3"):
         torch.distributed.barrier()
-        model, ids = new_model(name), torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(3))
+        model, ids = (
+            new_model(name),
+            torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(3)),
+        )
         before = {key: value.clone() for key, value in model.state_dict().items()}
         whole, count = model(ids).logits, sum(weight.numel() for weight in model.parameters())
         check_tensor_parallel(model.config.get_text_config(), 2, 2)
@@ -194,7 +252,9 @@ def divided_models() -> dict:
             difference = float((lent(ids).logits - whole).abs().max())
             freed = count - sum(weight.numel() for weight in lent.parameters())
         layers = model.gpt_neox.layers if name == "gpt-neox" else model.model.layers
-        linear = sum(layer.weight.numel() for layer in layers.modules() if isinstance(layer, torch.nn.Linear))
+        linear = sum(
+            layer.weight.numel() for layer in layers.modules() if isinstance(layer, torch.nn.Linear)
+        )
         restored = all(torch.equal(before[key], value) for key, value in model.state_dict().items())
         restored &= not any("forward" in vars(module) for module in model.modules())
         found[name] = {"difference": difference, "freed": freed / linear, "restored": restored}
@@ -206,7 +266,11 @@ def main() -> None:
     first = ppo_with(assets, 3)
     found: dict = {"steps": {"plain": two_steps(first)}}
     if dist.world_size() > 1:
-        found |= {"toggles": toggle_many(first), "uneven": uneven(first, False), "empty": uneven(first, True)}
+        found |= {
+            "toggles": toggle_many(first),
+            "uneven": uneven(first, False),
+            "empty": uneven(first, True),
+        }
         found |= {"dropout": dropout_in_scoring(assets), "divided": divided_models()}
         for name, (stage, words) in STEPS.items():
             if "sleep" in name:
@@ -217,8 +281,9 @@ def main() -> None:
     hybrid_engine.on_device = lambda tensor: False
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
-        for stage, dtype in layouts if dist.world_size() > 1 or (stage, dtype) == (3, "fp32")
-    }  # fmt: skip
+        for stage, dtype in layouts
+        if dist.world_size() > 1 or (stage, dtype) == (3, "fp32")
+    }
     Path(f"{out}.{dist.rank()}").write_text(json.dumps(found))
 
 

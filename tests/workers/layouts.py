@@ -1,6 +1,8 @@
-"""Trains a few steps of each case of a launch and writes its numbers, which must not depend on the layout.
+"""Trains a few steps of each case of a launch and writes its numbers, which must not depend on the
+layout.
 
-layouts.py LAUNCH ASSETS OUT_FILE       ASSETS has `rollout.pt`, `kto.jsonl`, `steps.jsonl` and `texts.jsonl` too
+layouts.py LAUNCH ASSETS OUT_FILE       ASSETS has `rollout.pt`, `kto.jsonl`, `steps.jsonl` and
+`texts.jsonl` too
 """
 
 import json
@@ -52,54 +54,105 @@ CASES = {
     "ppo lora": f"{LORA} --kl_estimator full --kl_loss_coef 0.1 --kl_loss_estimator full",
     "ppo lora alone": LORA,
     "ppo dora": f"{LORA} --use_dora",
-    "ppo clip_cov": "--policy_loss clip_cov --covariance_share 0.3 --high_entropy_share 0.5 --entropy_coef 0.01 "
-    "--loss_aggregation seq_mean_token_sum",
+    "ppo clip_cov": (
+        "--policy_loss clip_cov --covariance_share 0.3 --high_entropy_share 0.5 --entropy_coef 0.01"
+        " --loss_aggregation seq_mean_token_sum"
+    ),
     "ppo gspo": f"{GRPO} grpo --policy_loss gspo --kl_loss_coef 0.1 --unsup_coef 0.5",
     "ppo full kl": f"{GRPO} dr_grpo --kl_loss_coef 0.1 --kl_loss_estimator full",
     "ppo cispo": f"{GRPO} rloo --policy_loss cispo --importance_correction token --kl_coef 0.1",
-    "ppo kl_cov": f"{GRPO} reinforce_plus_plus --policy_loss kl_cov --covariance_share 0.2 --kl_estimator k3",
-    "ppo gmpo": f"{GRPO} reinforce_plus_plus_baseline --policy_loss gmpo --kl_coef 0.1 --mask_truncated_answers",
+    "ppo kl_cov": (
+        f"{GRPO} reinforce_plus_plus --policy_loss kl_cov --covariance_share 0.2 --kl_estimator k3"
+    ),
+    "ppo gmpo": (
+        f"{GRPO} reinforce_plus_plus_baseline --policy_loss gmpo --kl_coef 0.1"
+        " --mask_truncated_answers"
+    ),
     "ppo sapo": f"{GRPO} opo --policy_loss sapo --off_policy_delta 0.01",
     # each of two ranks has the rows of one teacher
-    "ppo teacher": f"{GRPO} rloo --teacher_model_name_or_path a={{a}}/teacher b={{a}}/lm --distill_loss jsd",
-    "ppo lora teacher": f"{LORA} --teacher_model_name_or_path {{a}}/teacher --distill_policy_gradient "
-    "--distill_coef 0.5",
-    "ppo pass_at_k": f"{GRPO} grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9 --kl_coef 0.1",
+    "ppo teacher": (
+        f"{GRPO} rloo --teacher_model_name_or_path a={{a}}/teacher b={{a}}/lm --distill_loss jsd"
+    ),
+    "ppo lora teacher": (
+        f"{LORA} --teacher_model_name_or_path {{a}}/teacher --distill_policy_gradient "
+        "--distill_coef 0.5"
+    ),
+    "ppo pass_at_k": (
+        f"{GRPO} grpo_pass_at_k --dual_clip 3 --entropy_coef 0.01 --entropy_target 9 --kl_coef 0.1"
+    ),
 }
 BF16, PACKED, PADDED = "--dtype bf16", "packed", "padded"
 OTHER_IDS = "other ids in padding"
 CHECKPOINTING, ON_HOST = "--gradient_checkpointing", "--offload_activations"
 ROLES = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
-# name of a launch -> (ranks, how many of them share rows, [(case, ZeRO stage, rows of a micro-batch, further flags)])
-# Rows are packed where nothing else is said. At stage 3 every weight is divided, which makes passes much dearer.
+# name of a launch -> (ranks, how many of them share rows, [(case, ZeRO stage, rows of a
+# micro-batch, further flags)]) Rows are packed where nothing else is said. At stage 3 every weight
+# is divided, which makes passes much dearer.
 LAUNCHES = {
-    # packed: the KL to the reference begins at exactly 0; in padded rows Adam makes whole steps of its rounding
+    # packed: the KL to the reference begins at exactly 0; in padded rows Adam makes whole steps of
+    # its rounding
     "one": (1, 1, [(case, 0, 4, "") for case in CASES]),
-    "two": (2, 1, [
-        # each objective once, in micro-batches of one row: what is summed over ranks and micro-batches, and divided
-        # by what. A loss does not see how weights are divided, so the stages take turns.
-        ("sft", 0, 1, ""), ("reward", 3, 1, ""), ("dpo", 2, 1, ""), ("kto", 0, 1, ""), ("process", 2, 1, PADDED),
-        ("orpo", 1, 1, ""), ("ppo", 0, 1, ""), ("ppo clip_cov", 2, 1, ROLES), ("ppo gspo", 1, 1, ""),
-        ("ppo full kl", 0, 1, ""), ("ppo cispo", 2, 1, ""), ("ppo kl_cov", 0, 1, ""), ("ppo gmpo", 0, 1, ""),
-        ("ppo sapo", 0, 1, ""), ("ppo pass_at_k", 0, 1, ""), ("sft teacher", 3, 1, ""), ("ppo teacher", 3, 2, ""),
-        ("ppo lora teacher", 3, 2, "--share_base"),
-        # stage 3 with each kind of model: trained alone, with a scalar head (above), four in a step, with adapters
-        ("sft", 3, 2, "--offload"), ("ppo", 3, 2, OTHER_IDS), ("sft lora", 3, 1, ""),
-        # adapters of actor and critic: merged by stages 1 and 2, over one base by stage 3
-        ("ppo lora", 2, 2, ""), ("ppo lora", 3, 2, f"--share_base --offload {ROLES}"), ("ppo dora", 1, 2, ""),
-        *(("sft", stage, 2, BF16) for stage in (1, 2, 3)),  # each has other buffers of gradients
-    ]),
-    "shared": (2, 2, [
-        # each shape of what a model gives for divided rows: one score a row, log-probs and a baseline that all ranks
-        # share, scores of places, values
-        *((task, 1, 2, PACKED) for task in ("reward", "dpo", "kto", "process")), ("ppo", 3, 2, PACKED),
-        ("sft", 0, 2, PADDED), ("ppo lora alone", 0, 2, PADDED),
-        ("sft lora", 3, 2, f"{CHECKPOINTING} {ON_HOST}"),
-    ]),
-    "groups": (4, 2, [  # the ranks that share rows are not all ranks
-        ("sft", 3, 1, f"{CHECKPOINTING} --zero_hpz_partition_size 2"), ("ppo", 3, 2, "--micro_batch_tokens 96"),
-    ]),
-}  # fmt: skip
+    "two": (
+        2,
+        1,
+        [
+            # each objective once, in micro-batches of one row: what is summed over ranks and
+            # micro-batches, and divided by what. A loss does not see how weights are divided, so
+            # the stages take turns.
+            ("sft", 0, 1, ""),
+            ("reward", 3, 1, ""),
+            ("dpo", 2, 1, ""),
+            ("kto", 0, 1, ""),
+            ("process", 2, 1, PADDED),
+            ("orpo", 1, 1, ""),
+            ("ppo", 0, 1, ""),
+            ("ppo clip_cov", 2, 1, ROLES),
+            ("ppo gspo", 1, 1, ""),
+            ("ppo full kl", 0, 1, ""),
+            ("ppo cispo", 2, 1, ""),
+            ("ppo kl_cov", 0, 1, ""),
+            ("ppo gmpo", 0, 1, ""),
+            ("ppo sapo", 0, 1, ""),
+            ("ppo pass_at_k", 0, 1, ""),
+            ("sft teacher", 3, 1, ""),
+            ("ppo teacher", 3, 2, ""),
+            ("ppo lora teacher", 3, 2, "--share_base"),
+            # stage 3 with each kind of model: trained alone, with a scalar head (above), four in a
+            # step, with adapters
+            ("sft", 3, 2, "--offload"),
+            ("ppo", 3, 2, OTHER_IDS),
+            ("sft lora", 3, 1, ""),
+            # adapters of actor and critic: merged by stages 1 and 2, over one base by stage 3
+            ("ppo lora", 2, 2, ""),
+            ("ppo lora", 3, 2, f"--share_base --offload {ROLES}"),
+            ("ppo dora", 1, 2, ""),
+            *(
+                ("sft", stage, 2, BF16) for stage in (1, 2, 3)
+            ),  # each has other buffers of gradients
+        ],
+    ),
+    "shared": (
+        2,
+        2,
+        [
+            # each shape of what a model gives for divided rows: one score a row, log-probs and a
+            # baseline that all ranks share, scores of places, values
+            *((task, 1, 2, PACKED) for task in ("reward", "dpo", "kto", "process")),
+            ("ppo", 3, 2, PACKED),
+            ("sft", 0, 2, PADDED),
+            ("ppo lora alone", 0, 2, PADDED),
+            ("sft lora", 3, 2, f"{CHECKPOINTING} {ON_HOST}"),
+        ],
+    ),
+    "groups": (
+        4,
+        2,
+        [  # the ranks that share rows are not all ranks
+            ("sft", 3, 1, f"{CHECKPOINTING} --zero_hpz_partition_size 2"),
+            ("ppo", 3, 2, "--micro_batch_tokens 96"),
+        ],
+    ),
+}
 
 
 class TokenSum:
@@ -111,17 +164,33 @@ class TokenSum:
         return torch.where(rollout.response_mask, rollout.response_ids, 0).sum(dim=1) % 5 / 2.0
 
 
-def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | None, words: list[str]) -> list[dict]:
-    """Metrics of an epoch, of the evaluation after it, and what the objective says of the trained model.
+def supervised(
+    assets: Path, task: str, stage: int, micro: int, packed: bool | None, words: list[str]
+) -> list[dict]:
+    """Metrics of an epoch, of the evaluation after it, and what the objective says of the trained
+    model.
 
-    11 rows, 4 in a step: the third step is short, and two ranks do not divide it, so there are filler rows.
+    11 rows, 4 in a step: the third step is short, and two ranks do not divide it, so there are
+    filler rows.
     """
     model = str(assets / ("reward" if task == "reward" else "lm"))
     data = {"sft": "sft", "kto": "kto", "process": "steps"}.get(task, "pairs")
     accumulation = 4 // (micro * dist.data_ranks())
-    words = ["--model_name_or_path", model, "--data_path", f"{assets}/{data}.jsonl", "--data_split", "1,1,0", *words]
-    words += f"--zero_stage {stage} --learning_rate 0.005 --gradient_accumulation_steps {accumulation} ".split()
-    words += f"--per_device_train_batch_size {micro} --per_device_eval_batch_size {micro + 1}".split()
+    words = [
+        "--model_name_or_path",
+        model,
+        "--data_path",
+        f"{assets}/{data}.jsonl",
+        "--data_split",
+        "1,1,0",
+        *words,
+    ]
+    words += (
+        f"--zero_stage {stage} --learning_rate 0.005 --gradient_accumulation_steps {accumulation} "
+    ).split()
+    words += (
+        f"--per_device_train_batch_size {micro} --per_device_eval_batch_size {micro + 1}".split()
+    )
     if task == "sft":
         config, use = parse("sft", words), "sft"
     else:
@@ -133,7 +202,9 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
     if task == "sft":
         adapter = adapter_settings(config.lora, config.adapters)
         trained = PolicyModel(load_causal_lm(model, config.run.dtype, ds_config, adapter=adapter))
-        teacher = sft_teacher(config, SimpleNamespace(teacher=config.models.get("teacher", ("", None))[1]))
+        teacher = sft_teacher(
+            config, SimpleNamespace(teacher=config.models.get("teacher", ("", None))[1])
+        )
         objective = sft_objective(0, False, dist.device(), teacher)
         if config.fit.gradient_checkpointing:
             trained.gradient_checkpointing_enable()
@@ -147,7 +218,9 @@ def supervised(assets: Path, task: str, stage: int, micro: int, packed: bool | N
         trained.layout = replace(trained.layout, packed=packed)
     if "--zero_hpz_partition_size" in words:
         assert {weight.ds_secondary_tensor_group_size for weight in trained.parameters()} == {2}
-    steps = optimizer_steps(epoch_order(11, 7, 0), micro, accumulation, dist.data_ranks(), dist.data_rank())
+    steps = optimizer_steps(
+        epoch_order(11, 7, 0), micro, accumulation, dist.data_ranks(), dist.data_rank()
+    )
     found = [fit.train_step(indices) for indices in steps]
     described = fit.objective.describe(fit.engine, fit.rows) if fit.objective.describe else {}
     return [*found, fit.evaluate(), described]
@@ -163,18 +236,55 @@ def stored_rollout(assets: Path, refill_padding: bool) -> Rollout:
     return Rollout(**fields)
 
 
-def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool, words: list[str]) -> list[dict]:
-    """Means of what is computed for a stored rollout of 16 rows, then losses and gradient norms of updates on it."""
+def ppo(
+    assets: Path, stage: int, micro: int, packed: bool | None, refill: bool, words: list[str]
+) -> list[dict]:
+    """Means of what is computed for a stored rollout of 16 rows, then losses and gradient norms of
+    updates on it."""
     own = 16 // dist.world_size()
-    critic = "reward_dora" if "--use_dora" in words else "reward_adapter" if "--actor_lora_dim" in words else "reward"
-    words = ["--actor_model_name_or_path", f"{assets}/lm", "--critic_model_name_or_path", f"{assets}/{critic}",
-             "--data_path", "unused", "--actor_zero_stage", str(stage), "--critic_zero_stage", str(stage),
-             "--per_device_training_batch_size", str(micro), "--micro_batch_tokens", str(micro * 14),
-             "--gradient_accumulation_steps", str(8 // (micro * dist.data_ranks())), "--ppo_epochs", "1",
-             "--num_warmup_steps", "0", "--actor_learning_rate", "0.01", "--critic_learning_rate", "0.01",
-             "--old_logprobs", "recompute", "--max_answer_seq_len", "8", "--max_prompt_seq_len", "8",
-             *words]  # fmt: skip
-    words += ["--unsupervised_dataset_name", f"{assets}/texts.jsonl"] if "--unsup_coef" in words else []
+    critic = (
+        "reward_dora"
+        if "--use_dora" in words
+        else "reward_adapter"
+        if "--actor_lora_dim" in words
+        else "reward"
+    )
+    words = [
+        "--actor_model_name_or_path",
+        f"{assets}/lm",
+        "--critic_model_name_or_path",
+        f"{assets}/{critic}",
+        "--data_path",
+        "unused",
+        "--actor_zero_stage",
+        str(stage),
+        "--critic_zero_stage",
+        str(stage),
+        "--per_device_training_batch_size",
+        str(micro),
+        "--micro_batch_tokens",
+        str(micro * 14),
+        "--gradient_accumulation_steps",
+        str(8 // (micro * dist.data_ranks())),
+        "--ppo_epochs",
+        "1",
+        "--num_warmup_steps",
+        "0",
+        "--actor_learning_rate",
+        "0.01",
+        "--critic_learning_rate",
+        "0.01",
+        "--old_logprobs",
+        "recompute",
+        "--max_answer_seq_len",
+        "8",
+        "--max_prompt_seq_len",
+        "8",
+        *words,
+    ]
+    words += (
+        ["--unsupervised_dataset_name", f"{assets}/texts.jsonl"] if "--unsup_coef" in words else []
+    )
     prompts = own // parse("ppo", words).ppo.n_samples_per_prompt
     config = parse("ppo", [*words, "--per_device_generation_batch_size", str(prompts)])
     data = ['{"data_source": "a"}'] * 2 + ['{"data_source": "b"}'] * 38
@@ -192,34 +302,55 @@ def ppo(assets: Path, stage: int, micro: int, packed: bool | None, refill: bool,
             engine.module.layout = replace(engine.module.layout, packed=packed)
     mine = torch.arange(16).view(dist.world_size(), -1)[dist.rank()]
     rows = select_rows(stored_rollout(assets, refill), mine)
-    experience = experience_of(parts, rows, list(range(prompts * dist.rank(), prompts * (dist.rank() + 1))))
+    experience = experience_of(
+        parts, rows, list(range(prompts * dist.rank(), prompts * (dist.rank() + 1)))
+    )
     parts.engines.train()
     names = ("scores", "ref_logprobs", "kl", "values", "old_logprobs", "advantages")
     tensors = {name: getattr(experience, name) for name in names}
-    found = [{name: float(value.float().mean()) for name, value in tensors.items() if value is not None}]
+    found = [
+        {name: float(value.float().mean()) for name, value in tensors.items() if value is not None}
+    ]
     for minibatch in parts.mini_dataset.minibatches(experience, 1, step=1):
         sums = MetricSums()
         norms = update_once(parts, minibatch, sums).grad_norms
         metrics = sums.reduce()
-        names = "policy/loss value/loss policy/entropy policy/kl_loss policy/ptx_loss distill/divergence".split()
+        names = (
+            "policy/loss value/loss policy/entropy policy/kl_loss policy/ptx_loss"
+            " distill/divergence".split()
+        )
         found.append(norms | {name: metrics[name] for name in names if name in metrics})
     return found
 
 
 def main() -> None:
-    advantages.CLIP_COV_BOUNDS = (-9.0, 9.0)  # few tokens of this batch are within those of the paper
+    advantages.CLIP_COV_BOUNDS = (
+        -9.0,
+        9.0,
+    )  # few tokens of this batch are within those of the paper
     launch, assets, out = sys.argv[-3], Path(sys.argv[-2]), Path(sys.argv[-1])
     _, shared, cases = LAUNCHES[launch]
     dist.share_rows(shared)
     found: dict = {}
     for case, stage, micro, how in cases:
-        words = ["--output_dir", "unused", "--dtype", "fp32", "--sequence_parallel_size", str(shared)]
+        words = [
+            "--output_dir",
+            "unused",
+            "--dtype",
+            "fp32",
+            "--sequence_parallel_size",
+            str(shared),
+        ]
         words += [
             "--deepspeed_config",
             str(assets / "partition_all.json"),
             *CASES[case].replace("{a}", str(assets)).split(),
         ]
-        words += [word for word in how.split() if word.startswith("--") or word.isdigit() or word == "bf16"]
+        words += [
+            word
+            for word in how.split()
+            if word.startswith("--") or word.isdigit() or word == "bf16"
+        ]
         packed = True if PACKED in how else False if PADDED in how else None
         seed_everything(1)
         task = case.split()[0]

@@ -29,10 +29,27 @@ from dschat_ppo.types import Rollout, select_rows
 from workers.ppo_setup import ppo_of, scored_of, update_once
 from workers.quick import joined_ranks
 
-CASES = [(0, "fp32", False), (2, "fp32", False), (1, "bf16", False), (3, "bf16", False), (2, "bf16", True)]
+CASES = [
+    (0, "fp32", False),
+    (2, "fp32", False),
+    (1, "bf16", False),
+    (3, "bf16", False),
+    (2, "bf16", True),
+]
 CASES += [(3, "bf16", True), (2, "fp16", False), (3, "fp16", False)]
 SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
-PLAN = ("good", "good", "loss", "good", "infinite loss", "good", "gradient", "good", "refused", "good")
+PLAN = (
+    "good",
+    "good",
+    "loss",
+    "good",
+    "infinite loss",
+    "good",
+    "gradient",
+    "good",
+    "refused",
+    "good",
+)
 
 
 class Small(nn.Module):
@@ -67,7 +84,9 @@ def micro_batches(step: int, kind: str, dtype: str):
     """Three of this rank's own; the second of rank 1 is of the given kind."""
     generator = torch.Generator().manual_seed(100 * step + dist.rank())
     rows = [torch.randn(5, 4, generator=generator).to(DTYPES[dtype]) for _ in range(3)]
-    return [(x, kind if (number, dist.rank()) == (1, 1) else "good") for number, x in enumerate(rows)]
+    return [
+        (x, kind if (number, dist.rank()) == (1, 1) else "good") for number, x in enumerate(rows)
+    ]
 
 
 def loss_of(engine):
@@ -80,7 +99,12 @@ def loss_of(engine):
         if kind == "infinite loss":  # its gradients are finite
             return made + math.inf
         if kind == "gradient":  # the slope of the root at 0, times 0; the loss stays what it is
-            return made + torch.where(torch.zeros_like(y, dtype=torch.bool), (y - y.detach()).abs().sqrt(), 0.0).sum()
+            return (
+                made
+                + torch.where(
+                    torch.zeros_like(y, dtype=torch.bool), (y - y.detach()).abs().sqrt(), 0.0
+                ).sum()
+            )
         return made
 
     return loss
@@ -104,17 +128,26 @@ def engine_case(stage: int, dtype: str, offload: bool) -> dict:
             result = apply(accumulate(seen, batches, loss_of(seen)))
         results.append(said(result))
         if kind == "good":
-            norms.append([result.grad_norm, apply(accumulate(spared, batches, loss_of(spared))).grad_norm])
+            norms.append(
+                [result.grad_norm, apply(accumulate(spared, batches, loss_of(spared))).grad_norm]
+            )
         equal.append(torch.equal(weights(seen), weights(spared)))
         same_rate.append(seen.get_lr() == spared.get_lr())
         scales.append(seen.optimizer.loss_scaler.cur_scale if dtype == "fp16" else 1)
     moved = not torch.equal(weights(seen), start)
-    found = {"results": results, "equal": equal, "same_rate": same_rate, "norms": norms, "scales": scales}
+    found = {
+        "results": results,
+        "equal": equal,
+        "same_rate": same_rate,
+        "norms": norms,
+        "scales": scales,
+    }
     return {**found, "moved": moved, "bad weights": bad_weights(seen, dtype)}
 
 
 def bad_weights(engine, dtype: str) -> list:
-    """What is said of good weights, of one bad weight on rank 1, and of those that the optimizer makes bad."""
+    """What is said of good weights, of one bad weight on rank 1, and of those that the optimizer
+    makes bad."""
     role = "actor"
     said_of = [outcome_of(lambda: require_finite_weights(role, engine))]
     weight = engine.module.second.weight
@@ -142,10 +175,21 @@ def stored_rollout(assets: Path) -> Rollout:
 
 
 def ppo_for(assets: Path, out: Path, stages: tuple[int, int], *words: object):
-    flags = f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward --data_path unused "
-    flags += f"--output_dir {out} --dtype fp32 --old_logprobs recompute --num_warmup_steps 0 --ppo_epochs 3 "
-    flags += f"--actor_zero_stage {stages[0]} --critic_zero_stage {stages[1]} --micro_batch_tokens 28 "
-    flags += "--per_device_training_batch_size 2 --gradient_accumulation_steps 2 --per_device_generation_batch_size 8 "
+    flags = (
+        f"--actor_model_name_or_path {assets}/lm --critic_model_name_or_path {assets}/reward"
+        " --data_path unused "
+    )
+    flags += (
+        f"--output_dir {out} --dtype fp32 --old_logprobs recompute --num_warmup_steps 0"
+        " --ppo_epochs 3 "
+    )
+    flags += (
+        f"--actor_zero_stage {stages[0]} --critic_zero_stage {stages[1]} --micro_batch_tokens 28 "
+    )
+    flags += (
+        "--per_device_training_batch_size 2 --gradient_accumulation_steps 2"
+        " --per_device_generation_batch_size 8 "
+    )
     flags += "--actor_learning_rate 0.01 --critic_learning_rate 0.01"
     config = parse("ppo", [*flags.split(), *map(str, words)])
     seed_everything(1)
@@ -164,19 +208,34 @@ def outcome_of(call) -> str:
 
 
 def skip_case(assets: Path, out: Path) -> dict:
-    """Advantages and values that are not finite, with --on_nonfinite skip and at most one in a row."""
-    ppo, scored = ppo_for(assets, out / "skip", (3, 2), "--on_nonfinite", "skip", "--max_nonfinite_skips", 1)
+    """Advantages and values that are not finite, with --on_nonfinite skip and at most one in a
+    row."""
+    ppo, scored = ppo_for(
+        assets, out / "skip", (3, 2), "--on_nonfinite", "skip", "--max_nonfinite_skips", 1
+    )
     experience = ppo.shaping.advantages(ppo.shaping.with_rewards(scored), 1)
     advantages = experience.advantages.clone()
     advantages[5, 0] = math.nan
-    parts = list(ppo.mini_dataset.minibatches(replace(experience, advantages=advantages), 1, step=4))
-    bad = [any(bool(rows.advantages.isnan().any()) for rows in part.micro_batches) for part in parts]
-    [number] = [n for n, values in enumerate(zip(*dist.gather_objects(bad), strict=True)) if any(values)]
+    parts = list(
+        ppo.mini_dataset.minibatches(replace(experience, advantages=advantages), 1, step=4)
+    )
+    bad = [
+        any(bool(rows.advantages.isnan().any()) for rows in part.micro_batches) for part in parts
+    ]
+    [number] = [
+        n for n, values in enumerate(zip(*dist.gather_objects(bad), strict=True)) if any(values)
+    ]
     sums = MetricSums()
     before = weights(ppo.engines.actor)
     first = update_once(ppo, parts[number], sums, 4)
-    found = {"bad_ranks": [values[number] for values in dist.gather_objects(bad)], "norms": sorted(first.grad_norms)}
-    found |= {"unmoved": torch.equal(weights(ppo.engines.actor), before), "names": sorted(sums.reduce())}
+    found = {
+        "bad_ranks": [values[number] for values in dist.gather_objects(bad)],
+        "norms": sorted(first.grad_norms),
+    }
+    found |= {
+        "unmoved": torch.equal(weights(ppo.engines.actor), before),
+        "names": sorted(sums.reduce()),
+    }
     found["state"] = ppo.nonfinite.state_dict()
     found["after a good one"] = sorted(update_once(ppo, parts[1 - number], sums, 4).grad_norms)
     found["in a row"] = ppo.nonfinite.state_dict()["in_a_row"]
@@ -194,8 +253,10 @@ def skip_case(assets: Path, out: Path) -> dict:
 def main() -> None:
     assets, out = Path(sys.argv[-2]), Path(sys.argv[-1])
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow on a CPU, but it works
-    found = {f"{dtype} stage {stage}{' offload' * offload}": engine_case(stage, dtype, offload)
-             for stage, dtype, offload in CASES}  # fmt: skip
+    found = {
+        f"{dtype} stage {stage}{' offload' * offload}": engine_case(stage, dtype, offload)
+        for stage, dtype, offload in CASES
+    }
     found["skip"] = skip_case(assets, out)
     (out / f"{dist.rank()}.json").write_text(json.dumps(found))
 

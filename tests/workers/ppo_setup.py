@@ -25,23 +25,35 @@ from dschat_ppo.types import Experience, Rollout, ScoredRollout
 def ppo_of(config: PPOConfig, prompts: Dataset, device: torch.device) -> PPOComponents:
     """The parts that `train_ppo` would build, without its checks and outputs."""
     plan = plan_ppo(
-        config.ppo, len(prompts), dist.world_size(), config.algorithm.critic_warmup_rollouts, dist.sequence_ranks()
+        config.ppo,
+        len(prompts),
+        dist.world_size(),
+        config.algorithm.critic_warmup_rollouts,
+        dist.sequence_ranks(),
     )
     names = {role: folder for role, (_, folder) in config.models.items()}
     teachers = tuple(names[role] for role in config.teacher.models)
-    folders = ModelFolders(names["actor"], names.get("critic"), names.get("reward"), teachers=teachers)
+    folders = ModelFolders(
+        names["actor"], names.get("critic"), names.get("reward"), teachers=teachers
+    )
     engines = RLHFEngine(config, plan, folders)
     tokenizer = load_tokenizer(folders.actor, "model")
-    rewards = build_sources(config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens))
+    rewards = build_sources(
+        config.rewards, learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
+    )
     texts = plain_texts(config, plan, tokenizer, device)
     return PPOComponents(config, plan, TokenRows(prompts, None), tokenizer, engines, rewards, texts)
 
 
-def score_answers(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> ScoredRollout:
+def score_answers(
+    ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None
+) -> ScoredRollout:
     """This rank's answers to the prompts at `rows`, scored as in PPO step 1."""
     rows = list(range(len(rollout.prompt_ids))) if rows is None else rows
     prompts = Prompts(rows, dist.rank() * len(rows))
-    return ppo.collection.forward_passes(rollout, ppo.collection.reward(rollout, prompts, step=1), prompts)
+    return ppo.collection.forward_passes(
+        rollout, ppo.collection.reward(rollout, prompts, step=1), prompts
+    )
 
 
 def scored_of(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> ScoredRollout:
@@ -49,13 +61,17 @@ def scored_of(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = Non
     return gather_rows(score_answers(ppo, rollout, rows))
 
 
-def experience_of(ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None) -> Experience:
+def experience_of(
+    ppo: PPOComponents, rollout: Rollout, rows: list[int] | None = None
+) -> Experience:
     """The experience of the answers of all ranks, as in PPO step 1."""
     rewarded = ppo.shaping.with_rewards(scored_of(ppo, rollout, rows))
     return ppo.shaping.advantages(ppo.critic_pass(rewarded, 1), step=1)
 
 
-def update_once(ppo: PPOComponents, minibatch: MiniBatch, sums: MetricSums, step: int = 0) -> Outcome:
+def update_once(
+    ppo: PPOComponents, minibatch: MiniBatch, sums: MetricSums, step: int = 0
+) -> Outcome:
     """One optimizer step of actor and critic; the metrics of what is applied go to `sums`."""
     objectives = [ppo.updates.actor_objective(minibatch)]
     if ppo.engines.critic is not None:

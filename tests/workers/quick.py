@@ -1,4 +1,5 @@
-"""The beginning and the end of a worker, and what speeds up one that builds many engines in one process."""
+"""The beginning and the end of a worker, and what speeds up one that builds many engines in one
+process."""
 
 import os
 from collections.abc import Iterator
@@ -29,9 +30,10 @@ def joined_ranks() -> Iterator[None]:
 
 
 def be_quick() -> None:
-    """After the imports: DeepSpeed looks the processor up for each offloaded optimizer, a second each time. Each ZeRO-3
-    engine keeps 2 GB of addresses for good; with those of eighteen a rank is larger than a machine of 24 GB, which then
-    refuses to fork it. No test of these workers loses power."""
+    """After the imports: DeepSpeed looks the processor up for each offloaded optimizer, a second
+    each time. Each ZeRO-3 engine keeps 2 GB of addresses for good; with those of eighteen a rank is
+    larger than a machine of 24 GB, which then refuses to fork it. No test of these workers loses
+    power."""
     os.fsync = lambda number: None
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     DeepSpeedZeroConfig.model_fields["reduce_bucket_size"].default = 10**6

@@ -1,4 +1,5 @@
-"""Runs a module in a forked rank as `python -m` does, or a file as `python FILE`: run_module.py MODULE|FILE WORDS"""
+"""Runs a module in a forked rank as `python -m` does, or a file as `python FILE`: run_module.py
+MODULE|FILE WORDS"""
 
 import os
 import runpy

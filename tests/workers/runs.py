@@ -1,10 +1,13 @@
-"""Runs the three steps one after another in the same ranks, some stopped at chosen places and resumed.
+"""Runs the three steps one after another in the same ranks, some stopped at chosen places and
+resumed.
 
 runs.py CASES_FILE OUT_FILE
 
-    cases: name -> [step, words, ends]; `ends` says of each start where it is to stop: at the check of this number since
+    cases: name -> [step, words, ends]; `ends` says of each start where it is to stop: at the
+    check of this number since
         the start, where the state is saved under this name, or nowhere (null)
-    out: name -> [{"said": output, "error": that of all ranks or null, "stopped": why it stopped, or null}]
+    out: name -> [{"said": output, "error": that of all ranks or null, "stopped": why it
+    stopped, or null}]
 """
 
 import contextlib
@@ -26,7 +29,11 @@ from dschat_ppo.run.launch import leave
 from dschat_ppo.supervised import sft, train_preference
 from workers.quick import be_quick
 
-TRAIN = {"sft": sft.train_sft, "reward": train_preference.train_preferences, "ppo": train_ppo.train_ppo}
+TRAIN = {
+    "sft": sft.train_sft,
+    "reward": train_preference.train_preferences,
+    "ppo": train_ppo.train_ppo,
+}
 
 
 class StopAt:
@@ -37,7 +44,11 @@ class StopAt:
 
     def __call__(self) -> bool:
         self.seen += 1
-        return self.name == self.place if isinstance(self.place, str) else self.seen >= (self.place or math.inf)
+        return (
+            self.name == self.place
+            if isinstance(self.place, str)
+            else self.seen >= (self.place or math.inf)
+        )
 
 
 class NamingCheckpointManager(CheckpointManager):

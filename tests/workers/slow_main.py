@@ -26,7 +26,9 @@ class SlowManager(CheckpointManager):
 
 def train(config) -> None:
     be_quick()
-    output_folder._SECONDS = launch._RANK_0_HEAD_START_SECONDS = 3.0  # for a file, or a message, of another machine
+    output_folder._SECONDS = launch._RANK_0_HEAD_START_SECONDS = (
+        3.0  # for a file, or a message, of another machine
+    )
     from dschat_ppo.run import session
 
     session.CheckpointManager = SlowManager

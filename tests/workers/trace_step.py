@@ -1,6 +1,8 @@
-"""Runs step 3 and records the calls of its first PPO step, on rank 0, with the shapes of their results.
+"""Runs step 3 and records the calls of its first PPO step, on rank 0, with the shapes of their
+results.
 
-trace_step.py FLAGS... OUT_FILE     OUT_FILE: JSON, {"rows": [[depth, call, file, result], ...], "updates": N}
+trace_step.py FLAGS... OUT_FILE     OUT_FILE: JSON, {"rows": [[depth, call, file, result], ...],
+"updates": N}
 """
 
 import json
@@ -21,7 +23,13 @@ from dschat_ppo.run.launch import leave
 from dschat_ppo.types import tensors_of
 from workers.quick import be_quick
 
-SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "int64", torch.bool: "bool", torch.int8: "int8"}
+SHORT = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int64: "int64",
+    torch.bool: "bool",
+    torch.int8: "int8",
+}
 NEW = {  # fields that a record shows: those that its call adds
     "Rollout": ("prompt_ids", "response_ids", "rollout_logprobs"),
     "ScoredRollout": ("old_logprobs", "ref_logprobs", "kl", "values"),
@@ -41,10 +49,15 @@ def described(value) -> str:
         return ", ".join(described(part) for part in value)
     name = type(value).__name__
     if name in NEW:
-        return f"{name}: " + ", ".join(f"{key} {described(getattr(value, key))}" for key in NEW[name])
+        return f"{name}: " + ", ".join(
+            f"{key} {described(getattr(value, key))}" for key in NEW[name]
+        )
     if name in ("Scores", "ResponseLogprobs"):
-        return f"{name}: " + ", ".join(f"{key} {described(part)}" for key, part in tensors_of(value).items()
-                                       if isinstance(part, torch.Tensor))  # fmt: skip
+        return f"{name}: " + ", ".join(
+            f"{key} {described(part)}"
+            for key, part in tensors_of(value).items()
+            if isinstance(part, torch.Tensor)
+        )
     if name == "Prompts":
         return f"{len(value.rows)} row numbers"
     return name if is_dataclass(value) else ""
@@ -52,11 +65,17 @@ def described(value) -> str:
 
 def role_of(engine) -> str:
     kind = (
-        "policy" if type(engine.module if hasattr(engine, "module") else engine).__name__ == "PolicyModel" else "value"
+        "policy"
+        if type(engine.module if hasattr(engine, "module") else engine).__name__ == "PolicyModel"
+        else "value"
     )
     trained = getattr(engine, "basic_optimizer", None) is not None
-    return {("policy", True): "actor", ("policy", False): "reference", ("value", True): "critic",
-            ("value", False): "reward model"}[kind, trained]  # fmt: skip
+    return {
+        ("policy", True): "actor",
+        ("policy", False): "reference",
+        ("value", True): "critic",
+        ("value", False): "reward model",
+    }[kind, trained]
 
 
 def note(holder, name: str, label: str, file: str, with_role: bool = False) -> None:
@@ -89,8 +108,16 @@ def note_everything() -> None:
     note(collect, "generate", "generate", "rollout/generator.py")
     note(ModelReward, "__call__", "ModelReward", "rewards/learned_reward.py")
     for module in (score, update):
-        note(module, "response_logprobs", "response_logprobs", "models/wrapped_models.py", with_role=True)
-        note(module, "response_values", "response_values", "models/wrapped_models.py", with_role=True)
+        note(
+            module,
+            "response_logprobs",
+            "response_logprobs",
+            "models/wrapped_models.py",
+            with_role=True,
+        )
+        note(
+            module, "response_values", "response_values", "models/wrapped_models.py", with_role=True
+        )
     note(loop, "gather_rows", "gather_rows", "ppo/mini_dataset.py")
     note(advantages.AdvantageComputation, "with_rewards", "with_rewards", "ppo/advantages.py")
     note(advantages, "token_rewards", "token_rewards", "algorithms/advantage_estimators.py")

@@ -22,7 +22,8 @@ SETTINGS = OptimizerSettings(0.01, 0.0, "linear", 0, 20, (0.9, 0.95), 1e-8)
 
 
 def moving_averages() -> None:
-    """Average the same whole weights, which change by hand; rank 0 prints what each rank held, and the result."""
+    """Average the same whole weights, which change by hand; rank 0 prints what each rank held, and
+    the result."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(dist.device())
     by_hand = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
@@ -32,20 +33,26 @@ def moving_averages() -> None:
             for weight in model.parameters():
                 weight.mul_(1.5)
         average.update()
-        by_hand = {name: by_hand[name].lerp(weight.detach().cpu(), 0.25) for name, weight in model.named_parameters()}
+        by_hand = {
+            name: by_hand[name].lerp(weight.detach().cpu(), 0.25)
+            for name, weight in model.named_parameters()
+        }
     held = dist.gather_objects(list(average.state_dict()))
     gathered = average.gathered()
     if dist.is_main():
         found = {"gathered": gathered, "by_hand": by_hand}
-        lists = {kind: {name: part.tolist() for name, part in named.items()} for kind, named in found.items()}
+        lists = {
+            kind: {name: part.tolist() for name, part in named.items()}
+            for kind, named in found.items()
+        }
         print(json.dumps(lists | {"held": held}), flush=True)
     else:
         assert gathered == {}
 
 
 def summed_gradients(out: str) -> None:
-    """Two optimizer steps of four micro-batches, dealt to the ranks: rank 0 saves the last sums of gradients in fp32,
-    and the matrices that Muon moved."""
+    """Two optimizer steps of four micro-batches, dealt to the ranks: rank 0 saves the last sums of
+    gradients in fp32, and the matrices that Muon moved."""
     torch.manual_seed(0)
     original_muon.ns_compute_dtype = lambda *_: torch.float32
     model = nn.Sequential(nn.Sequential(nn.Linear(40, 90), nn.Tanh(), nn.Linear(90, 30))).bfloat16()
@@ -58,7 +65,11 @@ def summed_gradients(out: str) -> None:
         gradients = accumulate(engine, own, lambda x: engine(x).float().pow(2).sum() / 240)
         sums = [part.clone() for part in engine.optimizer.fp32_groups_actual_gradients_flat]
         apply(gradients)
-    after = [safe_get_full_fp32_param(weight) for weight in engine.module.parameters() if weight.dim() == 2]
+    after = [
+        safe_get_full_fp32_param(weight)
+        for weight in engine.module.parameters()
+        if weight.dim() == 2
+    ]
     matrices = [new - old for new, old in zip(after, before, strict=True)]
     if dist.is_main():
         torch.save((sums, matrices), out)
@@ -67,7 +78,11 @@ def summed_gradients(out: str) -> None:
 def group_timeouts() -> None:
     """Rank 0 prints how long a collective of each group may wait, in hours."""
     dist.share_rows(2)
-    used = {"zero": groups._get_data_parallel_group(), "rows": dist.sequence_group(), "all": torch_dist.group.WORLD}
+    used = {
+        "zero": groups._get_data_parallel_group(),
+        "rows": dist.sequence_group(),
+        "all": torch_dist.group.WORLD,
+    }
     get_accelerator().device_count = dist.world_size  # as on a machine with a GPU for each rank
     groups._create_zero_param_parallel_group(2)
     used["hpz"] = groups._get_zero_param_intra_parallel_group()
@@ -75,9 +90,15 @@ def group_timeouts() -> None:
     total = torch.ones(1)
     torch_dist.all_reduce(total, group=used["zero"])
     backends = {name: group._get_backend(torch.device("cpu")) for name, group in used.items()}
-    hours = {name: backend.options._timeout.total_seconds() / 3600 for name, backend in backends.items()}
+    hours = {
+        name: backend.options._timeout.total_seconds() / 3600 for name, backend in backends.items()
+    }
     if dist.is_main():
-        print(*(f"{name} {number:g}" for name, number in hours.items()), f"sum {total.item():g}", flush=True)
+        print(
+            *(f"{name} {number:g}" for name, number in hours.items()),
+            f"sum {total.item():g}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

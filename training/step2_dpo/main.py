@@ -1,4 +1,5 @@
-"""Step 2 without a reward model: train the policy itself on preference pairs (default: `--objective dpo`).
+"""Step 2 without a reward model: train the policy itself on preference pairs (default: `--objective
+dpo`).
 
 python training/step2_dpo/main.py --help
 """

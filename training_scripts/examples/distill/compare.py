@@ -1,10 +1,12 @@
-"""What students of the quickstart's PPO actor reach, and how many tokens were sampled for it: a table, and a picture.
+"""What students of the quickstart's PPO actor reach, and how many tokens were sampled for it: a
+table, and a picture.
 
     python training_scripts/examples/distill/compare.py QUICKSTART_DIR FOLDER [--plot FILE.png]
 
-Compared are PPO itself, a student that learns on its own answers (`run.sh`), and SFT on as many answers of the teacher,
-with as many updates. A student's figures are of three seeds. Finished runs are kept in FOLDER, so an interrupted
-command resumes. `--plot` needs matplotlib: pip install -e '.[plot]'.
+Compared are PPO itself, a student that learns on its own answers (`run.sh`), and SFT on as many
+answers of the teacher, with as many updates. A student's figures are of three seeds. Finished runs
+are kept in FOLDER, so an interrupted command resumes. `--plot` needs matplotlib: pip install -e
+'.[plot]'.
 """
 
 from __future__ import annotations
@@ -37,17 +39,55 @@ def sft_on_the_teachers_answers(quickstart: Path, output: Path, seed: int) -> No
     rows, dtype = output.with_suffix(".jsonl"), os.environ.get("DTYPE", "fp32")
     if not rows.exists():
         call(
-            sys.executable, "-m", "dschat_ppo.tools.evaluate", "--model", quickstart / "ppo/actor", "--data_path",
-            quickstart / "toy/data/prompts.jsonl", "--max_prompts", ANSWERS, "--decoding", "sampled", "--max_tokens",
-            48, "--dtype", dtype, "--seed", seed, "--write_best", rows,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "dschat_ppo.tools.evaluate",
+            "--model",
+            quickstart / "ppo/actor",
+            "--data_path",
+            quickstart / "toy/data/prompts.jsonl",
+            "--max_prompts",
+            ANSWERS,
+            "--decoding",
+            "sampled",
+            "--max_tokens",
+            48,
+            "--dtype",
+            dtype,
+            "--seed",
+            seed,
+            "--write_best",
+            rows,
+        )
     if not (output / "result.json").exists():
         call(
-            sys.executable, STEP1, "--model_name_or_path", quickstart / "sft", "--data_path", rows, "--data_split",
-            "1,0,0", "--eval_fraction", 0, "--max_seq_len", 128, "--per_device_train_batch_size", 32, "--learning_rate",
-            "5e-4", "--num_warmup_steps", 2, "--max_steps", 12, "--seed", seed, "--dtype", dtype,
-            "--output_dir", output,
-        )  # fmt: skip
+            sys.executable,
+            STEP1,
+            "--model_name_or_path",
+            quickstart / "sft",
+            "--data_path",
+            rows,
+            "--data_split",
+            "1,0,0",
+            "--eval_fraction",
+            0,
+            "--max_seq_len",
+            128,
+            "--per_device_train_batch_size",
+            32,
+            "--learning_rate",
+            "5e-4",
+            "--num_warmup_steps",
+            2,
+            "--max_steps",
+            12,
+            "--seed",
+            seed,
+            "--dtype",
+            dtype,
+            "--output_dir",
+            output,
+        )
 
 
 def rule_rate(quickstart: Path, model: Path) -> float:
@@ -55,10 +95,26 @@ def rule_rate(quickstart: Path, model: Path) -> float:
     found = model.parent / f"{model.name}.json"
     if not found.exists():
         call(
-            sys.executable, "-m", "dschat_ppo.tools.evaluate", "--model", model, "--data_path",
-            quickstart / "toy/data/heldout.jsonl", "--reward_function", "dschat_ppo.tools.toy:true_rule", "--decoding",
-            "sampled", "--samples", 4, "--max_tokens", 48, "--dtype", "fp32", "--json", found,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "dschat_ppo.tools.evaluate",
+            "--model",
+            model,
+            "--data_path",
+            quickstart / "toy/data/heldout.jsonl",
+            "--reward_function",
+            "dschat_ppo.tools.toy:true_rule",
+            "--decoding",
+            "sampled",
+            "--samples",
+            4,
+            "--max_tokens",
+            48,
+            "--dtype",
+            "fp32",
+            "--json",
+            found,
+        )
     rate: float = json.loads(found.read_text(encoding="utf-8"))["results"][0]["metrics"]["score"]
     return rate
 
@@ -74,8 +130,12 @@ def curve(output: Path) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("quickstart", type=Path, help="output folder of training_scripts/quickstart.sh")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "quickstart", type=Path, help="output folder of training_scripts/quickstart.sh"
+    )
     parser.add_argument("folder", type=Path, help="folder for the runs")
     parser.add_argument("--plot", type=Path, help="picture of the runs that sample")
     chosen = parser.parse_args()
@@ -86,13 +146,22 @@ def main() -> None:
         student(quickstart, on_policy, seed)
         sft_on_the_teachers_answers(quickstart, on_data, seed)
     start, teacher = (rule_rate(quickstart, quickstart / name) for name in ("sft", "ppo/actor"))
-    rates = {name: [rule_rate(quickstart, model) for model in models]
-             for name, models in {"own": [each / "actor" for each in own], "copied": copied}.items()}  # fmt: skip
+    rates = {
+        name: [rule_rate(quickstart, model) for model in models]
+        for name, models in {"own": [each / "actor" for each in own], "copied": copied}.items()
+    }
     spent, by_student = curve(quickstart / "ppo")[0][-1], curve(own[0])[0][-1]
     print("| | sampled tokens | answers that follow the rule, three seeds |\n|---|---|---|")
-    print(f"| the start (SFT) | | {start:.2f} |\n| PPO, the teacher | {spent:,.0f} | {teacher:.2f} |")
-    for name, title in (("own", "student, on its own answers"), ("copied", "SFT on answers of the teacher")):
-        print(f"| {title} | {by_student:,.0f} | {', '.join(f'{rate:.2f}' for rate in rates[name])} |")
+    print(
+        f"| the start (SFT) | | {start:.2f} |\n| PPO, the teacher | {spent:,.0f} | {teacher:.2f} |"
+    )
+    for name, title in (
+        ("own", "student, on its own answers"),
+        ("copied", "SFT on answers of the teacher"),
+    ):
+        print(
+            f"| {title} | {by_student:,.0f} | {', '.join(f'{rate:.2f}' for rate in rates[name])} |"
+        )
     if chosen.plot:
         from matplotlib.figure import Figure
 
@@ -100,7 +169,9 @@ def main() -> None:
         axes = figure.add_subplot()
         axes.plot(*curve(quickstart / "ppo"), label="PPO, the teacher")
         for number, run in enumerate(own):
-            axes.plot(*curve(run), color="C1", label="student, three seeds" if number == 0 else None)
+            axes.plot(
+                *curve(run), color="C1", label="student, three seeds" if number == 0 else None
+            )
         axes.set_xlabel("sampled tokens", fontsize="small")
         axes.set_ylabel("answers that follow the rule", fontsize="small")
         axes.grid(alpha=0.3)

@@ -1,4 +1,5 @@
-"""Twenty questions as an environment in the form of Gymnasium: it thinks of a thing, the model asks and guesses."""
+"""Twenty questions as an environment in the form of Gymnasium: it thinks of a thing, the model asks
+and guesses."""
 
 import random
 import re
@@ -15,7 +16,8 @@ COST = 0.05  # of a question
 
 
 class TwentyQuestions:
-    """A right guess scores 1 less `COST` for each question before it, a wrong one 0; both end the game."""
+    """A right guess scores 1 less `COST` for each question before it, a wrong one 0; both end the
+    game."""
 
     def reset(self, *, seed=None, options=None):
         self.thing, self.asked = random.Random(seed).choice(THINGS), 0
@@ -24,7 +26,13 @@ class TwentyQuestions:
     def step(self, action):
         if guess := re.fullmatch(r"It is the (\w+)\.", action):
             right = guess[1] == self.thing
-            return "", right * (1 - COST * self.asked), True, False, {"right": right, "questions": self.asked}
+            return (
+                "",
+                right * (1 - COST * self.asked),
+                True,
+                False,
+                {"right": right, "questions": self.asked},
+            )
         self.asked += 1
         if action not in QUESTIONS:
             return "I do not understand.", 0.0, False, False, {}

@@ -1,7 +1,8 @@
 """Games of twenty questions, played by a player without a plan.
 
-It asks up to four of the questions at random, none twice, and guesses any thing that the answers allow. SFT so teaches
-what may be asked and what the answers mean; which questions are worth their cost is for RL to find.
+It asks up to four of the questions at random, none twice, and guesses any thing that the answers
+allow. SFT so teaches what may be asked and what the answers mean; which questions are worth their
+cost is for RL to find.
 
     python training_scripts/examples/twenty_questions/task.py FOLDER
 """
@@ -29,19 +30,37 @@ def demonstration(rng: random.Random) -> dict[str, Any]:
     for question in rng.sample(list(QUESTIONS), k=rng.randint(0, MOST_QUESTIONS)):
         said, *_ = game.step(question)
         messages += [{"role": "assistant", "content": question}, {"role": "user", "content": said}]
-        possible = [thing for thing in possible if (thing in QUESTIONS[question].split()) == (said == "yes")]
-    return {"messages": [*messages, {"role": "assistant", "content": f"It is the {rng.choice(possible)}."}]}
+        possible = [
+            thing for thing in possible if (thing in QUESTIONS[question].split()) == (said == "yes")
+        ]
+    return {
+        "messages": [
+            *messages,
+            {"role": "assistant", "content": f"It is the {rng.choice(possible)}."},
+        ]
+    }
 
 
 def make(folder: Path, seed: int) -> None:
-    """Write `folder/model`, a Llama of 0.25 M parameters with random weights, and `folder/data/*.jsonl`."""
+    """Write `folder/model`, a Llama of 0.25 M parameters with random weights, and
+    `folder/data/*.jsonl`."""
     rng = random.Random(seed)
     prompt = {"prompt": [{"role": "user", "content": PROMPT}]}
     rows = {part: [prompt] * count for part, count in COUNTS.items()}
     rows["sft"] = [demonstration(rng) for _ in range(COUNTS["sft"])]
     tokenizer = make_tokenizer([turn["content"] for row in rows["sft"] for turn in row["messages"]])
-    shape = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 3}
-    write_task(folder, rows, tokenizer, untrained_llama(tokenizer, seed, **shape, max_position_embeddings=256))
+    shape = {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    }
+    write_task(
+        folder,
+        rows,
+        tokenizer,
+        untrained_llama(tokenizer, seed, **shape, max_position_embeddings=256),
+    )
 
 
 if __name__ == "__main__":
