@@ -62,9 +62,8 @@ def pairs(rows: int) -> Iterator[dict[str, str]]:
     chances /= chances.sum()
     for start in range(0, rows, BLOCK):
         count = min(BLOCK, rows - start)
-        lengths = np.clip(rng.lognormal(3.8, 0.5, (count, 3)), 4, 160).astype(
-            int
-        )  # words of prompt and two answers
+        # words of prompt and two answers
+        lengths = np.clip(rng.lognormal(3.8, 0.5, (count, 3)), 4, 160).astype(int)
         drawn, place = words[rng.choice(WORDS, lengths.sum(), p=chances)], 0
         for row in lengths:
             texts = []
@@ -162,16 +161,13 @@ def rank(number: int, ranks: int, port: int, work: Path, path: Path, cache: Path
     flags = DataFlags(data_path=[str(path)], data_split="0,1,0", data_output_path=str(cache))
     barrier()
     before, start = psutil.Process().memory_info().rss / 2**30, time.perf_counter()
-    if is_main() and not any(
-        cache.iterdir()
-    ):  # measured apart: the conversion of the file to Arrow is not tokenising
+    # measured apart: the conversion of the file to Arrow is not tokenising
+    if is_main() and not any(cache.iterdir()):
         found = open_set(parse_sources(flags.data_path, "--data_path")[0], flags.data_output_path)
         read_splits(found, found.chosen()[0], flags.data_output_path)
     barrier()
-    read, cpu = (
-        time.perf_counter(),
-        sum(os.times()[:4]),
-    )  # of this process and of its children that have ended
+    # of this process and of its children that have ended
+    read, cpu = time.perf_counter(), sum(os.times()[:4])
     rows = prepare(StepData("preference", flags, LIMIT), tokenizer).train
     cpu = sum(os.times()[:4]) - cpu
     fingerprint = rows_fingerprint(rows) if is_main() else ""
@@ -207,9 +203,8 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     speeds = [tokenizer_speed(work, path, arguments.rows, processes)]
     with tempfile.TemporaryDirectory(dir=work) as cache:
         first = launch(arguments.ranks, work, path, Path(cache))
-        speeds.append(
-            tokenizer_speed(work, path, arguments.rows, processes)
-        )  # again, since other work may disturb one
+        # again, since other work may disturb one
+        speeds.append(tokenizer_speed(work, path, arguments.rows, processes))
         second = launch(arguments.ranks, work, path, Path(cache))
         stored = sum(file.stat().st_size for file in Path(cache).rglob("*") if file.is_file())
     if first[0]["fingerprint"] != second[0]["fingerprint"]:

@@ -44,12 +44,8 @@ from dschat_ppo.common.processes import (
 MARKS = ("<!-- fuzz -->", "<!-- /fuzz -->")
 OUTCOMES = ("result", "error line", "failed")
 CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES = 60, 180.0, 6 * 2**30
-REPORTED_CODES = (
-    2,
-    3,
-    4,
-    6,
-)  # of docs/reliability.md; 1 is a failure with a traceback, 5 the loss of a rank
+# of docs/reliability.md; 1 is a failure with a traceback, 5 the loss of a rank
+REPORTED_CODES = 2, 3, 4, 6
 _IMPORTED = (
     "datasets",
     "deepspeed",
@@ -103,9 +99,8 @@ def judge(ended: Ended) -> tuple[str, str]:
     errors = [number for number, line in enumerate(lines) if line.startswith("error")]
     if len(errors) != 1:
         return "failed", f"{len(errors)} error lines"
-    if any(
-        line and not line.startswith("  ") for line in lines[errors[0] + 1 :]
-    ):  # a table of settings is indented
+    # a table of settings is indented
+    if any(line and not line.startswith("  ") for line in lines[errors[0] + 1 :]):
         return "failed", "more than one line"
     return "error line", ""
 

@@ -95,9 +95,8 @@ def peak_memory(run: Callable[[], object]) -> float:
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
     else:
-        ctypes.CDLL("libc.so.6").malloc_trim(
-            0
-        )  # return freed memory to the system: it would hide the peak of this run
+        # return freed memory to the system: it would hide the peak of this run
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
         before = psutil.Process().memory_info().rss
     clock = PhaseClock()
     with clock.phase("run"):

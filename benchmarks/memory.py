@@ -138,10 +138,8 @@ def make_models(folder: Path, shape: tuple[int, int, int]) -> None:
 def write_rows(setting: Setting, file: Path) -> None:
     """Rows of digits, each of which is a token; with packing, four fill what a row fills else."""
     parts = 4 if "--packing" in setting.flags else 1
-    prompt, answer = (
-        "0" * (setting.prompt // parts),
-        "7" * (setting.answer // parts - 1),
-    )  # and the end of the answer
+    # and the end of the answer
+    prompt, answer = "0" * (setting.prompt // parts), "7" * (setting.answer // parts - 1)
     row = {"prompt": prompt}
     if setting.step != "ppo":
         row |= (
@@ -238,9 +236,8 @@ def run_here(step: str, words: list[str]) -> None:
     from dschat_ppo.monitor.writers import MetricsWriter
 
     if not torch.cuda.is_available():
-        hybrid_engine.on_device = lambda tensor: (
-            True
-        )  # as on a GPU, so that "held" sees what leaves
+        # as on a GPU, so that "held" sees what leaves
+        hybrid_engine.on_device = lambda tensor: True
     write, generating = MetricsWriter.write, hybrid_engine.HybridEngine.generating
     held: dict[str, float] = {}
 
@@ -291,9 +288,8 @@ def held_bytes(engines: Iterable[Any], originals: Iterable[Tensor] = ()) -> int:
             (*training_states(engine), *gradient_buffers(engine)), engine.zero_offload_optimizer()
         )
         count(weights_of(engine), engine.zero_offload_param())
-        count(
-            [weight.data for weight in engine.module.parameters()], None
-        )  # gathered ones are on the device
+        # gathered ones are on the device
+        count([weight.data for weight in engine.module.parameters()], None)
     count(originals, None)
     return sum(on_device.values())
 

@@ -36,9 +36,8 @@ TOOLS = {  # the modules of dschat_ppo.tools
 
 def main(argv: Sequence[str]) -> int:
     words = list(argv)
-    while words and words[0].startswith(
-        "--local_rank"
-    ):  # DeepSpeed's launcher puts it before the command
+    # DeepSpeed's launcher puts it before the command
+    while words and words[0].startswith("--local_rank"):
         words = words[1:]
     name = words[0] if words else "--help"
     if name in TRAINERS:

@@ -133,9 +133,8 @@ def start(step: str, argv: Sequence[str]) -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(max(1, cores // ranks))
-    )  # more threads than cores only spin
+    # more threads than cores only spin
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     return os.execv(command[0], command)
 
 
@@ -144,9 +143,8 @@ def number_of_ranks(count: int | None) -> int:
     None: all GPUs, or one rank."""
     gpus = count_gpus()
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        os.environ["DS_ACCELERATOR"] = (
-            "cpu"  # DeepSpeed's launcher would show the ranks the GPUs again
-        )
+        # DeepSpeed's launcher would show the ranks the GPUs again
+        os.environ["DS_ACCELERATOR"] = "cpu"
     if gpus and count is not None and count > gpus:
         raise UserError(
             f"--num_accelerators {count}: this machine has {gpus} GPUs (DS_ACCELERATOR=cpu uses the"

@@ -17,9 +17,8 @@ _SECRETS = (
     "|password|passwd"
 )
 _USER = re.compile(r"(://)[^/\s?#]*@")
-_VALUE_END = (  # the weight of a reward function stays
-    r"=)[^&\s#,]*?(?=(?::[-+.\de]+)?(?:[&\s#,]|$))"
-)
+# the weight of a reward function stays
+_VALUE_END = r"=)[^&\s#,]*?(?=(?::[-+.\de]+)?(?:[&\s#,]|$))"
 _SETTING = re.compile(rf"([?&](?:{_SECRETS}){_VALUE_END}", re.IGNORECASE)
 _URL_SETTING = re.compile(
     rf"([?&](?:{_SECRETS}|key|token|auth|sig|signature){_VALUE_END}", re.IGNORECASE

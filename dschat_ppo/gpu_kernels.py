@@ -85,12 +85,10 @@ def rms_norm_backward(
     """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
     of_states, width = torch.empty_like(states), states.shape[-1]
     rows, block = states.numel() // width, triton.next_power_of_2(width)
-    chunk = triton.next_power_of_2(
-        max(1, triton.cdiv(rows, _PROGRAMS))
-    )  # each value compiles a kernel
-    sums = states.new_empty(
-        triton.cdiv(rows, chunk), width, dtype=torch.float32
-    )  # programs share none
+    # each value compiles a kernel
+    chunk = triton.next_power_of_2(max(1, triton.cdiv(rows, _PROGRAMS)))
+    # programs share none
+    sums = states.new_empty(triton.cdiv(rows, chunk), width, dtype=torch.float32)
     _norm_backward_kernel[(len(sums),)](
         states,
         weight,

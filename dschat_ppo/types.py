@@ -71,16 +71,14 @@ class Rollout:
     # (B, R) bool, True on the tokens that the policy chose: up to and including the token that
     response_mask: Tensor
     #   ended the answer, without the observations of an episode
-    rollout_logprobs: (
-        Tensor  # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
-    )
+    # (B, R) fp32, recorded while sampling: with the temperature, before top-k and top-p
+    rollout_logprobs: Tensor
     finish_reason: Tensor  # (B,) int8, a `FinishReason`
     # (B,) int64, tokens of an episode after its prompt, chosen or observed; None where there are no
     # observations
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
-    turn_rewards: Tensor | None = field(
-        default=None, kw_only=True
-    )  # (B, R) fp32, on the last token of each action
+    # (B, R) fp32, on the last token of each action
+    turn_rewards: Tensor | None = field(default=None, kw_only=True)
     # (B, P) as `prompt_ids` and `prompt_mask`: what a teacher reads in their place, where it reads
     # something else
     teacher_prompt_ids: Tensor | None = field(default=None, kw_only=True)
@@ -110,29 +108,24 @@ class ScoredRollout(Rollout):
     """A rollout with log-probs, values and scores of the models. (B, R) tensors are aligned to the
     response tokens and 0 outside `response_mask`. A field that the run does not need is None."""
 
-    old_logprobs: (
-        Tensor | None
-    )  # (B, R) fp32, log-probs under the policy before its updates; None until an update
+    # (B, R) fp32, log-probs under the policy before its updates; None until an update
+    old_logprobs: Tensor | None
     #   computes them, where the only update of a PPO step does (`config/on_policy.py`)
     entropies: Tensor | None  # (B, R) fp32, entropy of that policy at each token, in nats
     ref_logprobs: Tensor | None  # (B, R) fp32, log-probs under the reference
     kl: Tensor | None  # (B, R) fp32, KL to the reference, for the penalty in the reward
     values: Tensor | None  # (B, R) fp32, the critic's value before each response token
-    source_scores: (
-        Tensor  # (B, K) fp32, score by each reward source; NaN where it does not score the row
-    )
+    # (B, K) fp32, score by each reward source; NaN where it does not score the row
+    source_scores: Tensor
     scores: Tensor  # (B,) fp32, weighted sum over the reward sources
     baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the same prompt, for remax
     groups: Tensor  # (B,) int64, number of the row's prompt in the run
-    data_sources: Tensor | None = field(
-        default=None, kw_only=True
-    )  # (B,) int64, number of the prompt's data set
-    teachers: Tensor | None = field(
-        default=None, kw_only=True
-    )  # (B,) int64, number of the row's teacher, -1: none
-    teacher_logprobs: Tensor | None = field(
-        default=None, kw_only=True
-    )  # (B, R) fp32, log-probs under the teacher
+    # (B,) int64, number of the prompt's data set
+    data_sources: Tensor | None = field(default=None, kw_only=True)
+    # (B,) int64, number of the row's teacher, -1: none
+    teachers: Tensor | None = field(default=None, kw_only=True)
+    # (B, R) fp32, log-probs under the teacher
+    teacher_logprobs: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def policy_logprobs(self) -> Tensor:
@@ -150,12 +143,10 @@ class RewardedRollout(ScoredRollout):
 
     rewards: Tensor  # (B, R) fp32, reward of each token: KL penalty, and on the last one the score
     loss_mask: Tensor  # (B, R) bool, True on the response tokens in the policy loss
-    numbers: Tensor | None = field(
-        default=None, kw_only=True
-    )  # (B,) int64, number of the row in its PPO step
-    answer_scores: Tensor | None = field(
-        default=None, kw_only=True
-    )  # (B,) fp32, `scores` after scaling and clipping,
+    # (B,) int64, number of the row in its PPO step
+    numbers: Tensor | None = field(default=None, kw_only=True)
+    # (B,) fp32, `scores` after scaling and clipping,
+    answer_scores: Tensor | None = field(default=None, kw_only=True)
     #   less the penalties of missing and late ends: what the last token's reward holds
 
 
@@ -167,9 +158,8 @@ class Experience(RewardedRollout):
     advantages: Tensor  # (B, R) fp32
     returns: Tensor  # (B, R) fp32, targets of the critic
     loss_weights: Tensor  # (B, R) fp32, weights of the token losses of the policy
-    selected: (
-        Tensor | None
-    )  # (B, R) bool, tokens that clip_cov and kl_cov act on; None for the other losses
+    # (B, R) bool, tokens that clip_cov and kl_cov act on; None for the other losses
+    selected: Tensor | None
 
 
 def row_lengths(rows: Rollout) -> Tensor:
@@ -183,13 +173,11 @@ def full_sequences(rows: Rollout) -> tuple[Tensor, Tensor]:
     after a row's length are arbitrary: with causal attention no real token sees them."""
     prompt_lengths, lengths = rows.prompt_mask.sum(dim=1), row_lengths(rows)  # (B,) each
     joined = torch.cat([rows.prompt_ids, rows.response_ids], dim=1)  # (B, P + R)
-    first = (
-        rows.prompt_ids.shape[1] - prompt_lengths
-    )  # (B,) column of the first prompt token in `joined`
+    # (B,) column of the first prompt token in `joined`
+    first = rows.prompt_ids.shape[1] - prompt_lengths
     columns = torch.arange(int(lengths.max()), device=joined.device)  # (T,)
-    return joined.gather(
-        1, (first.unsqueeze(1) + columns).clamp_max(joined.shape[1] - 1)
-    ), lengths  # (B, T), (B,)
+    # (B, T), (B,)
+    return joined.gather(1, (first.unsqueeze(1) + columns).clamp_max(joined.shape[1] - 1)), lengths
 
 
 def response_slots(rows: Rollout) -> Tensor:
@@ -203,9 +191,8 @@ def response_slots(rows: Rollout) -> Tensor:
 def chosen_columns(rows: Rollout, width: int, shift: int = 0) -> Tensor:
     """(B, `width`) bool: the columns of `full_sequences` that hold tokens that the policy chose, or
     those `shift` before them."""
-    columns = (response_slots(rows) - shift).clamp_min(
-        0
-    )  # (B, R); several are equal in the padding
+    # (B, R); several are equal in the padding
+    columns = (response_slots(rows) - shift).clamp_min(0)
     counts = torch.zeros(len(columns), width, dtype=torch.int64, device=columns.device)
     return counts.scatter_add_(1, columns, rows.response_mask.long()) > 0
 
@@ -238,9 +225,8 @@ def select_rows(rows: Rows, index: Tensor) -> Rows:
     chosen |= {name: chosen[name][:, chosen[name].shape[1] - lengths[0] :] for name in prompts}
     if len(lengths) > 1:
         responses = [name for name in chosen if name not in (*LEFT_PADDED, *PER_ROW)]
-        chosen |= {
-            name: chosen[name][:, : max(1, lengths[1])] for name in responses
-        }  # (n, R) -> (n, longest)
+        # (n, R) -> (n, longest)
+        chosen |= {name: chosen[name][:, : max(1, lengths[1])] for name in responses}
     return replace(rows, **chosen)
 
 

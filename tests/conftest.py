@@ -25,9 +25,8 @@ with lasting_objects():
     from dschat_ppo.tools import toy
 
 torch.set_num_threads(1)
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell lets what it starts with `&` ignore it
+# a shell lets what it starts with `&` ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser) -> None:

@@ -204,9 +204,8 @@ def save_model_of(name: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -
             *model.parameters(),
             *(b for name, b in model.named_buffers() if "correction_bias" in name),
         ]:
-            if (
-                weight.dim() == 1
-            ):  # biases, which begin at 0, and weights of norms, which begin at 1
+            # biases, which begin at 0, and weights of norms, which begin at 1
+            if weight.dim() == 1:
                 weight += 0.1 * torch.randn_like(weight)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -31,12 +31,8 @@ WAITING = {
     "bincount",
     "repeat_interleave",
 }
-INDEXING = {
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-}  # with booleans they count these first
+# with booleans they count these first
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 class Seen:
@@ -248,9 +244,8 @@ def pretended_gpu() -> Iterator[Seen]:
     before = torch.cuda._lazy_init
     torch.cuda._lazy_init = lambda: None
     torch._C._ensureCUDADeviceGuardSet()
-    torch._C._set_only_lift_cpu_tensors(
-        True
-    )  # `torch.tensor(..., device="cuda")` is made on the CPU and copied
+    # `torch.tensor(..., device="cuda")` is made on the CPU and copied
+    torch._C._set_only_lift_cpu_tensors(True)
     _SEEN.append(Seen())
     try:
         with torch.no_grad(), _Mode():

@@ -11,14 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-SETTLED = {
-    "torch",
-    "deepspeed",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tensorboard",
-}  # all others are extras
+# all others are extras
+SETTLED = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "tensorboard"}
 NAMES = {  # import -> package
     "yaml": "pyyaml",
     "huggingface_hub": "huggingface-hub",
@@ -68,9 +62,8 @@ def imported(*folders: str) -> dict[str, tuple[str, bool]]:
 
 
 IMPORTED = imported("dschat_ppo", "training")
-assert IMPORTED.pop("triton")[0].startswith(
-    "dschat_ppo/gpu_kernels.py"
-)  # torch's builds for GPUs require it
+# torch's builds for GPUs require it
+assert IMPORTED.pop("triton")[0].startswith("dschat_ppo/gpu_kernels.py")
 
 
 @pytest.mark.parametrize("library", sorted(IMPORTED))

@@ -238,22 +238,12 @@ KINDS = {
         {**_SIZES, "embedding_size": 16, "is_decoder": True},
     ),
 }
-HYBRIDS = (  # attention beside layers that carry a state from token to token
-    "lfm2",
-    "granite-hybrid",
-    "qwen3-next",
-    "qwen3.5",
-    "falcon-h1",
-    "jamba",
-    "olmo-hybrid",
-)
+# attention beside layers that carry a state from token to token
+HYBRIDS = "lfm2", "granite-hybrid", "qwen3-next", "qwen3.5", "falcon-h1", "jamba", "olmo-hybrid"
 PADDED_ONLY = ("gptj", "bloom", "falcon", "gpt-neo", "doge")
 RECOMPUTED = ("mamba", "rwkv")
-UNFIT = (
-    "phimoe",
-    "phi3-longrope",
-    "nemotron-h",  # in transformers, its steps with a cache differ from its whole rows, by 1e-4
-)
+# in transformers, its steps with a cache differ from its whole rows, by 1e-4
+UNFIT = "phimoe", "phi3-longrope", "nemotron-h"
 CONTINUOUS = tuple(
     name for name in KINDS if name not in (*PADDED_ONLY, *RECOMPUTED, *UNFIT, *HYBRIDS)
 )

@@ -68,9 +68,8 @@ def _pieces(first_only: bool) -> Tokenizer:
     """As Llama: a space before the text ("first", new tokenizers) or before every part between
     special tokens."""
     found = Tokenizer(models.BPE(unk_token="<unk>"))
-    found.pre_tokenizer = pre_tokenizers.Metaspace(
-        prepend_scheme="always", split=True
-    )  # no token has an inner space
+    # no token has an inner space
+    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     special = ["<unk>", "<s>", "</s>"]
     found.train_from_iterator(
         TEXTS, trainers.BpeTrainer(vocab_size=250, special_tokens=special, show_progress=False)

@@ -128,9 +128,8 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="a trial on tiny sizes, with or without a GPU"
     )
-    parser.add_argument(
-        "--here", action="store_true", help=argparse.SUPPRESS
-    )  # a process of `start`
+    # a process of `start`
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
         run_here(arguments.only, arguments.tiny)

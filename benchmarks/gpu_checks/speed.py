@@ -122,9 +122,8 @@ def rollout(found: Findings, tiny: bool, shape: str) -> None:
         found.add(
             "ours_64", ours | {"share_of_limit": ours["tokens_per_s"] / found.found["limit_64"]}
         )
-    by_transformers(
-        theirs, replace(work, answer_lengths=work.answer_lengths.clamp_max(4)), rows
-    )  # warm-up
+    # warm-up
+    by_transformers(theirs, replace(work, answer_lengths=work.answer_lengths.clamp_max(4)), rows)
     plain = found.measure(
         "transformers_64",
         lambda: work.tokens / seconds(lambda: by_transformers(theirs, work, rows)),

@@ -38,13 +38,8 @@ from gpu_checks.parts import Findings
 
 COMPARED = ("sft", "ppo", "grpo")
 FURTHER = 3
-LAUNCHED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # which a process group leaves behind
+# which a process group leaves behind
+LAUNCHED = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
 def in_another_process(folder: Path, names: tuple[str, ...], **env: str) -> subprocess.Popen[bytes]:
@@ -177,9 +172,8 @@ SFT = (
     " 128 --apply_chat_template False --per_device_train_batch_size 8 --learning_rate 3e-4"
     " --num_warmup_steps 0 --num_train_epochs 1 --dtype fp32"
 )
-SAVED = (
-    "--dtype bf16" if torch.cuda.is_available() else "--dtype fp32"
-)  # many a CPU has no arithmetic in bf16
+# many a CPU has no arithmetic in bf16
+SAVED = "--dtype bf16" if torch.cuda.is_available() else "--dtype fp32"
 SAVED += " --test_stop_step 4 --save_steps 2 --save_total_limit 9 --keep_final_checkpoint"
 # name -> (step, flags)
 RUNS = {

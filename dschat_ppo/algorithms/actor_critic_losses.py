@@ -20,9 +20,8 @@ from dschat_ppo.algorithms.aggregation import row_means, zero_outside
 from dschat_ppo.algorithms.kl import smooth_abs
 
 CLOSEST_TO_ONE = -1e-8  # log-probs above this count as this, so that log(1 - p) is finite
-LARGEST_LOG_RATIO = (
-    20.0  # exp(20) is 5e8: far beyond every clip, and still finite when squared in fp32
-)
+# exp(20) is 5e8: far beyond every clip, and still finite when squared in fp32
+LARGEST_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,8 @@ class PolicyTerms:
     old_logprobs: Tensor  # (B, R) fp32, log-probs under the policy that collected the data
     advantages: Tensor  # (B, R) fp32
     mask: Tensor  # (B, R) bool, True on tokens that count; rows may have none
-    selected: Tensor | None = (
-        None  # (B, R) bool, tokens that clip_cov or kl_cov acts on; None for the other losses
-    )
+    # (B, R) bool, tokens that clip_cov or kl_cov acts on; None for the other losses
+    selected: Tensor | None = None
 
     @property
     def log_ratio(self) -> Tensor:
@@ -48,16 +46,13 @@ class PolicyTerms:
 class PolicyLossSettings:
     """Constants of the policy losses."""
 
-    clip_eps_low: float = (
-        0.2  # lower clip of the ratio at 1 - this (gmpo: of the log-ratio at -this)
-    )
-    clip_eps_high: float = (
-        0.2  # upper clip of the ratio at 1 + this (gmpo: of the log-ratio at this)
-    )
+    # lower clip of the ratio at 1 - this (gmpo: of the log-ratio at -this)
+    clip_eps_low: float = 0.2
+    # upper clip of the ratio at 1 + this (gmpo: of the log-ratio at this)
+    clip_eps_high: float = 0.2
     #   both: of dppo_tv and dppo_kl, the largest divergence
-    dual_clip: float = (
-        0.0  # c > 1 bounds the loss at -c A where A < 0 (ppo, gspo, clip_cov); 0 = off
-    )
+    # c > 1 bounds the loss at -c A where A < 0 (ppo, gspo, clip_cov); 0 = off
+    dual_clip: float = 0.0
     sapo_tau_positive: float = 1.0  # temperature of sapo where A > 0
     sapo_tau_negative: float = 1.05  # temperature of sapo elsewhere
     kl_cov_coef: float = 1.0  # weight of |lp - lp_old| in kl_cov
@@ -103,9 +98,8 @@ def gspo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     log_ratio = zero_outside(terms.logprobs - terms.old_logprobs, terms.mask).detach()  # (B, R)
     mean = row_means(log_ratio, terms.mask).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)  # (B,)
     logprobs = zero_outside(terms.logprobs, terms.mask)
-    log_s = zero_outside(
-        mean.unsqueeze(1) + (logprobs - logprobs.detach()), terms.mask
-    )  # (B, 1) over (B, R)
+    # (B, 1) over (B, R)
+    log_s = zero_outside(mean.unsqueeze(1) + (logprobs - logprobs.detach()), terms.mask)
     return ppo(terms, settings, log_s.exp())
 
 
@@ -239,9 +233,8 @@ def value_losses(
     Returns (losses, clipped): fp32 with gradient, 0 outside the mask; bool, True where the clipped
     error is the larger one, so that the token has no gradient.
     """
-    values, old_values, returns = (
-        zero_outside(x, mask) for x in (values, old_values, returns)
-    )  # (B, R) each
+    # (B, R) each
+    values, old_values, returns = (zero_outside(x, mask) for x in (values, old_values, returns))
     error = (values - returns) ** 2
     clipped_error = error
     if clip_eps > 0:

@@ -220,28 +220,23 @@ class AdvantageInputs:
 
     # (B, R) fp32, of each token: the score on the last one, minus the KL penalty (`token_rewards`)
     rewards: Tensor
-    values: (
-        Tensor | None
-    )  # (B, R) fp32, the critic's V before each response token; None without a critic
+    # (B, R) fp32, the critic's V before each response token; None without a critic
+    values: Tensor | None
     response_mask: Tensor  # (B, R) bool, True on response tokens; rows may have none
     groups: Tensor  # (B,) int64, number of the row's prompt: any numbers, rows in any order
-    baselines: (
-        Tensor | None
-    )  # (B,) fp32, score of the greedy answer to the row's prompt; None except for remax
+    # (B,) fp32, score of the greedy answer to the row's prompt; None except for remax
+    baselines: Tensor | None
     gamma: float  # discount per token, in [0, 1]
     lam: float  # lambda of gae, in [0, 1]
-    normalise_std: bool = (
-        True  # grpo and grpo_pass_at_k: divide by the standard deviation of the group
-    )
+    # grpo and grpo_pass_at_k: divide by the standard deviation of the group
+    normalise_std: bool = True
     batch_std: bool = False  # instead by that of all rows
     epsilon: float = 1e-6  # added to that standard deviation
-    scores: Tensor | None = (
-        None  # (B,) fp32, scores before the KL penalty (gdpo: before all penalties); None: the
-    )
+    # (B,) fp32, scores before the KL penalty (gdpo: before all penalties); None: the
+    scores: Tensor | None = None
     #   rewards hold no penalty
-    source_scores: Tensor | None = (
-        None  # (B, K) fp32, by each reward source; NaN where it does not score the row
-    )
+    # (B, K) fp32, by each reward source; NaN where it does not score the row
+    source_scores: Tensor | None = None
     source_weights: Tensor | None = None  # (K,) fp64, weights of the sources in the score
 
 
@@ -255,9 +250,8 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: fl
     `scores` (B,) and `kl` (B, R) fp32 -> (B, R) fp32, 0 outside `response_mask` (B, R) bool. The
     mask may have gaps; a row without a True has no reward at all.
     """
-    rewards = (
-        torch.where(_last_token(response_mask), scores.unsqueeze(1), 0.0) - kl_coef * kl
-    )  # (B, 1) over (B, R)
+    # (B, 1) over (B, R)
+    rewards = torch.where(_last_token(response_mask), scores.unsqueeze(1), 0.0) - kl_coef * kl
     return zero_outside(rewards, response_mask)
 
 
@@ -279,9 +273,8 @@ def _carried_back(terms: Tensor, factors: Tensor) -> Tensor:
     found, step = terms.clone(), 1
     while step < found.shape[1]:
         found[:, :-step] += factors[:, : found.shape[1] - step] * found[:, step:]
-        factors = (
-            factors[:, :-step] * factors[:, step:]
-        )  # over 2 step columns, where so many follow
+        # over 2 step columns, where so many follow
+        factors = factors[:, :-step] * factors[:, step:]
         step *= 2
     return found
 
@@ -298,12 +291,10 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     mask, gamma, lam = inputs.response_mask, inputs.gamma, inputs.lam
     values = zero_outside(inputs.values, mask)  # (B, R)
     length = mask.shape[1]
-    columns = torch.where(
-        mask, torch.arange(length, device=mask.device), length
-    )  # (B, R), R where the mask is False
-    following = pad(
-        columns.flip(1).cummin(dim=1).values.flip(1)[:, 1:], (0, 1), value=length
-    )  # next True column or R
+    # (B, R), R where the mask is False
+    columns = torch.where(mask, torch.arange(length, device=mask.device), length)
+    # next True column or R
+    following = pad(columns.flip(1).cummin(dim=1).values.flip(1)[:, 1:], (0, 1), value=length)
     next_values = pad(values, (0, 1)).gather(1, following)  # (B, R) V_{t+1}
     deltas = zero_outside(inputs.rewards + gamma * next_values - values, mask)
     advantages = _carried_back(deltas, torch.where(mask, deltas.new_full((), gamma * lam), 1.0))
@@ -337,9 +328,8 @@ def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     again.
     """
     totals = _row_scores(inputs)
-    scores = (
-        totals if inputs.scores is None else inputs.scores.double()
-    )  # (B,) before the KL penalty
+    # (B,) before the KL penalty
+    scores = totals if inputs.scores is None else inputs.scores.double()
     gaps = groups.gaps(scores)
     std = _batch_std(scores, groups) if inputs.batch_std else groups.std(gaps)
     penalised = groups.gaps(gaps / _divisor(std, inputs) - (scores - totals))
@@ -459,9 +449,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     scores = _row_scores(inputs)
     mean = groups.best(scores) + groups.mean(groups.gaps(scores))  # (B,) fp64
     advantages, returns = _above_baseline(mean, inputs)
-    return torch.where(
-        groups.sizes.unsqueeze(1) > 1, advantages, 0.0
-    ), returns  # (B, 1) over (B, R)
+    # (B, 1) over (B, R)
+    return torch.where(groups.sizes.unsqueeze(1) > 1, advantages, 0.0), returns
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -542,9 +531,8 @@ def _above_baseline(baselines: Tensor, inputs: AdvantageInputs) -> tuple[Tensor,
     and a score equal to its baseline gives exactly 0.
     """
     mask = inputs.response_mask
-    rewards = inputs.rewards - torch.where(
-        _last_token(mask), baselines.unsqueeze(1), 0.0
-    )  # (B, 1) over (B, R)
+    # (B, 1) over (B, R)
+    rewards = inputs.rewards - torch.where(_last_token(mask), baselines.unsqueeze(1), 0.0)
     advantages = returns_to_go(rewards, mask, inputs.gamma).to(inputs.rewards.dtype)
     return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
 

@@ -40,9 +40,8 @@ def importance_weights(
     """
     log_weights = zero_outside(old_logprobs - rollout_logprobs, mask).detach()
     if level == "sequence":
-        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(
-            log_weights
-        )  # (B, R) -> (B, 1) -> (B, R)
+        # (B, R) -> (B, 1) -> (B, R)
+        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)
     weights = log_weights.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT).exp()
     if mode == "truncate":
         return zero_outside(weights.clamp(floor, cap), mask)
@@ -107,9 +106,8 @@ def clip_cov_tokens(
     range. A covariance of -inf excludes a token. The sample depends neither on the device of the
     tensors nor on padding.
     """
-    candidates = (
-        mask & (covariances > low) & (covariances < high)
-    ).nonzero()  # (N, 2) row and column
+    # (N, 2) row and column
+    candidates = (mask & (covariances > low) & (covariances < high)).nonzero()
     order = torch.randperm(len(candidates), generator=generator, device=generator.device).to(
         mask.device
     )

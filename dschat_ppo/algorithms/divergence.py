@@ -261,9 +261,8 @@ def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor
     with torch.enable_grad():
         buckets = _with_tail(log_p)  # (rows, k + 1)
         values = dense_divergence(buckets, log_q, ctx.divergence.kind, ctx.divergence.beta)
-        [slopes] = torch.autograd.grad(
-            values.sum(), buckets
-        )  # d divergence / d log-prob of each bucket
+        # d divergence / d log-prob of each bucket
+        [slopes] = torch.autograd.grad(values.sum(), buckets)
     share, tail = log_p.detach().exp(), buckets[:, -1].detach().exp()
     slopes[:, -1].masked_fill_(tail <= 1.001 * LEAST_TAIL, 0.0)  # there it is a constant
     of_tail = slopes[:, -1] / tail

@@ -24,18 +24,14 @@ BLOCK_BYTES = 8 * 2**20  # size of one block of fp32 logits: it should fit in th
 GPU_BLOCK_BYTES = 256 * 2**20  # a GPU is faster with few large products
 SMALLEST_BLOCK = 256  # columns: narrower products are inefficient
 HALF = (torch.float16, torch.bfloat16)
-FP32_PRODUCTS = hasattr(
-    torch.ops.aten.mm, "dtype"
-)  # `torch.mm(..., out_dtype=...)`, which older versions lack
-Forbidden = tuple[
-    Tensor, tuple[int, ...]
-]  # positions (N,) bool, and the tokens that cannot be drawn there
-NEVER = (
-    -1e30
-)  # logit of a token that cannot be drawn: probability 0, and finite, so that 0 x it is 0
-LOWEST = (
-    -1e4
-)  # a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
+# `torch.mm(..., out_dtype=...)`, which older versions lack
+FP32_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
+# positions (N,) bool, and the tokens that cannot be drawn there
+Forbidden = tuple[Tensor, tuple[int, ...]]
+# logit of a token that cannot be drawn: probability 0, and finite, so that 0 x it is 0
+NEVER = -1e30
+# a logit this far below the largest has probability 0 even in fp64, and 0 x -inf would be NaN
+LOWEST = -1e4
 
 
 @dataclass(frozen=True)
@@ -90,9 +86,8 @@ def block_shape(hidden: Tensor, block_bytes: int | None, share: float = 1.0) -> 
         block_bytes or (BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES)
     ) * share
     fitting = int(limit) // (4 * max(1, hidden.shape[0]))
-    columns = (
-        max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK
-    )  # odd strides cost a GPU three quarters of its speed
+    # odd strides cost a GPU three quarters of its speed
+    columns = max(1, fitting // SMALLEST_BLOCK) * SMALLEST_BLOCK
     return columns, max(1, int(limit) // (4 * columns))
 
 
@@ -137,9 +132,8 @@ class _FusedTokenScores(torch.autograd.Function):
                     x, weight, bias, slice(start, start + columns), temperature, head
                 )[0]
                 forbid_(logits, of_rows(forbidden, piece), start)
-                column, inside = in_block(
-                    tokens[piece].unsqueeze(1), start, logits.shape[1]
-                )  # (rows, 1) each
+                # (rows, 1) each
+                column, inside = in_block(tokens[piece].unsqueeze(1), start, logits.shape[1])
                 chosen += torch.where(inside, logits.gather(1, column), 0).squeeze(1)
                 before = largest
                 if by_softmax:

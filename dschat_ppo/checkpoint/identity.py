@@ -128,9 +128,8 @@ LENGTH = frozenset({"num_train_epochs", "max_steps", "enable_test_mode", "test_s
 _CONSTANT = ("constant", "constant_with_warmup")
 
 MOST_LINES, MOST_CHARACTERS = 12, 100  # of a diff: changes, and characters of a value
-CONTENTS = (  # before the flag that names a model or a file, in the names of fingerprints
-    "contents of "
-)
+# before the flag that names a model or a file, in the names of fingerprints
+CONTENTS = "contents of "
 _ABSENT = object()
 
 EVAL_ROWS, TEXT_BLOCKS = "evaluation rows (SHA-256)", "blocks of plain text (SHA-256)"
@@ -281,9 +280,8 @@ def differences(
         product = PRODUCTS.get(name)
         if product in saved and saved[product] == now.get(product):
             continue
-        if before is _ABSENT and after == defaults.get(
-            name, _ABSENT
-        ):  # the checkpoint is older than the flag
+        # the checkpoint is older than the flag
+        if before is _ABSENT and after == defaults.get(name, _ABSENT):
             continue
         left = ", always: this version has no such flag" if name in RETIRED else ""
         found[name] = f"{_as_text(before)} -> {_as_text(after)}{left}"

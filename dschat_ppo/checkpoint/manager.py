@@ -150,9 +150,8 @@ class CheckpointManager:
         )
         self._how_to_resume = how_to_resume
         self._files = BackgroundWriter()
-        self._pending: Manifest | None = (
-            None  # of a checkpoint that is written in the background, not committed
-        )
+        # of a checkpoint that is written in the background, not committed
+        self._pending: Manifest | None = None
         self._saved, self._saved_at = saved, time.monotonic()
 
     def save_if_due(self) -> None:

@@ -50,9 +50,8 @@ class Manifest:
     step: int  # optimizer steps done (PPO steps in step 3)
     update: int  # updates done of the PPO step after it
     world_size: int
-    config: dict[
-        str, Any
-    ]  # `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs
+    # `RunIdentity.config`: flags, derived batch sizes and fingerprints of the inputs
+    config: dict[str, Any]
     versions: dict[str, str]
     data: str  # fingerprint of the training rows
     files: dict[str, FileEntry]  # by path inside the folder

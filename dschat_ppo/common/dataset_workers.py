@@ -21,9 +21,8 @@ Result = TypeVar("Result")
 FEW_ROWS = 5000  # below it one process is done before others have started
 _POLL_SECONDS = 0.5
 _SIGNAL_SECONDS = 1.0  # for the signal that ended a process to reach this one too
-_WORK: list[
-    Callable[[int], Any]
-] = []  # of the processes, which inherit it by their fork: it need not be pickled
+# of the processes, which inherit it by their fork: it need not be pickled
+_WORK: list[Callable[[int], Any]] = []
 _ENDED = (
     "a process that prepares data has ended (its own message, if any, is above), most often because"
     " memory ran out: lower --preprocessing_num_workers and run the same command again"

@@ -27,14 +27,12 @@ Result = TypeVar("Result")
 # Of every process group: the other ranks wait at a barrier while the first one prepares the data.
 # NCCL's own limit is ten minutes.
 TIMEOUT = timedelta(hours=6)
-Group = (
-    Any  # a `torch.distributed.ProcessGroup`, which builds without distributed support do not have
-)
+# a `torch.distributed.ProcessGroup`, which builds without distributed support do not have
+Group = Any
 
 _SHARING = [1]  # ranks that share their rows
-_SEQUENCE_GROUPS: dict[
-    int, Any
-] = {}  # number of ranks that share rows -> this rank's process group of that size
+# number of ranks that share rows -> this rank's process group of that size
+_SEQUENCE_GROUPS: dict[int, Any] = {}
 
 
 def share_rows(ranks: int) -> None:

@@ -68,9 +68,8 @@ def ran_out_of_memory(problem: BaseException) -> bool:
         of_torch = type(seen).__name__ == "OutOfMemoryError" or any(
             message in str(seen) for message in _MESSAGES
         )
-        if isinstance(seen, MemoryError) or (
-            isinstance(seen, RuntimeError) and of_torch
-        ):  # torch is not imported here
+        # torch is not imported here
+        if isinstance(seen, MemoryError) or (isinstance(seen, RuntimeError) and of_torch):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

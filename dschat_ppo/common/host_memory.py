@@ -17,9 +17,8 @@ import psutil
 # Parameters of glibc's `mallopt`, and their values in bytes.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 SMALL = 2**20
-LARGEST = (
-    2**25
-)  # glibc's own limit, which it reaches by itself once tensors of this size were freed
+# glibc's own limit, which it reaches by itself once tensors of this size were freed
+LARGEST = 2**25
 
 
 def host_memory(root: Path = Path("/")) -> int:
@@ -35,9 +34,8 @@ def available_memory(root: Path = Path("/")) -> int:
     found = [psutil.virtual_memory().available]
     for folder in _cgroups(root):
         limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-        if (
-            limit is not None and used is not None
-        ):  # the kernel drops inactive pages of files when memory is short
+        # the kernel drops inactive pages of files when memory is short
+        if limit is not None and used is not None:
             stat = dict(
                 line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines()
             )

@@ -21,10 +21,8 @@ from dschat_ppo.errors import escaped, without_credentials
 
 _HIDDEN: list[TextIO] = []  # where stdout leads outside of the `quiet_prints` blocks that are open
 _VERBOSE = [os.environ.get("DSCHAT_PPO_VERBOSE") == "1"]
-_REPLACED = (
-    "Setting accelerator to CPU",
-    "LOAD REPORT",
-)  # warnings in whose place this project prints a line
+# warnings in whose place this project prints a line
+_REPLACED = "Setting accelerator to CPU", "LOAD REPORT"
 
 
 class _BarSafeHandler(logging.Handler):
@@ -110,9 +108,8 @@ def quiet_libraries() -> None:
 
 def _print_once(log: logging.Logger) -> None:
     for handler in log.handlers:
-        prints = (
-            type(handler) is logging.StreamHandler
-        )  # others write files, or are those of another program
+        # others write files, or are those of another program
+        prints = type(handler) is logging.StreamHandler
         if (
             prints
             and not _VERBOSE[0]

@@ -39,9 +39,8 @@ class Progress:
         if is_main():
             _SHOWN.append(self)
             if sys.stderr.isatty():
-                rows = (
-                    shutil.get_terminal_size().lines
-                )  # of a terminal without a size, too, such as that of a CI
+                # of a terminal without a size, too, such as that of a CI
+                rows = shutil.get_terminal_size().lines
                 self._bar = tqdm(total=None, bar_format="{desc}", leave=False, ncols=0, nrows=rows)
                 self._draw()
         return self

@@ -298,10 +298,8 @@ class AlgorithmFlags:
     def _uses(self) -> list[tuple[bool, str, str]]:
         """As `require_used` takes them."""
         loss, estimator = self.policy_loss, self.advantage_estimator
-        own, own_loss = (
-            is_own_function(estimator),
-            is_own_function(loss),
-        )  # they may use any constant
+        # they may use any constant
+        own, own_loss = is_own_function(estimator), is_own_function(loss)
         clips, standardises = own_loss or loss in CLIPPED_LOSSES, own or estimator in STANDARDISED
         kl_loss, correction = self.kl_loss_coef > 0, self.importance_correction != "none"
         biased_gradient = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")

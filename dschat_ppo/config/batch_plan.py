@@ -42,9 +42,8 @@ class PPOPlan:
     world_size: int  # ranks
     warmup_rollouts: int = 0  # PPO steps at the start that train only the critic
     shared: int = 1  # ranks that share their rows in updates (--sequence_parallel_size)
-    max_steps: int = (
-        0  # PPO steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
-    )
+    # PPO steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+    max_steps: int = 0
     on_gpu: bool = True
 
     @property
@@ -156,9 +155,8 @@ def plan_ppo(
     """The batch plan of step 3 for a number of prompts (see `PPOPlan`). A run whose flags limit its
     steps has fewer `warmup_rollouts` if it must, so that its last step trains the actor."""
     plan = PPOPlan(flags, prompts, world_size, warmup_rollouts, shared, max_steps, on_gpu)
-    if (
-        max_steps or flags.test_stop_step
-    ):  # a trial of a longer run, so its last PPO step trains the actor too
+    # a trial of a longer run, so its last PPO step trains the actor too
+    if max_steps or flags.test_stop_step:
         plan = replace(plan, warmup_rollouts=min(warmup_rollouts, plan.ppo_steps - 1))
     require(
         plan.warmup_rollouts < plan.ppo_steps,

@@ -262,25 +262,20 @@ class StepData:
     use: Use
     flags: DataFlags
     limit: int  # most tokens of a row
-    whole_paths: Sequence[
-        str
-    ] = ()  # further data sets of which the step uses every row (`--sft_only_data_path`)
+    # further data sets of which the step uses every row (`--sft_only_data_path`)
+    whole_paths: Sequence[str] = ()
     eval_paths: Sequence[str] = ()
     # of the training rows, held out for evaluation if a data set has no evaluation split and there
     # are no `eval_paths`; None leaves evaluation to `eval_paths` alone
     eval_fraction: float | None = None
-    tools: Sequence[
-        dict[str, Any]
-    ] = ()  # JSON schemas that the chat template renders with those of a row
+    # JSON schemas that the chat template renders with those of a row
+    tools: Sequence[dict[str, Any]] = ()
     all_turns: bool = False  # whether every answer of a conversation trains
     step_separator: str = "\n"  # text between the steps of an answer, for the use "steps"
-    teacher_column: str | None = (
-        None  # of what a teacher reads in place of the prompt, for the use "prompt"
-    )
+    # of what a teacher reads in place of the prompt, for the use "prompt"
+    teacher_column: str | None = None
     keeps_answers: bool = False  # keep the answer of the row with the prompt, for the use "prompt"
-    most_rows: int | None = (
-        None  # use only the first rows of each data set, as if there were no others
-    )
-    whole_flag: str = (
-        ""  # if given, all rows of `flags.data_path`, which this flag names, are for evaluation
-    )
+    # use only the first rows of each data set, as if there were no others
+    most_rows: int | None = None
+    # if given, all rows of `flags.data_path`, which this flag names, are for evaluation
+    whole_flag: str = ""

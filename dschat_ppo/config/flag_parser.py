@@ -72,9 +72,8 @@ class FlagParser(argparse.ArgumentParser):
         return f"did you mean --{near[0]}?" if near else ""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if action.option_strings and arg_strings == [
-            "--"
-        ]:  # argparse removes it, and a number becomes a list
+        # argparse removes it, and a number becomes a list
+        if action.option_strings and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected a value, got '--'")
         if getattr(action, "commas", False):
             if action.nargs == "*" and not all(map(_between_commas, arg_strings)):

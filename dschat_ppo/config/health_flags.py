@@ -307,9 +307,8 @@ def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
         else:
             with reading(f"--health {text}: {name} takes a number, or off"):
                 number = float(value)
-            least = (
-                1 if limit > 1 else 0
-            )  # of a factor or a number; others are a size, some of them below 0
+            # of a factor or a number; others are a size, some of them below 0
+            least = 1 if limit > 1 else 0
             counts = name == "overfitting" and not number.is_integer()  # evaluations
             if counts or not least <= number * math.copysign(1, limit) < math.inf:
                 sign, kind = (

@@ -382,9 +382,8 @@ class PPOConfig(StepConfig):
         estimators that compare answers would find no difference between two that are clipped."""
         if self.algorithm.reward_clip is not None:
             return self.algorithm.reward_clip
-        return (
-            5.0 if self.algorithm.has_critic and self.rewards.learned_alone else 0.0
-        )  # 5 as in DeepSpeed-Chat
+        # 5 as in DeepSpeed-Chat
+        return 5.0 if self.algorithm.has_critic and self.rewards.learned_alone else 0.0
 
     @property
     def critic_may_have_new_head(self) -> bool:

@@ -99,9 +99,8 @@ def is_own_function(name: str) -> bool:
 def read_settings(flag: str, path: str) -> str:
     """The text of the settings file that `flag` names."""
     special = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-    require(
-        not special, f"{flag} {path}: is not a regular file"
-    )  # a pipe would be waited for, on each rank
+    # a pipe would be waited for, on each rank
+    require(not special, f"{flag} {path}: is not a regular file")
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as problem:

@@ -21,12 +21,8 @@ from dschat_ppo.config.run_flags import (
 from dschat_ppo.config.schema import default_of, fraction, not_negative, refuse, types_of
 from dschat_ppo.errors import without_credentials
 
-DECAYING = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-)  # the others are constant after the warm-up
+# the others are constant after the warm-up
+DECAYING = "linear", "cosine", "cosine_with_restarts", "polynomial"
 WITHOUT_WARMUP = "constant"
 POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
 
@@ -68,9 +64,8 @@ class StepConfig(ABC):
     health: HealthFlags
     old: OldFlags
 
-    kind: ClassVar[
-        Literal["sft", "reward", "ppo"]
-    ]  # in checkpoints; those of "dpo" are of the kind "reward"
+    # in checkpoints; those of "dpo" are of the kind "reward"
+    kind: ClassVar[Literal["sft", "reward", "ppo"]]
     own_defaults = dict[str, Any]()  # flag -> default that replaces that of a shared group
     own_notes = dict[str, str]()  # flag without effect in this step alone -> the reason
     micro_batch = "per_device_train_batch_size"  # the flag of the rows of a micro-batch

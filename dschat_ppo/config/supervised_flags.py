@@ -40,10 +40,8 @@ OBJECTIVES = Literal[
     "cpo",
     "process",
 ]
-CLASSIFIERS = (
-    "reward",
-    "process",
-)  # train a scalar head; the other objectives train the policy itself
+# train a scalar head; the other objectives train the policy itself
+CLASSIFIERS = "reward", "process"
 REFERENCE_FREE = ("orpo", "simpo", "cpo")  # losses of the policy without a reference
 PAIRS_WITH_REFERENCE = ("dpo", "cdpo", "ipo", "robust_dpo", "hinge", "dpo_nll")
 DIRECT = (*PAIRS_WITH_REFERENCE, "kto", *REFERENCE_FREE)
@@ -181,9 +179,8 @@ class BestFlags:
         if direction not in ("min", "max"):
             text, direction = self.metric_for_best, ""
         name = f"{EVAL}{text.removeprefix(EVAL)}"
-        kind = name.split("/")[0].rpartition("_")[
-            2
-        ]  # what is measured, without the name of a data set
+        # what is measured, without the name of a data set
+        kind = name.split("/")[0].rpartition("_")[2]
         require(
             bool(direction) or kind in (*_LOWER, *_HIGHER),
             f"--metric_for_best {self.metric_for_best}: is a higher or a lower value better? Write"

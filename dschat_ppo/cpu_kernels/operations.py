@@ -42,10 +42,8 @@ FLAGS = tuple(
     """.split()
 )
 LIMIT_SECONDS = 300.0  # a compilation takes some seconds
-DTYPES: dict[torch.dtype, list[str]] = {
-    torch.bfloat16: [],
-    torch.float32: ["-DFP32"],
-}  # flags of the compiler
+# flags of the compiler
+DTYPES: dict[torch.dtype, list[str]] = {torch.bfloat16: [], torch.float32: ["-DFP32"]}
 _PLAIN = (Tensor, nn.Parameter)  # classes of tensors that have their numbers in memory
 _NO_WINDOW = 2**62
 _CHUNK = 64  # rows whose weight gradients one thread adds up
@@ -208,9 +206,8 @@ def rms_norm_backward(
     of_states, width = torch.empty_like(states), states.shape[-1]
     rows = states.numel() // width
     assert weight.shape == (width,) and gradient.shape == states.shape
-    of_weight = states.new_empty(
-        -(-rows // _CHUNK), width, dtype=torch.float32
-    )  # sums of rows: threads share none
+    # sums of rows: threads share none
+    of_weight = states.new_empty(-(-rows // _CHUNK), width, dtype=torch.float32)
     _run(
         "rms_norm_backward",
         states,

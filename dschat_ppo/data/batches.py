@@ -105,9 +105,8 @@ class SFTBatch:
     # (B, T) bool, True on the tokens whose loss counts; never on the first one or a padding row
     loss_mask: Tensor
     lengths: Tensor | None = None  # (B,) int64
-    data_sources: Tensor | None = (
-        None  # (B,) int64, the number of each row's data set, in all batches
-    )
+    # (B,) int64, the number of each row's data set, in all batches
+    data_sources: Tensor | None = None
 
 
 def rows_at(rows: Dataset, indices: Sequence[int]) -> tuple[list[dict[str, Any]], Tensor]:

@@ -44,9 +44,8 @@ def cached(root: str | None, key: str, write: Callable[[Path], object]) -> Datas
             make_folder(folder.parent)
             waits = f"data: another process prepares {folder}; waiting for it"
             with locked(folder.with_name(f"{key}.lock"), waits, "waited for prepared data"):
-                if (
-                    not folder.is_dir()
-                ):  # otherwise another process has made the entry in the meantime
+                # otherwise another process has made the entry in the meantime
+                if not folder.is_dir():
                     try:
                         write(empty_folder(unfinished))
                         replace_folder(folder, unfinished)

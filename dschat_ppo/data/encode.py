@@ -111,9 +111,8 @@ def encode_example(
         ids, prompt_spans = _encode_divided(tokenizer, text, spans)
     if not is_bare and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]  # some tokenizers append EOS to every text
-    is_bos = (
-        len(ids) == 1 and ids[0] == tokenizer.bos_token_id
-    )  # of a plain text, which may bring its own
+    # of a plain text, which may bring its own
+    is_bos = len(ids) == 1 and ids[0] == tokenizer.bos_token_id
     encoded = []
     for answer, final in answers:
         whole = encode_after(tokenizer, text[-_TAIL:], answer)
@@ -165,15 +164,13 @@ def _encode(
         # its own way
         if tokenizer.is_fast and (type(tokenizer).__call__, type(tokenizer)._encode_plus) == _FAST:
             backend = tokenizer.backend_tokenizer
-            if (
-                backend.truncation is not None or backend.padding is not None
-            ):  # other threads must not encode meanwhile
+            # other threads must not encode meanwhile
+            if backend.truncation is not None or backend.padding is not None:
                 backend.no_truncation()
                 backend.no_padding()
             if not spans:
-                [found] = backend.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )  # without offsets
+                # without offsets
+                [found] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
                 return found.ids, []
             found = backend.encode(text, add_special_tokens=add_special_tokens)
             return found.ids, token_spans(found.offsets, spans)
@@ -255,9 +252,8 @@ def joined_steps(example: Example, separator: str) -> Example:
     steps, ends = list[str](), re.escape(separator)
     for number, step in enumerate(example.answers, start=1):
         assert isinstance(step, str)
-        step = re.sub(
-            rf"\A(?:{ends})+|(?<!{ends})(?:{ends})+\Z", "", step
-        )  # a run inside is tried once
+        # a run inside is tried once
+        step = re.sub(rf"\A(?:{ends})+|(?<!{ends})(?:{ends})+\Z", "", step)
         if not step.strip():
             raise UserError(f"step {number} is empty")
         if separator in step:

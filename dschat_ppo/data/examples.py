@@ -21,16 +21,10 @@ from dschat_ppo.errors import UserError
 Message = dict[str, Any]
 Messages = list[Message]
 Row = dict[str, Any]
-PARTS = {
-    "sft": 0,
-    "preference": 1,
-    "unpaired": 1,
-    "steps": 1,
-    "prompt": 2,
-}  # the share of --data_split
-SPLIT_SEED = (
-    1234  # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
-)
+# the share of --data_split
+PARTS = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}
+# of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
+SPLIT_SEED = 1234
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the
 # prompt, their tools, and the correct answer, which built-in rules read as `answer`.
 MESSAGES, TOOLS, TRUTH = ADDED = "_messages", "_tools", "_truth"
@@ -66,11 +60,8 @@ _EXPECTED = (
 # Keys of turns, and columns, by which data sets leave something out of the training (0) or train it
 # (1).
 WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "training", "loss")
-THOUGHTS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # keys of turns, and columns, of what precedes an answer
+# keys of turns, and columns, of what precedes an answer
+THOUGHTS = "reasoning_content", "thinking", "reasoning"
 _NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # a key of messages that their data set excludes from training; it never reaches a template
 CONTEXT = "_context"
@@ -89,15 +80,12 @@ class Example:
     margin: float = 0.0  # by which the chosen answer is better
     truth: Any = None  # the correct answer, for reward functions
     tools: list[Any] | None = None  # descriptions for the chat template
-    suffix: str = (
-        ""  # of the row's name if a row gives several examples, such as ", answers 1 and 3"
-    )
-    labels: tuple[
-        float, ...
-    ] = ()  # of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN without a label
-    context: tuple[
-        int, ...
-    ] = ()  # numbers of the prompt's messages of the assistant that are no targets of SFT
+    # of the row's name if a row gives several examples, such as ", answers 1 and 3"
+    suffix: str = ""
+    # of each answer (unpaired) or step (steps): 1 is good, 0 bad; NaN without a label
+    labels: tuple[float, ...] = ()
+    # numbers of the prompt's messages of the assistant that are no targets of SFT
+    context: tuple[int, ...] = ()
 
 
 # Values of fields
@@ -343,9 +331,8 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
     """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
     # JSON means its nulls, Arrow does not
     value = json_value(value.strip() or None) if isinstance(value, str) else without_nulls(value)
-    way = (
-        "; --ignore_columns tools leaves it out" if column == "tools" else ""
-    )  # and not what holds messages too
+    # and not what holds messages too
+    way = "; --ignore_columns tools leaves it out" if column == "tools" else ""
     expected = f"a list of tool descriptions or its JSON{way}"
     found = checked([] if value is None else value, list, f"'{column}'", expected)
     return [

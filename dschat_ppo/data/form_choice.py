@@ -26,14 +26,8 @@ from dschat_ppo.data.forms import (
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
-_ROLES = (
-    "prompt",
-    "response",
-    "chosen",
-    "rejected",
-    "messages",
-    "better",
-)  # that flags name and forms have
+# that flags name and forms have
+_ROLES = "prompt", "response", "chosen", "rejected", "messages", "better"
 _OF_REWARDS = {
     "response",
     "responses",
@@ -46,12 +40,8 @@ _OF_REWARDS = {
     *THOUGHTS,
 }
 _SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
-_QUESTIONS = (
-    "question",
-    "query",
-    "input",
-    "instruction",
-)  # columns of what a user says, not of text to continue
+# columns of what a user says, not of text to continue
+_QUESTIONS = "question", "query", "input", "instruction"
 
 
 class Candidate(NamedTuple):
@@ -136,9 +126,8 @@ def detect_form(
     watched -= (
         _OF_REWARDS if only_prompts else {"label", "labels"} if kind.name == "text" else set()
     )
-    watched |= {
-        column for column in (system, tools) if column and rendering == "text"
-    }  # which has no place for them
+    # which has no place for them
+    watched |= {column for column in (system, tools) if column and rendering == "text"}
 
     # What was understood of the data set, for the log
     parts = [
@@ -343,9 +332,8 @@ def _rendering(
             "chat messages, rendered by" if chosen.is_chat else "text and become user messages of"
         )
         return "chat", f"prompts are {what} the chat template", ""
-    if (
-        flags.system_message and kind.name != "text"
-    ):  # plain text has no prompts; other data sets may have some
+    # plain text has no prompts; other data sets may have some
+    if flags.system_message and kind.name != "text":
         way = "omit it, or make chat messages of both with --apply_chat_template True"
         raise UserError(
             f"{name}: --system_message precedes chat messages, but the prompts are text; {way}"
@@ -391,9 +379,8 @@ def _truth(
     if form.name != "question_answer":
         return form.columns.get("truth"), None
     answer = form.columns["response"]
-    has_mark = any(
-        "####" in str(value_at(row, answer)) for row in rows if has_value(row, answer)
-    )  # as in GSM8K
+    # as in GSM8K
+    has_mark = any("####" in str(value_at(row, answer)) for row in rows if has_value(row, answer))
     return (
         answer if has_mark or answer == "answer" else None,
         r"(?s).*####\s*(.*?)\s*$" if has_mark else None,

@@ -20,18 +20,16 @@ class Kind:
 
     name: str
     roles: dict[str, str]  # role -> names of columns that have it; the first one that exists counts
-    needs: tuple[
-        tuple[str, str], ...
-    ]  # (uses, roles that must be there); "preference" serves "unpaired" too
+    # (uses, roles that must be there); "preference" serves "unpaired" too
+    needs: tuple[tuple[str, str], ...]
     read: Callable[[readers.Cells, Use], readers.Found]
     # column flags may name columns of all its roles; `--data_format` allows it of any form
     by_flag: bool = False
     # "as given" (text prompts stay text, messages are chat), "chat", "text", or "content" (chat if
     # there is a template)
     rendering: str = "as given"
-    inside: bool = (
-        False  # the prompt is part of a longer text, so that `--input_template` does not apply
-    )
+    # the prompt is part of a longer text, so that `--input_template` does not apply
+    inside: bool = False
     labelled: bool = False  # each answer is good or bad by itself, so that SFT takes all good ones
     alone: bool = False  # it also holds prompts alone
     is_known_set: bool = False  # a data set of DeepSpeed-Chat
@@ -226,9 +224,8 @@ KINDS = {kind.name: kind for kind in _DETECTED}
 # The data sets of DeepSpeed-Chat: prompts and answers, character for character. The name decides: a
 # hub name, or a path that contains or ends with it, such as `data/Dahoas/rm-static`
 
-Text = (
-    str | Callable[[Row], str]
-)  # a text with the paths of columns in braces, or a function of the row
+# a text with the paths of columns in braces, or a function of the row
+Text = str | Callable[[Row], str]
 
 
 class KnownSet(NamedTuple):

@@ -51,13 +51,8 @@ _ALPACA = (
     " the request.\n\n"
 )
 _ALPACA_INPUT = ", paired with an input that provides further context"
-_TEXTS = (
-    "text",
-    "answer",
-    "response",
-    "completion",
-    "content",
-)  # keys of a ranked answer that is an object
+# keys of a ranked answer that is an object
+_TEXTS = "text", "answer", "response", "completion", "content"
 _SCORE = ("score", "overall_score", "rating", "reward")
 _STEP_LABELS = {"+": 1.0, "-": 0.0, "true": 1.0, "false": 0.0}
 _RATINGS = {1: 1.0, 0: 1.0, -1: 0.0, None: math.nan}  # of PRM800K: good, neutral, bad, not rated
@@ -186,9 +181,8 @@ def read_columns(cells: Cells, use: Use) -> Found:
     trained = "response" if cells.has("response") else better
     roles = {"sft": [trained], "preference": [better, "rejected"]}.get(use, [])
     if better == "messages" or (better and looks_like_messages(cells.known(better))):
-        roles = list(
-            dict.fromkeys([better, *roles])
-        )  # in all uses, its messages are the whole prompt
+        # in all uses, its messages are the whole prompt
+        roles = list(dict.fromkeys([better, *roles]))
     whole, answers = prompt, list[Any]()
     for role in roles:
         value = cells.value(role)
@@ -262,9 +256,8 @@ def read_implicit_preference(cells: Cells, use: Use) -> Found:
     one, two = (cells.text(role) for role in ("chosen", "rejected"))
     cut = len(commonprefix([one, two]))
     if one[cut - 1 : cut] == " " or cut == min(len(one), len(two)):
-        cut -= (
-            1  # of a text with which the other starts, the last character is the answer, as in TRL
-        )
+        # of a text with which the other starts, the last character is the answer, as in TRL
+        cut -= 1
     if cut <= 0:
         raise UserError("chosen and rejected do not start with the same prompt")
     return one[:cut], pair_of([one[cut:], two[cut:]])

@@ -39,11 +39,8 @@ from dschat_ppo.data.form_readers import LABELS, Answer, Cells, Prompt
 from dschat_ppo.errors import UserError, printable_line
 
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-SYSTEM_COLUMNS = (
-    "system",
-    "system_prompt",
-    "system_message",
-)  # used unless --system_column says otherwise
+# used unless --system_column says otherwise
+SYSTEM_COLUMNS = "system", "system_prompt", "system_message"
 # Columns that no flag can name, and that say what the model sees or what is trained
 ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
 # Columns that may hold the prompt or the answers of a row in some form. What only rewards use is
@@ -60,11 +57,8 @@ CONTENT = (
     }
     - {"answer", "answers", "user", "model", "bot"}
 )
-_NO_COPIES = (
-    *PICTURES,
-    *WEIGHTS,
-    "functions",
-)  # whose values are in texts by chance: a weight of "0" in "10"
+# whose values are in texts by chance: a weight of "0" in "10"
+_NO_COPIES = *PICTURES, *WEIGHTS, "functions"
 NAME_THEM = (
     "name them with --prompt_column, --response_column, --chosen_column, --rejected_column,"
     " --messages_column"
@@ -88,25 +82,21 @@ class Form:
     kind: Kind = field(repr=False)
     columns: dict[str, str]  # role -> column, such as "prompt": "question"
     rendering: Literal["chat", "text"] = "text"
-    input_template: str | None = (
-        None  # text around a prompt that is text; `{}` stands for the prompt
-    )
+    # text around a prompt that is text; `{}` stands for the prompt
+    input_template: str | None = None
     system: str | None = None  # a column, as the next two
     tools: str | None = None
     truth: str | None = None
-    truth_pattern: str | None = (
-        None  # finds the correct answer in that column; None takes the whole value
-    )
+    # finds the correct answer in that column; None takes the whole value
+    truth_pattern: str | None = None
     system_message: str | None = None
-    role_names: dict[str, str] = field(
-        default_factory=dict
-    )  # further names of roles in messages -> roles
+    # further names of roles in messages -> roles
+    role_names: dict[str, str] = field(default_factory=dict)
     watched: tuple[str, ...] = ()  # columns whose content would be lost
     function: str | None = None  # the `FILE.py:FUNCTION` that makes rows of this form
     file_sha: str = ""  # a hash of its file
-    about: str = field(
-        default="", repr=False
-    )  # the data set, its columns and the form, for messages
+    # the data set, its columns and the form, for messages
+    about: str = field(default="", repr=False)
     description: str = field(default="", repr=False)  # what was understood, one line for the log
     warning: str = field(default="", repr=False)  # what may be wrong with it
     names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
@@ -204,9 +194,8 @@ class Form:
                 _example(prompt, [one], (one.worth,) if use == "unpaired" else ()) for one in good
             ]
         else:
-            order = sorted(
-                answers, key=lambda one: -one.worth
-            )  # stable: of equal ones the first comes first
+            # stable: of equal ones the first comes first
+            order = sorted(answers, key=lambda one: -one.worth)
             best, worst = order[0], min(order, key=lambda one: one.worth)
             if use == "sft":
                 found = [_example(prompt, [best])]
@@ -264,9 +253,8 @@ class Form:
             for path in self.columns.values()
             if has_value(row, path)
         ]
-        given = [
-            (column, value) for column, value in given if value is not None
-        ]  # most rows have none
+        # most rows have none
+        given = [(column, value) for column, value in given if value is not None]
         found = [(column, tools) for column, value in given if (tools := read_tools(value, column))]
         for column, tools in found:
             if tools != found[0][1]:
@@ -319,9 +307,8 @@ def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
 def rows_made(function: str, row: Row) -> list[Row]:
     """The rows that a function of one's own makes of a row."""
     with running_own(f"{function} raised", function):
-        made = own_function("--data_format", function)(
-            deepcopy(row)
-        )  # rewards get the row as it is
+        # rewards get the row as it is
+        made = own_function("--data_format", function)(deepcopy(row))
     rows = [] if made is None else made if isinstance(made, list) else [made]
     if not all(isinstance(one, dict) for one in rows):
         raise UserError(

@@ -98,14 +98,10 @@ class SetPart:
         self.start = self.rows.state_dict()
 
     def found(self, place: Any) -> Found:
-        state, number, after = place or (
-            self.start,
-            0,
-            0,
-        )  # a place is in a table, whose rows are counted from `state`
-        self.rows.load_state_dict(
-            state
-        )  # files before it are not read; a state loaded before would stay
+        # a place is in a table, whose rows are counted from `state`
+        state, number, after = place or (self.start, 0, 0)
+        # files before it are not read; a state loaded before would stay
+        self.rows.load_state_dict(state)
         for table in self.rows.iter(batch_size=BATCH_ROWS):
             first = number
             for number, row in enumerate(_rows_of_table(table), first + 1):  # noqa: B020, PLR1704
@@ -357,9 +353,8 @@ def _separated_rows(path: Path, delimiter: str) -> Numbered:
             return dict(zip(names, fields, strict=True))
 
         try:
-            names = [
-                name or f"Unnamed: {place}" for place, name in enumerate(next(filled, []))
-            ]  # an index of pandas
+            # an index of pandas
+            names = [name or f"Unnamed: {place}" for place, name in enumerate(next(filled, []))]
             if len(row_of(names)) < len(names):
                 raise UserError(f"several columns have the same name: {', '.join(names)}")
             if len(names) == 1 and any(mark in names[0] for mark in ";\t,"):

@@ -109,9 +109,8 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  #
         list[StreamSource](),
         dict[str, Form](),
     )
-    fraction = (
-        None if step.eval_paths else step.eval_fraction
-    )  # None: data for training give no rows for evaluation
+    # None: data for training give no rows for evaluation
+    fraction = None if step.eval_paths else step.eval_fraction
     with main_rank_of_node_first(), subprocesses_may_stop(DOING):
         for source in sources:
             # Read: all rows, or the first ones of a stream. The first rows decide the form, so that

@@ -150,9 +150,8 @@ def _short_name(location: str) -> str:
 # What is there
 
 
-Group = tuple[
-    list[str], str
-]  # splits that are read together, and of one perhaps a slice such as "train[:10%]", or ""
+# splits that are read together, and of one perhaps a slice such as "train[:10%]", or ""
+Group = tuple[list[str], str]
 
 
 @dataclass(frozen=True)
@@ -328,9 +327,8 @@ def split_files(
     if readme.is_file():
         with reading(f"{what}: the configurations of its README.md (FOLDER:CONFIG names one)"):
             if (metadata_load(readme) or {}).get("configs"):
-                place = str(
-                    folder.resolve()
-                )  # a relative path such as `json` would name a builder of `datasets`
+                # a relative path such as `json` would name a builder of `datasets`
+                place = str(folder.resolve())
                 listed: Any = datasets.load_dataset_builder(
                     place, config, cache_dir=cache_dir
                 ).config

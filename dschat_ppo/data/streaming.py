@@ -226,9 +226,8 @@ def _serve(made: Iterator[Chunk | None], pipe: Connection, of_rank: Connection) 
     reset()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # the threads of the tokenizer do not survive a fork
-    )
+    # the threads of the tokenizer do not survive a fork
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     of_rank.close()
     with pipe, suppress(BrokenPipeError):
         try:
@@ -317,9 +316,8 @@ class StreamedRows:
             try:
                 found = self._pipe.recv()
             except (EOFError, OSError):
-                self.process.join(
-                    5
-                )  # or else the end of this rank ends it before its traceback is written
+                # or else the end of this rank ends it before its traceback is written
+                self.process.join(5)
                 what = (
                     "the process that reads the stream has ended (its own message, if any, is"
                     " above)"

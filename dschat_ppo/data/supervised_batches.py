@@ -16,9 +16,8 @@ from torch import Tensor
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.data.batches import PADDING_ROW, answered, column, epoch_order, rows_at
 
-PACKING = (
-    11  # separates the order of packed rows from other random streams of the same seed and epoch
-)
+# separates the order of packed rows from other random streams of the same seed and epoch
+PACKING = 11
 _CHUNK = 10_000  # rows whose lengths are read at a time
 # Columns that step 2 adds: the row whose answer a row borrows (KTO); the log-probs of both answers
 # under the reference.
@@ -40,9 +39,8 @@ def sample_tokens(rows: Dataset) -> np.ndarray:
             .to_numpy()
             .reshape(len(prompts), -1)
         )
-        found.append(
-            answers.sum(axis=1) + prompts * answers.shape[1]
-        )  # every row has equally many answers
+        # every row has equally many answers
+        found.append(answers.sum(axis=1) + prompts * answers.shape[1])
     return np.concatenate(found).astype(np.int64)
 
 
@@ -55,10 +53,8 @@ def pack(tokens: np.ndarray, capacity: int, order: Sequence[int]) -> list[list[i
     shuffled = np.asarray(order, dtype=np.int64)
     by_length = shuffled[np.argsort(-tokens[shuffled], kind="stable")]
     packed: list[list[int]] = []
-    rooms, rows = (
-        list[int](),
-        list[int](),
-    )  # of the packed rows with room: its tokens, rising, and their numbers
+    # of the packed rows with room: its tokens, rising, and their numbers
+    rooms, rows = list[int](), list[int]()
     for sample, size in zip(by_length.tolist(), tokens[by_length].tolist(), strict=True):
         place = bisect_left(rooms, size)
         if place < len(rooms):
@@ -111,9 +107,8 @@ class PairBatch:
 
     input_ids: Tensor  # (2B, T) int64
     lengths: Tensor  # (2B,) int64
-    answer_mask: (
-        Tensor  # (2B, T) bool, True on all tokens of the answers, and nowhere on a padding pair
-    )
+    # (2B, T) bool, True on all tokens of the answers, and nowhere on a padding pair
+    answer_mask: Tensor
     pair_mask: Tensor  # (B,) bool, False on padding pairs
     margin: Tensor  # (B,) fp32
     data_sources: Tensor | None = None  # (B,)
@@ -126,21 +121,18 @@ class LabelledBatch:
     rows' answers."""
 
     input_ids: Tensor  # (B, T) int64
-    answer_mask: (
-        Tensor  # (B, T) bool, True on the tokens of the answers, and nowhere on a padding row
-    )
+    # (B, T) bool, True on the tokens of the answers, and nowhere on a padding row
+    answer_mask: Tensor
     desirable: Tensor  # (B,) bool
     row_mask: Tensor  # (B,) bool, False on padding rows
     other_ids: Tensor  # (B, S) int64, of the mismatched rows
     other_mask: Tensor  # (B, S) bool, as `answer_mask`
     lengths: Tensor  # (B,) int64
     data_sources: Tensor | None = None  # (B,)
-    ref_logprobs: Tensor | None = (
-        None  # (B, 2) fp64, the reference's log-prob of each whole answer and mismatched one
-    )
-    baseline: Tensor | None = (
-        None  # (B,) fp64, the KL estimate of the optimizer step, equal in all rows
-    )
+    # (B, 2) fp64, the reference's log-prob of each whole answer and mismatched one
+    ref_logprobs: Tensor | None = None
+    # (B,) fp64, the KL estimate of the optimizer step, equal in all rows
+    baseline: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,8 @@ _GIVEN = {
     "raise_exception",
     "strftime_now",
 }
-_MARKS = re.compile(
-    r"\{%-?\s*(?:end)?generation\s*-?%\}"
-)  # around the assistant's text in some templates
+# around the assistant's text in some templates
+_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _JINJA = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
 )
@@ -117,9 +116,8 @@ def template_of_file(name: str) -> str:
     with reading(f"{FLAG} {name}: cannot be used"):  # Python's parser and Jinja's limit the nesting
         text = path.read_text(encoding="utf-8-sig")
         try:
-            _JINJA.from_string(
-                _MARKS.sub("", text)
-            )  # also finds unknown filters, which parsing does not
+            # also finds unknown filters, which parsing does not
+            _JINJA.from_string(_MARKS.sub("", text))
         except jinja2.TemplateSyntaxError as problem:
             raise UserError(f"{FLAG} {name}, line {problem.lineno}: {problem.message}") from None
     return text
@@ -158,9 +156,8 @@ class TurnEnd:
     no end-of-turn token, `kept` is empty and `token` is the tokenizer's EOS."""
 
     kept: str  # ends with the end-of-turn token, and belongs to the answer
-    dropped: (
-        str  # before which generation stops, such as the line break after ChatML's `<|im_end|>`
-    )
+    # before which generation stops, such as the line break after ChatML's `<|im_end|>`
+    dropped: str
     token: int  # id of the end-of-turn token
     # in place of `kept` where another message follows, up to and including its first added token:
     # `<|end|>` for gpt-oss, the next turn's `<|user|>` for GLM; "" if that is `kept` too
@@ -182,9 +179,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     closing = opening = before = between = earlier = ""
     ask: Message = {"role": "user", "content": "A question."}
     talk: Messages = [ask, {"role": "assistant", "content": _EXAMPLE}]
-    with suppress(
-        UserError
-    ):  # no template, or it rejects the example; it may still accept the rows
+    # no template, or it rejects the example; it may still accept the rows
+    with suppress(UserError):
         closing = render(tokenizer, talk, open_answer=False).partition(_EXAMPLE)[2]
         opening = render(tokenizer, [ask], open_answer=True)
         before, _, between = render(tokenizer, [*talk, ask], open_answer=True).partition(_EXAMPLE)

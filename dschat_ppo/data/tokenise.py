@@ -24,11 +24,8 @@ from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
 
 DOING = "prepared the data"
-MOST_BAD = {
-    "few": 0.01,
-    "skip": 1.0,
-    "error": 0.0,
-}  # share of the rows of a data set that --bad_rows drops
+# share of the rows of a data set that --bad_rows drops
+MOST_BAD = {"few": 0.01, "skip": 1.0, "error": 0.0}
 _SHOWN = 200  # characters of a bad row in its message
 _IDS = List(Value("int32"))
 
@@ -82,9 +79,8 @@ class TokeniseSettings:
 
     form: Form
     source: str  # name of the data set, `data_source` of rows that have none
-    columns: Sequence[
-        str
-    ]  # that all its rows have; those that the file does not give them are None
+    # that all its rows have; those that the file does not give them are None
+    columns: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     step: StepData
 

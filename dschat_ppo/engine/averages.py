@@ -112,12 +112,10 @@ class MovingAverage:
             else:
                 part = dist.broadcast(self._parts.get(name, weight.detach()), self._owners[name])
             if dist.is_main():
-                shape = torch.Size(
-                    getattr(weight, "ds_shape", weight.shape)
-                )  # ZeRO-3 empties `shape`
-                whole[name] = (
-                    part.flatten()[: shape.numel()].view(shape).to(weight.dtype)
-                )  # without ZeRO-3's padding
+                # ZeRO-3 empties `shape`
+                shape = torch.Size(getattr(weight, "ds_shape", weight.shape))
+                # without ZeRO-3's padding
+                whole[name] = part.flatten()[: shape.numel()].view(shape).to(weight.dtype)
         return whole
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -189,16 +187,14 @@ class ReferenceSync:
         parameters, divided by the norm before it. `NonFiniteError`, and no change, if a weight of
         the actor is not finite. Collective."""
         require_finite_weights("actor", self._actor)
-        squares = torch.zeros(
-            2, dtype=torch.float64, device=dist.device()
-        )  # of the change, and of the weights before
+        # of the change, and of the weights before
+        squares = torch.zeros(2, dtype=torch.float64, device=dist.device())
         for name, weight in self._weights.items():
             heartbeat()
             first, part = own_part(weight)
             source = self._actor_part(name, first, part)
-            counts = (
-                is_partitioned(weight) or dist.is_main()
-            )  # whole tensors are the same on all ranks
+            # whole tensors are the same on all ranks
+            counts = is_partitioned(weight) or dist.is_main()
             for new, theirs in zip(part.split(PIECE), source.split(PIECE), strict=True):
                 before = new.to(torch.float32, copy=True)
                 new.copy_(self._mixup * theirs.float() + (1 - self._mixup) * before)

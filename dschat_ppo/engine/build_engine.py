@@ -112,9 +112,8 @@ def keep_whole(engine: Engine) -> None:
     DeepSpeed's does not keep the gathered weight for the backward pass, and costs a Python function
     each way. With a bias PyTorch rounds otherwise."""
     optimizer = engine.optimizer
-    offload = getattr(
-        optimizer, "parameter_offload", optimizer
-    )  # an engine that only evaluates has nothing else
+    # an engine that only evaluates has nothing else
+    offload = getattr(optimizer, "parameter_offload", optimizer)
     offload._remove_module_hooks()
     if optimizer is not offload:
         optimizer.persistent_parameters = []  # which an update would gather one by one
@@ -125,9 +124,8 @@ def keep_whole(engine: Engine) -> None:
         nn.functional.linear = linear
     hook = WholeWeights(model.parameters())
     for module in model.modules():
-        if module is model or isinstance(
-            module, PreTrainedModel
-        ):  # each of them may be called by itself
+        # each of them may be called by itself
+        if module is model or isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(hook)
 
 
@@ -343,9 +341,8 @@ def parameter_groups(model: nn.Module, settings: OptimizerSettings) -> list[dict
     }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            shape = (
-                parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
-            )  # ZeRO-3 empties `shape`
+            # ZeRO-3 empties `shape`
+            shape = parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
             muon = settings.muon_learning_rate is not None and is_layer_matrix(name, shape)
             kind = "lora" if is_adapter_parameter(name) else "muon" if muon else ""
             groups[kind, len(shape) > 1].append(parameter)

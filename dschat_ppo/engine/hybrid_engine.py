@@ -37,14 +37,10 @@ from dschat_ppo.models.backbone import forward_replaced, of_any_rank, unfit
 from dschat_ppo.models.wrapped_models import PolicyModel, vocabulary_size
 from dschat_ppo.types import Engine
 
-COLUMNS = (
-    "colwise",
-    "colwise_gather_output",
-)  # outputs are divided; in the second style, gathered again
-ROWS = (
-    "rowwise",
-    "rowwise_split_input",
-)  # inputs are divided; in the second style, by this layer itself
+# outputs are divided; in the second style, gathered again
+COLUMNS = "colwise", "colwise_gather_output"
+# inputs are divided; in the second style, by this layer itself
+ROWS = "rowwise", "rowwise_split_input"
 WHOLE = ("replicated_with_grad_allreduce",)  # norms of single heads
 
 
@@ -197,9 +193,8 @@ def _forward(layer: nn.Linear, style: str, parallel: TensorParallel, inputs: Ten
     outputs = nn.functional.linear(inputs, layer.weight, layer.bias)
     if style == "colwise":
         return outputs
-    gathered = dist.gather_cat(
-        outputs.unsqueeze(0), group=parallel.group
-    )  # (size, ..., out / size)
+    # (size, ..., out / size)
+    gathered = dist.gather_cat(outputs.unsqueeze(0), group=parallel.group)
     return torch.cat(list(gathered), dim=-1)
 
 
@@ -384,9 +379,8 @@ def weights_of(engine: Engine) -> Iterator[Tensor]:
     """The parameters of an engine, and this rank's partitions of them."""
     for parameter in engine.module.parameters():
         yield parameter.data
-        parts = (
-            getattr(parameter, name, None) for name in ("ds_tensor", "ds_secondary_tensor")
-        )  # the latter with hpZ
+        # the latter with hpZ
+        parts = (getattr(parameter, name, None) for name in ("ds_tensor", "ds_secondary_tensor"))
         yield from (part for part in parts if part is not None)
 
 
@@ -404,9 +398,8 @@ def gradient_buffers(engine: Engine) -> Iterator[Tensor]:
     """The buffers of gradients, whose contents mean nothing between an update and the next backward
     pass."""
     for bucket in getattr(engine.optimizer, "ipg_buckets", {}).values():
-        if isinstance(
-            bucket.buffer, Tensor
-        ):  # ZeRO 1 and 2 have a list, which is empty between backward passes
+        # ZeRO 1 and 2 have a list, which is empty between backward passes
+        if isinstance(bucket.buffer, Tensor):
             yield bucket.buffer
     yield from _flat(engine, _GRADIENTS)
 
@@ -422,9 +415,8 @@ def on_device(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-HostMemory = dict[
-    int, torch.UntypedStorage
-]  # for the tensors that sleep, by number; kept for the next rollout
+# for the tensors that sleep, by number; kept for the next rollout
+HostMemory = dict[int, torch.UntypedStorage]
 
 
 def kept_memory(host: HostMemory, number: int, size: int) -> torch.UntypedStorage:
@@ -446,9 +438,8 @@ def host_memory(size: int) -> torch.UntypedStorage:
         return memory
     runtime, place = torch.cuda.cudart(), memory.data_ptr()
     if error := int(runtime.cudaHostRegister(place, size, 0)):
-        with suppress(
-            RuntimeError
-        ):  # torch leaves the error behind, and the next kernel would be blamed for it
+        # torch leaves the error behind, and the next kernel would be blamed for it
+        with suppress(RuntimeError):
             torch.ones(1, device=device())
         logger().warning(
             f"--sleep_in_rollout: {size / 2**30:.2f} GiB of host memory cannot be page-locked (CUDA"

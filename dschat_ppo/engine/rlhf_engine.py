@@ -200,9 +200,8 @@ class RLHFEngine:
                 ScalarModel(classifier), ds_config, config, selects=not same
             )
             if self.critic is not None and same:
-                self.reward.module.layout = (
-                    self.critic.module.layout
-                )  # the same model, already tested
+                # the same model, already tested
+                self.reward.module.layout = self.critic.module.layout
 
         memory, lora_dim = config.ppo_memory, config.lora.actor_lora_dim
         engines = [self.actor, self.reference, self.critic, self.reward, *self.teachers]

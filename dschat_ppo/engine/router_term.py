@@ -25,9 +25,8 @@ def router_top_k(config: PretrainedConfig, model: str) -> int:
     refused = f"--router_loss_coef: {model}: {type(config).__name__}"
     with reading(f"{refused} cannot be built"):
         lm: Any = lm_without_weights(config)
-    unfit = config.model_type == "doge" or not getattr(
-        lm, "num_experts", 1
-    )  # pairs of keys; Granite 4 without experts
+    # pairs of keys; Granite 4 without experts
+    unfit = config.model_type == "doge" or not getattr(lm, "num_experts", 1)
     if unfit or not hasattr(lm, "router_aux_loss_coef"):
         raise UserError(
             f"{refused} has no router loss that this project can compute; omit the flag"
@@ -87,10 +86,8 @@ def with_router_term(
             heartbeat()
     set_random_state(state)
     found = all_reduce(torch.stack(counts).sum(dim=0).double()).float()
-    chosen, count = (
-        found[:-1],
-        found[-1].clamp_min(1),
-    )  # (E,) and scalar, of the whole step (see `RouterLoad`)
+    # (E,) and scalar, of the whole step (see `RouterLoad`)
+    chosen, count = found[:-1], found[-1].clamp_min(1)
 
     def with_term(batch: Batch) -> Tensor:
         loss, load = recorded(batch, sums)

@@ -262,9 +262,8 @@ class _Gym:
             **{name: value for name, value in settings.items() if name in takes}
         )
         if hasattr(self.instance, "init"):
-            given = (
-                prompt if messages is None else messages
-            )  # what it returns is not used: the prompt is the data's
+            # what it returns is not used: the prompt is the data's
+            given = prompt if messages is None else messages
             _result(self.instance.init(given))
             return Turn()
         takes = inspect.signature(self.instance.reset).parameters

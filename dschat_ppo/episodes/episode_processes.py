@@ -186,9 +186,8 @@ class Episodes:
         except (BrokenPipeError, ConnectionResetError):
             self._require_server()
             return self._fail(number, ENDED + " (a crash, os._exit, or out of memory)")
-        if (
-            number not in self._groups and b"\n" in call.reply
-        ):  # the first line of an episode is its process group
+        # the first line of an episode is its process group
+        if number not in self._groups and b"\n" in call.reply:
             group, _, call.reply = call.reply.partition(b"\n")
             self._groups[number] = int(group)
         if len(call.reply) > MOST_BYTES:
@@ -279,9 +278,8 @@ def main(control: int, names: str) -> None:
                 "importing it starts CUDA, which forked processes cannot use; start it in reset"
             )
     with parent.makefile("wb", buffering=0) as replies:
-        if (
-            tried.problem is None and (process := os.fork()) == 0
-        ):  # a fork takes time for each page of its parent
+        # a fork takes time for each page of its parent
+        if tried.problem is None and (process := os.fork()) == 0:
             with attempt(also_exits=True) as tried:
                 _reply(replies, "value", form.tools)
             if tried.problem is not None:
@@ -316,9 +314,8 @@ def main(control: int, names: str) -> None:
         if process == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             parent.close()
-            os.register_at_fork(
-                after_in_child=restore_signals
-            )  # a stop of all processes leaves the episode alone
+            # a stop of all processes leaves the episode alone
+            os.register_at_fork(after_in_child=restore_signals)
             signal_when_parent_ends(signal.SIGKILL)
             os.setsid()
             _serve(form, socket.socket(fileno=numbers[0]), own)

@@ -117,14 +117,12 @@ class Journal:
 @dataclass(eq=False)
 class _Episode:
     start: tuple[Any, ...]  # row, seed, prompt, messages
-    question: (
-        str  # the last one: where it was asked, and a digest of all that the environment was told
-    )
+    # the last one: where it was asked, and a digest of all that the environment was told
+    question: str
     requests: list[tuple[Any, ...]] = field(default_factory=list)  # all after the reset
     has_process: bool = False
-    due: deque[tuple[Any, ...]] = field(
-        default_factory=deque
-    )  # what its process hears before it answers the question
+    # what its process hears before it answers the question
+    due: deque[tuple[Any, ...]] = field(default_factory=deque)
 
     def ask(self, *request: Any) -> None:
         place, _, digest = self.question.rpartition(":")
@@ -192,9 +190,8 @@ class JournalledEpisodes:
                 self._send(number, *episode.due.popleft())
                 continue
             found.append((number, turn))
-            if not (
-                isinstance(turn, CallError) and str(turn).startswith(ENDED)
-            ):  # as when the whole job is killed
+            # as when the whole job is killed
+            if not (isinstance(turn, CallError) and str(turn).startswith(ENDED)):
                 self.journal.add(episode.question, turn)
         self.journal.write()
         return found

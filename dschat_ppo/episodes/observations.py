@@ -122,9 +122,8 @@ class ObservationTokens:
 
     def _as_text(self, content: str) -> str:
         """The content within its limit; the texts of added tokens in it are divided."""
-        ends = (
-            _LONGEST * self.most
-        )  # characters that matter: a long text takes the tokenizer minutes
+        # characters that matter: a long text takes the tokenizer minutes
+        ends = _LONGEST * self.most
         if len(content) > 2 * ends:
             content = content[:ends] + content[-ends:]
         ids = self._encoded(divided(self.tokenizer, content))

@@ -180,9 +180,8 @@ class EpisodeRollouts:
         elif said and messages is None:
             ids = [*ids, *self.observations.plain(said)]
         elif said:
-            ids = self.observations.opening(
-                messages, said, row.get(TOOLS) or ()
-            )  # with those of the environment
+            # with those of the environment
+            ids = self.observations.opening(messages, said, row.get(TOOLS) or ())
         if len(ids) > self.longest:
             raise CallError(
                 f"begins with a prompt of {len(ids)} tokens (--max_prompt_seq_len {self.longest})"

@@ -23,9 +23,8 @@ _CALLS = re.compile(
 )
 _TAGS = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_NAMED = re.compile(
-    r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL
-)  # Mistral since November 2024
+# Mistral since November 2024
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL)
 
 
 DEEPEST = 100  # levels of a message; Python's own limit is 1000
@@ -50,9 +49,8 @@ def parse_action(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any]
     for match in _CALLS.finditer(text):
         calls += _calls_of(match[match.lastgroup or 0])
         content = text[: match.start()] if len(calls) and content is text else content
-    if (
-        not calls and tools and text.lstrip().startswith("{")
-    ):  # Llama 3.1 and later: the whole message is a call
+    # Llama 3.1 and later: the whole message is a call
+    if not calls and tools and text.lstrip().startswith("{"):
         calls, content = _calls_of(text), ""
     message: Message = {"role": "assistant", "content": content.rstrip() if calls else text}
     if calls:

@@ -77,12 +77,10 @@ class EpisodeTurns:
         self.records = records
         self._answers = list[tuple[int, Turn | CallError]]()  # that no environment was asked for
         self._finishing = set[int]()
-        self.gone = {
-            number for number, record in enumerate(records) if record.problem
-        }  # without a process
-        self._ended = dict[
-            int, bool
-        ]()  # whether the last action of a sequence has an end-of-turn token
+        # without a process
+        self.gone = {number for number, record in enumerate(records) if record.problem}
+        # whether the last action of a sequence has an end-of-turn token
+        self._ended = dict[int, bool]()
         self._end = turn_end(tokenizer).token
 
     def end_turn(self, sequence: int, ids: list[int], end: int) -> None:

@@ -59,9 +59,8 @@ class Figure:
     metrics: tuple[str, ...]  # patterns of metric names, in the order of the legend
     reading: str  # one sentence on how to read it
     unit: str = ""  # of the vertical axis; "" for a number without one
-    without: tuple[
-        str, ...
-    ] = ()  # patterns of names that `metrics` matches but the figure does not show
+    # patterns of names that `metrics` matches but the figure does not show
+    without: tuple[str, ...] = ()
 
     def names(self, known: Iterable[str]) -> list[str]:
         """The names among `known` that the figure shows, in the order of its patterns."""
@@ -282,10 +281,8 @@ JINJA = Environment(
 JINJA.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 MOST_POINTS = 400  # of one metric of one run; fewer where several runs are compared
 MOST_ANSWER_CHARACTERS = 2000  # of one prompt or answer
-MOST_PROMPTS, MOST_STEPS = (
-    40,
-    20,
-)  # of each run: held-out prompts, and steps whose training samples are shown
+# of each run: held-out prompts, and steps whose training samples are shown
+MOST_PROMPTS, MOST_STEPS = 40, 20
 MOST_ANSWERS = 8  # to a held-out prompt in one evaluation
 ENDS = {
     "eos": "ended",
@@ -311,9 +308,8 @@ class Drawing:
 
     number: int  # its place in the data of the page
     figure: Figure
-    panels: list[
-        dict[str, Any]
-    ]  # for the script: title, and series with label, number of the run, values x and y
+    # for the script: title, and series with label, number of the run, values x and y
+    panels: list[dict[str, Any]]
     table: Table  # first, last, lowest and highest value of each metric
 
 
@@ -323,9 +319,8 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     if not 1 <= len(folders) <= MOST_RUNS:
         raise UserError(f"a report shows 1 to {MOST_RUNS} runs, got {len(folders)}; name fewer")
     text = page(read_runs(folders), time.time())
-    content = text.encode(
-        errors="replace"
-    )  # JSON may hold half a surrogate pair, which UTF-8 cannot
+    # JSON may hold half a surrogate pair, which UTF-8 cannot
+    content = text.encode(errors="replace")
     try:
         write_file(path, content)
     except OSError as problem:

@@ -17,9 +17,8 @@ from dschat_ppo.common.paths import CONFIG, HEALTH, METRICS, MODELS, RESULT, SAM
 from dschat_ppo.errors import UserError, without_credentials
 
 NOT_PLOTTED = ("step", "time", "epoch")  # keys of a line that are not metrics
-Part = tuple[
-    str, str, float | None
-]  # of an episode: (role "model", "call" or "environment"; text; reward of a turn)
+# of an episode: (role "model", "call" or "environment"; text; reward of a turn)
+Part = tuple[str, str, float | None]
 Points = list[tuple[int, float | None]]  # (step, value); None: NaN or infinity
 
 
@@ -47,9 +46,8 @@ class Run:
 
     name: str  # unique in the report
     folder: Path
-    metrics: dict[
-        str, Points
-    ]  # name -> points in ascending steps. A step without the metric has no point
+    # name -> points in ascending steps. A step without the metric has no point
+    metrics: dict[str, Points]
     times: dict[int, float]  # step -> seconds since the epoch at which the step ended
     config: dict[str, Any]  # flag -> value; {} without `config.yaml`
     models: dict[str, Any]  # name of a model or of its devices -> text; {} without `models.json`
@@ -178,9 +176,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def _read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a JSON or YAML file; {} if there is none or it is damaged."""
     text = _read_text(path)
-    with suppress(
-        ValueError, RecursionError, yaml.YAMLError, AttributeError
-    ):  # the last: it is no mapping
+    # the last: it is no mapping
+    with suppress(ValueError, RecursionError, yaml.YAMLError, AttributeError):
         found = json.loads(text) if path.suffix == ".json" and text else yaml.safe_load(text)
         return {str(name): value for name, value in found.items()}
     return {}

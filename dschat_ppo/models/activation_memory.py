@@ -44,9 +44,8 @@ def activations_on_host(enabled: bool) -> AbstractContextManager[Any]:
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     """(device of the tensor, its copy on the host), or the tensor itself if it is better left where
     it is."""
-    is_parameter = isinstance(tensor, nn.Parameter) or isinstance(
-        tensor._base, nn.Parameter
-    )  # ZeRO-3 gathers these
+    # ZeRO-3 gathers these
+    is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     if is_parameter or tensor.device.type == HOST or tensor.nbytes < SMALLEST_ON_HOST:
         return tensor.device, tensor
     return tensor.device, _host_copy(tensor)
@@ -54,9 +53,8 @@ def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
 
 def _host_copy(tensor: Tensor) -> Tensor:
     host = torch.empty_like(tensor, device=HOST, pin_memory=True)
-    return host.copy_(
-        tensor, non_blocking=True
-    )  # before any later use of its memory, which is on the same stream
+    # before any later use of its memory, which is on the same stream
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _from_host(saved: tuple[torch.device, Tensor]) -> Tensor:

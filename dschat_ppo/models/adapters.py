@@ -51,11 +51,8 @@ NOT_CALLED = {
     "nemotron_h": ("out_proj",),
     "jamba": ("dt_proj",),
 }
-MATRICES = (
-    "lora_A",
-    "lora_B",
-    "lora_magnitude_vector",
-)  # the parts of an adapter in peft's layer; the last for DoRA
+# the parts of an adapter in peft's layer; the last for DoRA
+MATRICES = "lora_A", "lora_B", "lora_magnitude_vector"
 LM_HEADS = ("lm_head.", "embed_out.")  # of language models; classifiers do not have them
 _HOW_TO_MERGE = "docs/lora.md"
 
@@ -67,9 +64,8 @@ class AdapterSettings:
     rank: int
     alpha: float  # scale of the update: alpha / rank, or alpha / sqrt(rank) with `rslora`
     dropout: float
-    targets: (
-        str | None
-    )  # parts of names of layers, separated by commas; None: all linear layers of the blocks
+    # parts of names of layers, separated by commas; None: all linear layers of the blocks
+    targets: str | None
     rslora: bool  # rank-stabilised scale (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)
     # also train the magnitudes of the weights (Liu 2024, https://arxiv.org/abs/2402.09353)
     dora: bool
@@ -261,9 +257,8 @@ def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
 
     seed = torch.initial_seed() ^ crc32(ADAPTER.encode())
     injected = replace(config, modules_to_save=None)  # peft would wrap the score head
-    without = all(
-        weight.is_meta for weight in model.parameters()
-    )  # then its matrices need no numbers
+    # then its matrices need no numbers
+    without = all(weight.is_meta for weight in model.parameters())
     partitioned = any(map(dist.is_partitioned, model.parameters()))  # peft gathers what DoRA reads
     zero3 = zero3_announced({"zero_optimization": {"stage": 3}}) if partitioned else nullcontext()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), zero3:
@@ -274,9 +269,8 @@ def _inject(model: PreTrainedModel, config: Any, folder: str | None) -> None:
             inject_adapter_in_model(injected, model, adapter_name=ADAPTER)
     injected.modules_to_save = config.modules_to_save  # for adapter_config.json
     model.peft_config = {ADAPTER: injected}
-    for layer in (
-        adapter_layers(model).values() if without else ()
-    ):  # peft has not given them the type of the base
+    # peft has not given them the type of the base
+    for layer in adapter_layers(model).values() if without else ():
         layer.to(layer.get_base_layer().weight.dtype)
 
 
@@ -476,9 +470,8 @@ def merged(
                     stack.enter_context(
                         _weight_replaced(base.weight, new, in_place, originals_on_host)
                     )
-                    stack.callback(
-                        parent._modules.__setitem__, name, child
-                    )  # the order of children stays
+                    # the order of children stays
+                    stack.callback(parent._modules.__setitem__, name, child)
                     parent._modules[name] = base
         yield
 

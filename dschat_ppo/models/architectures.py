@@ -93,10 +93,8 @@ DROPOUTS = (
     "resid_dropout",
     "residual_dropout",
 )
-SKIPPED_LAYERS = (
-    "layerdrop",
-    "decoder_layerdrop",
-)  # share of the layers that a pass in training skips
+# share of the layers that a pass in training skips
+SKIPPED_LAYERS = "layerdrop", "decoder_layerdrop"
 
 
 def check_architecture(config: PretrainedConfig, folder: str, needs_lm: bool) -> None:
@@ -193,9 +191,8 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
     def init(self: Any, config: PretrainedConfig) -> None:
         base.__init__(self, config)
-        setattr(
-            self, name, backbone_of(lm_class(config))
-        )  # as the language model builds it, without a pooler
+        # as the language model builds it, without a pooler
+        setattr(self, name, backbone_of(lm_class(config)))
         self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         self.post_init()
 

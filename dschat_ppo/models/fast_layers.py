@@ -110,10 +110,8 @@ def compared(
             yield "the gradient of a gated product", part, true
         queries, of_queries, angles = random(2, 5, 3, 24), random(2, 5, 3, 24), random(2, 3, 24)
         cos, sin = angles.cos(), angles.sin()
-        for rows in (
-            2,
-            1,
-        ):  # angles of each row, and the same for all; the two halves of a head have different ones
+        # angles of each row, and the same for all; the two halves of a head have different ones
+        for rows in (2, 1):
             [x] = wide(queries)
             c, s = cos[:rows, None].double(), sin[:rows, None].double()
             exact = x * c + torch.cat([-x[..., 12:], x[..., :12]], dim=3) * s

@@ -126,11 +126,8 @@ ROWS, TOKENS = 3, 16
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # mean difference between packed and padded rows, relative to the standard deviation of the numbers
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-ATTENTION_DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-)  # settings of configurations
+# settings of configurations
+ATTENTION_DROPOUTS = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"
 LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their grouping can differ
 
 
@@ -213,9 +210,8 @@ def _select_packed(
     )
     leak = (packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread / LEAK_TOLERANCE
     text = module.config.get_text_config()
-    dropped = any(
-        getattr(text, name, None) for name in ATTENTION_DROPOUTS
-    )  # in training; here it is off
+    # in training; here it is off
+    dropped = any(getattr(text, name, None) for name in ATTENTION_DROPOUTS)
     several_calls = torch.full_like(leak, dropped or not recorded.in_one_call)
     differs, leaks, several = (_largest(values) for values in (difference, leak, several_calls))
     reason = None

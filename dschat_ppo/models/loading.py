@@ -66,12 +66,10 @@ from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_WEIGHT, DEEPSPEED_CHAT_HEAD = f"{SCORE}.weight", "v_head.weight"
 MAX_NAMES = 6  # of weights, in a message
-_COMPARED: dict[
-    tuple[Any, ...], Set[str]
-] = {}  # models that fit -> the allowed names that are missing
-MAX_EXTRAPOLATION = (
-    4  # rotary positions beyond this multiple of those trained are assumed to be a mistake
-)
+# models that fit -> the allowed names that are missing
+_COMPARED: dict[tuple[Any, ...], Set[str]] = {}
+# rotary positions beyond this multiple of those trained are assumed to be a mistake
+MAX_EXTRAPOLATION = 4
 
 
 def load_config(folder: str, flag: str) -> PretrainedConfig:
@@ -462,9 +460,8 @@ def check_weights(
     if key in _COMPARED:
         return _COMPARED[key]
     verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(
-        transformers.logging.CRITICAL
-    )  # it reports the same facts on a page
+    # it reports the same facts on a page
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:
         with (
             watchdog_paused(),

@@ -94,10 +94,8 @@ class Segments:
     def groups(self) -> Tensor:
         """(groups + 1,) int64: the first segment of each group, and their number. No segment sees
         another group."""
-        firsts, needed = (
-            [len(self.lengths)],
-            sum(self.lengths),
-        )  # needed: the first column that later ones see
+        # needed: the first column that later ones see
+        firsts, needed = [len(self.lengths)], sum(self.lengths)
         for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
             needed = min(needed, first) if first < end else needed
             if needed >= start:
@@ -150,9 +148,8 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
         return None
     left_out = shared.unsqueeze(1)
     slots = torch.arange(width)
-    kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[
-        order
-    ]  # (B, T) in the order of the packed row
+    # (B, T) in the order of the packed row
+    kept = ((slots < lengths.unsqueeze(1)) & (slots >= left_out))[order]
     places = torch.empty(kept.shape, dtype=torch.int64)
     places[order] = kept.flatten().cumsum(0).view(kept.shape) - 1
     places = torch.where(slots < left_out, places[leaders], places)
@@ -204,9 +201,8 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], Ro
     # Of equal choices the latest counts.
     saved, begin = np.zeros(len(words) + 1, dtype=np.int64), [0, *range(len(words))]
     for end in range(2, len(words) + 1):
-        shared = np.minimum.accumulate(
-            common[end - 2 :: -1]
-        )  # by a last group that starts at end - 2, end - 3, ...
+        # by a last group that starts at end - 2, end - 3, ...
+        shared = np.minimum.accumulate(common[end - 2 :: -1])
         shared = shared[shared >= LEAST_TOKENS]
         totals = (
             saved[end - 1 - len(shared) : end - 1][::-1] + np.arange(1, len(shared) + 1) * shared

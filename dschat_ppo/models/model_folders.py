@@ -280,9 +280,8 @@ def model_folder(name: str, flag: str, revision: str | None = None) -> str:
         )
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists() and not is_adapter_folder(name):
-            inner = sorted(
-                str(path.parent) for path in Path(name).glob("*/config.json")
-            )  # as in the output of step 3
+            # as in the output of step 3
+            inner = sorted(str(path.parent) for path in Path(name).glob("*/config.json"))
             meant = f"; did you mean {' or '.join(inner)}?" if inner else ""
             raise UserError(
                 f"{flag} {name}: the folder has no config.json, so it is not a Hugging Face"
@@ -440,9 +439,8 @@ def download(name: str, revision: str | None = None) -> str:
                 name, revision=revision, timeout=ANSWER_SECONDS
             )
     except UserError as problem:
-        if isinstance(
-            problem.__cause__, (HfHubHTTPError, ValueError)
-        ):  # the hub answered, or the name is malformed
+        # the hub answered, or the name is malformed
+        if isinstance(problem.__cause__, (HfHubHTTPError, ValueError)):
             raise problem.__cause__ from None
         return _earlier_download(name, revision, problem)
     files = [entry.rfilename for entry in found.siblings or []]
@@ -454,9 +452,8 @@ def _earlier_download(name: str, revision: str | None, problem: UserError) -> st
     """The folder of an earlier download, which holds the weights of one format only, or with
     `settings_only` none."""
     for patterns in (*WEIGHTS, ("config.json",)) if wants_settings_only() else WEIGHTS:
-        with suppress(
-            LocalEntryNotFoundError
-        ):  # not downloaded, or a file of this format is missing
+        # not downloaded, or a file of this format is missing
+        with suppress(LocalEntryNotFoundError):
             folder = huggingface_hub.snapshot_download(
                 name,
                 revision=revision,

@@ -60,9 +60,8 @@ class ForwardPass:
     divided: bool = False
     choice: str = "auto"  # the value of `--attn_implementation`
     attention: str | None = NAME  # its name in transformers; None: the model's own
-    forwards: Sequence[
-        tuple[nn.Module, Callable[..., Tensor]]
-    ] = ()  # layers, and what a call of each runs instead
+    # layers, and what a call of each runs instead
+    forwards: Sequence[tuple[nn.Module, Callable[..., Tensor]]] = ()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -162,9 +161,8 @@ def reason_not_to_pack(model: PreTrainedModel, choice: str = "auto") -> str | No
     (`select_kernels`)."""
     if not attention_is_replaceable(model):
         return "transformers does not let its attention be replaced"
-    own = (
-        model.config._attn_implementation
-    )  # packed rows have soft caps and sinks too, which are eager
+    # packed rows have soft caps and sinks too, which are eager
+    own = model.config._attn_implementation
     if own not in ("sdpa", "eager") or (own == "eager" and choice == "sdpa"):
         return f"its attention is '{own}' and not 'sdpa'"
     if model.config.model_type in MASK_IS_READ:
@@ -224,9 +222,8 @@ class DividedRows:
     columns."""
 
     real: Tensor  # (B, T) bool: tokens whose states are read
-    segments: (
-        Segments | None
-    )  # of the packed row, to which all real tokens are laid end to end; None: not packed
+    # of the packed row, to which all real tokens are laid end to end; None: not packed
+    segments: Segments | None
     width: int  # columns of the rows as laid out; these are padded to a multiple of the ranks
 
     @classmethod

@@ -192,9 +192,8 @@ def write_model(
             tokenizer.save_pretrained(unfinished)
             if card:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
-        readable = (
-            unfinished.stat().st_mode & 0o666
-        )  # as the umask permits; safetensors lets only the owner read
+        # as the umask permits; safetensors lets only the owner read
+        readable = unfinished.stat().st_mode & 0o666
         for file in unfinished.iterdir():
             if file.is_file():
                 file.chmod(readable)
@@ -316,9 +315,8 @@ def _write_adapter(model: PreTrainedModel, state: dict[str, Tensor], folder: Pat
     config.save_pretrained(str(folder))
     if hasattr(model, SCORE):
         whole = deepcopy(model.config)
-        if hasattr(
-            whole, "quantization_config"
-        ):  # the folder may be loaded without quantised weights
+        # the folder may be loaded without quantised weights
+        if hasattr(whole, "quantization_config"):
             del whole.quantization_config
         whole.save_pretrained(folder)
 

@@ -23,10 +23,8 @@ from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.cpu_kernels.operations import can_run
 from dschat_ppo.models.micro_batches import Segments
 
-MOST_KEYS = {
-    torch.bfloat16: 4096,
-    torch.float32: 256,
-}  # with more, PyTorch's kernel is as fast or faster
+# with more, PyTorch's kernel is as fast or faster
+MOST_KEYS = {torch.bfloat16: 4096, torch.float32: 256}
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -144,10 +142,8 @@ def varlen_attention(
     parts = segments.varlen(query.device)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
     if parts.columns is not None:
-        k, v = (
-            k[parts.columns],
-            v[parts.columns],
-        )  # a shared key's gradients add up in fp32, always in one order
+        # a shared key's gradients add up in fp32, always in one order
+        k, v = k[parts.columns], v[parts.columns]
     assert _VARLEN is not None
     # its window ends at the last query and the last key of a segment; -1: it hides no key
     found: Tensor = _VARLEN(

@@ -123,9 +123,8 @@ class StateRows:
         ]
         blocks, filled, places = [], 0, torch.empty(sum(lengths), dtype=torch.int64)
         for block in [*equal, *groups]:
-            columns = max(
-                2, block[0][1] - block[0][0]
-            )  # a row of one token would be a step of generation
+            # a row of one token would be a step of generation
+            columns = max(2, block[0][1] - block[0][0])
             for start, end, _ in block:
                 places[start:end] = torch.arange(filled, filled + end - start)
                 filled += columns

@@ -30,9 +30,8 @@ def load_tokenizer(folder: str, flag: str) -> PreTrainedTokenizerBase:
     with reading(f"{flag} {folder}: it has no tokenizer, or one that cannot be loaded{hint}"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         words = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
-        if (
-            words
-        ):  # parts that do not match fail only in use; any other text may lack an unknown token
+        # parts that do not match fail only in use; any other text may lack an unknown token
+        if words:
             tokenizer.encode(tokenizer.decode([min(words)]))
     if not words:  # transformers made an empty one
         raise UserError(f"{flag} {folder}: has no tokenizer; save the model's tokenizer there")

@@ -211,14 +211,12 @@ class PolicyModel(WrappedModel):
         entropy_grad: bool,
         forbidden: Forbidden | None,
     ) -> tuple[Tensor, Tensor]:
-        predicts = torch.nn.functional.pad(
-            wanted[:, 1:], (0, 1)
-        )  # (B, T): the token before a wanted one
+        # (B, T): the token before a wanted one
+        predicts = torch.nn.functional.pad(wanted[:, 1:], (0, 1))
         rows = DividedRows.of(input_ids, lengths, self.layout.packed)
         own = rows.own(predicts)  # (b, n)
-        tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[
-            own
-        ]  # the token after each of this rank
+        # the token after each of this rank
+        tokens = rows.own(torch.nn.functional.pad(input_ids[:, 1:], (0, 1)))[own]
         if forbidden is not None:
             forbidden = (
                 rows.own(torch.nn.functional.pad(forbidden[0][:, 1:], (0, 1)))[own],

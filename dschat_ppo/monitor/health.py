@@ -19,16 +19,12 @@ from dschat_ppo.common.paths import HEALTH
 from dschat_ppo.config.health_flags import HealthFlags, Level, Rule, thresholds
 
 CALM = 3  # steps without a warning after which it is over
-COMPLETE = (
-    "reward/score_std",
-    "policy/counted_share",
-    "loss",
-)  # a step without any of them made no update
+# a step without any of them made no update
+COMPLETE = "reward/score_std", "policy/counted_share", "loss"
 LENGTH = "rollout/length_mean"
 LONGER = 1.5  # factor of the length of answers, or of the KL, that is more than noise
-SHORT_ANSWER = (
-    8  # tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
-)
+# tokens on average; fewer distinct answers of such a length are expected, e.g. of numbers
+SHORT_ANSWER = 8
 RISE = 0.25  # of a score, in standard deviations, that is more than noise
 WORSE = 0.002  # nats by which a held-out loss is higher by more than rounding
 # Below these, numbers are noise: their ratio says nothing, and 0 would make each later number
@@ -46,17 +42,14 @@ class History:
 
     window: int  # steps
     limits: Metrics  # rule -> threshold
-    past: deque[
-        Metrics
-    ]  # of the last `window` steps before it, oldest first; fewer at the start of a run
+    # of the last `window` steps before it, oldest first; fewer at the start of a run
+    past: deque[Metrics]
     now: Metrics = field(default_factory=dict)
     lowest_loss: float = math.inf  # the lowest mean loss of `window` steps in a row so far
     # (step, held-out loss, mean training loss since the evaluation before), oldest first
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)
-    losses: tuple[float, int] = (
-        0.0,
-        0,
-    )  # sum and number of training losses since the last evaluation
+    # sum and number of training losses since the last evaluation
+    losses: tuple[float, int] = 0.0, 0
 
     def begin_step(self, step: int, metrics: Metrics) -> None:
         """The metrics of the current step; those of an evaluation of steps 1 and 2 with the

@@ -125,9 +125,8 @@ class MetricSums:
         parts = [means[name] for name in averaged] + [
             self._maxima[name].view(1) for name in largest
         ]
-        ranks = gather_cat(
-            torch.cat(parts).unsqueeze(0)
-        )  # (ranks, 2 N + M): all numbers in one collective
+        # (ranks, 2 N + M): all numbers in one collective
+        ranks = gather_cat(torch.cat(parts).unsqueeze(0))
         cut = 2 * len(averaged)
         numbers = torch.cat([ranks[:, :cut].sum(dim=0), ranks[:, cut:].amax(dim=0)]).tolist()
         result: dict[str, float] = {}

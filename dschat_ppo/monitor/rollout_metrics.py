@@ -73,9 +73,8 @@ def experience_metrics(  # noqa: C901
     for name, values in spread.items():
         if values is not None:
             found[f"{name}mean"], found[f"{name}std"] = mean_and_std(kept(values))
-    if sources and len(torch.unique(rows.groups)) < len(
-        rows.groups
-    ):  # some prompt has several answers
+    # some prompt has several answers
+    if sources and len(torch.unique(rows.groups)) < len(rows.groups):
         differ = groups_that_differ(rows.scores if clip is None else clip[1], rows.groups)
         found["reward/equal_groups_share"] = 1 - differ.float().mean().double()
     for name, own in _rows_by_data_set(rows, data_sources):
@@ -89,9 +88,8 @@ def experience_metrics(  # noqa: C901
         elif metrics[f"reward/{name}_share"] == 0:
             for statistic in ("mean", "std"):
                 metrics.pop(f"reward/{name}_{statistic}", None)
-    distinct = torch.unique(torch.where(mask, rows.response_ids, -1), dim=0).shape[
-        0
-    ]  # rows that differ in a token
+    # rows that differ in a token
+    distinct = torch.unique(torch.where(mask, rows.response_ids, -1), dim=0).shape[0]
     return metrics | {
         "rollout/count": len(rows.response_ids),
         "rollout/cut_share": 1 - metrics["rollout/ended_share"],
@@ -159,9 +157,8 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     seconds, tokens, peak = clock.take()
     names = sorted(seconds)
     mine = [[seconds[name], peak.get(name, 0.0), tokens.get(name, 0.0)] for name in names]
-    ranks = gather_cat(
-        torch.tensor([mine], dtype=torch.float64, device=device)
-    )  # (ranks, phases, 3)
+    # (ranks, phases, 3)
+    ranks = gather_cat(torch.tensor([mine], dtype=torch.float64, device=device))
     largest, total = ranks.amax(dim=0).tolist(), ranks.sum(dim=0).tolist()
     metrics: dict[str, float] = {}
     for name, (most_seconds, most_gib, most_tokens), (all_seconds, _, count) in zip(

@@ -39,9 +39,8 @@ class StepTrace:
             if number != self.step:
                 yield item
                 continue
-            os.environ.setdefault(
-                "KINETO_LOG_LEVEL", "99"
-            )  # of torch's profiler, which prints its starts and stops
+            # of torch's profiler, which prints its starts and stops
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             recorder = profile(
                 activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu()
             )

@@ -88,10 +88,8 @@ def finite_or_null(value: Any) -> Any:
     return value
 
 
-_OF_ONE_START = (
-    "local_rank",
-    "config",
-)  # flags that describe how the command was started, not the run
+# flags that describe how the command was started, not the run
+_OF_ONE_START = "local_rank", "config"
 _LIBRARIES = (
     "torch",
     "deepspeed",

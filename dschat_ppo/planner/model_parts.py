@@ -89,9 +89,8 @@ def read_model_configs(config: StepConfig) -> dict[str, PretrainedConfig]:
     }
 
 
-_COUNTED: dict[
-    tuple[Any, ...], ModelParts
-] = {}  # the planner counts each model once, whatever flags it tries
+# the planner counts each model once, whatever flags it tries
+_COUNTED: dict[tuple[Any, ...], ModelParts] = {}
 
 
 def parts_of(
@@ -195,10 +194,8 @@ def saved_activations(backbone: PreTrainedModel) -> SavedActivations:
             (getattr(text, "max_position_embeddings", None) or TOKENS) - first_position(config),
         ),
     )
-    place, sizes = (
-        -1,
-        Counter[int](),
-    )  # the layer that runs (-1: none), and the bytes that each saves
+    # the layer that runs (-1: none), and the bytes that each saves
+    place, sizes = -1, Counter[int]()
     known = {
         weight.untyped_storage()._cdata: weight.untyped_storage() for weight in model.parameters()
     }

@@ -40,10 +40,8 @@ from dschat_ppo.rollout.kv_cache import (
 GIB = 2**30
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 FP32 = 4  # bytes
-MASTER, MOMENTS = (
-    FP32,
-    2 * FP32,
-)  # bytes of the fp32 weight and of the two moments of AdamW, for each parameter
+# bytes of the fp32 weight and of the two moments of AdamW, for each parameter
+MASTER, MOMENTS = FP32, 2 * FP32
 # ZeRO-3 prefetches and keeps gathered at most so many numbers (DeepSpeed's defaults for
 # stage3_max_live_parameters).
 LIVE_NUMBERS = 1_000_000_000
@@ -56,16 +54,14 @@ MANY_PROMPTS = 10**6  # of a data set that is not read: enough for any batch
 # up to 8 % too low (docs/memory.md), a card of 80 GiB has about 79 for its programs, and a host
 # also holds the system and its page cache.
 MARGIN = 0.1
-HOST_PROCESS = int(
-    0.75 * GIB
-)  # resident memory of a rank without models: libraries (measured on Linux, CPU)
+# resident memory of a rank without models: libraries (measured on Linux, CPU)
+HOST_PROCESS = int(0.75 * GIB)
 # Of a GPU, assumed: the context of CUDA, NCCL's buffers, cuBLAS' workspaces; what the allocator
 # holds beyond tensors.
 GPU_CONTEXT, FRAGMENTATION = 1 * GIB, 0.06
 PARTS = ("weights", "gradients", "optimizer", "activations", "KV cache", "logits", "buffers")
-Held = Iterator[
-    tuple[str, float, bool]
-]  # (part of `PARTS`, bytes, whether they are in host memory)
+# (part of `PARTS`, bytes, whether they are in host memory)
+Held = Iterator[tuple[str, float, bool]]
 
 
 @dataclass(frozen=True)
@@ -80,9 +76,8 @@ class Role:
     checkpoints: bool = False  # gradient checkpointing
     offloads_optimizer: bool = False  # optimizer states are in host memory
     offloads_weights: bool = False  # at stage 3, weights are in host memory
-    kept_whole: bool = (
-        False  # at stage 3, gathered weights stay between two updates (`engine/build_engine.py`)
-    )
+    # at stage 3, gathered weights stay between two updates (`engine/build_engine.py`)
+    kept_whole: bool = False
     on_gpu: bool = False  # the device is a GPU
     muon: bool = False  # trains matrices with Muon, which has one momentum in place of two moments
     bits: int = 0  # of the quantised weights under LoRA (QLoRA); 0: not quantised
@@ -171,9 +166,8 @@ def update_gradients(role: Role) -> int:
     trained = role.parts.trained
     if role.stage == 3:
         return role.bucket
-    if (
-        role.sums_at_once
-    ):  # of one parameter in bf16 and in fp32, or with several ranks a copy of the sums
+    # of one parameter in bf16 and in fp32, or with several ranks a copy of the sums
+    if role.sums_at_once:
         is_copied = role.ranks > 1 and trained <= SUMMED_TOGETHER
         return (
             FP32 * trained
@@ -228,9 +222,8 @@ class Phase:
     """Bytes of one rank at the peak of a phase."""
 
     name: str
-    held: dict[tuple[str, str, bool], int] = field(
-        default_factory=dict
-    )  # (role, part, in host memory) -> bytes
+    # (role, part, in host memory) -> bytes
+    held: dict[tuple[str, str, bool], int] = field(default_factory=dict)
     once: int = 0  # bytes of host memory that rank 0 alone needs
 
     def add(self, role: str, part: str, size: float, on_host: bool = False) -> None:
@@ -258,9 +251,8 @@ def steady_phase(name: str, config: StepConfig, roles: Sequence[Role]) -> Phase:
             is_copied = part == "optimizer" or (part == "weights" and role.name != "actor")
             if sleeps(config, role) and is_copied and not on_host:
                 phase.add(role.name, part, size, on_host=True)
-    if (
-        isinstance(config, PPOConfig) and config.ppo.enable_ema
-    ):  # an fp32 average, divided over the ranks
+    # an fp32 average, divided over the ranks
+    if isinstance(config, PPOConfig) and config.ppo.enable_ema:
         phase.add(
             "average", "weights", FP32 * roles[0].parts.trained / roles[0].ranks, on_host=True
         )
@@ -483,9 +475,8 @@ def plan_step(
     own = device_memory if on_gpu else host_memory // per_node
     roles, phases = roles_of(config, model_configs, ranks, own, on_gpu), list[Phase]()
     if isinstance(config, PPOConfig):
-        steps = (
-            config.schedule.max_steps or 1
-        )  # the data are not read, so how long the run is is not known
+        # the data are not read, so how long the run is is not known
+        steps = config.schedule.max_steps or 1
         plan = plan_ppo(
             config.ppo, MANY_PROMPTS, ranks, 0, config.memory.sequence_parallel_size, steps, on_gpu
         )

@@ -37,10 +37,8 @@ from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 
 CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 2025)
-_OF_WHOLE_ROWS = set(ESTIMATORS) - {
-    "gae",
-    "reinforce_plus_plus",
-}  # the others follow the rewards of tokens
+# the others follow the rewards of tokens
+_OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
 
 
@@ -77,9 +75,8 @@ class AdvantageComputation:
         if flags.kl_target is not None:
             self.kl_coef = AdaptiveKL(flags.kl_reward_coef, flags.kl_target, flags.kl_horizon)
         self.running = RunningScale()
-        self.used_kl_coef = (
-            self.kl_coef.value
-        )  # in the last experience, before the coefficient adapted to it
+        # in the last experience, before the coefficient adapted to it
+        self.used_kl_coef = self.kl_coef.value
         self.before = self.state_dict()  # before the last rows
 
     def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
@@ -91,9 +88,8 @@ class AdvantageComputation:
             self.running.update(rows.scores)
         kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
-        scores = self.shaped(rows.scores) + missing_eos(
-            rows.ended, flags.missing_eos_penalty
-        )  # (N,)
+        # (N,)
+        scores = self.shaped(rows.scores) + missing_eos(rows.ended, flags.missing_eos_penalty)
         if flags.overlong_buffer:
             scores = scores + overlong_penalty(
                 rows.response_lengths,
@@ -145,16 +141,14 @@ class AdvantageComputation:
         )
         with block("advantages"):
             if self.to_go_weight is not None and flags.advantage_estimator in _OF_WHOLE_ROWS:
-                advantages, returns = by_turn(
-                    self.estimate, inputs, self._at_turns(rows)
-                )  # (N, R) each
+                # (N, R) each
+                advantages, returns = by_turn(self.estimate, inputs, self._at_turns(rows))
             else:
                 advantages, returns = self.estimate(inputs)
             if flags.whitens:
                 advantages = masked_whiten(advantages, mask)
-            if (
-                rows.teacher_logprobs is not None
-            ):  # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
+            # (Lu and Thinking Machines Lab 2025, "On-policy distillation")
+            if rows.teacher_logprobs is not None:
                 kl = torch.where(mask, kl_k1(rows.policy_logprobs, rows.teacher_logprobs), 0.0)
                 taught = (
                     torch.ones_like(mask[:, :1])

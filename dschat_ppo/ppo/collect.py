@@ -67,9 +67,8 @@ from dschat_ppo.types import (
     to_device,
 )
 
-SOURCE_OF_ANSWERS = (
-    4  # separates the random stream of `--distill_on` from others of the same seed and step
-)
+# separates the random stream of `--distill_on` from others of the same seed and step
+SOURCE_OF_ANSWERS = 4
 
 
 def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -200,9 +199,8 @@ class RolloutGenerator:
         batch = to_device(batch, self.device)
         with self.hybrid.generating() as model:
             largest = self.hybrid.max_over_ranks
-            if (
-                parallel is not None and largest is not None and config.rows == 0
-            ):  # as many for each rank of a group
+            # as many for each rank of a group
+            if parallel is not None and largest is not None and config.rows == 0:
                 length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
                 config = replace(config, rows=-largest(-rows_for_memory(model, length)))
             rollout = generate(
@@ -279,9 +277,8 @@ class ExperienceCollection:
     passes: ForwardPasses
     pool: GroupPool | None  # the rows of several rounds of dynamic sampling; None without
     clock: PhaseClock
-    several_data_sets: bool = (
-        False  # rows carry the number of their prompt's data set, the column `source`
-    )
+    # rows carry the number of their prompt's data set, the column `source`
+    several_data_sets: bool = False
 
     def __post_init__(self) -> None:
         prompts, seed, sampler = (
@@ -405,9 +402,8 @@ class ExperienceCollection:
                 numbers = torch.tensor(
                     self.generator.prompts[prompts.rows]["source"], device=groups.device
                 )
-                scored = replace(
-                    scored, data_sources=numbers.repeat_interleave(self.plan.samples)
-                )  # (B,)
+                # (B,)
+                scored = replace(scored, data_sources=numbers.repeat_interleave(self.plan.samples))
             self.clock.count_tokens(
                 "score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum())
             )
@@ -479,9 +475,8 @@ class ExperienceCollection:
             lines = sample_lines(
                 to_device(rows, "cpu"), self.requests.tokenizer, self.requests.mixture.names
             )
-            logger().info(
-                printed_answers(step, lines)
-            )  # as one record: no other line comes between
+            # as one record: no other line comes between
+            logger().info(printed_answers(step, lines))
         return rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -512,13 +507,11 @@ class GroupPool:
     """
 
     rows_needed: int  # of a PPO step over all ranks, whole groups
-    shaped: Callable[
-        [Tensor], Tensor
-    ]  # (N,) raw -> scaled and clipped scores, which differ in an accepted group
+    # (N,) raw -> scaled and clipped scores, which differ in an accepted group
+    shaped: Callable[[Tensor], Tensor]
     score_range: Sequence[float] = ()  # what the mean of its raw scores is between; empty: any
-    source_weights: Sequence[
-        float
-    ] = ()  # the scores of a source with a weight may differ instead; empty: of none
+    # the scores of a source with a weight may differ instead; empty: of none
+    source_weights: Sequence[float] = ()
     accepted: list[ScoredRollout] = field(default_factory=list)
     dropped: list[ScoredRollout] = field(default_factory=list)
     sampled: int = 0  # rows of this step's rounds

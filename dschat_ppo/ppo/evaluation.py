@@ -42,20 +42,16 @@ class Answered:
     answers: list[str]
     scores: list[float]
     lengths: list[int]  # in tokens
-    ended: list[
-        str
-    ]  # "eos", "stop" (a stop token or stop string) or "length" (the limit cut the answer)
+    # "eos", "stop" (a stop token or stop string) or "length" (the limit cut the answer)
+    ended: list[str]
     kl: list[float] | None  # sum over the tokens of each answer; None without a reference
-    scores_by_source: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # NaN where the source does not score
-    numbers: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # see `Scores`; NaN where an answer has none
+    # NaN where the source does not score
+    scores_by_source: dict[str, list[float]] = field(default_factory=dict)
+    # see `Scores`; NaN where an answer has none
+    numbers: dict[str, list[float]] = field(default_factory=dict)
     data_source: str | None = None  # name of the prompt's data set; None if there is only one
-    turns: list[list[dict[str, Any]]] = field(
-        default_factory=list
-    )  # `turns_of` the answers; [] if none has several
+    # `turns_of` the answers; [] if none has several
+    turns: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 def final_answer(text: str) -> str:
@@ -87,9 +83,8 @@ def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     }
     for k in (2**power for power in range(samples.bit_length())):
         metrics[f"eval/pass@{k}"] = float(pass_at_k(passed, k).mean())
-    if (
-        samples > 1
-    ):  # whether the most frequent final answer passes; of equally frequent ones the first counts
+    # whether the most frequent final answer passes; of equally frequent ones the first counts
+    if samples > 1:
         finals = [[final_answer(answer) for answer in row.answers] for row in rows]
         first = [own.index(Counter(own).most_common(1)[0][0]) for own in finals]
         voted = sum(
@@ -156,9 +151,8 @@ def answered_rows(
     ended = [FinishReason(reason).name.lower() for reason in rollout.finish_reason.tolist()]
     by_source = dict(zip(requests.mixture.names, scores.by_source.T.tolist(), strict=True))
     turns = turns_of(requests.tokenizer, rollout)
-    parts = [
-        slice(start, start + samples) for start in range(0, len(totals), samples)
-    ]  # a prompt's answers
+    # a prompt's answers
+    parts = [slice(start, start + samples) for start in range(0, len(totals), samples)]
     return [
         Answered(
             index,
@@ -195,14 +189,12 @@ class Evaluation:
     flags: EvaluationFlags
     generator: RolloutGenerator
     requests: RewardRequests
-    passes: (
-        ForwardPasses | None
-    )  # log-probs under actor and reference; None where there is no reference
+    # log-probs under actor and reference; None where there is no reference
+    passes: ForwardPasses | None
     folder: Path
     save_best: Callable[[], None]  # saves the models of the best evaluation; collective
-    data_sources: Sequence[
-        str
-    ] = ()  # names of the data sets, which the column `source` of the prompts numbers
+    # names of the data sets, which the column `source` of the prompts numbers
+    data_sources: Sequence[str] = ()
     best: tuple[float, int] | None = None  # (score, PPO step)
 
     def __post_init__(self) -> None:
@@ -274,9 +266,8 @@ class Evaluation:
             )
             scored = self.passes(rollout, scores, groups)
             assert scored.old_logprobs is not None and scored.ref_logprobs is not None
-            kl = (
-                kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()
-            )  # one sum per answer
+            # one sum per answer
+            kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()
         return answered_rows(
             self.requests, indices, rollout, request.responses, scores, self.data_sources, kl
         )

@@ -31,12 +31,10 @@ def run(
     first = ppo.state.steps + 1  # a resumed run may enter in the middle of a step
     for step in trace.around(range(first, ppo.plan.ppo_steps + 1), first):
         announce_step(step)
-        experience = ppo.state.experience or make_experience(
-            ppo, step, checkpointer
-        )  # (N, R); None if not finite
-        for minibatch in ppo.minibatches_left(
-            experience, step
-        ):  # shuffled in each of the PPO epochs
+        # (N, R); None if not finite
+        experience = ppo.state.experience or make_experience(ppo, step, checkpointer)
+        # shuffled in each of the PPO epochs
+        for minibatch in ppo.minibatches_left(experience, step):
             update(ppo, minibatch, step)
             checkpointer.save_if_due()
         ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
@@ -54,27 +52,20 @@ def make_experience(
     with collection.cancelled_on_stop(checkpointer):
         while rows is None:  # one round; several with --dynamic_sampling
             prompts = collection.next_prompts()  # those of this rank
-            rollout = collection.sample(
-                prompts, step, checkpointer
-            )  # prompts (B, P), responses and log-probs (B, R)
-            scores = collection.reward(
-                rollout, prompts, step
-            )  # functions begin; later (B,), and (B, K) by source
-            scored = collection.forward_passes(
-                rollout, scores, prompts
-            )  # reference; if needed, actor, critic: (B, R)
-            rows = collection.add(
-                gather_rows(scored), step
-            )  # (N, R) of all ranks; None: too few, another round
-    rewarded = ppo.shaping.with_rewards(
-        rows
-    )  # clipped score on the last token, KL penalty on each: (N, R)
-    valued = ppo.critic_pass(
-        rewarded, step
-    )  # values, where scoring gives none: the critic's forward and backward
-    experience = ppo.shaping.advantages(
-        valued, step
-    )  # GAE or a group's baseline, whitening: (N, R)
+            # prompts (B, P), responses and log-probs (B, R)
+            rollout = collection.sample(prompts, step, checkpointer)
+            # functions begin; later (B,), and (B, K) by source
+            scores = collection.reward(rollout, prompts, step)
+            # reference; if needed, actor, critic: (B, R)
+            scored = collection.forward_passes(rollout, scores, prompts)
+            # (N, R) of all ranks; None: too few, another round
+            rows = collection.add(gather_rows(scored), step)
+    # clipped score on the last token, KL penalty on each: (N, R)
+    rewarded = ppo.shaping.with_rewards(rows)
+    # values, where scoring gives none: the critic's forward and backward
+    valued = ppo.critic_pass(rewarded, step)
+    # GAE or a group's baseline, whitening: (N, R)
+    experience = ppo.shaping.advantages(valued, step)
     return ppo.keep_if_finite(experience, step)
 
 
@@ -83,9 +74,8 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
     rank's rows."""
     objectives = []
     if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
-        objectives.append(
-            ppo.updates.actor_objective(minibatch)
-        )  # clipped ratio x advantage, entropy, KL, PTX
+        # clipped ratio x advantage, entropy, KL, PTX
+        objectives.append(ppo.updates.actor_objective(minibatch))
     if ppo.engines.critic is not None:
         # clipped squared error of the values; on-policy the pass that is already made, with its
         # gradients

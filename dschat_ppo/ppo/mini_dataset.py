@@ -51,9 +51,8 @@ class MiniDataset:
     micro_batch_tokens: int  # budget of `split_by_tokens`
     max_length: int  # longest answer in tokens, for the constant denominator
     seed: int
-    shares_prompts: bool = (
-        False  # the models run the prompt of several rows once: its answers stay together
-    )
+    # the models run the prompt of several rows once: its answers stay together
+    shares_prompts: bool = False
 
     def minibatches(
         self, rows: Rewarded, ppo_epochs: int, step: int

@@ -28,9 +28,8 @@ class Samples:
     count: int
     tokenizer: PreTrainedTokenizerBase
     sources: Sequence[str]  # names of the reward sources in the order of `source_scores`
-    data_sources: Sequence[
-        str
-    ] = ()  # names of the data sets in the order of their numbers in the rows
+    # names of the data sets in the order of their numbers in the rows
+    data_sources: Sequence[str] = ()
 
     def is_due(self, step: int) -> bool:
         """Whether answers of PPO step `step` are written."""
@@ -84,9 +83,8 @@ def sample_lines(
         zip(prompts, answers, turns_of(tokenizer, rows), strict=True)
     ):
         named = zip(sources, rows.source_scores[row].tolist(), strict=True)
-        by_source = {
-            name: score for name, score in named if not math.isnan(score)
-        }  # only those that score it
+        # only those that score it
+        by_source = {name: score for name, score in named if not math.isnan(score)}
         line = {
             "prompt": prompt,
             "answer": answer,

@@ -55,9 +55,8 @@ def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str
     is_text = torch.arange(
         rollout.response_mask.shape[1], device=lengths.device
     ) < lengths.unsqueeze(1)  # (B, R)
-    near = slice(
-        max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None
-    )  # prompts are padded on the left
+    # prompts are padded on the left
+    near = slice(max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None)
     ids, mask = rollout.prompt_ids[:, near], rollout.prompt_mask[:, near]
     before = texts_of(tokenizer, ids, mask, skip_special_tokens=True)
     both = texts_of(
@@ -131,9 +130,8 @@ class ForwardPasses:
     critic: Model | None  # None: scoring computes no values
     temperature: float  # of sampling; log-probs are computed at it
     micro_batch_tokens: int  # budget of one forward pass
-    old_logprobs: (
-        OldLogprobs  # "recompute" also gives entropies; with "update", rows have no old log-probs
-    )
+    # "recompute" also gives entropies; with "update", rows have no old log-probs
+    old_logprobs: OldLogprobs
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
     late_ends: LateEnds | None = None  # of sampling
     teachers: Teachers | None = None  # whose log-probs advantages need; None: no advantage does
@@ -176,9 +174,8 @@ class ForwardPasses:
             list[ScoredRollout](),
         )
         full = self.kl_estimator == "full" and self.reference is not None
-        for number, own_rows in enumerate(
-            parts, start=1
-        ):  # one forward pass of each model; every tensor is (b, R)
+        # one forward pass of each model; every tensor is (b, R)
+        for number, own_rows in enumerate(parts, start=1):
             heartbeat()
             rows = select_rows(batch, own_rows)
             mask = rows.response_mask

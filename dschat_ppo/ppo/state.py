@@ -43,16 +43,8 @@ from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of, to_device
 
-SAVED = (
-    "steps",
-    "updates",
-    "applied",
-    "ended",
-    "metrics",
-    "evaluated",
-    "first",
-    "last",
-)  # of `PPOState`, as they are
+# of `PPOState`, as they are
+SAVED = "steps", "updates", "applied", "ended", "metrics", "evaluated", "first", "last"
 
 
 @dataclass
@@ -63,19 +55,15 @@ class PPOState:
     updates: int = 0  # optimizer steps of the PPO step in flight
     applied: int = 0  # those of them that updated the actor
     ended: bool = False  # a limit ended the updates of the PPO step in flight
-    experience: Experience | None = (
-        None  # of all ranks; None between two PPO steps, or if not finite
-    )
-    critic_pass: Objective | None = (
-        None  # of the experience in flight, with gradients that wait for its only update
-    )
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # of the PPO step in flight, known so far
+    # of all ranks; None between two PPO steps, or if not finite
+    experience: Experience | None = None
+    # of the experience in flight, with gradients that wait for its only update
+    critic_pass: Objective | None = None
+    # of the PPO step in flight, known so far
+    metrics: dict[str, float] = field(default_factory=dict)
     sums: MetricSums = field(default_factory=MetricSums)  # metrics of the updates, this rank's part
-    evaluated: dict[str, float] | None = (
-        None  # metrics before the first PPO step; None: not evaluated yet
-    )
+    # metrics before the first PPO step; None: not evaluated yet
+    evaluated: dict[str, float] | None = None
     first: dict[str, float] = field(default_factory=dict)  # metrics of the first finished PPO step
     last: dict[str, float] = field(default_factory=dict)  # of the last one
 
@@ -94,13 +82,11 @@ class PPOState:
             old_logprobs = outcome.logprobs.gathered(self.experience)  # (N, R)
             self.experience = replace(self.experience, old_logprobs=old_logprobs)
         for sums in outcome.sums:
-            self.sums.merge(
-                sums.scaled(1 / dist.sequence_ranks())
-            )  # ranks that share rows count each of them once
+            # ranks that share rows count each of them once
+            self.sums.merge(sums.scaled(1 / dist.sequence_ranks()))
         device = dist.device()
-        once = torch.tensor(
-            [dist.is_main()], device=device
-        )  # every rank knows the norm; only one counts it
+        # every rank knows the norm; only one counts it
+        once = torch.tensor([dist.is_main()], device=device)
         for role, norm in outcome.grad_norms.items():
             self.sums.add_mean(f"optim/grad_norm/{role}", torch.tensor([norm], device=device), once)
         if self.updates == 0:

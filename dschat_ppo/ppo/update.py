@@ -174,9 +174,8 @@ class ActorLoss:
             sums.add_sum("policy/kl_loss", kl, weight)
             loss = loss + flags.kl_loss_coef * kl
         if of_teachers:
-            divergence = torch.stack([*current.divergences[len(of_reference) :]]).sum(
-                dim=0
-            )  # (b, R)
+            # (b, R)
+            divergence = torch.stack([*current.divergences[len(of_reference) :]]).sum(dim=0)
             divergence = aggregate(divergence, mask, aggregation, denominators)
             sums.add_sum("distill/divergence", divergence, weight)
             loss = loss + self.distill_coef * divergence
@@ -235,9 +234,8 @@ class Objective:
     loss: Callable[[Any], Tensor]  # a micro-batch's part of the loss
     sums: MetricSums  # metrics that the loss records, of this optimizer step alone
     constants: dict[str, Any]  # what a replay needs besides the micro-batches
-    recorded: RecordedTokens | None = (
-        None  # log-probs or values of the pass, where scoring has computed none
-    )
+    # log-probs or values of the pass, where scoring has computed none
+    recorded: RecordedTokens | None = None
     gradients: Gradients[Any] | None = None  # of a pass that is already made
 
 
@@ -248,9 +246,8 @@ class Outcome:
     grad_norms: dict[str, float]  # by role, of the updates that were applied
     sums: list[MetricSums]  # metrics of the updates that were applied
     ends_step: bool = False  # a limit ends the updates of this PPO step
-    logprobs: RecordedTokens | None = (
-        None  # of the actor's pass, where scoring has computed none and all are finite
-    )
+    # of the actor's pass, where scoring has computed none and all are finite
+    logprobs: RecordedTokens | None = None
 
 
 @dataclass(eq=False)

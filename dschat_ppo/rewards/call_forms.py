@@ -41,16 +41,13 @@ class CallForm:
     description: str
     per_row: bool  # gets single values and returns one score, rather than lists and a list
     marks: tuple[str, ...]  # parameter names that only functions of this form have
-    texts: dict[
-        str, Callable[[Answer], Any]
-    ]  # argument -> its value for an answer; they take precedence over columns
-    columns: dict[str, str] = field(
-        default_factory=dict
-    )  # argument -> the column that it is, if it is named otherwise
+    # argument -> its value for an answer; they take precedence over columns
+    texts: dict[str, Callable[[Answer], Any]]
+    # argument -> the column that it is, if it is named otherwise
+    columns: dict[str, str] = field(default_factory=dict)
     of_call: tuple[str, ...] = ()  # arguments with one value for a call
-    hidden: tuple[
-        str, ...
-    ] = ()  # what `**kwargs` does not receive, besides what data preparation adds to rows
+    # what `**kwargs` does not receive, besides what data preparation adds to rows
+    hidden: tuple[str, ...] = ()
     only_needed: bool = False  # columns reach only parameters without a default, and no `**kwargs`
 
 

@@ -133,12 +133,10 @@ class FunctionReward:
         self.spec = spec
         self.default = default
         self.counts = CallCounts()
-        self.numbers: dict[
-            str, Tensor
-        ] = {}  # name -> (B,) fp64 of the last call; NaN where it returned none
-        self.missing: set[str] = (
-            set()
-        )  # arguments without a column, for which a warning was printed
+        # name -> (B,) fp64 of the last call; NaN where it returned none
+        self.numbers: dict[str, Tensor] = {}
+        # arguments without a column, for which a warning was printed
+        self.missing: set[str] = set()
         try:
             start = spec.path, spec.name, json.dumps(dict(spec.settings))
             self.pool = WorkerPool(start, workers, timeout)
@@ -194,9 +192,8 @@ class FunctionReward:
 
     def _answer(self, request: RewardRequest, rollout: Rollout, number: int) -> Answer:
         row, ids = request.rows[number], list[int]()
-        if (
-            self.spec.rule is not None and TRUTH in row
-        ):  # other functions see the columns as they are
+        # other functions see the columns as they are
+        if self.spec.rule is not None and TRUTH in row:
             row = row | {"answer": row[TRUTH]}
         if self.signature.takes_token_ids:
             ids = rollout.response_ids[number][rollout.real_mask[number]].tolist()

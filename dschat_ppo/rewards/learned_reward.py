@@ -61,13 +61,11 @@ class ModelReward:
     engine: Model  # around a `ScalarModel`, or the model itself
     batch_tokens: int = BATCH_TOKENS  # most tokens of a forward pass when called as a reward source
     steps: StepScoring | None = None  # of an answer's steps; None takes the score at the last token
-    own: PreTrainedTokenizerBase | None = (
-        None  # encodes texts again, for another vocabulary than the actor's
-    )
+    # encodes texts again, for another vocabulary than the actor's
+    own: PreTrainedTokenizerBase | None = None
     max_length: int = sys.maxsize  # with `own`, longer sequences lose their start
-    moments: tuple[float, float] | None = (
-        None  # mean and standard deviation by which scores are standardised
-    )
+    # mean and standard deviation by which scores are standardised
+    moments: tuple[float, float] | None = None
     name = "model"
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:

@@ -35,9 +35,8 @@ LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _SHOWN = 200  # characters of what a service sends
 _HEARTBEAT_SECONDS = 1.0
-logging.getLogger(httpx.__name__).setLevel(
-    logging.WARNING
-)  # it logs addresses with their credentials
+# it logs addresses with their credentials
+logging.getLogger(httpx.__name__).setLevel(logging.WARNING)
 
 
 def usable_urls(urls: list[str]) -> list[str]:

@@ -144,9 +144,8 @@ class Scores:
 
     total: Tensor  # (B,) fp32, the weighted sum of the sources
     by_source: Tensor  # (B, K) fp32, unweighted; NaN where the source does not score the response
-    baselines: Tensor | None = (
-        None  # (B,) fp32, the score of the greedy answer to the same prompt (ReMax)
-    )
+    # (B,) fp32, the score of the greedy answer to the same prompt (ReMax)
+    baselines: Tensor | None = None
     # "SOURCE/NAME" -> (B,) fp64 on the CPU, other numbers that functions returned; NaN where they
     # returned none
     numbers: dict[str, Tensor] = field(default_factory=dict)
@@ -226,13 +225,11 @@ class RewardMixture:
             except RewardServiceError as failure:
                 problem = problem or str(failure)
         raise_on_any_rank(problem)
-        columns: list[
-            Tensor
-        ] = []  # (B,) fp32 each; NaN where the source does not score the response
+        # (B,) fp32 each; NaN where the source does not score the response
+        columns: list[Tensor] = []
         weighted = [torch.zeros(len(request), device=device)]
-        scored = torch.zeros(
-            len(request), dtype=torch.bool, device=device
-        )  # by a source with a weight, if one has any
+        # by a source with a weight, if one has any
+        scored = torch.zeros(len(request), dtype=torch.bool, device=device)
         numbers: dict[str, Tensor] = {}
         any_weight = any(weight != 0 for _, weight in self.sources)
         for name, (source, weight) in zip(self.names, self.sources, strict=True):

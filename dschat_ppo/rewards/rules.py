@@ -68,9 +68,8 @@ def boxed_math(response: str, answer: Any) -> bool:
     """
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns about calls without its timeout
+    # it warns about calls without its timeout
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = str(_needed(answer))
     boxed = last_boxed(gold)
     found = last_boxed(response)

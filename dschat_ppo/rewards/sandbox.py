@@ -59,9 +59,8 @@ class Isolation:
     """What isolates programs on a machine."""
 
     bwrap: bool  # bubblewrap does; False leaves the resource limits
-    has_proc: (
-        bool  # it mounts its own /proc; containers that hide parts of /proc do not permit this
-    )
+    # it mounts its own /proc; containers that hide parts of /proc do not permit this
+    has_proc: bool
     leaves_root: bool  # a run as root gives up its user number for programs
     missing: str = ""  # a sentence about what is not protected, for the log; "" with bwrap
 
@@ -202,9 +201,8 @@ def run_tests(
                 process.stdin.flush()
             text = _report(process.stdout.fileno(), limits.wall_seconds)
         finally:
-            with suppress(
-                BrokenPipeError
-            ):  # its watcher then kills the program with all that it started, and ends
+            # its watcher then kills the program with all that it started, and ends
+            with suppress(BrokenPipeError):
                 process.stdin.close()
             process.stdout.close()
             try:

@@ -79,9 +79,8 @@ def watch(child: int, job: dict) -> None:
         os._exit(0)  # ends the namespace
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(program, signal.SIGKILL)
-    with contextlib.suppress(
-        ChildProcessError
-    ):  # none is left: the children of what ends become this process's own
+    # none is left: the children of what ends become this process's own
+    with contextlib.suppress(ChildProcessError):
         while True:
             with open("/proc/thread-self/children") as file:
                 for process in file.read().split():

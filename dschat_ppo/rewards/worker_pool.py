@@ -100,9 +100,8 @@ class Worker:
         if self.process is None:
             return
         with suppress(ProcessLookupError):
-            os.killpg(
-                self.process.pid, signal.SIGKILL
-            )  # `wait` comes later, so no other process has this id
+            # `wait` comes later, so no other process has this id
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.channel.close()
         self.process = None
@@ -191,19 +190,16 @@ def main(where: str, name: str, settings: str) -> None:
     signal_when_parent_ends(signal.SIGKILL)
     outlive_signals()
     os.register_at_fork(after_in_child=restore_signals)
-    requests, replies = (
-        os.fdopen(os.dup(0), "rb"),
-        os.fdopen(os.dup(1), "w"),
-    )  # descriptors are not inherited
+    # descriptors are not inherited
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     process = os.getpid()
 
     def reply(kind: str, value: Any) -> None:
-        if (
-            os.getpid() != process
-        ):  # a fork of the function returned: its reply would shift later ones
+        # a fork of the function returned: its reply would shift later ones
+        if os.getpid() != process:
             os._exit(1)
         print(json.dumps({kind: value}), file=replies, flush=True)
 

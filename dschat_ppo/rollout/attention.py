@@ -58,10 +58,8 @@ def decode_attention(
     """(count, heads, 1, head_dim) -> (count, heads, head_dim). The query heads of one key head are
     the rows of one matrix product, so keys are read once and never expanded. A product over
     contiguous keys runs at memory speed; attention kernels with one query do not."""
-    if (
-        "mask",
-        window,
-    ) not in batch.kept:  # (count, slots): empty slots, later tokens, those beyond the window
+    # (count, slots): empty slots, later tokens, those beyond the window
+    if ("mask", window) not in batch.kept:
         newest = batch.newest.unsqueeze(1)
         distance = newest - torch.arange(batch.length, device=newest.device)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -76,13 +74,11 @@ def decode_attention(
         batch.kept["mask", window] = mask.unsqueeze(1)
     count, heads, _, width = query.shape
     keys, values = batch.read(layer)
-    power = 2.0 ** round(
-        math.log2(scale)
-    )  # exact in any precision, and keeps products in half precision in range
+    # exact in any precision, and keeps products in half precision in range
+    power = 2.0 ** round(math.log2(scale))
     query, scale = query * power, scale / power
-    folded = query.reshape(
-        count * keys.shape[1], -1, width
-    )  # (count * kv_heads, heads / kv_heads, d)
+    # (count * kv_heads, heads / kv_heads, d)
+    folded = query.reshape(count * keys.shape[1], -1, width)
     scores = _products(folded, keys.flatten(0, 1)).view(count, heads, -1)
     if batch.prefix is not None:
         scores = torch.cat(
@@ -223,10 +219,8 @@ def _write(step: PrefillMetadata | StepMetadata, cached: Tensor, new: Tensor) ->
     `step.rows` of a layer, (rows, kv_heads, capacity, d). Indices of two dimensions that are not
     the first ones would make the deterministic kernel of a GPU copy the whole layer."""
     _, heads, capacity, width = cached.shape
-    if (
-        "written",
-        heads,
-    ) not in step.kept:  # (m * kv_heads,): lines of the layer as a matrix of d columns
+    # (m * kv_heads,): lines of the layer as a matrix of d columns
+    if ("written", heads) not in step.kept:
         planes = step.rows.unsqueeze(1) * heads + torch.arange(heads, device=cached.device)
         step.kept["written", heads] = (planes * capacity + step.slots.unsqueeze(1)).flatten()
     cached.view(-1, width).index_copy_(0, step.kept["written", heads], new.reshape(-1, width))
@@ -266,12 +260,10 @@ def causal_attention(
     if softcap and sinks is None:
         return _softcapped(query, key, value, scale, _visible(key, window, newest), softcap)
     width, first = value.shape[3], 0
-    if (
-        sinks is not None
-    ):  # before the others comes a token that each head scores with its sink, and whose value is 0
-        query, key, value = (
-            nn.functional.pad(part, (0, 8, 1, 0)) for part in (query, key, value)
-        )  # 8: GPU kernels
+    # before the others comes a token that each head scores with its sink, and whose value is 0
+    if sinks is not None:
+        # 8: GPU kernels
+        query, key, value = (nn.functional.pad(part, (0, 8, 1, 0)) for part in (query, key, value))
         query[..., -1], key[:, :, 0, -1], first = (sinks / scale).view(-1, 1), 1, 1
         newest = None if newest is None else nn.functional.pad(newest + 1, (1, 0))
     visible = None
@@ -494,9 +486,8 @@ class FlashDecode:
                 used,
             )
         numbers, starts, used = batch.kept["segments", kv_heads, window]
-        folded = query.reshape(
-            batch.count * kv_heads, -1, width
-        )  # (count * kv_heads, heads / kv_heads, d)
+        # (count * kv_heads, heads / kv_heads, d)
+        folded = query.reshape(batch.count * kv_heads, -1, width)
         parts = len(used) // len(folded)
         if parts > 1:
             folded = folded.repeat(parts, 1, 1)
@@ -511,9 +502,8 @@ class FlashDecode:
             scale,
         )
         if parts > 1:
-            weights = torch.softmax(
-                log_sums.unflatten(1, (parts, -1)), dim=1
-            )  # (group, parts, count * kv_heads)
+            # (group, parts, count * kv_heads)
+            weights = torch.softmax(log_sums.unflatten(1, (parts, -1)), dim=1)
             mixed = (
                 (mixed.unflatten(0, (parts, -1)) * weights.permute(1, 2, 0).unsqueeze(3))
                 .sum(dim=0)

@@ -36,9 +36,8 @@ from dschat_ppo.types import FinishReason
 MaxOverRanks = Callable[[int], int]
 
 MAX_PREFILL_TOKENS = 8192  # of one forward pass
-MIN_SHARED_TOKENS = (
-    32  # shorter prompts are copied for each sample; longer ones are read from one copy
-)
+# shorter prompts are copied for each sample; longer ones are read from one copy
+MIN_SHARED_TOKENS = 32
 MAX_EXTEND_PAIRS = 2**21  # of a token and a key that it attends to, in one pass over observations
 POLL = 8  # tokens between two checks for finished sequences, where steps are CUDA graphs
 CPU_POLL = 1  # the same for episodes on a CPU, where a check costs nothing
@@ -94,17 +93,14 @@ class ContinuousBatching:
         self.memory = memory
         self.turns = turns
         self.prompt_lengths = lengths = buffers.prompt_lengths[:-1].cpu().numpy()
-        self.given = (
-            lengths.copy()
-        )  # tokens of each sequence before its current action: it can start again after them
-        self.asked = np.zeros(
-            buffers.count, dtype=bool
-        )  # whether a sequence is in the hands of `turns`
+        # tokens of each sequence before its current action: it can start again after them
+        self.given = lengths.copy()
+        # whether a sequence is in the hands of `turns`
+        self.asked = np.zeros(buffers.count, dtype=bool)
         self.away = set[int]()  # sequences that lost their rows meanwhile
         self.answers = list[tuple[int, list[int]]]()  # of `turns`, that are not in the buffers yet
-        self.waiting = np.argsort(
-            -lengths, kind="stable"
-        )  # longest prompts first; sequences of one prompt together
+        # longest prompts first; sequences of one prompt together
+        self.waiting = np.argsort(-lengths, kind="stable")
         prompts = np.arange(buffers.count) // buffers.samples
         self.running: RunningBatches | RunningPool = RunningBatches(
             lengths, prompts, MIN_SHARED_TOKENS
@@ -151,9 +147,8 @@ class ContinuousBatching:
                     self.running.clear()
                     if self.states is not None:
                         self.states, self.cache = RowStates(), RolloutCache()
-                    self._return_to_queue(
-                        sequences
-                    )  # takes a little memory, so not before there is some
+                    # takes a little memory, so not before there is some
+                    self._return_to_queue(sequences)
                     warn_of_memory(before, self.rows)
                 self.attention.metadata = []
         finally:
@@ -177,9 +172,8 @@ class ContinuousBatching:
             list[Prefill](),
         )
         free = self.rows - len(running)
-        usual = (
-            self.rows if self.graphed is None else len(running)
-        )  # a pool may have slots for fewer rows
+        # a pool may have slots for fewer rows
+        usual = self.rows if self.graphed is None else len(running)
         worthwhile = min(max(4, usual // 8, samples), self.rows, len(self.waiting))
         if len(self.waiting) and free >= worthwhile:
             whole_groups = free - free % samples if free >= samples else free
@@ -227,9 +221,8 @@ class ContinuousBatching:
                 self.cache = self.states.of(rows.sequences)
             finished = self._generate_tokens(*inputs).cpu().numpy()
         if self.buffers.stopping.stop_strings:
-            counts = (
-                rows.positions + 1 - lengths[rows.sequences]
-            )  # response tokens before the new ones
+            # response tokens before the new ones
+            counts = rows.positions + 1 - lengths[rows.sequences]
             finished = finished | self.buffers.find_stop_strings(
                 rows.sequences, counts, tokens, self.given[rows.sequences] - lengths[rows.sequences]
             )

@@ -168,9 +168,8 @@ class StaticMemory:
         self.most_slots = most_slots
         self.entries = torch.zeros(6, rows, dtype=torch.int64, device=device)
         self.marks = torch.zeros(2, rows, dtype=torch.bool, device=device)
-        self.key: Hashable = (
-            None  # of the rollout that left it to the next one, see `RolloutGraphs`
-        )
+        # of the rollout that left it to the next one, see `RolloutGraphs`
+        self.key: Hashable = None
         self.addresses: tuple[int, ...] = ()  # of the weights then
         self.graph_pool: Any = None  # memory for what the steps of all graphs compute
         self._graphs: dict[Bucket, Any] = {}
@@ -207,9 +206,8 @@ class GraphedDecoder:
     prompt_lengths: np.ndarray  # (A,) int64, of all sequences
     memory: StaticMemory
     poll: int
-    reads_all_slots: Callable[
-        [], bool
-    ]  # as many for each row as for the longest one: short rows need own buckets
+    # as many for each row as for the longest one: short rows need own buckets
+    reads_all_slots: Callable[[], bool]
     overflows: int = 0  # polls that were repeated
 
     def run(self, rows: PooledRows, most_rows: int) -> np.ndarray:
@@ -220,9 +218,8 @@ class GraphedDecoder:
         if overflow.any() and not whole:
             self.overflows += 1
             counts = rows.positions + 1 - self.prompt_lengths[rows.sequences]
-            self.memory.buffers.reset(
-                rows.sequences.tolist(), counts.tolist()
-            )  # without the tokens of this poll
+            # without the tokens of this poll
+            self.memory.buffers.reset(rows.sequences.tolist(), counts.tolist())
             finished, _ = self._generate(rows, most_rows, True)
         return finished
 
@@ -300,9 +297,8 @@ class GraphedDecoder:
             return eager
         logits = bucket.rows * len(self.memory.buffers.is_end) * LOGITS_BYTES
         release_if_short(self.memory.entries.device, logits)
-        if (
-            not graphs
-        ):  # PyTorch does not record another graph with a pool whose graphs are all gone
+        # PyTorch does not record another graph with a pool whose graphs are all gone
+        if not graphs:
             self.memory.graph_pool = torch.cuda.MemPool()
         self._load(None)
         recorder.warm_up(eager, self.memory.graph_pool)
@@ -329,9 +325,8 @@ class RolloutGraphs:
         self._kept: StaticMemory | None = None
         self._weights_move = False
         self._capacities: dict[Hashable, int] = {}
-        self._is_beside_training = (
-            False  # what is kept was counted in the peaks of updates, if they are the largest
-        )
+        # what is kept was counted in the peaks of updates, if they are the largest
+        self._is_beside_training = False
 
     def capacity(self, key: Hashable, most: int) -> int:
         """The first capacity of a pool: what the last rollout with this key needed, at most `most`

@@ -36,14 +36,12 @@ ROWS, COLUMNS = 4, 3  # of the comparison with a model's own layer
 TYPICAL_ROWS = 32  # of a product with packed weights, a hint for their layout
 SMALL = 2.0**-7  # of its states: the residual connection must not hide what the layer adds to them
 
-_AGREED: WeakKeyDictionary[nn.Module, dict[str, Any]] = (
-    WeakKeyDictionary()
-)  # settings of layers that were compared
+# settings of layers that were compared
+_AGREED: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 Product = Callable[[Tensor], Tensor]
-Pack = Callable[
-    [list[nn.Linear]], Product
-]  # (rows, in) -> (rows, out of all): their outputs one after another
+# (rows, in) -> (rows, out of all): their outputs one after another
+Pack = Callable[[list[nn.Linear]], Product]
 
 
 class FusedLayer:
@@ -195,9 +193,8 @@ def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | No
     own, ours = _Seen(), _Seen()
     with attempt() as tried, installed(model, own):
         expected = layer(states, position_embeddings=turns)
-    if unfit(tried) or not isinstance(
-        expected, Tensor
-    ):  # other arguments, though names of children are the same
+    # other arguments, though names of children are the same
+    if unfit(tried) or not isinstance(expected, Tensor):
         return None
     fused = FusedLayer(layer, pack, own.settings)
     with installed(model, ours):

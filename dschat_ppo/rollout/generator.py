@@ -235,9 +235,8 @@ def _generate_turn_by_turn(
     """Episodes with any engine: all actions of a turn are generated, each after a prefill of its
     whole history."""
     starts = repeat_rows(prompts, config.samples)
-    histories = [
-        ids[mask] for ids, mask in zip(starts.prompt_ids, starts.prompt_mask, strict=True)
-    ]  # (length,) each
+    # (length,) each
+    histories = [ids[mask] for ids, mask in zip(starts.prompt_ids, starts.prompt_mask, strict=True)]
     lengths = [len(history) for history in histories]
     most = [config.stopping.max_new_tokens] * len(histories) if limits is None else limits.tolist()
     masks, logprobs = (
@@ -320,17 +319,11 @@ def left_padded(rows: list[Tensor]) -> PromptBatch:
 
 _log = logging.getLogger(__name__)
 
-LENGTHS = (
-    1,
-    9,
-    40,
-    5,
-    36,
-)  # of the test prompts: the shortest possible, refilling of rows, two long enough to share
+# of the test prompts: the shortest possible, refilling of rows, two long enough to share
+LENGTHS = 1, 9, 40, 5, 36
 NEW_TOKENS = 6  # of an answer or an episode
-TOLERANCE = {
-    torch.float32: 1e-3
-}  # largest difference of log-probs; half precision: `HALF_TOLERANCE`
+# largest difference of log-probs; half precision: `HALF_TOLERANCE`
+TOLERANCE = {torch.float32: 1e-3}
 HALF_TOLERANCE = 0.3
 
 

@@ -123,9 +123,8 @@ class PrefillMetadata:
     _: KW_ONLY
     padding: Tensor | None = None
     history: PooledMetadata | None = None
-    kept: dict[Any, Any] = field(
-        default_factory=dict, init=False
-    )  # what the layers of a step share
+    # what the layers of a step share
+    kept: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def to_the_left(self, part: Tensor) -> Tensor:
         """(n, heads, L, d) with the tokens of each row from column 0 on, and copies of its last one
@@ -262,9 +261,8 @@ class PooledMetadata:
             )
             token = torch.arange(self.length, device=last.device).minimum(last)
             own = starts + token - prefix_lengths
-            slots = torch.where(
-                token < prefix_lengths, prefix_starts + token, own
-            )  # (count, length)
+            # (count, length)
+            slots = torch.where(token < prefix_lengths, prefix_starts + token, own)
             planes = torch.arange(heads, device=slots.device).view(-1, 1) * self.cache.capacity
             self.kept[heads] = (slots.unsqueeze(1) + planes).flatten()  # count, head, token
         keys, values = (
@@ -391,10 +389,8 @@ _log = logging.getLogger(__name__)
 MAX_ROWS = 256  # on a CPU, more rows make a step longer and no token cheaper
 MAX_ROWS_GPU = 1024  # on a GPU, rows share the time of reading the weights
 MEMORY_SHARE = 0.5  # share of a CPU's free memory that the KV cache may take
-RESERVE_SHARE, RESERVE_BYTES = (
-    0.1,
-    2 * 2**30,
-)  # of a GPU's free memory: the larger of both is left for everything else
+# of a GPU's free memory: the larger of both is left for everything else
+RESERVE_SHARE, RESERVE_BYTES = 0.1, 2 * 2**30
 LOGITS_SHARE = 0.1  # share of a GPU's free memory that the logits of a step may take
 LOGITS_BYTES = 6 * 4  # per row and token of the vocabulary: sampling holds about six fp32 copies
 

@@ -115,9 +115,8 @@ class PaddedBatches:
         rows = sequences if len(sequences) else spare
         lengths = buffers.prompt_lengths[rows].unsqueeze(1)
         longest = int(lengths.max())
-        columns = torch.arange(longest, device=device) - (
-            longest - lengths
-        )  # negative in the left padding
+        # negative in the left padding
+        columns = torch.arange(longest, device=device) - (longest - lengths)
         ids, mask = buffers.token_ids[rows].gather(1, columns.clamp_min(0)), (columns >= 0).long()
         cache = new_cache(self.model)
         running = torch.full_like(rows, len(sequences) > 0, dtype=torch.bool)

@@ -25,9 +25,8 @@ SMALL_BATCH = 16  # fewer rows do not justify a batch
 MIN_LENGTH_RATIO = 0.75  # shortest prompt of a new batch, relative to its longest
 # Of a pool:
 FIRST_TOKENS = 128  # of an answer, for which a sequence has slots when it starts
-FULL = (
-    0.75  # a pool with a larger share in use grows; one with less has slots enough in other places
-)
+# a pool with a larger share in use grows; one with less has slots enough in other places
+FULL = 0.75
 POOL_GROWTH = 1.5
 _NONE = np.array([], dtype=np.int64)
 
@@ -182,14 +181,12 @@ class RunningBatches:
             _, leaders, source = np.unique(
                 self.prompts[sequences], return_index=True, return_inverse=True
             )
-            lengths = np.maximum(
-                self.prompt_lengths[sequences] - 1, 1
-            )  # the first decode step feeds the last token
+            # the first decode step feeds the last token
+            lengths = np.maximum(self.prompt_lengths[sequences] - 1, 1)
             prompts, longest, zeros = sequences[leaders], int(lengths.max()), np.zeros_like(source)
             rows = Rows(sequences, self.prompt_lengths[sequences] - 1, zeros, zeros)
-            if 0 < self.share_from <= lengths.min() and len(leaders) < len(
-                sequences
-            ):  # one prefix for several
+            # one prefix for several
+            if 0 < self.share_from <= lengths.min() and len(leaders) < len(sequences):
                 filled, cache = (
                     KVCache(len(leaders), longest),
                     KVCache(len(sequences), rounded_up(1)),
@@ -262,9 +259,8 @@ class FreeSlots:
     """The unused slots `first .. capacity - 1` of a pool, as runs of consecutive slots."""
 
     def __init__(self, first: int, capacity: int):
-        self._runs = (
-            [(first, capacity - first)] if capacity > first else []
-        )  # (start, size), by start
+        # (start, size), by start
+        self._runs = [(first, capacity - first)] if capacity > first else []
 
     def take(self, sizes: Sequence[int]) -> list[int] | None:
         """The starts of segments of `sizes`, each in the first run that has room; None: some does
@@ -339,9 +335,8 @@ class RunningPool:
         tokens = prompt_lengths - 1  # the first decode step feeds the last token of a prompt
         shared = (tokens >= share_from) & (share_from > 0) & (np.bincount(prompts)[prompts] > 1)
         self.prefix_lengths = np.where(shared, tokens, 0)
-        self._shared = dict(
-            zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True)
-        )  # by number of the prompt
+        # by number of the prompt
+        self._shared = dict(zip(prompts.tolist(), self.prefix_lengths.tolist(), strict=True))
         self.needs = tokens - self.prefix_lengths + limits  # most slots of a sequence
         self.clear()
 
@@ -459,9 +454,8 @@ class RunningPool:
                 ends[len(lengths) : -1],
             )
             self._free = FreeSlots(total, capacity)
-        held = np.minimum(
-            rows.slots, rows.sizes
-        )  # of rows that need more slots for what they observe, or start
+        # of rows that need more slots for what they observe, or start
+        held = np.minimum(rows.slots, rows.sizes)
         moves = list(zip(rows.starts, starts, held, strict=True))
         moves += [
             (old, prefixes[prompt], lengths[prompt])

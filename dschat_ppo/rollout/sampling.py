@@ -14,9 +14,8 @@ from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
 from dschat_ppo.types import LateEnds
 
 BLOCK = 128  # tokens of one block of the two-level search
-NUCLEUS_GUESS = (
-    1024  # the nucleus is first searched among this many of the likeliest tokens, then among all
-)
+# the nucleus is first searched among this many of the likeliest tokens, then among all
+NUCLEUS_GUESS = 1024
 NUCLEUS_STATIC = 4096  # the same number in steps that cannot ask whether it was enough
 
 

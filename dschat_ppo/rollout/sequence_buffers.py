@@ -164,10 +164,8 @@ class SequenceBuffers:
         columns = first.unsqueeze(1) + torch.arange(reach + new - 1, device=device)
         ids = self.token_ids[rows].gather(1, columns.clamp_(0, self.width - 1)).tolist()
         reasons, lengths = self.finish_reasons[rows].tolist(), self.response_lengths[rows].tolist()
-        ends, tails = (
-            [],
-            [],
-        )  # the row of each prefix that a sequence had, its length, and its last tokens
+        # the row of each prefix that a sequence had, its length, and its last tokens
+        ends, tails = [], []
         for row, count in enumerate(counts.tolist()):
             last = count + new if reasons[row] == UNFINISHED else lengths[row]
             for length in range(count + 1, last + 1):

@@ -48,9 +48,8 @@ class FirstFailureRecord:
         draft = self.folder / f"draft_{ranks.rank()}_{time.monotonic_ns()}"
         with suppress(OSError):  # another rank was first
             draft.write_text(json.dumps(asdict(mine)), encoding="ascii")
-            os.link(
-                draft, self.folder / FAILURE
-            )  # fails if it exists, and is never visible half written
+            # fails if it exists, and is never visible half written
+            os.link(draft, self.folder / FAILURE)
         self._failure = self.read() or mine
         return self._failure
 
@@ -100,9 +99,8 @@ class FirstFailureRecord:
         """Rank -> whether its process runs, for all ranks that have not left."""
         found = {}
         for path in self._rank_files():
-            with suppress(
-                OSError, ValueError
-            ):  # it leaves at this moment; or a power loss took the content
+            # it leaves at this moment; or a power loss took the content
+            with suppress(OSError, ValueError):
                 pid, started = map(int, path.read_text(encoding="ascii").split())
                 process = find_process(pid)
                 runs = process is not None and process.started == started and not process.ended
@@ -125,9 +123,8 @@ def open_failure_record() -> FirstFailureRecord:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     name = f"{_OWN_FOLDERS}{address}_{port}_{os.getppid()}_{launcher.started}".replace("/", "_")
     try:
-        folder = Path(
-            tempfile.gettempdir(), name
-        )  # raises where no temporary folder can be written
+        # raises where no temporary folder can be written
+        folder = Path(tempfile.gettempdir(), name)
         folder.mkdir(mode=0o700, exist_ok=True)
         draft = folder / f"draft_{ranks.rank()}"
         draft.write_text(f"{os.getpid()} {own.started}", encoding="ascii")

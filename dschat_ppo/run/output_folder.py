@@ -95,9 +95,8 @@ def refuse_model_folders(folder: Path, models: list[str]) -> None:
         )
 
 
-_LOCKS: dict[
-    Path, int
-] = {}  # output folder -> file descriptor of `.lock` in it, which a lock of `lockf` is on
+# output folder -> file descriptor of `.lock` in it, which a lock of `lockf` is on
+_LOCKS: dict[Path, int] = {}
 
 
 def lock_folder(folder: Path) -> None:
@@ -143,9 +142,8 @@ def check_shared_folder(folder: Path) -> None:
     look for it. Collective; nothing on one machine."""
     if dist.machines() == 1:
         return
-    path = folder / dist.broadcast_object(
-        f".shared_{uuid.uuid4().hex}"
-    )  # new: no machine remembers its absence
+    # new: no machine remembers its absence
+    path = folder / dist.broadcast_object(f".shared_{uuid.uuid4().hex}")
     dist.on_main(writing(folder)(path.touch))
     hosts = dist.gather_objects(None if path.exists() else os.uname().nodename)
     if dist.is_main():
@@ -257,9 +255,8 @@ def prepare_output_folder(folder: Path, config: StepConfig, resumed: Path | None
         config.run.overwrite_output_dir or (folder / CONFIG).exists()
     ):  # else another program made the content
         remove_earlier_outputs(folder, config.run)
-    (folder / RESULT).unlink(
-        missing_ok=True
-    )  # last: it marks the outputs above as those of a finished run
+    # last: it marks the outputs above as those of a finished run
+    (folder / RESULT).unlink(missing_ok=True)
     write_config(flatten(config), folder)
 
 
@@ -305,9 +302,8 @@ def remove_earlier_outputs(folder: Path, run: RunFlags) -> None:
         if (folder / part).is_dir():
             remove_folder(folder / part)
     board = run.tensorboard_folder
-    if board.resolve().is_relative_to(
-        folder.resolve()
-    ):  # a TensorBoard folder elsewhere may hold other runs
+    # a TensorBoard folder elsewhere may hold other runs
+    if board.resolve().is_relative_to(folder.resolve()):
         for events in board.glob("events.out.tfevents.*"):
             events.unlink()
 
@@ -368,9 +364,8 @@ class KeptModels:
         self._replace(self.best)
 
     def _replace(self, folder: Path) -> None:
-        partial = folder.with_name(
-            f"{folder.name}{PARTIAL}"
-        )  # what a crash left of it, the start has removed
+        # what a crash left of it, the start has removed
+        partial = folder.with_name(f"{folder.name}{PARTIAL}")
         self.save(partial)
         dist.on_main(storage_errors(folder)(lambda: replace_folder(folder, partial)))
 
@@ -407,9 +402,8 @@ def make_repository(name: str) -> None:
         " flag"
     ):
         hub.create_repo(name, private=True, exist_ok=True)
-        hub.auth_check(
-            name, write=True
-        )  # to make one that exists, a token that may only read is enough
+        # to make one that exists, a token that may only read is enough
+        hub.auth_check(name, write=True)
 
 
 def push_to_hub(config: StepConfig, name: str) -> None:

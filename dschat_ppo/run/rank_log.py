@@ -17,12 +17,8 @@ from dschat_ppo.common.ranks import rank, world_size
 from dschat_ppo.errors import UserError, without_credentials
 
 _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
-_LIBRARIES = (
-    "DeepSpeed",
-    "transformers",
-    "datasets",
-    "huggingface_hub",
-)  # they print their records themselves
+# they print their records themselves
+_LIBRARIES = "DeepSpeed", "transformers", "datasets", "huggingface_hub"
 _OPEN: list[_RankLog] = []  # one at most
 _EARLY = logging.handlers.MemoryHandler(10_000, flushLevel=sys.maxsize)
 
@@ -92,9 +88,8 @@ def open_log(folder: Path) -> None:
     _EARLY.setTarget(None)  # which is closed before the process ends
     root = logging.getLogger()
     if not root.handlers and logging.lastResort is not None:
-        root.addHandler(
-            logging.lastResort
-        )  # which Python does not use by itself once the root has a handler
+        # which Python does not use by itself once the root has a handler
+        root.addHandler(logging.lastResort)
     for name in _LIBRARIES:
         logging.getLogger(name).propagate = False
     for log in _loggers():

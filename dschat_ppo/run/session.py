@@ -101,19 +101,16 @@ def _check_dtype(dtype: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    has_bf16, has_fp16 = (
-        accelerator.is_bf16_supported(),
-        accelerator.is_fp16_supported(),
-    )  # None on some CPUs
+    # None on some CPUs
+    has_bf16, has_fp16 = accelerator.is_bf16_supported(), accelerator.is_fp16_supported()
     usable = ["bf16"] * bool(has_bf16) + ["fp16"] * bool(has_fp16) + ["fp32"]
     if dtype not in usable:
         raise UserError(
             f"--dtype {dtype}: this {accelerator.device_name()} does not support it; use one of"
             f" {', '.join(usable)}"
         )
-    if (
-        not dist.on_gpu() and dtype != "fp16"
-    ):  # compiled here, so that no rank waits for another in a forward pass
+    # compiled here, so that no rank waits for another in a forward pass
+    if not dist.on_gpu() and dtype != "fp16":
         kernels(torch.bfloat16 if dtype == "bf16" else torch.float32)
     if dtype == "bf16" and not dist.on_gpu():
         if not (

@@ -29,10 +29,8 @@ from dschat_ppo.types import Engine
 
 # "1" in the scripts that run several steps: they print what comes after all of them
 NO_NEXT = "DSCHAT_PPO_NO_NEXT"
-MOST_CHARACTERS, _COLUMN_CHARACTERS = (
-    2000,
-    200,
-)  # of a sample, and of each of its other columns, in the log
+# of a sample, and of each of its other columns, in the log
+MOST_CHARACTERS, _COLUMN_CHARACTERS = 2000, 200
 CHECKPOINT_BYTES = 12  # of a parameter that trains: its fp32 weight and the two moments of Adam
 
 
@@ -151,9 +149,8 @@ def row_sample(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> str:
         [*prompt, *first],
         [place for span in row.get("prompt_spans") or () for place in span],
     )
-    bounds = (
-        [0, *spans, len(prompt), len(ids)] if first else [0, len(ids)]
-    )  # every second part is trained
+    # every second part is trained
+    bounds = [0, *spans, len(prompt), len(ids)] if first else [0, len(ids)]
     parts = [text_between(tokenizer, ids, start, stop) for start, stop in pairwise(bounds)]
     text = "".join(
         f"⟦{part}⟧" if number % 2 else part for number, part in enumerate(parts)

@@ -26,9 +26,8 @@ from dschat_ppo.run.first_failure import FirstFailureRecord
 from dschat_ppo.run.rank_log import log_path, write_to_log
 
 POLL_SECONDS = 0.5
-_STACKS_SECONDS = (
-    5.0  # for all ranks to notice and to write their stacks: the first one to end ends the others
-)
+# for all ranks to notice and to write their stacks: the first one to end ends the others
+_STACKS_SECONDS = 5.0
 _FAULTHANDLER_SECONDS = 10.0  # after the limit, when all other ranks have written
 LOST_SECONDS = 5.0  # for the main thread to notice by itself that a rank is lost
 FAILED_SECONDS = 10.0  # for the main thread to end by itself when another rank has failed
@@ -64,9 +63,8 @@ class _Watchdog:
                 first = self.record.record(RANK_LOST, hung=True)
             if first is None:
                 lost = self.record.lost_ranks()
-                if self._has_lasted(
-                    "lost", bool(lost), LOST_SECONDS
-                ):  # and the main thread has not noticed
+                # and the main thread has not noticed
+                if self._has_lasted("lost", bool(lost), LOST_SECONDS):
                     first = self.record.record(RANK_LOST)
                     text = (
                         f"another rank is gone (rank {', '.join(map(str, lost))}; {where()}): the"
@@ -149,9 +147,8 @@ class _Watchdog:
                     if hangs and (log := log_path())
                     else ""
                 )
-                os.write(
-                    2, f"{text}\n{logs}".encode(errors="backslashreplace")
-                )  # in one call: lines stay whole
+                # in one call: lines stay whole
+                os.write(2, f"{text}\n{logs}".encode(errors="backslashreplace"))
                 if hangs:
                     faulthandler.dump_traceback(2)
         write_to_log(text, stacks=True)

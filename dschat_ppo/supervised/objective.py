@@ -28,17 +28,15 @@ class Objective(Generic[Batch]):
     """What the model is trained for. `prepare`, `describe` and `complete` are collective."""
 
     collate: Callable[[Dataset, Sequence[int]], Batch]  # (rows, indices) -> a batch on the device
-    units: Callable[
-        [Batch], Tensor
-    ]  # bool mask of what the loss is a mean over: tokens (B, T), or pairs, answers (B,)
+    # bool mask of what the loss is a mean over: tokens (B, T), or pairs, answers (B,)
+    units: Callable[[Batch], Tensor]
     # (model, batch, total, sums) -> the sum over units divided by `total`, the units of the whole
     # optimizer step; adds the batch's metrics to `sums`
     loss: Callable[[Model, Batch, Tensor, MetricSums], Tensor]
     headline: tuple[str, ...]  # names of the metrics in the log line of each step
     answers: int = 1  # rows of a batch for each sample
-    summary: Callable[[dict[str, float]], dict[str, float]] = (
-        dict  # adds derived numbers to the reduced metrics
-    )
+    # adds derived numbers to the reduced metrics
+    summary: Callable[[dict[str, float]], dict[str, float]] = dict
     # (model, rows) -> rows with columns computed by the untrained model
     prepare: Callable[[Model, TokenRows], TokenRows] | None = None
     # (model, rows) -> entries about the trained model for its config and `result.json`

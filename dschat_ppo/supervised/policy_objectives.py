@@ -75,9 +75,8 @@ def dpo_loss(
     optimizer step."""
     assert batch.ref_logprobs is not None
     real, num_tokens = batch.pair_mask, batch.answer_mask.sum(dim=1)
-    logprobs = answer_logprobs(
-        model, batch.input_ids, batch.answer_mask
-    )  # (2 B,): chosen, then rejected
+    # (2 B,): chosen, then rejected
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
     chosen, rejected = log_ratios(logprobs, batch.ref_logprobs, num_tokens, flags.objective)
     lead = chosen - rejected
     loss = preference_loss(
@@ -183,9 +182,8 @@ def with_baseline(model: Model, batches: list[LabelledBatch]) -> list[LabelledBa
     rank), without dropout: the model is in eval mode meanwhile. Collective."""
     was_training = getattr(model, "training", True)
     model.eval()
-    total = torch.zeros(
-        2, dtype=torch.float64, device=batches[0].input_ids.device
-    )  # sum of log-ratios, and rows
+    # sum of log-ratios, and rows
+    total = torch.zeros(2, dtype=torch.float64, device=batches[0].input_ids.device)
     for batch in batches:
         assert batch.ref_logprobs is not None
         ratios = (
@@ -250,9 +248,8 @@ def kto_objective(
     def score(model: Model, rows: Dataset, indices: Sequence[int]) -> Tensor:
         batch = collate(rows, indices)
         own = answer_logprobs(model, batch.input_ids, batch.answer_mask)
-        return torch.stack(
-            [own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1
-        )  # (B, 2)
+        # (B, 2)
+        return torch.stack([own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1)
 
     def prepare(model: Model, rows: TokenRows) -> TokenRows:
         assert isinstance(rows.train, Dataset)
@@ -288,13 +285,11 @@ def reference_free_loss(
     The NLL term is the mean of `-log p` over the tokens of the chosen answer; ORPO always has it,
     with the factor 1."""
     real = batch.pair_mask
-    logprobs = answer_logprobs(
-        model, batch.input_ids, batch.answer_mask
-    )  # (2 B,): chosen, then rejected
+    # (2 B,): chosen, then rejected
+    logprobs = answer_logprobs(model, batch.input_ids, batch.answer_mask)
     means = logprobs / batch.answer_mask.sum(dim=1).clamp_min(1)
-    used = (
-        logprobs if flags.objective == "cpo" else means
-    )  # the others divide by the length of an answer
+    # the others divide by the length of an answer
+    used = logprobs if flags.objective == "cpo" else means
     chosen, rejected = used.chunk(2)  # (B,) each
     nll = -means.chunk(2)[0]  # (B,)
     if flags.objective == "orpo":

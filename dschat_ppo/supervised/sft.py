@@ -61,9 +61,8 @@ def sft_loss(
     """Sum of `-log p(token)` over the batch's `loss_mask`, divided by `num_tokens` of the whole
     optimizer step. With a `teacher`, the weighted sum of that and of the divergence from it."""
     teachings = [] if teacher is None else [teacher.teaching(batch)]
-    logprobs, _, *divergences = model(
-        batch.input_ids, batch.loss_mask, teachings=teachings
-    )  # (N,) tokens of the mask
+    # (N,) tokens of the mask
+    logprobs, _, *divergences = model(batch.input_ids, batch.loss_mask, teachings=teachings)
     sums.add_mean("loss", -logprobs.detach())
     if len(sums.sources) > 1:
         assert batch.data_sources is not None

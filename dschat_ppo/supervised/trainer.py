@@ -142,9 +142,8 @@ class SupervisedPlan:
     tokens: int | None = None  # of all samples, prompts and answers; of a stream, as its first rows
     packing: PackedRows | None = None
     shared: int = 1  # ranks that share their rows (--sequence_parallel_size)
-    max_steps: int = (
-        0  # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
-    )
+    # optimizer steps of the run, in place of --num_train_epochs; 0: by --num_train_epochs
+    max_steps: int = 0
 
     @property
     def global_batch(self) -> int:
@@ -243,15 +242,13 @@ class SupervisedTrainer(Generic[Batch]):
         )
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done
-        self.before: dict[str, float] | None = (
-            None  # evaluation of the untrained model; None: not evaluated yet
-        )
+        # evaluation of the untrained model; None: not evaluated yet
+        self.before: dict[str, float] | None = None
         self.after: dict[str, float] = {}  # the last evaluation
         self.best = BestEvaluation(config.best.best_metric)
         self.health = HealthWatch(config.health)
-        self.described: tuple[dict[str, float | str], int] | None = (
-            None  # the last measurements, and their step
-        )
+        # the last measurements, and their step
+        self.described: tuple[dict[str, float | str], int] | None = None
         self.router = router_settings(fit.router_loss_coef, model)
         self.engine: Engine = train_engine(
             model, ds_config, optimizer_settings(config, self.plan.total_steps)
@@ -299,9 +296,8 @@ class SupervisedTrainer(Generic[Batch]):
             for micro_batches, take in trace.around(steps, self.steps + 1):
                 step = self.steps + 1
                 announce_step(step)
-                rates = learning_rates(
-                    self.engine
-                )  # before the update, which advances the schedule
+                # before the update, which advances the schedule
+                rates = learning_rates(self.engine)
                 with self.clock.phase("train"):
                     metrics = self.train_step(micro_batches, take())
                 self.steps = step
@@ -353,9 +349,8 @@ class SupervisedTrainer(Generic[Batch]):
                 self.fit.gradient_accumulation_steps,
             )
             steps = optimizer_steps(order, micro, accumulation, dist.data_ranks(), dist.data_rank())
-            for micro_batches in islice(
-                steps, done, total - number * per_epoch
-            ):  # the last epoch may be cut
+            # the last epoch may be cut
+            for micro_batches in islice(steps, done, total - number * per_epoch):
                 yield (
                     [samples_of(packed, part) for part in micro_batches]
                     if packed

@@ -36,12 +36,10 @@ class EpisodeModel(ChatModel):
     ):
         super().__init__(checked, dtype)
         self.flags, self.rollouts, self.tools = flags, rollouts, rollouts.tools
-        self.messages = ObservationTokens(
-            self.tokenizer, self.tools, sys.maxsize
-        )  # tokens of the person's messages
-        self.drawn = dict[
-            tuple[str, ...], list[int]
-        ]()  # tokens of conversations, by the contents of their messages
+        # tokens of the person's messages
+        self.messages = ObservationTokens(self.tokenizer, self.tools, sys.maxsize)
+        # tokens of conversations, by the contents of their messages
+        self.drawn = dict[tuple[str, ...], list[int]]()
         self.is_waiting = False  # an environment waits for an action
 
     def answer(
@@ -54,9 +52,8 @@ class EpisodeModel(ChatModel):
             ids, opening = self._begin(messages, int(row_seeds(number, 1, settings.seed)))
             if opening and before is None:
                 yield Token("", "", aside=f"[environment] {opening}")
-        if (
-            before is not None
-        ):  # what the model drew is not encoded again; an environment that failed starts again
+        # what the model drew is not encoded again; an environment that failed starts again
+        if before is not None:
             ids = [*before, *self.messages(Turn([messages[-1]]), self._has_ended(before))]
         left, text, remark, reward = settings.max_tokens, "", "", 0.0
         try:

@@ -90,9 +90,8 @@ class ChatModel:
         self.name = checked.label
         self.path = shown_path(checked.name)
         self.tokenizer = checked.tokenizer
-        self.has_template = (
-            checked.tokenizer.chat_template is not None
-        )  # otherwise texts are joined as they are
+        # otherwise texts are joined as they are
+        self.has_template = checked.tokenizer.chat_template is not None
         self.tools: list[dict[str, Any]] = []  # JSON schemas for the chat template
         model: Any = load_causal_lm(checked.folder, dtype, None)
         self.model: PreTrainedModel = model.to(dist.device()).eval()
@@ -200,9 +199,8 @@ class Terminal:
         self.settings = settings
         self.system = system
         self.interactive = interactive
-        self.turns: list[list[tuple[str, str]]] = [
-            [] for _ in models
-        ]  # (message, answer) of each model
+        # (message, answer) of each model
+        self.turns: list[list[tuple[str, str]]] = [[] for _ in models]
         self.number = 0  # of the next answer, for its seed
 
     def run(self) -> None:

@@ -141,10 +141,8 @@ def export_role(
     trained = role.removesuffix("_ema")  # the average is one of the actor's weights
     states, number_format = run.folder / trained, DTYPES[dtype]
     common = common_state(states)
-    frozen, merge = (
-        common["frozen"],
-        saves_merged(run, trained),
-    )  # weights that the checkpoint does not hold
+    # weights that the checkpoint does not hold
+    frozen, merge = common["frozen"], saves_merged(run, trained)
     needs_base = bool(frozen) and merge
     base = base_folder(run, trained, given, needs_base)
     module = build_module(run, trained, base, None if needs_base else "meta")

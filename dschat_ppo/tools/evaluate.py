@@ -130,9 +130,8 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
             ),
         }
     )
-    truncation = (
-        words.truncation or PPOConfig.own_defaults["truncation"]
-    )  # rows that are too long: as in step 3
+    # rows that are too long: as in step 3
+    truncation = words.truncation or PPOConfig.own_defaults["truncation"]
     return Wanted(
         words,
         DataFlags(**of(DataFlags) | {"truncation": truncation}),

@@ -107,9 +107,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     config = step_config(words.step, rest)
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # else DeepSpeed searches for a device, and prints a warning
+    # else DeepSpeed searches for a device, and prints a warning
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_hugging_face
     from dschat_ppo.models.model_folders import settings_only

@@ -40,9 +40,8 @@ def main(argv: Sequence[str]) -> int:
     changes = ["--dtype", words.dtype, "--attn_implementation", "auto"] if words.dtype else []
 
     def work() -> int:
-        with reading(
-            f"{words.folder}: cannot be replayed"
-        ):  # every value in its files decides what is computed
+        # every value in its files decides what is computed
+        with reading(f"{words.folder}: cannot be replayed"):
             bad = replay(words.folder, changes)
         print("a number is not finite" if bad else "all numbers are finite")
         return 0 if bad else 1

@@ -92,9 +92,8 @@ class SamplingSettings:
 class Wanted:
     """What the command line of `tools/evaluate.py` asks for."""
 
-    words: (
-        argparse.Namespace
-    )  # `EvaluationFlags`, and the flags of data, rewards, environments and sampling
+    # `EvaluationFlags`, and the flags of data, rewards, environments and sampling
+    words: argparse.Namespace
     prompts: DataFlags
     rewards: RewardSourceFlags | None
     environment: EnvironmentFlags

@@ -28,11 +28,8 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
 
-_OWN_NAMES = (
-    "127.0.0.1",
-    "localhost",
-    "::1",
-)  # of this machine, also through an SSH tunnel from another port
+# of this machine, also through an SSH tunnel from another port
+_OWN_NAMES = "127.0.0.1", "localhost", "::1"
 
 
 def listen(host: str, port: int, flags: str) -> socket.socket:
@@ -66,16 +63,13 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
     from fastapi import Body, FastAPI, HTTPException
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    app = FastAPI(
-        openapi_url=None
-    )  # without its pages of documentation, which load scripts from the network
+    # without its pages of documentation, which load scripts from the network
+    app = FastAPI(openapi_url=None)
     turn, texts = asyncio.Lock(), Body(embed=True)
-    if (
-        host in _OWN_NAMES
-    ):  # a web site can give its name the address of this machine, to read scores
-        app.add_middleware(
-            TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"]
-        )  # as a Host header has it
+    # a web site can give its name the address of this machine, to read scores
+    if host in _OWN_NAMES:
+        # as a Host header has it
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"])
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -178,9 +172,8 @@ def serve(argv: Sequence[str]) -> None:
         f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward"
     )
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # uvicorn handles them, and raises them again at its end
+        # uvicorn handles them, and raises them again at its end
+        signal.signal(number, signal.SIG_IGN)
     server_of(reward_app(scorer, host)).run(sockets=[listening])
     print_line("all requests answered; stopped")
 

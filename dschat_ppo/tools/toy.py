@@ -21,9 +21,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if (
-    TYPE_CHECKING
-):  # imported where they are used: `true_rule` runs in separate processes, and needs no torch
+# imported where they are used: `true_rule` runs in separate processes, and needs no torch
+if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 NAMES = (
@@ -132,9 +131,8 @@ def make_questions(rng: random.Random) -> dict[str, list[Question]]:
         ]
         start += COUNTS[part]
     free = combinations[start:]
-    questions["sft"] = [
-        worded(rng.choice(free)) for _ in range(COUNTS["sft"])
-    ]  # their answers differ
+    # their answers differ
+    questions["sft"] = [worded(rng.choice(free)) for _ in range(COUNTS["sft"])]
     for part in ("pairs", "prompts"):
         found: dict[Question, None] = {}  # no question twice
         while len(found) < COUNTS[part]:

@@ -24,16 +24,8 @@ from dschat_ppo.algorithms.advantage_estimators import (
 from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
 
 LENGTHS = (5, 3, 0, 1, 2, 5, 4, 0)
-PROMPTS = (
-    7,
-    -2,
-    7,
-    40,
-    -2,
-    7,
-    7,
-    11,
-)  # four rows of 7 (one of them empty), two of -2, a single 40, an empty 11
+# four rows of 7 (one of them empty), two of -2, a single 40, an empty 11
+PROMPTS = 7, -2, 7, 40, -2, 7, 7, 11
 
 
 def inputs_of(mask, rewards=None, groups=None, **changes) -> AdvantageInputs:
@@ -524,9 +516,8 @@ def test_groups_within_two_bounds_have_a_mean_strictly_between_them_or_not_finit
     ]
 
 
-TURNS = torch.tensor(
-    [[1, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 0, 0]]
-).bool()  # two turns, two, one
+# two turns, two, one
+TURNS = torch.tensor([[1, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 0, 0]]).bool()
 
 
 def test_turns_are_credited_with_the_rewards_from_them_on_by_hand():

@@ -134,9 +134,8 @@ def test_recorded_compared_and_resumed_runs_are_equal_and_a_changed_one_is_not(
     tmp_path, monkeypatch, capsys
 ):
     """The commands of docs/benchmarks.md with one run of two steps on one rank."""
-    succeed(
-        forked(1, "tests/workers/run_module.py", "dschat_ppo.tools.toy", tmp_path / "toy")
-    )  # not in a thread
+    # not in a thread
+    succeed(forked(1, "tests/workers/run_module.py", "dschat_ppo.tools.toy", tmp_path / "toy"))
 
     def call(tree: trajectories.Tree, words: list[str], log: Path) -> str:
         """As `Tree.call`, without the launcher and the imports; the task is made once."""

@@ -189,10 +189,8 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_earlier_checkpoint_is
     with pytest.raises(NonFiniteError, match="critic: C"):
         run.checkpoints.save_if_due()
     monkeypatch.setattr(stop_requests, "requested", lambda: True)
-    for end in (
-        run.checkpoints.save_if_due,
-        run.checkpoints.finish,
-    ):  # not at a stop and not at the end either
+    # not at a stop and not at the end either
+    for end in (run.checkpoints.save_if_due, run.checkpoints.finish):
         with pytest.raises(NonFiniteError):
             end()
     assert sorted(path.name for path in run.folder.root.iterdir()) == ["latest", "step_000001"]

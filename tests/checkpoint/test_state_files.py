@@ -45,9 +45,8 @@ STATE = {
 
 def test_a_state_is_loaded_as_it_was_saved(tmp_path):
     save_state(tmp_path / "state.pt", STATE)
-    assert repr(load_state(tmp_path / "state.pt")) == repr(
-        STATE
-    )  # with the types of numbers and tensors
+    # with the types of numbers and tensors
+    assert repr(load_state(tmp_path / "state.pt")) == repr(STATE)
 
 
 Point = namedtuple("Point", "x y")

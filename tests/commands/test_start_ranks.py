@@ -46,9 +46,8 @@ def test_a_step_gets_its_flags(monkeypatch):
     started = []
     monkeypatch.setattr(program, "start", lambda step, words: started.append((step, words)) or 7)
     assert program.main(["ppo", "--seed", "3"]) == 7
-    assert (
-        program.main(["--local_rank=1", "sft", "--seed", "3"]) == 7
-    )  # as DeepSpeed's launcher writes it
+    # as DeepSpeed's launcher writes it
+    assert program.main(["--local_rank=1", "sft", "--seed", "3"]) == 7
     assert started == [("ppo", ["--seed", "3"]), ("sft", ["--seed", "3"])]
 
 

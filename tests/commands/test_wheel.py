@@ -139,6 +139,5 @@ def test_an_installed_command_trains(environment, assets, tmp_path):
         for file in out.rglob("*")
         if file.is_file() and file.name != "report.html"
     )
-    assert (
-        without_report < 2 * weights.stat().st_size
-    )  # a checkpoint has three times the size of the weights, in fp32
+    # a checkpoint has three times the size of the weights, in fp32
+    assert without_report < 2 * weights.stat().st_size

@@ -112,9 +112,8 @@ def test_weights_are_read_before_ranks_wait_for_each_other(
         "transformers.integrations.deepspeed.HfDeepSpeedConfig", lambda config: SimpleNamespace()
     )
     save_file({"w": torch.ones(8)}, tmp_path / "model.safetensors")
-    (tmp_path / "pytorch_model.bin").write_bytes(
-        bytes(1000)
-    )  # it is not read if there are safetensors
+    # it is not read if there are safetensors
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))
     blocks = -(-(tmp_path / "model.safetensors").stat().st_size // 10)
     config = None if stage is None else {"zero_optimization": {"stage": stage}}
     for _ in range(2):  # once

@@ -55,9 +55,8 @@ def test_sums_of_integers_draw_the_same_tokens(sampling):
     expected, logprobs = sample(logits, sampling, uniforms)
     torch.use_deterministic_algorithms(True)
     found, same_logprobs = sample(logits, sampling, uniforms)
-    assert (
-        found == expected
-    ).float().mean() > 0.99  # a number at the edge of a token falls on either side
+    # a number at the edge of a token falls on either side
+    assert (found == expected).float().mean() > 0.99
     assert torch.equal(same_logprobs[found == expected], logprobs[found == expected])
 
 

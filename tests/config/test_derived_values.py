@@ -315,9 +315,8 @@ def test_thresholds_of_health_rules_and_windows():
         PPOHealthFlags(health=["kl_spike=0.6", "window=20", "scores_equal=off"])
     )
     assert (window, limits["kl_spike"], off) == (20, 0.6, {"scores_equal"})
-    assert (
-        thresholds(PPOHealthFlags(health=["kl_spike=off", "kl_spike=0.7"]))[2] == set()
-    )  # the last word counts
+    # the last word counts
+    assert thresholds(PPOHealthFlags(health=["kl_spike=off", "kl_spike=0.7"]))[2] == set()
     assert (thresholds(PPOHealthFlags())[0], thresholds(FitHealthFlags())[0]) == (10, 50)
 
 
@@ -361,10 +360,8 @@ def test_supervised_plan_by_hand(rows, ranks, flags, numbers):
     ],
 )
 def test_fractions_of_an_epoch_are_rounded_up_to_optimizer_steps(epochs, most, total, shown):
-    for ranks, shared, of_ranks in (
-        (2, 1, "2 ranks"),
-        (4, 2, "2 groups"),
-    ):  # ranks that share rows count as one
+    # ranks that share rows count as one
+    for ranks, shared, of_ranks in ((2, 1, "2 ranks"), (4, 2, "2 groups")):
         plan = SupervisedPlan(
             supervised_flags(4, 3, epochs), 100, ranks, shared=shared, max_steps=most
         )

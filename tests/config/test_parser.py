@@ -427,9 +427,8 @@ def test_giving_a_retired_flag_is_refused_with_what_to_use(gone, word, tmp_path)
             UserError, match=rf"^unknown flag .*\n  {word.split('=')[0]}: left: use --seed$"
         ):
             read(step, word)
-    with pytest.raises(
-        UserError, match=r"\n  --gone: left: use --seed$"
-    ):  # a command of another program
+    # a command of another program
+    with pytest.raises(UserError, match=r"\n  --gone: left: use --seed$"):
         FlagParser(allow_abbrev=False).parse_args(["--gone", "3"])
     file = yaml_file(tmp_path, "gone: 3\nseed: 5\n")  # which a person wrote
     with pytest.raises(
@@ -447,9 +446,8 @@ def test_a_configuration_that_an_earlier_version_saved_loads_with_one_note(gone,
     config = parse(step, ["--config", str(path)])
     assert config == replace(former, run=replace(former.run, config=str(path)))
     assert notes(step, config) == [f"--config {path}: {IGNORED}"]
-    path.write_text(
-        yaml.safe_dump({"gonne": 3, **settings}), encoding="utf-8"
-    )  # a misspelt flag is still refused
+    # a misspelt flag is still refused
+    path.write_text(yaml.safe_dump({"gonne": 3, **settings}), encoding="utf-8")
     with pytest.raises(UserError, match="--gonne"):
         parse(step, ["--config", str(path)])
 

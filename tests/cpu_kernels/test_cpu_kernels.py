@@ -133,10 +133,8 @@ def test_a_stop_ends_the_compilation_and_the_run(folder, fresh, monkeypatch, tmp
         operations.kernels(torch.bfloat16)
 
 
-HALF_STEP = {
-    torch.bfloat16: 2.0**-8,
-    torch.float32: 2.0**-21,
-}  # largest error of rounding; of fp32, of a short sum
+# largest error of rounding; of fp32, of a short sum
+HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-21}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -163,9 +161,8 @@ def test_a_norm_and_its_gradients(rows, width, dtype):
     of_states, of_weight = operations.rms_norm_backward(states, weight, gradient, 1e-5)
     wide, factors = states.double().requires_grad_(), weight.double().requires_grad_()
     exact = factors * wide / (wide.pow(2).mean(dim=1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(
-        found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=0
-    )  # two roundings
+    # two roundings
+    torch.testing.assert_close(found.double(), exact.detach(), rtol=2.5 * HALF_STEP[dtype], atol=0)
     exact_grads = torch.autograd.grad(exact, [wide, factors], gradient.double())
     for got, true in zip((of_states, of_weight), exact_grads, strict=True):
         torch.testing.assert_close(got.double(), true, rtol=HALF_STEP[dtype], atol=1e-5)
@@ -183,10 +180,8 @@ def test_a_rotation_is_that_of_separate_operations(rows, dtype):
     first, second = values[:, :4].chunk(2, dim=2)
     expected = values[:, :4] * cos[:, None] + torch.cat([-second, first], dim=2) * sin[:, None]
     alike = values[:, :4] * cos[:1, None] + torch.cat([-second, first], dim=2) * sin[:1, None]
-    for angles, right in (
-        ((cos, sin), expected),
-        ((cos[:1], sin[:1]), alike),
-    ):  # one set of angles for all rows
+    # one set of angles for all rows
+    for angles, right in (((cos, sin), expected), ((cos[:1], sin[:1]), alike)):
         found = values.clone()
         operations.rotate_(found, *angles, 4)
         torch.testing.assert_close(found[:, :4], right, rtol=close, atol=close)
@@ -278,9 +273,8 @@ def test_nan_stays_nan(place):
     assert norm[1].isnan().all() and not norm[[0, 2]].isnan().any()
     product = operations.swiglu(states, weight.expand(3, -1).contiguous())
     assert product.isnan().nonzero().tolist() == [[1, place]]
-    states = (
-        states.view(1, 3, 40).expand(2, -1, -1).contiguous()[:, :, None].transpose(1, 2)
-    )  # (2, 1, 3, 40)
+    # (2, 1, 3, 40)
+    states = states.view(1, 3, 40).expand(2, -1, -1).contiguous()[:, :, None].transpose(1, 2)
     parts = torch.tensor([[0, 3, 0, 0]])
     mixed, _ = operations.causal_attention(
         states, drawn(2, 1, 3, 40), drawn(2, 1, 3, 40, seed=4), parts, None, 0.1

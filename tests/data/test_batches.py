@@ -121,14 +121,8 @@ def test_pairs_put_all_chosen_answers_first():
         [True, True, False],
     )
     assert batch.data_sources.tolist() == [1, 3, 3]
-    assert batch.ref_logprobs.tolist() == [
-        -3.0,
-        -1.0,
-        -1.0,
-        -1 / 3,
-        -2.0,
-        -2.0,
-    ]  # in the order of the answers
+    # in the order of the answers
+    assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -1.0, -1 / 3, -2.0, -2.0]
     assert batch.ref_logprobs.dtype == torch.float64
 
 
@@ -281,9 +275,8 @@ def chunks_of_8(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 8, 29])
 def test_the_order_of_a_stream_shuffles_each_chunk_and_keeps_the_chunks_in_order(rows, chunks_of_8):
-    assert (
-        epoch_order(50, 3, 1) == torch.randperm(50, generator=shared_generator(3, 1)).tolist()
-    )  # of a table
+    # of a table
+    assert epoch_order(50, 3, 1) == torch.randperm(50, generator=shared_generator(3, 1)).tolist()
     assert len({tuple(epoch_order(50, seed, epoch)) for seed in (3, 4) for epoch in (0, 1)}) == 4
     order = list(chunked_order(range(rows), seed=3, epoch=1))
     assert len(order) == rows

@@ -116,9 +116,8 @@ CALLED = {"name": "g", "arguments": {}}
 )
 def test_one_message(given, expected):
     before = deepcopy(given)
-    assert (
-        read_messages([given], "m") == read_messages(json.dumps([given]), "m") == [expected]
-    )  # as in CSV files
+    # as in CSV files
+    assert read_messages([given], "m") == read_messages(json.dumps([given]), "m") == [expected]
     assert looks_like_messages([given]) and given == before
 
 

@@ -23,11 +23,8 @@ from dschat_ppo.run.start_and_end import row_sample
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "data.md"
 USES = {"1": {"sft"}, "2": {"preference", "unpaired"}, "3": {"prompt"}}
-STEP_FORMS = {
-    "stepwise",
-    "prm800k",
-    "math_shepherd",
-}  # of which step 2 reads labelled steps, and nothing else
+# of which step 2 reads labelled steps, and nothing else
+STEP_FORMS = {"stepwise", "prm800k", "math_shepherd"}
 # First cell of a line of a table -> (whether the tokenizer has a chat template, flags).
 CASES = {
     "by default": (True, {}),
@@ -339,13 +336,11 @@ def test_a_column_with_content_is_read_or_named_whatever_the_form(section):
             kept = form_of(rows, ignore_columns=[column])
             assert kept.name == form_of(section.rows).name, column
             continue
-        of_rewards = (
-            set(form.uses) == {"prompt"} and column in OF_REWARDS
-        )  # answers beside prompts alone
+        # answers beside prompts alone
+        of_rewards = set(form.uses) == {"prompt"} and column in OF_REWARDS
         of_rewards |= form.name == "text" and column == "label"  # classes of texts
-        is_told = (
-            f"not '{column}'" in form.description
-        )  # SFT learns the response and not the chosen answer
+        # SFT learns the response and not the chosen answer
+        is_told = f"not '{column}'" in form.description
         assert MARK in str(found) or of_rewards or is_told or form.name == "kto", column
 
 
@@ -598,11 +593,8 @@ def test_two_columns_for_one_role_need_a_choice(row, column, flags, answer):
 
 
 def test_a_difference_in_any_of_the_first_rows_counts():
-    transcripts = [
-        {"text": f"{HH} a"},
-        {"text": "no transcript"},
-        {"text": "none"},
-    ]  # a form must read half of them
+    # a form must read half of them
+    transcripts = [{"text": f"{HH} a"}, {"text": "no transcript"}, {"text": "none"}]
     assert [form_of(transcripts[:count]).name for count in (2, 3)] == ["hh", "text"]
     same = {"prompt": "Why?", "messages": [user("Why?"), assistant("So.")]}
     assert form_of([same] * 20).name == "messages"

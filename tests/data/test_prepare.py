@@ -242,9 +242,8 @@ def test_the_evaluation_file_of_a_folder_is_used_unless_paths_replace_it(
     lines = [line.partition(" are ")[2] for line in said if "its rows for evaluation" in line]
     assert lines == ([logged] if logged else [])
     assert any("1 of 4 rows cannot be used" in line for line in said) is (used == 3)
-    write_jsonl(
-        tmp_path / "data/validation.jsonl", [LONG]
-    )  # rows for evaluation may all be too long
+    # rows for evaluation may all be too long
+    write_jsonl(tmp_path / "data/validation.jsonl", [LONG])
     flags = flags_for(tmp_path, str(tmp_path / "data"), use=use, truncation="drop")
     assert len(rows_for(use, flags, eval_fraction=fraction).eval or ()) == 0
 
@@ -500,10 +499,8 @@ def test_texts_of_the_unsupervised_loss_are_joined_by_eos_and_cut_into_blocks(tm
     joined = [
         token for text in texts for token in [*TOKENIZER.encode(text or ""), TOKENIZER.eos_token_id]
     ]
-    for length in (
-        4,
-        len(joined) - 1,
-    ):  # the last block of the second, which is not in the cache, is one token
+    # the last block of the second, which is not in the cache, is one token
+    for length in (4, len(joined) - 1):
         rows = read_blocks(tmp_path, [{"text": text} for text in texts], length)
         expected = [joined[start : start + length] for start in range(0, len(joined), length)]
         assert [[*row["prompt_ids"], *row["answers"][0]] for row in rows] == [

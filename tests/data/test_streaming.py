@@ -340,10 +340,8 @@ def test_a_resumed_run_opens_the_data_at_the_position_before_its_chunk(
     saved.seek(0)
     rows.load_state_dict(torch.load(saved, weights_only=True))
     assert [number_of(rows, i) for i in range(index, 50)] == NUMBERS[index:50]
-    places, last = (
-        opened.read_text().split(),
-        NUMBERS[index // 8 * 8 - 1],
-    )  # of the last row before the chunk
+    # of the last row before the chunk
+    places, last = opened.read_text().split(), NUMBERS[index // 8 * 8 - 1]
     assert places[:2] == ["None", str(last // 7 * 7)] and not any(
         "no position" in line for line in said
     )

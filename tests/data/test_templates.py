@@ -78,10 +78,8 @@ def test_the_text_of_a_named_template(name, expected, said):
     assert rendered(with_flags("bytes", chat_template=name)) == expected
     assert rendered(with_flags("pieces", chat_template=name)) == "<s>" + expected
     own = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>"}.get(name, "</s>")
-    for kind, end in (
-        ("bytes", own),
-        ("bytes without markers", "</s>"),
-    ):  # turns end with EOS there
+    # turns end with EOS there
+    for kind, end in (("bytes", own), ("bytes without markers", "</s>")):
         said.clear()
         tokenizer = with_flags(kind, chat_template=name)
         assert said[0].endswith(f"turns end with {end}")

@@ -60,11 +60,8 @@ TEMPLATES = {  # name -> kind of tokenizer, template (a name of `NAMED`, Jinja t
     "inst": ("pieces", INST),
     "thinks": ("bytes", THINKS),
 }
-TEXT = (
-    "none",
-    "chatml",
-    "inst",
-)  # the data sets of DeepSpeed-Chat, which are text, are recorded with these
+# the data sets of DeepSpeed-Chat, which are text, are recorded with these
+TEXT = "none", "chatml", "inst"
 USES = {  # name -> use, all turns, limit of tokens, truncation
     "sft": ("sft", False, 1000, "left"),
     "turns": ("sft", True, 1000, "left"),

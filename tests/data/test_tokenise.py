@@ -213,10 +213,8 @@ def test_a_character_of_several_byte_tokens_before_the_separator():
 
 def test_labels_belong_to_the_ends_of_steps(merging):
     answer = ids("a", "\n", "b", "\n", "c", "</s>")
-    assert labelled_ends(merging, answer, (1.0, math.nan, 0.25), "\n") == (
-        [1, 5],
-        [1.0, 0.25],
-    )  # NaN: no label
+    # NaN: no label
+    assert labelled_ends(merging, answer, (1.0, math.nan, 0.25), "\n") == ([1, 5], [1.0, 0.25])
     with pytest.raises(
         UserError, match=r"have 1 steps and not 2: the tokenizer does not keep .*--step_separator"
     ):
@@ -333,9 +331,8 @@ def test_plain_text_has_its_first_token_as_prompt_and_blocks_count_their_own_tok
     assert texts == ["a<|pad|>bc<|end|>", "a<|pad|><|end|>"] and numbers(rows, Fitted.UNUSABLE) == [
         2
     ]
-    blocks = batch(
-        [{"text": "abcdef"}], form=form, limit=4
-    )  # 7 tokens, of which the blocks share one
+    # 7 tokens, of which the blocks share one
+    blocks = batch([{"text": "abcdef"}], form=form, limit=4)
     assert [(row["tokens"], row["fitted"]) for row in blocks] == [(4, Fitted.BLOCKS)] * 2
     assert [TOKENIZER.decode([*row["prompt_ids"], *row["answers"][0]]) for row in blocks] == [
         "abcd",
@@ -435,9 +432,8 @@ def answers_of(part: Part) -> list[str]:
 
 
 def test_token_rows_follow_the_order_of_the_step(tmp_path):
-    [train], [held_out] = parts_of(
-        raw_rows(12), [8, 1, 3, 5], [7, 2], tmp_path
-    )  # of 3 there are no answers
+    # of 3 there are no answers
+    [train], [held_out] = parts_of(raw_rows(12), [8, 1, 3, 5], [7, 2], tmp_path)
     assert answers_of(train) == ["a8.0", "a8.1", "a1.0", "a5.0", "a5.1"]
     assert answers_of(held_out) == ["a7.0", "a2.0", "a2.1"]
     with pytest.raises(
@@ -557,9 +553,5 @@ def test_the_first_token_and_the_opening_of_the_answer_are_kept(policy, limit, e
     chat = [{"role": "user", "content": "Where?"}]
     row, done = fitted(list(range(10)), [[99]], limit, policy, of=chat)
     assert (row.prompt, done) == (expected, P)
-    assert fitted([0, 1, 2, 3, 4, 8, 5, 6], [[99]], 5, policy, of=chat)[0].prompt == [
-        0,
-        8,
-        5,
-        6,
-    ]  # a longer opening
+    # a longer opening
+    assert fitted([0, 1, 2, 3, 4, 8, 5, 6], [[99]], 5, policy, of=chat)[0].prompt == [0, 8, 5, 6]

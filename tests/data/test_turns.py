@@ -58,10 +58,8 @@ def spans_of(tokenizer, prompt=TALK, tools=None) -> list[str]:
         found, prompt_spans=[]
     )
     ids, texts = found.prompt, []
-    for (
-        start,
-        stop,
-    ) in found.prompt_spans:  # decoded with what comes before: some tokenizers drop a first space
+    # decoded with what comes before: some tokenizers drop a first space
+    for start, stop in found.prompt_spans:
         before = tokenizer.decode(ids[:start])
         whole = tokenizer.decode(ids[:stop])
         texts.append(whole[len(before) :])
@@ -80,9 +78,8 @@ def test_named_templates_with_and_without_marks(kind, name, marks):
         "llama-3": ["In the hall 😀", "Café"],
         "human-assistant": [" In the hall 😀", "  Café\n"],
     }.get(name, ["In the hall 😀", " Café\n"])
-    found = [
-        text.replace("<unk>", "") for text in spans_of(tokenizer)
-    ]  # for the letters that a vocabulary lacks
+    # for the letters that a vocabulary lacks
+    found = [text.replace("<unk>", "") for text in spans_of(tokenizer)]
     assert found == [f"{answer}{end}" for answer in answers]
 
 
@@ -277,9 +274,8 @@ def test_the_example_that_a_template_renders_may_have_other_added_tokens_or_be_r
     tokenizer = special_tokenizer(
         EACH + "{{ m.content }}  </answer><|im_end|>\n" + EVERY, "</s>", ("<|im_end|>",)
     )
-    tokenizer.add_tokens(
-        ["  ", "\n", "</answer>"]
-    )  # special tokens precede them, and spaces do not count
+    # special tokens precede them, and spaces do not count
+    tokenizer.add_tokens(["  ", "\n", "</answer>"])
     assert turn_end(tokenizer).kept == "  </answer><|im_end|>"
     tokenizer.chat_template = EACH + "{{ m.content }}  </answer>\n" + EVERY
     assert turn_end(tokenizer) == TurnEnd(
@@ -416,9 +412,8 @@ def test_saved_models_list_every_final_token(assets, tmp_path, listed, after):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
     save_model(SimpleNamespace(module=PolicyModel(lm)), tokenizer, tmp_path, ends=(1, 4))
     assert LlamaForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == after
-    eos, end = shaped("Phi")[0].convert_tokens_to_ids(
-        ["<|endoftext|>", "<|end|>"]
-    )  # generation stops at these, too
+    # generation stops at these, too
+    eos, end = shaped("Phi")[0].convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
     for ids, others in ((None, ()), (7, ()), ([7, 9], ()), ([end, 9, eos], (9,))):
         model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ids))
         assert end_ids(shaped("Phi")[0], model) == (eos, end, *others)

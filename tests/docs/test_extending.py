@@ -137,9 +137,8 @@ def test_the_sampler_takes_easy_prompts_first_leaves_out_what_is_solved_and_resu
     rows = [{"level": 2}, {"level": 0}, {"level": 1}, {}]
     sampler = OwnSampler(of_flag("--sampler"), rows, 0)
     assert sampler.take(2) == [1, 3] and sampler.taken == 2
-    sampler.update(
-        torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.0, 0.5])
-    )  # groups: places in the order of taking
+    # groups: places in the order of taking
+    sampler.update(torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.0, 0.5]))
     again = OwnSampler(of_flag("--sampler"), rows, 0)
     again.load_state_dict(sampler.state_dict())
     assert sampler.take(4) == again.take(4) == [2, 0, 3, 2] and again.order == [1, 3, 2, 0, 3, 2]

@@ -51,9 +51,8 @@ REQUIRED = {
     for step, words in NEEDED_OF.items()
 }
 DEFAULTS = {step: flatten(parse(step, words)) for step, words in NEEDED_OF.items()}
-DEFAULTS["ppo"]["critic_model_name_or_path"] = (
-    None  # which `NEEDED` gives, although it may be omitted
-)
+# which `NEEDED` gives, although it may be omitted
+DEFAULTS["ppo"]["critic_model_name_or_path"] = None
 ALIASES = {
     "input_key": "prompt_column",
     "output_key": "response_column",
@@ -153,12 +152,8 @@ NEVER_EQUAL = {"data_path", "output_dir"}  # required here
 
 
 def test_the_page_lists_every_flag_of_deepspeed_chat_once():
-    assert [len(CHAT_FLAGS[step]) for step in CHAT_FLAGS] == [
-        32 + 2,
-        32 + 2,
-        33 + 2,
-        60 + 2,
-    ]  # and two of DeepSpeed
+    # and two of DeepSpeed
+    assert [len(CHAT_FLAGS[step]) for step in CHAT_FLAGS] == [32 + 2, 32 + 2, 33 + 2, 60 + 2]
     frozen = {(step, name) for step, flags in CHAT_FLAGS.items() for name in flags}
     assert set(chat_flags()) == frozen
 

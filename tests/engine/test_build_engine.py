@@ -147,9 +147,8 @@ def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(
         new_model(kind).to(DTYPES[dtype]), train_config(stage, dtype, False, 1, 0.05), settings
     )
     module = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
-    monkeypatch.setattr(
-        module, "ns_compute_dtype", {"standard": torch.float32}.__getitem__
-    )  # in place of bf16
+    # in place of bf16
+    monkeypatch.setattr(module, "ns_compute_dtype", {"standard": torch.float32}.__getitem__)
 
     def numbers(of) -> dict[str, np.ndarray]:
         return {

@@ -95,9 +95,8 @@ def engine_of(stage: int, dtype: str):
     torch.manual_seed(0)
     config = train_config(stage, dtype, False, 1, 1.0)
     config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1}
-    config["zero_optimization"] |= {
-        "reduce_bucket_size": 1000
-    }  # a sleep fills the default one, 2 GB, with zeros
+    # a sleep fills the default one, 2 GB, with zeros
+    config["zero_optimization"] |= {"reduce_bucket_size": 1000}
     model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)).to(DTYPES[dtype])
     return train_engine(model, config, SETTINGS)
 
@@ -143,15 +142,13 @@ def test_training_is_bit_equal_with_and_without_sleep_at_every_stage_and_dtype(
             assert held_bytes(model.parameters()) > 0
             model(torch.zeros(1, 4, dtype=DTYPES[dtype], device=dist.device()))
             assert held_bytes(moments) == 0 and len(moments) > 0
-            if not isinstance(
-                sleeper.optimizer, torch.optim.Optimizer
-            ):  # else the parameters are the fp32 weights
+            # else the parameters are the fp32 weights
+            if not isinstance(sleeper.optimizer, torch.optim.Optimizer):
                 assert (
                     held_bytes(flat_masters(sleeper)) == held_bytes(training_states(sleeper)) == 0
                 )
-        assert (
-            held_bytes(moments) >= 2 * 4 * weights
-        )  # two moments of 4 bytes each; at stage 3 padded
+        # two moments of 4 bytes each; at stage 3 padded
+        assert held_bytes(moments) >= 2 * 4 * weights
         assert len(before) > 4 and all(map(torch.equal, before, numbers_of(sleeper)))
     assert all(map(torch.equal, numbers_of(awake), numbers_of(sleeper)))
 
@@ -166,15 +163,12 @@ def test_buffers_of_gradients_leave_the_device_without_a_copy_and_12_bytes_a_wei
         list(gradient_buffers(engine)),
         sum(flat.numel() for flat in flat_masters(engine)),
     )
-    size, copied = (
-        held_bytes(buffers),
-        held_bytes(training_states(engine)),
-    )  # the actor's weights stay
+    # the actor's weights stay
+    size, copied = held_bytes(buffers), held_bytes(training_states(engine))
     bucket = engine.optimizer.reduce_bucket_size * DTYPES[dtype].itemsize if stage == 3 else 0
     assert size == bucket + 4 * weights * (stage != 2)
-    assert (
-        12 * weights <= copied <= 12 * weights + 64
-    )  # fp32 weights and two moments, besides counts of steps
+    # fp32 weights and two moments, besides counts of steps
+    assert 12 * weights <= copied <= 12 * weights + 64
     hybrid, host = HybridEngine(engine, sleeping=[engine]), []
     with hybrid.generating():
         assert held_bytes(buffers) == 0

@@ -203,15 +203,13 @@ def test_bf16_gradients_are_gone_after_each_backward_pass(stage):
                 found = [
                     apply(accumulate(engine, parts, bad_in(engine, 1, bad))) for engine in engines
                 ]
-                assert (
-                    repr(found[0]) == repr(found[1]) and found[0].fault.micro_batch == 1
-                )  # NaN is not equal to NaN
+                # NaN is not equal to NaN
+                assert repr(found[0]) == repr(found[1]) and found[0].fault.micro_batch == 1
         results = [apply(accumulate(engine, parts, good(engine))) for engine in engines]
         assert results[0].applied and results[0] == results[1]
         assert torch.equal(*map(weights, engines))
-    of_steps = 2 * (
-        6 + 3 + 2 * 3
-    )  # two of three micro-batches; the search for a bad gradient repeats them
+    # two of three micro-batches; the search for a bad gradient repeats them
+    of_steps = 2 * (6 + 3 + 2 * 3)
     assert [engine.module.gradients.count(True) for engine in engines] == [0, of_steps]
 
 

@@ -112,9 +112,8 @@ def test_a_prompt_with_what_its_environment_says_lists_each_tool_once():
     rollouts.longest, rollouts.tools = 1000, [TOOL]
     rollouts.observations = ObservationTokens(tokenizer, [TOOL], 100)
     settings = SimpleNamespace(source="", step=SimpleNamespace(flags=DataFlags(["x.jsonl"])))
-    row = json.loads(
-        row_text({}, Example([ASK], [], tools=[TOOL]), settings)
-    )  # as prompts are tokenised
+    # as prompts are tokenised
+    row = json.loads(row_text({}, Example([ASK], [], tools=[TOOL]), settings))
     found = tokenizer.decode(
         rollouts._prompt([], row, Turn([{"role": "user", "content": "Look."}]))
     )

@@ -353,9 +353,8 @@ def test_another_action_row_rollout_number_or_step_is_another_question(tmp_path)
     live(again, "x", "other")
     assert [request for _, request in processes.heard] == ["reset", "x", "other"]
     again, processes = episodes_of(tmp_path, first=4)
-    live(
-        again, "x", number=-4
-    )  # another rank asked for the same episode: its number over all ranks counts
+    # another rank asked for the same episode: its number over all ranks counts
+    live(again, "x", number=-4)
     assert processes.heard == []
     for changes in ({"first": 1}, {"rollout": "greedy/3"}, {"step": 4}):
         again, processes = episodes_of(tmp_path, **changes)

@@ -27,12 +27,8 @@ from dschat_ppo.html_report.run_folder import Answer, Run, read_run, read_runs
 
 def test_metrics_become_columns(tmp_path):
     first = {"step": 1, "time": 5.0, "rollout/count": 4, "text": "x"}
-    again = {
-        "step": 2,
-        "time": 6.5,
-        "loss": None,
-        "rollout/count": 5,
-    }  # of two lines of a step the later counts
+    # of two lines of a step the later counts
+    again = {"step": 2, "time": 6.5, "loss": None, "rollout/count": 5}
     write_run(tmp_path, [first, {"step": 2, "time": 6.0, "loss": 1.0}, again])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "ti')  # incomplete: the run is running
@@ -238,9 +234,8 @@ def test_the_page_loads_nothing(tmp_path):
     (policy,) = [
         a["content"] for _, a in made.tags if a.get("http-equiv") == "Content-Security-Policy"
     ]
-    assert "default-src 'none'" in policy and "The MIT License" in " ".join(
-        made.words
-    )  # of the chart library
+    # of the chart library
+    assert "default-src 'none'" in policy and "The MIT License" in " ".join(made.words)
 
 
 def text_of(*folders, now: float = 1015.0) -> str:

@@ -43,9 +43,8 @@ def model_of(name: str, scalar: bool = False):
         )
         model = new_model(name.split()[0], tie_word_embeddings="tied" in name, **changes)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(
-            "bias"
-        ):  # they are initialised to 0, where no test would notice them
+        # they are initialised to 0, where no test would notice them
+        if parameter_name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
     if scalar:
         model.score = torch.nn.Linear(model.get_output_embeddings().in_features, 1, bias=False)

@@ -196,9 +196,8 @@ def test_without_a_frozen_base_all_but_the_weights_under_the_adapter_train():
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "peft", None
-    )  # an import of it would raise ModuleNotFoundError
+    # an import of it would raise ModuleNotFoundError
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(
         UserError, match=r'^LoRA needs the package peft: pip install -e "\.\[lora\]"$'
     ):

@@ -50,9 +50,8 @@ def flash_by_hand(calls):
             itertools.pairwise(starts.tolist()) for starts in (starts_q, starts_k)
         )
         for (start, end), (first, stop) in zip(of_queries, of_keys, strict=True):
-            back = torch.arange(stop - (end - start), stop).unsqueeze(1) - torch.arange(
-                first, stop
-            )  # from query to key
+            # from query to key
+            back = torch.arange(stop - (end - start), stop).unsqueeze(1) - torch.arange(first, stop)
             hidden = (back < 0) | ((back > window_size[0]) & (window_size[0] >= 0))
             weights = torch.einsum("qhd,khd->hqk", q[start:end], k[first:stop]) * (
                 scale or q.shape[-1] ** -0.5
@@ -72,10 +71,8 @@ def test_one_call_of_variable_length_attention_gives_the_same_states(
     monkeypatch, name, windows, shares
 ):
     """Its definition stands for the kernel, which `benchmarks/gpu.sh` runs."""
-    model, calls = (
-        model_of(name).base_model.double(),
-        [],
-    )  # fp64: processors differ in the order of fp32 sums
+    # fp64: processors differ in the order of fp32 sums
+    model, calls = model_of(name).base_model.double(), []
     ids, lengths = full_sequences(rollout())
     places, layout = torch.arange(ids.numel()).view(ids.shape), Layout(packed=True, shares=shares)
     expected, _ = token_states(model, layout, ids, lengths, places)
@@ -200,12 +197,8 @@ def inputs(rows, columns, heads=4, key_heads=2, width=16, value_width=16):
     generator = torch.Generator().manual_seed(columns)
 
     def drawn(count, width):
-        shape = (
-            rows,
-            columns,
-            count,
-            width,
-        )  # as projections make them: heads after columns in memory
+        # as projections make them: heads after columns in memory
+        shape = rows, columns, count, width
         return torch.randn(shape, generator=generator).to(torch.bfloat16).transpose(1, 2)
 
     tensors = drawn(heads, width), drawn(key_heads, width), drawn(key_heads, value_width)

@@ -49,9 +49,8 @@ def test_norms_are_rounded_alike_and_gradients_as_close_to_fp64_as_autograds(kin
         torch.randn(3, 50, SIZE).bfloat16(),
     )
     expected, found = (output_and_gradients(norm, states, gradient) for norm in (plain, made))
-    differs = (
-        (found[0] != expected[0]).float().mean()
-    )  # a sum in another order may move a number across a rounding
+    # a sum in another order may move a number across a rounding
+    differs = (found[0] != expected[0]).float().mean()
     assert differs < 0.002 and torch.allclose(found[0], expected[0], rtol=2**-7, atol=0)
     wide, weight = states.double().requires_grad_(), plain.weight.double().detach().requires_grad_()
     exact = weight * wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + 1e-5)

@@ -51,9 +51,8 @@ LAYOUTS = {
     "shared few": Layout(packed=True, shares=True, reads_few=True),
 }
 HYBRIDS = (*OF_GENERATION, "nemotron-h", "mamba")
-UNSHARED = {
-    (name, "shared few") for name in ("jamba", "mamba")
-}  # their scan takes no state to start from
+# their scan takes no state to start from
+UNSHARED = {(name, "shared few") for name in ("jamba", "mamba")}
 OF_PACKED, ENDS = ("packed", "shared few"), LateEnds((3, 40), 2)
 # family, layout, what else is switched on: (ends that could not be drawn), a value of
 # --attn_implementation, ...
@@ -151,9 +150,8 @@ def test_values_and_last_scores_and_gradients_are_those_of_each_row_alone(name, 
     before = torch.cat([v[start - 1 : -1] for v, start in zip(alone, prompts, strict=True)])
     values = response_values(model, rows)[rows.response_mask]
     torch.testing.assert_close(values, before, rtol=0, atol=1e-5)
-    weights = torch.linspace(
-        -1, 1, len(before)
-    )  # prompts share their last token: its gradients add up
+    # prompts share their last token: its gradients add up
+    weights = torch.linspace(-1, 1, len(before))
     assert_same_gradients(
         (weights * values).sum(), (weights * before).sum(), dict(classifier.named_parameters())
     )
@@ -408,11 +406,8 @@ def test_answers_to_one_prompt_stay_together_and_their_prompt_counts_once():
     # prompt, 40 / 8 = 5.
     lengths, prompts = prompts_of((40, [10, 10, 10]), (40, [10]), (40, [10, 10, 10, 10]))
     found = [part.tolist() for part in split_by_tokens(lengths, 95, prompts)]
-    assert found == [
-        [4, 5, 6, 7],
-        [0, 1, 2],
-        [3],
-    ]  # 40 + 40 + 15, 40 + 30 + 10 (50 + 80 > 95), and one row alone
+    # 40 + 40 + 15, 40 + 30 + 10 (50 + 80 > 95), and one row alone
+    assert found == [[4, 5, 6, 7], [0, 1, 2], [3]]
     assert [part.tolist() for part in split_by_tokens(lengths, 65, prompts)] == [
         [4, 5],
         [6, 7],
@@ -473,17 +468,14 @@ def test_parts_of_groups_contain_each_row_once_within_the_budget(seed):
 def test_ranks_divide_groups_where_that_evens_their_tokens():
     lengths, prompts = prompts_of(*((384, [64] * 8) for _ in range(3)))
     shares = deal(lengths, 2, prompts)
-    assert [part.tolist() for part in shares] == [
-        list(range(12)),
-        list(range(12, 24)),
-    ]  # the second group is divided
+    # the second group is divided
+    assert [part.tolist() for part in shares] == [list(range(12)), list(range(12, 24))]
     lengths, prompts = prompts_of(*((384, [64] * 8) for _ in range(16)))
     assert [len(part) for part in deal(lengths, 2, prompts)] == [64, 64]
     lengths, prompts = prompts_of((384, [64] * 4))
     assert [len(part) for part in deal(lengths, 4, prompts)] == [1, 1, 1, 1]
-    lengths, prompts = prompts_of(
-        (30, [0, 0, 500, 0])
-    )  # none above the 530 tokens of the longest row
+    # none above the 530 tokens of the longest row
+    lengths, prompts = prompts_of((30, [0, 0, 500, 0]))
     assert [part.tolist() for part in deal(lengths, 4, prompts)] == [[0, 1], [2], [3], []]
 
 

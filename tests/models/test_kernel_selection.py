@@ -41,9 +41,8 @@ def test_unknown_heads_are_not_fused_and_warned_about(change, said):
 
     def forward(*args, **kwargs):
         if change == "before":
-            kwargs["position_ids"] = (
-                kwargs["position_ids"] * 2
-            )  # the model runs its backbone differently
+            # the model runs its backbone differently
+            kwargs["position_ids"] = kwargs["position_ids"] * 2
             return inner(*args, **kwargs)
         output = inner(*args, **kwargs)
         output.logits = (

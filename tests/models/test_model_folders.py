@@ -151,9 +151,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0].strip("/")
-        path = path.replace(
-            "some/dry", "some/model"
-        )  # the same model, of which a dry run fetches a part
+        # the same model, of which a dry run fetches a part
+        path = path.replace("some/dry", "some/model")
         if path.startswith("api/models/some/model/tree/"):
             entries = [
                 {"type": "file", "path": n, "size": len(b), "oid": "0" * 40}
@@ -337,9 +336,8 @@ def test_flipped_bytes_of_weights_are_rejected_or_read(model):
     rng, whole = random.Random(0), (model / "model.safetensors").read_bytes()
     for _ in range(30):
         damaged = bytearray(whole)
-        damaged[rng.randrange(400)] ^= rng.randrange(
-            1, 256
-        )  # the header; damaged numbers cannot be detected
+        # the header; damaged numbers cannot be detected
+        damaged[rng.randrange(400)] ^= rng.randrange(1, 256)
         (model / "model.safetensors").write_bytes(damaged)
         is_refused(read_model, model)
     (model / "model.safetensors").write_bytes(whole[:-1])
@@ -469,10 +467,8 @@ def test_settings_of_nested_configurations_are_ignored_too(assets, tmp_path):
 
 def test_settings_of_another_run_are_those_of_this_one_with_a_note(assets, tmp_path, said):
     """Checkpointing that no flag asks for breaks PPO's updates, and attention weights a rollout."""
-    built = {
-        "distributed_config": {"tp_size": 2},
-        "fusion_config": {"patch_embeddings": True},
-    }  # how it is built
+    # how it is built
+    built = {"distributed_config": {"tp_size": 2}, "fusion_config": {"patch_embeddings": True}}
     folder = changed(
         assets, tmp_path / "lm", {**built, **{name: not value for name, value in OF_A_RUN.items()}}
     )

@@ -228,9 +228,8 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         UserError, match=rf"^--tokenizer {tmp_path}: it has no tokenizer, or one that cannot"
     ):
         load_tokenizer(str(tmp_path), "--tokenizer")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama"})
-    )  # transformers makes an empty tokenizer
+    # transformers makes an empty tokenizer
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UserError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path), "--tokenizer")
     (tmp_path / "tokenizer.json").write_text("{")

@@ -165,9 +165,8 @@ def test_scaled_sums_have_the_same_means_and_less_weight_beside_others():
     half = shared.scaled(0.5)
     assert half.reduce() == shared.reduce() == {"x": 2.0, "top": 5.0, "y/a": 1.0, "y/b": 3.0}
     alone.add_mean("x", torch.tensor([8.0]))
-    half.merge(
-        alone
-    )  # 2 values of mean 2 that two ranks count, and one of 8: (2 + 8) / 2 on this rank
+    # 2 values of mean 2 that two ranks count, and one of 8: (2 + 8) / 2 on this rank
+    half.merge(alone)
     assert half.reduce()["x"] == 5.0
 
 

@@ -190,9 +190,8 @@ def test_a_step_is_one_point_of_the_run_of_wandb(tmp_path, offline, monkeypatch)
     tracker = WandbTracker("wandb", tracking, Start())
     run, ended = tracker._run, []
     tracker.write(1, {"reward/score_mean": 1.5, "kl/ref_k1": float("nan")}, ANSWERS)
-    assert (
-        run.step == 2
-    )  # the step is sent, and not kept back until the next one: a killed run keeps it
+    # the step is sent, and not kept back until the next one: a killed run keeps it
+    assert run.step == 2
     tracker.write(2, {"reward/score_mean": 2.5}, ())
     assert (run.project, run.name, run.step, run.summary["reward/score_mean"]) == (
         "addition",

@@ -57,17 +57,15 @@ def test_a_language_model():
     assert (parts.layers, parts.layer, parts.head) == (3 * LAYER, LAYER, 100 * 64)
     assert parts.total == parts.trained == 3 * LAYER + 2 * 6400 + 64
     assert parts.matrices == 3 * (ATTENTION + MLP)
-    assert (
-        parts.kv_bytes == 3 * 2 * 2 * 16 * 2
-    )  # layers, keys and values, heads, numbers of a head, bytes
+    # layers, keys and values, heads, numbers of a head, bytes
+    assert parts.kv_bytes == 3 * 2 * 2 * 16 * 2
     assert (
         parts.cache_bytes(10) == 10 * parts.kv_bytes
         and parts.vocabulary == 100
         and parts.largest == 64 * 160
     )
-    hybrid = parts_of(
-        model_of("lfm2").config, "fp32", scalar=False
-    )  # a layer of attention, one with a state
+    # a layer of attention, one with a state
+    hybrid = parts_of(model_of("lfm2").config, "fp32", scalar=False)
     assert hybrid.cache_bytes(10) == 10 * 2 * 2 * 8 * 4 + 2 * 3 * 32 * 4
     tied = parts_of(llama(tie_word_embeddings=True), "bf16", scalar=False)
     assert (tied.head, tied.total) == (6400, 3 * LAYER + 6400 + 64)  # counts once
@@ -152,18 +150,15 @@ def backbone(device="meta", dtype=torch.bfloat16):
 
 
 def test_a_layer_of_a_llama_saves_what_hand_arithmetic_gives():
-    norms = 2 * (
-        4 * 64 + 4 + 2 * 64 + 2 * 64
-    )  # fp32 input, 1 / root, output before and after the weight
-    attention = (
-        2 * (64 + 32 + 32 + 64) + 4 * 4
-    )  # queries, keys, values, output; a log-sum for each head
+    # fp32 input, 1 / root, output before and after the weight
+    norms = 2 * (4 * 64 + 4 + 2 * 64 + 2 * 64)
+    # queries, keys, values, output; a log-sum for each head
+    attention = 2 * (64 + 32 + 32 + 64) + 4 * 4
     mlp = 4 * 2 * 160
     found = saved_activations(backbone())
     assert len(found.layers) == 3
-    assert (
-        found.layers[1:] == (norms + attention + mlp,) * 2
-    )  # the first one saves the rotary table too
+    # the first one saves the rotary table too
+    assert found.layers[1:] == (norms + attention + mlp,) * 2
     assert found.layer_input == 2 * 64
 
 
@@ -353,9 +348,8 @@ def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host(
         found = totals(plan_step.activations(planned, 10, on_host))
         return found["activations", False] / 10, found["activations", True] / 10
 
-    assert (
-        needed(role()) == needed(role(), on_host=True) == (100 + 120 + 20, 0)
-    )  # on a CPU it has no effect
+    # on a CPU it has no effect
+    assert needed(role()) == needed(role(), on_host=True) == (100 + 120 + 20, 0)
     # with checkpointing, the inputs of the layers and the layer that runs again
     assert needed(role(checkpoints=True)) == (2 * 16 + 20 + 120, 0)
     assert needed(role(on_gpu=True), on_host=True) == (120, 240)
@@ -365,12 +359,10 @@ def test_activations_in_proportion_to_tokens_with_checkpointing_and_on_the_host(
 def test_running_rows():
     assert plan_step.running_rows(role(), 8, 20, 0, free=10**9) == 8
     assert plan_step.running_rows(role(), 8, 20, 5, free=10**9) == 5
-    assert (
-        plan_step.running_rows(role(), 8, 20, 0, free=2 * 3 * 20 * 64) == 3
-    )  # half of what is free
+    # half of what is free
+    assert plan_step.running_rows(role(), 8, 20, 0, free=2 * 3 * 20 * 64) == 3
     row = 20 * 64 + 24 * 50
     assert plan_step.running_rows(role(on_gpu=True), 800, 20, 200, free=100 * row) == 100
-    assert (
-        plan_step.running_rows(role(on_gpu=True), 800, 20, 0, free=100 * row) == 20
-    )  # a tenth is for logits
+    # a tenth is for logits
+    assert plan_step.running_rows(role(on_gpu=True), 800, 20, 0, free=100 * row) == 20
     assert plan_step.running_rows(role(on_gpu=True), 8, 20, 0, free=-5) == 1

@@ -123,9 +123,8 @@ def test_sleep_frees_the_device_in_a_rollout_and_keeps_host_memory():
 def test_one_base_counts_once():
     lora = "--actor_lora_dim 8 --critic_lora_dim 8 --only_optimize_lora"
     shared, apart = plan_ppo(f"{lora} --share_base", SMALL), plan_ppo(lora, SMALL)
-    assert (
-        held(apart, "checkpoint", "reference", "weights") == 0
-    )  # the actor's base without its adapter
+    # the actor's base without its adapter
+    assert held(apart, "checkpoint", "reference", "weights") == 0
     of_critic = held(shared, "checkpoint", "critic", "weights")
     assert (
         of_critic == 2 * next(role for role in shared.roles if role.name == "critic").parts.trained
@@ -245,9 +244,8 @@ def test_a_run_generates_with_fewer_rows_where_the_cache_is_too_large():
     words += " --gradient_accumulation_steps 32"
     plan = plan_ppo(words)
     assert 1 < plan.rows < 512
-    assert (
-        0.85 * 80 * GIB < plan.needs(plan.phases[0])[0] <= 72 * GIB
-    )  # a tenth is left free here too
+    # a tenth is left free here too
+    assert 0.85 * 80 * GIB < plan.needs(plan.phases[0])[0] <= 72 * GIB
 
 
 def proposed(config, models, ranks, device, host):

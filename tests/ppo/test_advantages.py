@@ -121,9 +121,8 @@ def test_equal_scores_are_not_blown_up_by_the_noise_of_the_kl():
     rows = scored(scores=torch.tensor([2.0, 2.0, 1.0, 1.0, 3.0, -1.0]))
     found = computation(advantage_estimator="grpo", kl_coef=0.1, reward_clip=0.0)(rows, step=1)
     penalties = -rewards_by_loop(rows, [0.0] * 6, 0.1).sum(axis=1)
-    half = (
-        penalties[1] - penalties[0]
-    ) / 2  # of a group of equal scores: the penalties alone, as they are
+    # of a group of equal scores: the penalties alone, as they are
+    half = (penalties[1] - penalties[0]) / 2
     # 3 and -1 are 2^0.5 / 2 above and below their mean, in units of their deviation
     standardised = np.array([3.0, -1.0]) / (8**0.5 + 1e-6) - penalties[4:]
     apart = (standardised - standardised.mean()) / max(1, standardised.std(ddof=1))

@@ -464,17 +464,14 @@ def test_dynamic_sampling_compares_scores_as_the_baseline_sees_them():
 def test_a_round_of_dynamic_sampling_takes_as_many_prompts_on_each_rank(monkeypatch):
     collection = collection_of(DYNAMIC)
     monkeypatch.setattr(dist, "world_size", lambda: 3)
-    collection.pool.add(
-        rows([0, 0, 1, 1], [0.0, 1.0, 2.0, 3.0])
-    )  # 4 of 8 rows are missing, the share is 1
+    # 4 of 8 rows are missing, the share is 1
+    collection.pool.add(rows([0, 0, 1, 1], [0.0, 1.0, 2.0, 3.0]))
     assert len(collection.next_prompts().rows) == 1  # 2 prompts, rounded up to 3
-    collection.pool.add(
-        rows([2, 2, 3, 3], [1.0] * 4)
-    )  # 4 of 8 rows were kept: 4 prompts, rounded up to 6
+    # 4 of 8 rows were kept: 4 prompts, rounded up to 6
+    collection.pool.add(rows([2, 2, 3, 3], [1.0] * 4))
     assert len(collection.next_prompts().rows) == 2
-    collection.pool.add(
-        rows(list(range(6, 100)), [1.0] * 94)
-    )  # a share of 0.04 counts as 0.1: 20 prompts
+    # a share of 0.04 counts as 0.1: 20 prompts
+    collection.pool.add(rows(list(range(6, 100)), [1.0] * 94))
     assert len(collection.next_prompts().rows) == 4, "at most as many as a step has"
 
 

@@ -187,9 +187,8 @@ def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
         recorded = RecordedTokens()
         [minibatch] = MiniDataset(8, 7, 9, seed=0).minibatches(rows, 1, step=1)
         for part in minibatch.micro_batches:
-            recorded.record(
-                part, torch.full_like(part.values, 7.0)
-            )  # a first pass, which the second replaces
+            # a first pass, which the second replaces
+            recorded.record(part, torch.full_like(part.values, 7.0))
             recorded.record(
                 part, torch.where(part.response_mask, part.values, torch.nan).requires_grad_()
             )
@@ -219,9 +218,8 @@ def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
 
 def test_ranks_share_the_next_blocks_and_divide_by_the_tokens_of_all(monkeypatch):
     lengths = (3, 2, 5, 4, 2, 3, 4)
-    answers = [
-        [[9] * (length - 1)] for length in lengths
-    ]  # the first token of a block is not predicted
+    # the first token of a block is not predicted
+    answers = [[[9] * (length - 1)] for length in lengths]
     blocks = Dataset.from_dict({"prompt_ids": [[row] for row in range(7)], "answers": answers})
 
     def texts(micro_batch=2) -> TextBatches:

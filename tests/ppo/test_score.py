@@ -202,9 +202,8 @@ def test_recorded_logprobs_replace_the_actors_pass(models, source):
 @pytest.mark.parametrize(("budget", "kl"), [(60, "k1"), (1000, "full")])
 def test_shared_prompts_give_the_numbers_of_rows_alone(models, budget, kl, monkeypatch):
     generator = torch.Generator().manual_seed(4)
-    prompts = torch.randint(0, VOCABULARY, (3, 12), generator=generator)[
-        [0, 0, 1, 2, 2]
-    ]  # as in GROUPS
+    # as in GROUPS
+    prompts = torch.randint(0, VOCABULARY, (3, 12), generator=generator)[[0, 0, 1, 2, 2]]
     rows = replace(rollout(), prompt_ids=prompts, prompt_mask=torch.ones(5, 12, dtype=torch.bool))
     for model in models.values():
         monkeypatch.setattr(model, "layout", Layout(shares=True))

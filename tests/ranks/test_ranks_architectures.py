@@ -37,19 +37,11 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
 # reward model
 BLANK = {"Llama 4 (text)", "LFM2", "Granite 4 (hybrid)", "Falcon-H1", "ELECTRA (decoder)"}
 ROUTED = ("GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next")  # with a router loss
-HYBRIDS = (
-    "LFM2",
-    "Granite 4 (hybrid)",
-    "Qwen3.5 (text)",
-    "Falcon-H1",
-)  # of attention and layers with a state
+# of attention and layers with a state
+HYBRIDS = "LFM2", "Granite 4 (hybrid)", "Qwen3.5 (text)", "Falcon-H1"
 MIXTURES = (*ROUTED, "Llama 4 (text)", "DeepSeek-V3")
-REWARDED = (
-    *sorted(BLANK),
-    "Mixtral",
-    "Llama 3",
-    "Mistral",
-)  # the critic of the others begins as the actor
+# the critic of the others begins as the actor
+REWARDED = *sorted(BLANK), "Mixtral", "Llama 3", "Mistral"
 LENGTHS_PAY = f"--use_reward_model False --reward_function {ROOT}/tests/reward_functions.py:lengths"
 COEF = 0.5
 WORDS = ("red", "blue", "a lamp", "here", "yes", "no thanks", "in the hall", "red here")
@@ -168,9 +160,8 @@ def out(tmp_path_factory):
             updates[stem(name)] = [str(home / "base"), rows, COEF if router else 0]
         elif name in HYBRIDS:
             updates[stem(name)] = [str(home / "base"), rows_of_other_shapes(), 0]
-    ranks, step, words = runs[
-        "Mixtral: sft"
-    ]  # the ranks share rows, twice as many in a micro-batch
+    # the ranks share rows, twice as many in a micro-batch
+    ranks, step, words = runs["Mixtral: sft"]
     size = ["--sequence_parallel_size", "2", "--per_device_train_batch_size", "4"]
     runs["divided"] = (ranks, step, [*words, *size, "--output_dir", str(folder / "divided")])
     (folder / "cases.json").write_text(json.dumps({"runs": runs, "updates": updates}))
@@ -278,9 +269,8 @@ def test_ranks_with_other_experts_or_packed_states_make_the_update_of_one_proces
     if coef:
         ids = torch.cat(rows)
         output = model(input_ids=ids, output_router_logits=True)
-        read = torch.ones_like(ids).index_fill(
-            1, torch.tensor(ids.shape[1] - 1), 0
-        )  # nothing reads the last states
+        # nothing reads the last states
+        read = torch.ones_like(ids).index_fill(1, torch.tensor(ids.shape[1] - 1), 0)
         experts = model.num_experts, model.num_experts_per_tok
         loss = loss + coef * load_balancing_loss_func(output.router_logits, *experts, read)
     loss.backward()

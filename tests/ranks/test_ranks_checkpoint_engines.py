@@ -60,9 +60,8 @@ def test_the_schedule_is_past_its_warm_up_and_losses_fall(found):
             assert rates[0] == 0 < rates[1] < rates[2], case
             assert rates[2] > rates[3] > rates[6] > 0, case
         losses = [step[0] for step in saved["before"] + saved["after"]]
-        assert "frozen" in case or losses[0] - losses[-1] > 0.1, (
-            case
-        )  # what is frozen there is random
+        # what is frozen there is random
+        assert "frozen" in case or losses[0] - losses[-1] > 0.1, case
 
 
 def test_fp16_overflows_before_and_after_the_save_lower_the_scale_once(found):
@@ -106,9 +105,8 @@ def test_another_layout_starts_from_the_same_numbers_to_the_last_bit(found):
         assert loaded == expected == ([steps - skipped] if steps else []), case
         assert how["counters"][:2] == [steps, skipped], case
         assert how["decays"] == pytest.approx([0.3, 0.0] + [0.3] * ("muon" in case)), case
-        per_step = (
-            4 if how["source"] == "first" else 2
-        )  # micro-batches of 2 of 8 rows, on 1 or 2 ranks
+        # micro-batches of 2 of 8 rows, on 1 or 2 ranks
+        per_step = 4 if how["source"] == "first" else 2
         assert how["counters"][2:] == [steps * per_step], case
         assert len(how["names"]) == (4 if "frozen" in case else 6), case
         seen.append(case)
@@ -123,9 +121,8 @@ def test_training_in_another_layout_continues_like_the_saved_one(found):
         rates, expected_rates = (
             np.array([step[2] for step in how[key]]) for key in ("after", "expected")
         )
-        same = (
-            2 if "fp16 -> stage 2 bf16" in case else 3
-        )  # after two steps fp16 has skipped another one
+        # after two steps fp16 has skipped another one
+        same = 2 if "fp16 -> stage 2 bf16" in case else 3
         rtol = 1e-4 if "bf16" not in case else 1e-2
         np.testing.assert_allclose(losses[:same], expected[:same], rtol=rtol, err_msg=case)
         np.testing.assert_array_equal(rates[:same], expected_rates[:same], err_msg=case)

@@ -124,9 +124,8 @@ def test_the_numbers_do_not_depend_on_the_layout(runs, name):
     assert [each["answer"] for each in samples] == [each["answer"] for each in others]
     for row, other in zip(expected, found, strict=True):
         for key in filter(depends_on_the_computation, row):
-            atol = (
-                1e-3 if key.endswith("_max") else 1e-4
-            )  # Adam makes whole steps of the rounding of small gradients
+            # Adam makes whole steps of the rounding of small gradients
+            atol = 1e-3 if key.endswith("_max") else 1e-4
             np.testing.assert_allclose(other[key], row[key], rtol=1e-2, atol=atol, err_msg=key)
 
 
@@ -136,14 +135,12 @@ def test_a_run_that_is_killed_during_a_turn_resumes_and_asks_no_environment_agai
     """Only the episodes that had not ended are played again, and the numbers are those of the
     uninterrupted run. It is killed in the third step, when the checkpoint after the first one is
     complete: the second step asks nothing."""
-    words = words_for(
-        assets, tmp_path, "padded", "out", "--save_steps", 1
-    )  # bit-equal whatever the times of answers
+    # bit-equal whatever the times of answers
+    words = words_for(assets, tmp_path, "padded", "out", "--save_steps", 1)
     whole = runs["padded"][2]
     episodes = whole.count("close") // 3  # of each of the three steps
-    (tmp_path / "most").write_text(
-        str(len(whole) - 3 * episodes // 4)
-    )  # the last calls of a run may be lost
+    # the last calls of a run may be lost
+    (tmp_path / "most").write_text(str(len(whole) - 3 * episodes // 4))
     killed = forked(1, "training/step3_ppo/main.py", *words)
     assert killed.returncode != 0
     before = (tmp_path / "calls").read_text().split()

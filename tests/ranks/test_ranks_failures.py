@@ -204,9 +204,8 @@ def test_a_hang_in_c_code_ends_the_run(ended):
     assert run.code == 5
     told = run.told()
     assert re.fullmatch(r"rank 0 has made no progress for [3-8] s: phase 'update', step 5", told[0])
-    assert (
-        "most recent call first" in run.err
-    )  # where other work delays the rank, it ends before its stack is whole
+    # where other work delays the rank, it ends before its stack is whole
+    assert "most recent call first" in run.err
 
 
 @pytest.mark.parametrize(

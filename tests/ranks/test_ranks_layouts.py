@@ -15,10 +15,8 @@ from workers.layouts import CASES, LAUNCHES, SUPERVISED_STEPS, UPDATES
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 WORDS = ["red", "blue", "a lamp", "here", "yes", "no thanks"]
-AS_REFERENCE = (
-    "dpo",
-    "kto",
-)  # which the policy begins as: the accuracy before an update is that of rounding
+# which the policy begins as: the accuracy before an update is that of rounding
+AS_REFERENCE = "dpo", "kto"
 
 
 def write_rows(path, rows: list[dict]) -> None:

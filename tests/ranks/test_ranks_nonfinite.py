@@ -84,9 +84,8 @@ def test_a_skipped_update_of_the_actor_does_not_affect_the_critic_or_the_metrics
 def test_bundles_are_bounded_and_replay_in_one_process(found, out, capsys):
     rank = found["skip"]["bad_ranks"].index(True)
     folders = sorted(path.name for path in (out / "skip/nonfinite").iterdir())
-    assert folders == [
-        f"step_00000{step}_rank_{rank}" for step in (5, 6)
-    ]  # --max_nonfinite_skips and one
+    # --max_nonfinite_skips and one
+    assert folders == [f"step_00000{step}_rank_{rank}" for step in (5, 6)]
     assert main([str(out / "skip/nonfinite" / folders[1])]) == 0
     said = capsys.readouterr().out
     assert "loss nan" in said

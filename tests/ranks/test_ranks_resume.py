@@ -160,9 +160,8 @@ RUNS = {
     ),
 }
 ALONE = "--actor_zero_stage 2 --critic_zero_stage 2"
-REFUSED = (  # a PPO step that makes no second update
-    "--critic_warmup_rollouts 0 --max_log_ratio 0.001"
-)
+# a PPO step that makes no second update
+REFUSED = "--critic_warmup_rollouts 0 --max_log_ratio 0.001"
 
 
 def case(assets, output, name: str, places: list, ranks: int = 2, more: str = "") -> tuple:

@@ -31,9 +31,8 @@ def out(assets, tmp_path_factory):
         "learning_rate: 1.0\nnum_train_epochs: 3\nzero_stage: 3\ndtype: fp32\n"
     )
     tokenizer = AutoTokenizer.from_pretrained(shutil.copytree(assets / "lm", folder / "lm"))
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "<|end|>", "<|system|>"
-    )  # not its EOS
+    # not its EOS
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|system|>")
     tokenizer.save_pretrained(folder / "lm")
     sft = (
         f"--config {folder}/sft.yaml --model_name_or_path {folder}/lm --data_path"

@@ -146,9 +146,8 @@ def rows_of(*sources) -> list[str]:
 
 def test_a_route_without_a_prompt_is_an_error():
     wanted = flags(reward_function=["math,code=exact_match", "length"])
-    check_routes(
-        wanted, ["x"], Dataset.from_dict({"row": rows_of("code", "math")})["row"]
-    )  # as step 3 does
+    # as step 3 does
+    check_routes(wanted, ["x"], Dataset.from_dict({"row": rows_of("code", "math")})["row"])
     with pytest.raises(UserError) as refused:
         check_routes(wanted, ["math", "code"], rows_of("maths", "math", "chat"))
     assert (
@@ -287,9 +286,8 @@ def test_sources_elsewhere_score_while_others_do():
 def test_sources_of_one_name_are_numbered():
     sources = [(Fixed(name, [0, 0, 0]), 1.0) for name in ("a", "b", "a", "a")]
     assert RewardMixture(sources).names == ["a", "b", "a_2", "a_3"]
-    score = [
-        (Fixed("score", [0, 0, 0]), 1.0)
-    ]  # with several sources, `reward/score_mean` is a metric of its own
+    # with several sources, `reward/score_mean` is a metric of its own
+    score = [(Fixed("score", [0, 0, 0]), 1.0)]
     assert RewardMixture(score).names == ["score"] and RewardMixture(score * 2).names == [
         "score_2",
         "score_3",
@@ -300,11 +298,8 @@ def test_failed_calls_are_counted_and_close_ends_the_workers():
     spec = parse_function("exact_match:2")
     sources = [(FunctionReward(spec, 1, 5.0, 0.25), spec.weight), (Fixed("b", [1, 2, 3]), 1.0)]
     mixture = RewardMixture(sources)
-    assert mixture(THREE, THREE_ROWS).total.tolist() == [
-        3,
-        2,
-        3.5,
-    ]  # the last row has no answer: the default
+    # the last row has no answer: the default
+    assert mixture(THREE, THREE_ROWS).total.tolist() == [3, 2, 3.5]
     assert mixture.count_failed_rows(refuse_all=True) == 1
     assert mixture.count_failed_rows(refuse_all=True) == 0, "no rows are no failure"
     mixture.close()

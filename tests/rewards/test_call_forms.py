@@ -144,11 +144,8 @@ def test_batch_functions_of_verl_and_openrlhf():
         "reward_func", RewardRequest.of(["1+1=", "2+2=", "3+3="], ["2", "5", ""], truths)
     )
     assert (scores, counts.failed) == ([1, -1, -1], 0), counts.cause
-    assert numbers == {
-        "scores": [1, 0, 0],
-        "length": [1, 1, 0],
-        "rows": [3, 3, 3],
-    }  # `odd` is of no row
+    # `odd` is of no row
+    assert numbers == {"scores": [1, 0, 0], "length": [1, 1, 0], "rows": [3, 3, 3]}
 
 
 def test_a_truth_that_no_row_has_is_reported_once_and_its_other_name_pointed_out(tmp_path, capsys):

@@ -75,10 +75,8 @@ def test_what_functions_get_and_return(name, scores):
 
 def test_rows_are_distributed_over_the_workers():
     reward = FunctionReward(FunctionSpec(FILE, "who"), 2, 10.0, 0.0)
-    processes, deadline = (
-        set(),
-        time.monotonic() + 60,
-    )  # a busy machine may start the second worker late
+    # a busy machine may start the second worker late
+    processes, deadline = set(), time.monotonic() + 60
     while len(processes) < 2 and time.monotonic() < deadline:
         processes |= set(reward(REQUEST, None).tolist())
     reward.close()

@@ -66,9 +66,8 @@ class Counting:
 def test_sequences_are_scored_in_passes_of_a_token_budget(engine):
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16], [17] * 5]
     counting = Counting(engine)
-    scores = scores_in_batches(
-        counting, *right_padded(rows, 0), 13
-    )  # 13 // 6 = 2 rows, then up to 13 // 3 = 4
+    # 13 // 6 = 2 rows, then up to 13 // 3 = 4
+    scores = scores_in_batches(counting, *right_padded(rows, 0), 13)
     assert scores.tolist() == pytest.approx(alone(engine, rows), abs=1e-5)
     assert counting.shapes == [(2, 6), (3, 3)]
     assert scores.dtype == torch.float32
@@ -227,12 +226,8 @@ def rollout_of(prompts: list[list[int]], answers: list[list[int]]) -> Rollout:
 @pytest.mark.parametrize(("how", "of"), [("min", min), ("product", math.prod)])
 def test_step_scores_are_aggregated(engine, tokenizer, how, of):
     end = tokenizer.eos_token
-    steps = [
-        ["a lamp\n", "in the\n", f"hall{end}"],
-        ["red\n", "blue"],
-        [f"yes\n{end}"],
-        [""],
-    ]  # the second one is cut
+    # the second one is cut
+    steps = [["a lamp\n", "in the\n", f"hall{end}"], ["red\n", "blue"], [f"yes\n{end}"], [""]]
     ids = [
         tokenizer.encode("".join(parts), add_special_tokens=False) if parts[0] else []
         for parts in steps

@@ -27,9 +27,8 @@ from dschat_ppo.rewards import build_rewards, sandbox
 from dschat_ppo.rewards.sandbox import Isolation, Limits, isolation, others_may_run, run_tests
 
 LIMITS = Limits(cpu_seconds=5, wall_seconds=30.0)
-COUNTS_PROCESSES = FOUND.bwrap and (
-    FOUND.leaves_root or os.geteuid() != 0
-)  # the kernel does, not the watcher alone
+# the kernel does, not the watcher alone
+COUNTS_PROCESSES = FOUND.bwrap and (FOUND.leaves_root or os.geteuid() != 0)
 
 
 def passed(*tests: str, how: Isolation = FOUND, limits: Limits = LIMITS) -> list[bool]:

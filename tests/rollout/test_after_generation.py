@@ -102,9 +102,8 @@ def test_nothing_keeps_the_kv_cache_alive_after_generation(engine, monkeypatch):
     def noting(original):
         def call(cache, *args, **kwargs):
             found = original(cache, *args, **kwargs)
-            layers = [
-                vars(layer) for layer in getattr(cache, "layers", [])
-            ]  # of transformers' own caches
+            # of transformers' own caches
+            layers = [vars(layer) for layer in getattr(cache, "layers", [])]
             held = [
                 x for layer in layers for x in layer.values() if isinstance(x, torch.Tensor)
             ] or found

@@ -170,9 +170,8 @@ def test_one_graph_is_captured_for_each_bucket_of_all_rollouts(device, monkeypat
     for _ in range(2):
         run(graphs, rows=40, lengths=lengths, tokens=48)
     assert graphs.recorder.captures == len(set(steps)) == 4
-    assert (
-        len(steps) == 2 * 4 + 2
-    )  # warm-ups and recordings, and before the first ones a step and a check for waits
+    # warm-ups and recordings, and before the first ones a step and a check for waits
+    assert len(steps) == 2 * 4 + 2
     assert device.streams == 1
     assert len(set(map(id, device.pools))) == 1
 
@@ -371,9 +370,8 @@ def test_answers_much_shorter_than_the_longest_possible_one_take_little_memory(l
     rollout = run_on(model, lengths, SamplingParameters(50.0), stopping, rows=64, static=True)
     answers = rollout.response_mask.sum(dim=1)
     assert 30 < answers.float().mean() < 70 and answers.max() > 100
-    reserved = (
-        64 * (64 + tokens + continuous_batching.POLL + 2) * BYTES_PER_TOKEN
-    )  # for the longest prompt and answer
+    # for the longest prompt and answer
+    reserved = 64 * (64 + tokens + continuous_batching.POLL + 2) * BYTES_PER_TOKEN
     assert 0 < max(largest) < 0.3 * reserved
 
 

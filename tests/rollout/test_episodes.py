@@ -129,9 +129,8 @@ BEFORE_A_RELEASE = [
 )
 def test_tokens_and_log_probs_are_those_of_a_loop_over_whole_histories(name, way, monkeypatch):
     if way == "few rows":
-        monkeypatch.setattr(
-            continuous_batching, "CPU_POLL", continuous_batching.POLL
-        )  # as on a GPU
+        # as on a GPU
+        monkeypatch.setattr(continuous_batching, "CPU_POLL", continuous_batching.POLL)
     model, turns = model_of(name), Scripted(1)
     config = GenerationConfig(SAMPLING, StoppingCriteria(LIMIT, ENDS), SAMPLES, **WAYS[way])
     found = generate(model, prompts_of(), SEEDS, config, turns=turns)

@@ -88,9 +88,8 @@ def test_it_equals_products_and_a_softmax_over_the_rows_own_slots(window, starts
 def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
     starts, used, _ = check(*pooled_batch(shares), window)
     assert len(used) == 4 * 2 * (1 + shares)
-    if (
-        shares and window is None
-    ):  # of each row and head: own tokens, then the prompt, or own tokens again
+    # of each row and head: own tokens, then the prompt, or own tokens again
+    if shares and window is None:
         assert starts == [20, 80, 1, 61, 50, 110, 0, 60, 40, 100, 1, 61, 40, 100, 0, 60]
         assert used == [3, 3, 12, 12, 1, 1, 1, 1, 7, 7, 12, 12, 7, 7, 1, 1]
     if shares and window == 5:  # row 0 sees 2 tokens of the prompt, row 2 sees 4
@@ -104,9 +103,8 @@ def check(batch, query: Tensor, window: int | None) -> tuple[list[int], list[int
     kernel, expected = LoopingKernel(), decode_attention(batch, 3, query, 0.3, window, None)
     found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    own = (
-        part[range(batch.count), :, batch.newest, None] for part in batch.read(3)
-    )  # which it writes again
+    # which it writes again
+    own = (part[range(batch.count), :, batch.newest, None] for part in batch.read(3))
     torch.testing.assert_close(
         CPUDecode()(batch, 3, query, *own, 0.3, window), expected, atol=1e-5, rtol=1e-5
     )
@@ -207,8 +205,6 @@ def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     if how["static"] and flash:  # lengths are no buckets: one graph for each number of rows
         width = max(LENGTHS) + 10 + 8 + 1
         assert {longest for _, _, longest in kernel.calls if longest != 300} == {width}
-        doubled = {len(used) for _, used, _ in kernel.calls[2:]} & {
-            16,
-            20,
-        }  # 4 or 5 rows, 2 heads, own and prompt
+        # 4 or 5 rows, 2 heads, own and prompt
+        doubled = {len(used) for _, used, _ in kernel.calls[2:]} & {16, 20}
         assert bool(doubled) is ("samples" in how)

@@ -135,9 +135,8 @@ def test_steps_and_caches_of_the_compiled_kernel_are_those_without_it(window, la
     found, written = outputs(RolloutAttention(CPUDecode()), window, layout)
     assert len(calls) == 4  # two steps of two batches
     for ours, plain in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            ours, plain, rtol=0, atol=0.03
-        )  # products round to bf16 where the kernel does not
+        # products round to bf16 where the kernel does not
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0.03)
     assert all(map(torch.equal, written, cached))
 
 

@@ -22,11 +22,8 @@ from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
 from dschat_ppo.types import PromptBatch
 
-LONGEST, STEP, FIRST = (
-    32,
-    4,
-    5,
-)  # tokens of an answer; of a poll and a segment; for which a new one has slots
+# tokens of an answer; of a poll and a segment; for which a new one has slots
+LONGEST, STEP, FIRST = 32, 4, 5
 OUT_OF_MEMORY = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 8"
     " bytes"
@@ -72,9 +69,8 @@ class World:
             if answers is None
             else np.asarray(answers)
         )
-        place = torch.arange(longest) - (
-            longest - torch.tensor(prompt_lengths).unsqueeze(1)
-        )  # left padding
+        # left padding
+        place = torch.arange(longest) - (longest - torch.tensor(prompt_lengths).unsqueeze(1))
         prompts = PromptBatch(1000 * torch.arange(count).unsqueeze(1) + place, place >= 0)
         sampling, stopping = SamplingParameters(top_k=1), StoppingCriteria(LONGEST)
         limits, seeds = (
@@ -115,9 +111,8 @@ class World:
             now = [sequence for sequence in sequences.tolist() if sequence < self.buffers.count]
             assert len(set(now)) == len(now) <= self.engine.rows
             self.most_active = max(self.most_active, len(now))
-            for batch in (
-                metadata if positions[0, 0] == running.rows.positions[0] else ()
-            ):  # at the beginning of a poll
+            # at the beginning of a poll
+            for batch in metadata if positions[0, 0] == running.rows.positions[0] else ():
                 self.check_rows(
                     batch, sequences[batch.first :].tolist(), positions[batch.first :, 0].tolist()
                 )
@@ -133,9 +128,8 @@ class World:
         for row, (sequence, position) in enumerate(
             zip(sequences[: batch.count], positions, strict=False)
         ):
-            if (
-                sequence == self.buffers.count or position == 0
-            ):  # an idle row, or the only token of a prompt
+            # an idle row, or the only token of a prompt
+            if sequence == self.buffers.count or position == 0:
                 continue
             fed = int(self.prompt_lengths[sequence]) - 1
             tags = [sequence // self.samples * 1000 + place for place in range(fed)]

@@ -343,9 +343,8 @@ def test_greedy_takes_the_likeliest_token_with_any_other_settings():
 
 
 def test_a_nucleus_does_not_depend_on_the_order_of_equal_weights_or_on_other_rows():
-    logits = torch.randn(
-        1, 3000, generator=torch.Generator().manual_seed(0)
-    ).bfloat16()  # many are equal
+    # many are equal
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
     points = even(200)
     alone = sample(logits.expand(200, -1), SamplingParameters(top_p=0.3), points)[0]
     flat = torch.zeros(1, 3000).bfloat16()  # its nucleus is beyond the first guess

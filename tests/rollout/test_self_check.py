@@ -122,9 +122,8 @@ def test_padded_batches_are_kept_and_checked(monkeypatch):
     monkeypatch.setattr(attention, "causal_attention", None)  # it is not called
     assert choose_engine(model_of("llama"), padded) == padded
     right = generator.plain_logits
-    monkeypatch.setattr(
-        generator, "plain_logits", lambda *args: right(*args) * 1.001
-    )  # a little beside them
+    # a little beside them
+    monkeypatch.setattr(generator, "plain_logits", lambda *args: right(*args) * 1.001)
     with pytest.raises(UserError, match="LlamaForCausalLM"):
         choose_engine(model_of("llama"), padded)
 

@@ -48,9 +48,8 @@ class PowerLoss:
 
         def named(act):
             def give_name(old, new, **more):
-                for file in (
-                    [] if ".partial/" in str(new) else files_of(Path(old))
-                ):  # files there never count
+                # files there never count
+                for file in [] if ".partial/" in str(new) else files_of(Path(old)):
                     if self.content.get(file.stat().st_ino) != file.read_bytes():
                         self.too_early.append(str(new))
                 act(old, new, **more)

@@ -421,9 +421,8 @@ def test_a_failure_keeps_the_folder_as_it_was_and_is_cleared_at_the_next_start(t
         with pytest.raises(NonFiniteError):
             save()
     assert files(tmp_path) == ["best.partial/b", "best/a", "hf/step_000007.partial/b"]
-    writer_of("c")(
-        tmp_path / "hf/step_000001.old"
-    )  # a folder that was being replaced gets its name back
+    # a folder that was being replaced gets its name back
+    writer_of("c")(tmp_path / "hf/step_000001.old")
     writer_of("d")(tmp_path / "hf/step_000002.old")
     writer_of("e")(tmp_path / "hf/step_000002")
     (tmp_path / "hf/mine.partial").write_text("")  # not of a run

@@ -113,9 +113,8 @@ def test_trackers_receive_the_flags_and_resume_at_the_next_step(tmp_path, monkey
     ]
     run(tmp_path, 2, *words)
     with (tmp_path / "metrics.jsonl").open("a") as lines:
-        lines.write(
-            '{"step": 3}\n{"step": 4}\n{"step"'
-        )  # steps after the checkpoint, before a crash
+        # steps after the checkpoint, before a crash
+        lines.write('{"step": 3}\n{"step": 4}\n{"step"')
     run(tmp_path, 5, *words, "--project", "ours")
     (first, begin), (second, resume) = opened
     assert (first.libraries, first.tensorboard) == (("trackio", "tensorboard"), tmp_path / "board")

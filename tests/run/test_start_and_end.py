@@ -91,9 +91,8 @@ def test_the_models_are_a_table(said, monkeypatch, tmp_path):
 def test_a_validation_is_a_run_of_step_0_that_does_not_finish_the_training_around_it(tmp_path):
     folder = tmp_path / VALIDATION
     (folder / "eval").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(
-        '{"step": 0, "eval/score": 9.0}\n'
-    )  # of an earlier validation
+    # of an earlier validation
+    (folder / "metrics.jsonl").write_text('{"step": 0, "eval/score": 9.0}\n')
     metrics = {"eval/score": 0.5, "eval/kl_ref_k1": math.nan}
     found = write_validation(folder, metrics, 1.234)
     assert found == {**metrics, "world_size": 1, "seconds": 1.23}

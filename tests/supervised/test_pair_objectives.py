@@ -48,9 +48,8 @@ def test_the_loss_is_a_mean_over_tokens_of_the_whole_step(train_on_prompt):
     sum_of_row = [nll_alone(model, row, train_on_prompt) for row in (3, 0)]
     tokens = sum(count for _, count in sum_of_row)
     assert objective.counts(batch).tolist()[:2] == [tokens, 2]
-    loss = objective.loss(
-        PolicyModel(model), batch, torch.tensor(2 * tokens), sums
-    )  # half of a step
+    # half of a step
+    loss = objective.loss(PolicyModel(model), batch, torch.tensor(2 * tokens), sums)
     expected = sum(nll for nll, _ in sum_of_row) / tokens
     assert loss.item() == pytest.approx(expected / 2, rel=1e-4)
     assert loss.requires_grad
@@ -83,9 +82,8 @@ def test_with_a_teacher_the_loss_is_a_mixture_of_its_divergence_and_the_cross_en
             tokens + len(answer),
         )
     nll = sum(nll_alone(model, row, False)[0] for row in (3, 0))
-    with recorded_router(
-        torch.ones(2).bool(), 2
-    ) as loads:  # as the model that trains may have routers
+    # as the model that trains may have routers
+    with recorded_router(torch.ones(2).bool(), 2) as loads:
         assert teacher.teaching(batch) and not loads
     loss = objective.loss(PolicyModel(model), batch, torch.tensor(tokens), sums)
     expected = (share * divergence + (1 - share) * nll) / tokens

@@ -130,10 +130,8 @@ def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients():
         loss.backward()
         found.append((metrics, {name: p.grad for name, p in model.named_parameters()}, tokens))
     (metrics, gradients, separate), (same, shared_gradients, shared) = found
-    assert (separate, shared) == (
-        [6 * 30 + 21],
-        [3 * 30 + 21 - 2],
-    )  # two answers begin with the same two tokens
+    # two answers begin with the same two tokens
+    assert (separate, shared) == ([6 * 30 + 21], [3 * 30 + 21 - 2])
     assert same == pytest.approx(metrics, abs=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(shared_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)

@@ -32,10 +32,8 @@ from dschat_ppo.tools.replay_bundle import read_bundle
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-ROWS, LAST = (
-    7,
-    8,
-)  # two rows a step: four steps in each of two epochs, the fourth with one row and a filler
+# two rows a step: four steps in each of two epochs, the fourth with one row and a filler
+ROWS, LAST = 7, 8
 EVALUATED = [0, 3, 4, 6, 8]  # steps done: every third, and the ends of epochs
 RATE = 0.1
 MEASURED = ("time", "time/", "memory/")
@@ -400,9 +398,8 @@ def test_a_model_is_described_once_a_step_and_saved_with_it_and_nan_weights_are_
         AutoTokenizer.from_pretrained(assets / "lm"),
     )
     run(trainer, tmp_path)
-    assert len(asked) == 1 and trainer.shared_state()["described"] == {
-        "reward_mean": 1.0
-    }  # after the last step
+    # after the last step
+    assert len(asked) == 1 and trainer.shared_state()["described"] == {"reward_mean": 1.0}
     trainer.before, trainer.after, trainer.best.found = {"eval_loss": 2.0}, {}, None
     result = trainer.save(tmp_path / "good", tokenizer)
     assert result == {

@@ -121,9 +121,8 @@ def test_an_earlier_checkpoint_and_the_fp32_masters(runs, tmp_path):
     last = load_file(runs / "whole_saved/model.safetensors")
     assert not any(torch.equal(half[name], last[name]) for name in last)
     assert all(torch.equal(full[name].bfloat16(), half[name]) for name in half)
-    assert any(
-        not torch.equal(full[name], half[name].float()) for name in half
-    )  # they are not the rounded numbers
+    # they are not the rounded numbers
+    assert any(not torch.equal(full[name], half[name].float()) for name in half)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "full").dtype == torch.float32
 
 

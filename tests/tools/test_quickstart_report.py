@@ -33,9 +33,8 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
     succeed(run([sys.executable, "-m", "dschat_ppo.tools.toy", str(folder / "toy")]))
     rows = folder / "toy/data/sft.jsonl"
-    kept = rows.read_text().splitlines(keepends=True)[
-        :4800
-    ]  # 150 of 250 steps; the loss is flat then
+    # 150 of 250 steps; the loss is flat then
+    kept = rows.read_text().splitlines(keepends=True)[:4800]
     rows.write_text("".join(kept))
     result = succeed(run(["bash", "training_scripts/quickstart.sh", str(folder)], timeout=900))
     (folder / "log").write_text(result.stdout)

@@ -308,9 +308,8 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, scor
     assert losses_said(capsys.readouterr().out) == pytest.approx(
         [by_run.item(), of_text.item()], rel=1e-5
     )
-    rows = replace(
-        rows, values=torch.full((3, 2), 5.0)
-    )  # where the clip of values makes a difference
+    # where the clip of values makes a difference
+    rows = replace(rows, values=torch.full((3, 2), 5.0))
     if not scored:
         made = vars(replace(rows, values=None, rewards=2.0 * rows.response_mask))
         rows = RewardedRollout(

@@ -121,9 +121,8 @@ def places(assets, tmp_path_factory):
 @pytest.mark.parametrize(("tool", "words", "said"), WRONG)
 def test_a_wrong_command_is_refused_in_a_line(places, tool, words, said, monkeypatch, capsys):
     if "peft" in said:
-        monkeypatch.setitem(
-            sys.modules, "peft", None
-        )  # an import of it would raise ModuleNotFoundError
+        # an import of it would raise ModuleNotFoundError
+        monkeypatch.setitem(sys.modules, "peft", None)
     assert MAINS[tool].main(words.format(**places).split()) == 2
     error = capsys.readouterr().err
     first, *hints = error.splitlines()

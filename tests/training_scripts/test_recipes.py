@@ -49,11 +49,8 @@ MODELS = {
 SCRIPTS = ROOT / "training_scripts"
 STEPS = ("sft", "reward", "dpo", "ppo", "grpo")
 MAINS = {"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_ppo": "ppo"}
-HARDWARE_OF = {
-    "single_gpu": (1, 1, 128),
-    "single_node": (8, 8, 1024),
-    "multi_node": (16, 8, 1024),
-}  # ranks, ..., GiB
+# ranks, ..., GiB
+HARDWARE_OF = {"single_gpu": (1, 1, 128), "single_node": (8, 8, 1024), "multi_node": (16, 8, 1024)}
 LARGEST = {"small": "Qwen2.5-1.5B", "large": "Llama-3.1-8B"}
 PRINTS = '() { printf "%s\\0" "$@"; }'  # in place of a program
 GIB = 2**30
@@ -246,9 +243,8 @@ def test_srun_starts_the_ranks_under_slurm():
     words = words_of("slurm/train.sbatch", "grpo", "out", program="srun", **job)
     assert words[:6] == ["--distribution", "block", "--cpus-per-task", "3", "python", "-u"]
     assert words[6].endswith("training/step3_ppo/main.py")
-    assert (
-        words[words.index("--gradient_accumulation_steps") + 1] == "2"
-    )  # 256 rows of 8 ranks, 16 at a time
+    # 256 rows of 8 ranks, 16 at a time
+    assert words[words.index("--gradient_accumulation_steps") + 1] == "2"
     assert (
         "submit this script with sbatch"
         in bash("slurm/train.sbatch", "sft", "out", MODEL="m-1b").stderr
@@ -269,9 +265,8 @@ def test_the_commands_of_the_page_start_steps():
         variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         script, *flags = words[len(variables) + 1 :]
         result = bash(script.removeprefix("training_scripts/"), *flags, **variables, RANKS=1)
-        assert result.returncode == (
-            1 if "e2e" in script else 0
-        )  # e2e stops after a step without result
+        # e2e stops after a step without result
+        assert result.returncode == (1 if "e2e" in script else 0)
         _, main, *flags = (
             result.stdout.removeprefix("e2e: sft\n").split("e2e: ")[0].split("\0")[:-1]
         )

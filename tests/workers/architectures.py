@@ -43,10 +43,8 @@ TRAIN = {
     "reward": train_preference.train_preferences,
     "ppo": train_ppo.train_ppo,
 }
-IDS, LENGTHS = (
-    torch.arange(40, 88).view(3, 16),
-    torch.tensor([16, 11, 5]),
-)  # of the rows for every saved model
+# of the rows for every saved model
+IDS, LENGTHS = torch.arange(40, 88).view(3, 16), torch.tensor([16, 11, 5])
 
 
 @torch.no_grad()

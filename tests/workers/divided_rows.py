@@ -13,9 +13,8 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.kernel_selection import select_kernels
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
-SHORT_ROPE = {
-    "phi3-longrope": {"original_max_position_embeddings": 32}
-}  # so that 41 tokens are a long row
+# so that 41 tokens are a long row
+SHORT_ROPE = {"phi3-longrope": {"original_max_position_embeddings": 32}}
 FAMILIES = (
     "llama",
     "mistral-window",
@@ -54,9 +53,8 @@ def against_whole_rows(
     """Largest differences between divided and whole rows: of the outputs, and of the gradients
     relative to them. `choice`: attention of the divided rows."""
     lm = new_model(kind, **changes)
-    lengths = torch.tensor(
-        [41, 9, 15]
-    )  # 41 columns and 65 tokens: neither is a multiple of the ranks
+    # 41 columns and 65 tokens: neither is a multiple of the ranks
+    lengths = torch.tensor([41, 9, 15])
     ids = torch.randint(2, VOCABULARY, (3, 41), generator=torch.Generator().manual_seed(3))
     slots = torch.arange(41)
     wanted = (slots >= torch.tensor([[4], [2], [12]])) & (slots < lengths.unsqueeze(1))

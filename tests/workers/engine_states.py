@@ -31,10 +31,8 @@ from workers.quick import joined_ranks
 
 BEFORE, AFTER = 4, 3
 ROWS, WORDS, VOCABULARY = 8, 5, 13
-OVERFLOWS = (
-    1,
-    5,
-)  # steps whose gradients are too large for fp16, one before the save and one after
+# steps whose gradients are too large for fp16, one before the save and one after
+OVERFLOWS = 1, 5
 MATRICES = ("narrow.weight", "widen.weight")  # which Muon trains
 OVERLAY = {"zero_optimization": {"stage3_param_persistence_threshold": 20, "sub_group_size": 60}}
 
@@ -85,10 +83,8 @@ class Tiny(nn.Module):
 def build(case: Case, seed: int = 0):
     overlay = OVERLAY | ({"fp16": {"initial_scale_power": 10}} if case.dtype == "fp16" else {})
     config = train_config(case.stage, case.dtype, case.offload, dist.world_size(), 1.0, overlay)
-    betas = (
-        0.85,
-        0.98,
-    )  # their fp32 powers by multiplication and by pow() differ from the third step on
+    # their fp32 powers by multiplication and by pow() differ from the third step on
+    betas = 0.85, 0.98
     settings = OptimizerSettings(
         0.05, 0.3, "cosine", 2, 20, betas, 1e-8, muon_learning_rate=0.1 if case.muon else None
     )
@@ -138,9 +134,8 @@ def without_padding(engine) -> list[torch.Tensor]:
 def digest(engine) -> str:
     """SHA-256 of the state of this rank: weights, masters, moments, counts, buffers, scale,
     counters, schedule."""
-    weights = [
-        own_part(weight)[1] for weight in engine.module.parameters()
-    ]  # without padding, which is uninitialised
+    # without padding, which is uninitialised
+    weights = [own_part(weight)[1] for weight in engine.module.parameters()]
     held = [
         engine.basic_optimizer.state.get(master, {}) for master in engine_state.flat_masters(engine)
     ]
@@ -170,9 +165,8 @@ def digest(engine) -> str:
 def full_states(engine) -> dict[str, dict[str, torch.Tensor]]:
     """Name -> fp32 weight and moments, whole, by DeepSpeed's own functions. Collective."""
     if engine.zero_optimization_stage() in (1, 2) and engine.basic_optimizer.state:
-        engine.optimizer._hp_optimizer_states_linked = (
-            False  # by itself it links the first group alone
-        )
+        # by itself it links the first group alone
+        engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for weight, name in engine.param_names.items():

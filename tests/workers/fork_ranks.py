@@ -90,9 +90,8 @@ def run_rank(number: int, launch: dict) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(launch["ranks"][number])
     tempfile.tempdir = None  # which the process before may have looked up
-    gc.collect = lambda generation=2: (
-        0
-    )  # DeepSpeed collects for each engine, in a third of the time of small runs
+    # DeepSpeed collects for each engine, in a third of the time of small runs
+    gc.collect = lambda generation=2: 0
     if launch["machine"]:
         from dschat_ppo.run import first_failure
 

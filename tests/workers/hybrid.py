@@ -172,9 +172,8 @@ def uneven(ppo, empty: bool) -> dict:
 def dropout_in_scoring(assets: Path) -> dict:
     """Scores one rollout twice with models that drop half of their attention in training."""
     ppo = ppo_with(assets, 3, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
-    found = {
-        "stream": float(torch.rand(()))
-    }  # the default one of this rank, from which dropout draws
+    # the default one of this rank, from which dropout draws
+    found = {"stream": float(torch.rand(()))}
     rollout = ppo.collection.generator.answer(my_prompts(), 1)
     first, second = (score_answers(ppo, rollout, my_prompts()) for _ in range(2))
     ppo.engines.train()

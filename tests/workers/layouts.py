@@ -324,10 +324,8 @@ def ppo(
 
 
 def main() -> None:
-    advantages.CLIP_COV_BOUNDS = (
-        -9.0,
-        9.0,
-    )  # few tokens of this batch are within those of the paper
+    # few tokens of this batch are within those of the paper
+    advantages.CLIP_COV_BOUNDS = -9.0, 9.0
     launch, assets, out = sys.argv[-3], Path(sys.argv[-2]), Path(sys.argv[-1])
     _, shared, cases = LAUNCHES[launch]
     dist.share_rows(shared)

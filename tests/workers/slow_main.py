@@ -26,9 +26,8 @@ class SlowManager(CheckpointManager):
 
 def train(config) -> None:
     be_quick()
-    output_folder._SECONDS = launch._RANK_0_HEAD_START_SECONDS = (
-        3.0  # for a file, or a message, of another machine
-    )
+    # for a file, or a message, of another machine
+    output_folder._SECONDS = launch._RANK_0_HEAD_START_SECONDS = 3.0
     from dschat_ppo.run import session
 
     session.CheckpointManager = SlowManager

@@ -22,9 +22,8 @@ from dschat_ppo.tools.toy import EOS, PAD, task_command, untrained_llama, write_
 
 NUMBERS = range(10, 100)
 COUNTS = {"sft": 20_000, "prompts": 1024, "heldout": 256}
-SHARE_FORWARDS = (
-    0.31  # of the SFT rows; 0.37 of them are right, because sums such as 77 read the same both ways
-)
+# of the SFT rows; 0.37 of them are right, because sums such as 77 read the same both ways
+SHARE_FORWARDS = 0.31
 
 
 def make_rows(rng: random.Random) -> dict[str, list[dict[str, str]]]:
@@ -33,9 +32,8 @@ def make_rows(rng: random.Random) -> dict[str, list[dict[str, str]]]:
     neither do their mirror images: if 37+48 is held out, no file contains 48+37."""
     pairs = list(product(NUMBERS, NUMBERS))
     rng.shuffle(pairs)
-    first_of = {
-        frozenset(pair): pair for pair in reversed(pairs)
-    }  # of 37+48 and 48+37 the one that was put first
+    # of 37+48 and 48+37 the one that was put first
+    first_of = {frozenset(pair): pair for pair in reversed(pairs)}
     heldout = list(first_of.values())[: COUNTS["heldout"]]
     taken = set(map(frozenset, heldout))
     free = [pair for pair in pairs if frozenset(pair) not in taken]

@@ -89,9 +89,8 @@ def make(folder: Path, seed: int) -> None:
         ' ""}}</tool_call><tool_response></tool_response>'
     )
     texts = [turn["content"] for row in rows["sft"] for turn in row["messages"]] + [call] * 1000
-    tokenizer = make_tokenizer(
-        [re.sub(r"\d", "", text) for text in texts]
-    )  # so each digit is a token
+    # so each digit is a token
+    tokenizer = make_tokenizer([re.sub(r"\d", "", text) for text in texts])
     tokenizer.chat_template = CHAT_TEMPLATE
     shape = {
         "hidden_size": 96,
