@@ -305,8 +305,8 @@ def _rendering(
     name: str, chosen: Candidate, has_template: bool, flags: DataFlags
 ) -> tuple[Literal["chat", "text"], str, str]:
     """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a
-    warning or "". `UserError` if a flag does not fit the form, chat messages lack a template, or
-    text prompts and answers are glued together while there is a chat template."""
+    warning or "". `UserError` if a flag does not fit the form, or chat messages lack a
+    template."""
     kind, wanted = chosen.form.kind, flags.apply_chat_template
     if wanted and kind.rendering == "text":
         raise UserError(
@@ -342,15 +342,11 @@ def _rendering(
     glued = _glued(chosen)
     if kind.inside or flags.input_template is not None or wanted is False or not glued:
         return "text", about, ""
-    problem = f"nothing separates prompt and answer: {glued}; "
-    problem += (
-        "--apply_chat_template True makes user messages of the prompts, False keeps the text; "
-        * has_template
-    )
-    problem += "--input_template puts text around a prompt"
-    if has_template and not asks and "steps" not in chosen.form.uses:
-        raise UserError(f"{name}: {problem}")
-    return "text", about, problem
+    ways = "--input_template puts text around a prompt"
+    if has_template:
+        ways = f"--apply_chat_template True makes user messages of the prompts, {ways}"
+    warning = f"nothing separates prompt and answer: {glued}; the text is used as it is; {ways}"
+    return "text", about, warning
 
 
 def _glued(chosen: Candidate) -> str:

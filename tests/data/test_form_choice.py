@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from dschat_ppo.config.data_flags import DATA_FORMATS, DataFlags, StepData
 from dschat_ppo.data.batches import collate_sft
+from dschat_ppo.data.examples import Example
 from dschat_ppo.data.form_choice import detect_form
 from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.data.prepare import prepare
@@ -684,14 +685,29 @@ def test_rows_that_no_form_can_read_are_warned_of_and_say_what_is_wrong(rows, na
         (('"Why?"', "So"), ("Why", ", so")),
     ],
 )
-def test_text_whose_answer_is_glued_to_the_prompt_stops_with_both_readings(glued, apart):
-    with pytest.raises(
-        UserError, match="--apply_chat_template True.*False keeps the text; --input_te"
-    ) as caught:
-        form_of([{"prompt": glued[0], "response": glued[1]}])
-    assert repr(f"...{''.join(glued)}...") in str(caught.value)
+def test_text_whose_answer_is_glued_to_the_prompt_stays_text_with_a_warning(glued, apart):
+    row = {"prompt": glued[0], "response": glued[1]}
+    form = form_of([row])
+    assert form.read(row, "sft")[0] == Example(glued[0], [glued[1]])
+    assert repr(f"...{''.join(glued)}...") in form.warning
+    assert "the text is used as it is; --apply_chat_template True" in form.warning
+    for flags in ({"apply_chat_template": True}, {"input_template": "Q: {} A: "}):
+        assert form_of([row], **flags).warning == "", flags
     form = form_of([{"prompt": apart[0], "response": apart[1]}])  # something is between them
     assert (form.rendering, form.warning) == ("text", "")
+
+
+def test_the_row_of_the_readme_is_read_with_and_without_a_chat_template():
+    page = (PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
+    [row] = [json.loads(row) for row in re.findall(r'`({"prompt": [^`]*})`', page)]
+    for has_template in (False, True):
+        for use, answers in (
+            ("sft", [row["chosen"]]),
+            ("preference", [row["chosen"], row["rejected"]]),
+            ("prompt", []),
+        ):
+            found = read([row], use, has_template=has_template)
+            assert found == [Example(row["prompt"], answers)], (has_template, use)
 
 
 def test_glued_rows_count_from_more_than_half():
@@ -702,14 +718,13 @@ def test_glued_rows_count_from_more_than_half():
         {"responses": ["a", "b"], "scores": [1, 2]},
     )
     warning = form_of([glued], has_template=False).warning
-    assert warning.startswith(
-        "nothing separates prompt and answer: '...Why?So...'; --input_template "
-    )
+    assert warning.startswith("nothing separates prompt and answer: '...Why?So...'; ")
+    assert "--input_template" in warning and "--apply_chat_template" not in warning
     for rows in (
         [glued, apart, glued],
         [pair],
         [{**glued, "label": True}],
         [{"prompt": "Why?", **ranked}],
     ):
-        with pytest.raises(UserError, match="nothing separates"):
-            form_of(rows)
+        form = form_of(rows)
+        assert form.rendering == "text" and form.warning.startswith("nothing separates")

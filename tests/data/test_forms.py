@@ -619,7 +619,7 @@ def test_a_first_step_that_is_glued_to_the_prompt_prints_a_warning():
     form = form_of([row])
     assert form.rendering == "text" and form_of([STEPS]).warning == ""
     assert form.warning.startswith(
-        "nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; --apply_chat"
+        "nothing separates prompt and answer: '...What is 2+3?2+3 = 5...'; the text is used as"
     )
 
 

@@ -104,10 +104,13 @@ def test_the_loss_has_the_gradient_of_its_formula():
     assert logprobs.grad[1, 1] == 0
 
 
-def test_the_form_serves_all_steps_leaves_rows_out_and_its_identity_is_that_of_its_file(files):
+@pytest.mark.parametrize("has_template", [False, True])
+def test_the_form_serves_all_steps_leaves_rows_out_and_its_identity_is_that_of_its_file(
+    files, has_template
+):
     flags = DataFlags(["tickets.jsonl"], data_format=of_flag("--data_format"))
     alike = TICKET | {"replies": TICKET["replies"][:1]}
-    form = detect_form("tickets.jsonl", list(TICKET), [alike, TICKET], False, flags)
+    form = detect_form("tickets.jsonl", list(TICKET), [alike, TICKET], has_template, flags)
     assert form.read(alike, "preference") == []
     [pair] = form.read(TICKET, "preference")
     assert (pair.prompt, pair.answers) == ("The lid is broken.", ["We send one.", "No."])
@@ -118,7 +121,8 @@ def test_the_form_serves_all_steps_leaves_rows_out_and_its_identity_is_that_of_i
         form.read({"ticket": "?"}, "prompt")
     (files / "tickets.py").write_text(FILES["tickets.py"] + "\n")
     assert (
-        detect_form("tickets.jsonl", list(TICKET), [TICKET], False, flags).identity != form.identity
+        detect_form("tickets.jsonl", list(TICKET), [TICKET], has_template, flags).identity
+        != form.identity
     )
 
 
