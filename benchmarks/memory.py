@@ -232,12 +232,12 @@ def run_here(step: str, words: list[str]) -> None:
     process."""
     from deepspeed import DeepSpeedEngine
 
-    from dschat_ppo.engine import hybrid_engine
+    from dschat_ppo.engine import hybrid_engine, sleep
     from dschat_ppo.monitor.writers import MetricsWriter
 
     if not torch.cuda.is_available():
         # as on a GPU, so that "held" sees what leaves
-        hybrid_engine.on_device = lambda tensor: True
+        sleep.on_device = lambda tensor: True
     write, generating = MetricsWriter.write, hybrid_engine.HybridEngine.generating
     held: dict[str, float] = {}
 
@@ -270,7 +270,7 @@ def held_bytes(engines: Iterable[Any], originals: Iterable[Tensor] = ()) -> int:
     `originals`: weights outside the rollout. It may hold them beside merged ones, which replace
     them in the model.
     """
-    from dschat_ppo.engine.hybrid_engine import gradient_buffers, training_states, weights_of
+    from dschat_ppo.engine.sleep import gradient_buffers, training_states, weights_of
 
     on_device: dict[int, int] = {}
 

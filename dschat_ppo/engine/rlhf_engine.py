@@ -1,19 +1,10 @@
-"""The four models of PPO, each in a DeepSpeed engine over all ranks.
-
-Several of them may be over one frozen base: module trees with the same parameters, and with
-adapters and heads of their own. Hooks, training mode and checkpointing of one do not affect
-another; only the tensors of the base are shared.
-"""
+"""The four models of PPO, each in a DeepSpeed engine over all ranks."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.common.dist import device, world_size
@@ -30,26 +21,13 @@ from dschat_ppo.engine.build_engine import (
     train_engine,
 )
 from dschat_ppo.engine.ds_config import Config, config_of_run, eval_config
-from dschat_ppo.engine.hybrid_engine import (
-    HybridEngine,
-    Merge,
-    reason_not_to_divide,
-    tensor_parallel,
-)
-from dschat_ppo.errors import UserError
-from dschat_ppo.models.adapters import (
-    AdapterSettings,
-    adapter_layers,
-    adapter_settings,
-    add_adapter,
-    is_adapter_parameter,
-    merged,
-    saved_config,
-)
-from dschat_ppo.models.architectures import backbone_of, classifier_class, config_for
+from dschat_ppo.engine.hybrid_engine import HybridEngine, Merge
+from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
+from dschat_ppo.engine.tensor_parallel import reason_not_to_shard, tensor_parallel
+from dschat_ppo.models.adapters import adapter_settings, merged
 from dschat_ppo.models.kernel_selection import apply_memory_flags, select_kernels
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.model_folders import SCORE, is_adapter_folder
+from dschat_ppo.models.model_folders import is_adapter_folder
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.types import Engine
 
@@ -83,152 +61,244 @@ class RLHFEngine:
         saves_merged: save models with their adapters merged; else adapter folders.
     """
 
-    def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):  # noqa: PLR0915
+    def __init__(self, config: PPOConfig, plan: PPOPlan, folders: ModelFolders):
+        """Load the models and build their engines. Collective; all ranks build them in this order.
+
+        Raises:
+            UserError: a model folder cannot be loaded, or does not suit a flag.
+        """
+        self._config = config
+        self._plan = plan
+        self._folders = folders
         # if other weights train with an adapter, the adapter alone would not be the model
         self.saves_merged = config.adapters.lora_merge or not config.adapters.only_optimize_lora
-        ppo, own, lora = config.ppo, config.reference, config.lora
-        dtype, resize = config.run.dtype, config.run.resize_vocabulary
-
-        ranks, kind, quantised_frozen = (
+        self._actor_ds_config = config_of_run(
+            config,
+            config.ppo.actor_zero_stage,
             world_size(),
             device().type,
-            config.ppo_memory.enable_mixed_precision_lora,
+            quantised_frozen=config.ppo_memory.enable_mixed_precision_lora,
         )
-        ds_config = config_of_run(config, ppo.actor_zero_stage, ranks, kind, quantised_frozen)
-        adapter = adapter_settings(lora, config.adapters, "actor_")
-        lm = load_causal_lm(
-            folders.actor, dtype, ds_config, ppo.actor_dropout or 0.0, resize, adapter
-        )
-        actor = PolicyModel(lm)
-        # Made here because an engine adds hooks, which a copy of the modules would have too.
-        continues = is_adapter_folder(folders.actor)
-        over_actor = (
-            config.has_reference and folders.reference is None and config.actor_base_is_frozen
-        )
-        reference_lm = model_over_base(lm, copies_adapter=continues) if over_actor else None
-        base = model_over_base(lm) if lora.share_base else None
-        apply_memory_flags(actor, config.memory, ppo.actor_gradient_checkpointing)
-        optimizer = optimizer_settings(config, plan.actor_updates, "actor_")
-        self.actor = train_engine(
-            actor, ds_config, optimizer, layer_by_layer=ppo.unpin_actor_parameters
-        )
-        select_kernels(self.actor)
-        self.actor_average = MovingAverage(lm, ppo.ema_decay) if ppo.enable_ema else None
-        # of the engines that may be over the actor's weights; --deepspeed_config may set another
-        # than the flag
-        actor_stage: int = ds_config["zero_optimization"]["stage"]
+        # --deepspeed_config may set another stage than the flag
+        self._actor_stage: int = self._actor_ds_config["zero_optimization"]["stage"]
 
-        self.reference: Engine | None = None
-        if config.has_reference:
-            stage = actor_stage if over_actor else ppo.actor_zero_stage
-            ds_config = eval_config(stage, dtype, ppo.offload_reference_model, ranks)
-            if reference_lm is not None:
-                copied = "a frozen copy of its first adapter" if continues else "no adapter"
-                logger().info(
-                    f"reference: the actor's frozen weights with {copied}; no reference model is"
-                    " held"
-                )
-            else:
-                reference_lm = load_causal_lm(
-                    folders.reference or folders.actor, dtype, ds_config, resize=resize
-                )
-            # The same model with the actor's kernels: both give the same bits before any update.
-            same = folders.reference is None
-            reference = (
-                PolicyModel(reference_lm, actor.layout) if same else PolicyModel(reference_lm)
+        actor_lm = self._load_actor()
+        # Models over the actor's weights come before its engine: the engine adds hooks to the
+        # modules, and a copy of the modules would have them too.
+        reference_over_actor = self._reference_over_actor(actor_lm)
+        base = self._shared_base(actor_lm)
+        self.actor = self._build_actor(actor_lm)
+        self.actor_average = self._build_average(actor_lm)
+        self.reference = self._build_reference(reference_over_actor)
+        self.reference_sync = self._build_reference_sync()
+        self.teachers = self._build_teachers()
+        self.critic = self._build_critic(base)
+        self.reward = self._build_reward(base)  # after the critic, whose kernels it may take
+        self.hybrid = self._build_hybrid()  # last: it lets the other engines sleep
+
+    def _load_actor(self) -> PreTrainedModel:
+        """The actor's language model, with an adapter if LoRA is on."""
+        config = self._config
+        adapter = adapter_settings(config.lora, config.adapters, "actor_")
+        return load_causal_lm(
+            self._folders.actor,
+            config.run.dtype,
+            self._actor_ds_config,
+            config.ppo.actor_dropout or 0.0,
+            config.run.resize_vocabulary,
+            adapter,
+        )
+
+    def _reference_over_actor(self, actor_lm: PreTrainedModel) -> PreTrainedModel | None:
+        """The reference as modules over the actor's frozen weights; None if it has weights of its
+        own, or there is none."""
+        config = self._config
+        if not config.has_reference or not config.actor_base_is_frozen:
+            return None
+        if self._folders.reference is not None:
+            return None
+        # a run that continues an adapter has that adapter in its reference
+        return model_over_base(actor_lm, copies_adapter=is_adapter_folder(self._folders.actor))
+
+    def _shared_base(self, actor_lm: PreTrainedModel) -> PreTrainedModel | None:
+        """The base of critic and reward model under `--share_base`; else None."""
+        if not self._config.lora.share_base:
+            return None
+        return model_over_base(actor_lm)
+
+    def _build_actor(self, actor_lm: PreTrainedModel) -> Engine:
+        config = self._config
+        actor = PolicyModel(actor_lm)
+        apply_memory_flags(actor, config.memory, config.ppo.actor_gradient_checkpointing)
+        engine = train_engine(
+            actor,
+            self._actor_ds_config,
+            optimizer_settings(config, self._plan.actor_updates, "actor_"),
+            layer_by_layer=config.ppo.unpin_actor_parameters,
+        )
+        select_kernels(engine)
+        return engine
+
+    def _build_average(self, actor_lm: PreTrainedModel) -> MovingAverage | None:
+        ppo = self._config.ppo
+        if not ppo.enable_ema:
+            return None
+        return MovingAverage(actor_lm, ppo.ema_decay)
+
+    def _build_reference(self, reference_over_actor: PreTrainedModel | None) -> Engine | None:
+        config = self._config
+        if not config.has_reference:
+            return None
+        stage = config.ppo.actor_zero_stage
+        if reference_over_actor is not None:
+            stage = self._actor_stage
+        ds_config = eval_config(
+            stage, config.run.dtype, config.ppo.offload_reference_model, world_size()
+        )
+        if reference_over_actor is not None:
+            copied = "no adapter"
+            if is_adapter_folder(self._folders.actor):
+                copied = "a frozen copy of its first adapter"
+            logger().info(
+                f"reference: the actor's frozen weights with {copied}; no reference model is held"
             )
-            self.reference = self._evaluating(reference, ds_config, config, selects=not same)
-        self.reference_sync: ReferenceSync | None = None
-        if self.reference is not None and own.ref_sync_interval > 0:
-            self.reference_sync = ReferenceSync(self.actor, self.reference, own.ref_sync_mixup)
+            reference_lm = reference_over_actor
+        else:
+            reference_lm = load_causal_lm(
+                self._folders.reference or self._folders.actor,
+                config.run.dtype,
+                ds_config,
+                resize=config.run.resize_vocabulary,
+            )
+        if self._folders.reference is not None:
+            return self._build_forward_only(PolicyModel(reference_lm), ds_config)
+        # The same model with the actor's kernels: both give the same bits before any update.
+        layout = self.actor.module.layout
+        return self._build_forward_only(
+            PolicyModel(reference_lm, layout), ds_config, selects_kernels=False
+        )
 
-        self.teachers: list[Engine] = []
-        for folder in folders.teachers:
-            offload = config.teacher.offload_teacher_model
-            teacher, ds_config = frozen_policy(folder, dtype, ppo.actor_zero_stage, offload, resize)
-            self.teachers.append(self._evaluating(teacher, ds_config, config, selects=True))
+    def _build_reference_sync(self) -> ReferenceSync | None:
+        flags = self._config.reference
+        if self.reference is None or flags.ref_sync_interval == 0:
+            return None
+        return ReferenceSync(self.actor, self.reference, flags.ref_sync_mixup)
+
+    def _build_teachers(self) -> list[Engine]:
+        config = self._config
+        teachers = []
+        for folder in self._folders.teachers:
+            teacher, ds_config = frozen_policy(
+                folder,
+                config.run.dtype,
+                config.ppo.actor_zero_stage,
+                config.teacher.offload_teacher_model,
+                config.run.resize_vocabulary,
+            )
+            teachers.append(self._build_forward_only(teacher, ds_config))
         if config.distill_loss_coef > 0 or "full" in config.algorithm.kl_forms:
-            require_whole_distributions(
-                [self.actor, *filter(None, [self.reference]), *self.teachers]
-            )
+            policies = [self.actor, *teachers]
+            if self.reference is not None:
+                policies.insert(1, self.reference)
+            require_whole_distributions(policies)
+        return teachers
 
-        self.critic: Engine | None = None
-        if folders.critic:
-            ds_config = config_of_run(config, ppo.critic_zero_stage, ranks, kind)
-            adapter = adapter_settings(lora, config.adapters, "critic_")
-            if base is not None:
-                logger().info(
-                    "critic: an adapter and a head over the actor's frozen weights (--share_base)"
-                )
-                classifier = classifier_over_base(base, folders.critic, adapter)
-            else:
-                new_head, dropout = config.critic_may_have_new_head, ppo.critic_dropout or 0.0
-                classifier = load_sequence_classifier(
-                    folders.critic,
-                    dtype,
-                    ds_config,
-                    new_head,
-                    dropout,
-                    resize,
-                    adapter,
-                    zero_head=True,
-                )
-            critic = ScalarModel(classifier)
-            apply_memory_flags(critic, config.memory, ppo.critic_gradient_checkpointing)
-            share_gathering(critic, self.actor)
-            self.critic = train_engine(
-                critic, ds_config, optimizer_settings(config, plan.total_updates, "critic_")
+    def _build_critic(self, base: PreTrainedModel | None) -> Engine | None:
+        config = self._config
+        folder = self._folders.critic
+        if not folder:
+            return None
+        ds_config = config_of_run(config, config.ppo.critic_zero_stage, world_size(), device().type)
+        adapter = adapter_settings(config.lora, config.adapters, "critic_")
+        if base is not None:
+            logger().info(
+                "critic: an adapter and a head over the actor's frozen weights (--share_base)"
             )
-            select_kernels(self.critic)
-
-        self.reward: Engine | None = None
-        if folders.reward:
-            stage = actor_stage if lora.share_base else ppo.critic_zero_stage
-            ds_config = eval_config(stage, dtype, ppo.offload_reward_model, ranks)
-            if base is not None:
-                logger().info(
-                    "reward model: its adapter and head over the actor's frozen weights"
-                    " (--share_base)"
-                )
-                classifier = classifier_over_base(base, folders.reward)
-            else:
-                classifier = load_sequence_classifier(
-                    folders.reward, dtype, ds_config, new_head=False, resize=resize
-                )
-            same = self.critic is not None and folders.reward == folders.critic
-            self.reward = self._evaluating(
-                ScalarModel(classifier), ds_config, config, selects=not same
+            classifier = classifier_over_base(base, folder, adapter)
+        else:
+            classifier = load_sequence_classifier(
+                folder,
+                config.run.dtype,
+                ds_config,
+                config.critic_may_have_new_head,
+                config.ppo.critic_dropout or 0.0,
+                config.run.resize_vocabulary,
+                adapter,
+                zero_head=True,
             )
-            if self.critic is not None and same:
-                # the same model, already tested
-                self.reward.module.layout = self.critic.module.layout
+        critic = ScalarModel(classifier)
+        apply_memory_flags(critic, config.memory, config.ppo.critic_gradient_checkpointing)
+        share_gathering(critic, self.actor)
+        settings = optimizer_settings(config, self._plan.total_updates, "critic_")
+        engine = train_engine(critic, ds_config, settings)
+        select_kernels(engine)
+        return engine
 
-        memory, lora_dim = config.ppo_memory, config.lora.actor_lora_dim
-        engines = [self.actor, self.reference, self.critic, self.reward, *self.teachers]
-        sleeping = (
-            [engine for engine in engines if engine is not None] if memory.sleep_in_rollout else []
+    def _build_reward(self, base: PreTrainedModel | None) -> Engine | None:
+        config = self._config
+        folder = self._folders.reward
+        if not folder:
+            return None
+        stage = config.ppo.critic_zero_stage
+        if config.lora.share_base:
+            stage = self._actor_stage
+        ds_config = eval_config(
+            stage, config.run.dtype, config.ppo.offload_reward_model, world_size()
         )
-        size, parallel = memory.inference_tp_size, None
-        whole = size > 1 and reason_not_to_divide(self.actor.module.config, lora_dim) is not None
-        if not whole:
-            parallel = tensor_parallel(size, memory.tp_gather_partition_size)
-        pinned = not (config.ppo.unpin_actor_parameters or whole)
-        merge: Merge | None = None
-        if lora_dim > 0 and (pinned or actor_stage != 3):  # else the weights are never whole
-            merge = partial(merged, originals_on_host=memory.sleep_in_rollout)
-        self.hybrid = HybridEngine(self.actor, pinned, merge, sleeping, parallel)
+        if base is not None:
+            logger().info(
+                "reward model: its adapter and head over the actor's frozen weights (--share_base)"
+            )
+            classifier = classifier_over_base(base, folder)
+        else:
+            classifier = load_sequence_classifier(
+                folder,
+                config.run.dtype,
+                ds_config,
+                new_head=False,
+                resize=config.run.resize_vocabulary,
+            )
+        reward = ScalarModel(classifier)
+        if self.critic is None or folder != self._folders.critic:
+            return self._build_forward_only(reward, ds_config)
+        engine = self._build_forward_only(reward, ds_config, selects_kernels=False)
+        engine.module.layout = self.critic.module.layout  # the same model, already tested
+        return engine
 
-    def _evaluating(
-        self, model: PolicyModel | ScalarModel, ds_config: Config, config: PPOConfig, selects: bool
+    def _build_forward_only(
+        self, model: PolicyModel | ScalarModel, ds_config: Config, selects_kernels: bool = True
     ) -> Engine:
-        """An engine that only runs forward; `selects` the kernels of the model, which has no others
-        yet."""
-        apply_memory_flags(model, config.memory)
+        """An engine that only runs forward. `selects_kernels`: False if the model takes those of
+        another model."""
+        apply_memory_flags(model, self._config.memory)
         share_gathering(model, self.actor)
         engine = eval_engine(model, ds_config)
-        if selects:
+        if selects_kernels:
             select_kernels(engine)
         return engine
+
+    def _build_hybrid(self) -> HybridEngine:
+        config = self._config
+        memory = config.ppo_memory
+        lora_dim = config.lora.actor_lora_dim
+        parallel = None
+        gathers_by_layer = config.ppo.unpin_actor_parameters
+        if memory.inference_tp_size > 1:
+            if reason_not_to_shard(self.actor.module.config, lora_dim) is not None:
+                gathers_by_layer = True
+            else:
+                parallel = tensor_parallel(
+                    memory.inference_tp_size, memory.tp_gather_partition_size
+                )
+        merge: Merge | None = None
+        are_whole = not gathers_by_layer or self._actor_stage != 3
+        if lora_dim > 0 and are_whole:  # adapters merge into whole weights only
+            merge = partial(merged, originals_on_host=memory.sleep_in_rollout)
+        sleeping: list[Engine] = []
+        if memory.sleep_in_rollout:
+            engines = [self.actor, self.reference, self.critic, self.reward, *self.teachers]
+            sleeping = [engine for engine in engines if engine is not None]
+        return HybridEngine(self.actor, not gathers_by_layer, merge, sleeping, parallel)
 
     @property
     def trained(self) -> dict[str, Engine]:
@@ -245,62 +315,3 @@ class RLHFEngine:
         """Put actor and critic into eval mode: no dropout."""
         for engine in self.trained.values():
             engine.eval()
-
-
-def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> PreTrainedModel:
-    """A second model whose base parameters and buffers are those of `model`, which has no hooks,
-    thus no engine, yet. `copies_adapter`: with copies of the adapters as they are now; else it has
-    none."""
-    shared = {
-        id(weight): weight
-        for name, weight in model.named_parameters()
-        if not is_adapter_parameter(name)
-    }
-    tree = copy.deepcopy(model, {**shared, **{id(buffer): buffer for buffer in model.buffers()}})
-    if not copies_adapter:
-        for path, layer in adapter_layers(tree).items():
-            parent, _, name = path.rpartition(".")
-            setattr(tree.get_submodule(parent), name, layer.get_base_layer())
-        if hasattr(tree, "peft_config"):
-            del tree.peft_config
-    return tree
-
-
-def classifier_over_base(
-    base: PreTrainedModel, folder: str, adapter: AdapterSettings | None = None
-) -> PreTrainedModel:
-    """A one-label classifier whose backbone has the parameters of a causal language model without
-    adapters and hooks, with the adapter and head of `folder`, or, if that is the base's own, a new
-    adapter and a head of zeros. `adapter` None: as in `folder`. `UserError` where transformers'
-    classifier has another backbone than its language model."""
-    tree = model_over_base(base)
-    backbone = backbone_of(tree)
-    config = config_for(classifier_class(tree.config), tree.config)
-    kind: Any = classifier_class(config)
-    with torch.device("meta"):
-        classifier = kind(config)
-    name = classifier.base_model_prefix
-    if type(getattr(classifier, name)) is not type(backbone):
-        raise UserError(
-            f"--share_base: {kind.__name__} has another backbone than {type(base).__name__}; omit"
-            " the flag"
-        )
-    setattr(classifier, name, backbone)
-    text = config.get_text_config()
-    head = nn.utils.skip_init(nn.Linear, text.hidden_size, 1, bias=False, dtype=base.dtype)
-    nn.init.zeros_(head.weight)
-    setattr(classifier, SCORE, head)
-    add_adapter(
-        classifier,
-        adapter or settings_of(folder),
-        folder=folder if is_adapter_folder(folder) else None,
-    )
-    return classifier
-
-
-def settings_of(folder: str) -> AdapterSettings:
-    """The settings of the adapter in a folder, as it is."""
-    config = saved_config(folder)
-    return AdapterSettings(
-        config.r, config.lora_alpha, 0.0, None, config.use_rslora, config.use_dora, freeze_base=True
-    )

@@ -24,7 +24,7 @@ from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.config.supervised_config import FitConfig
 from dschat_ppo.engine.build_engine import may_be_whole
 from dschat_ppo.engine.ds_config import BUCKET_SIZE, config_of_run, eval_config
-from dschat_ppo.engine.hybrid_engine import reason_not_to_divide
+from dschat_ppo.engine.tensor_parallel import reason_not_to_shard
 from dschat_ppo.errors import UserError, attempt, counted, in_one_line
 from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.micro_batches import COPIED, sharing_pays
@@ -361,7 +361,7 @@ def rollout_phase(
             for key, held in phase.held.items()
             if key[2] or key[:2] == ("actor", "weights")
         }
-    divides = size > 1 and reason_not_to_divide(actor_config, config.lora.actor_lora_dim) is None
+    divides = size > 1 and reason_not_to_shard(actor_config, config.lora.actor_lora_dim) is None
     by_layer = actor.stage == 3 and (ppo.unpin_actor_parameters or size > 1 and not divides)
     size = size if divides else 1
     generating: float = 0 if actor.bits else itemsize * parts.adapted

@@ -22,9 +22,9 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.prepare import TokenRows, prepare, text_blocks
 from dschat_ppo.data.templates import with_template_flags
 from dschat_ppo.engine.ds_config import check_zero_plus_plus, require_agreement
-from dschat_ppo.engine.hybrid_engine import check_tensor_parallel, reason_not_to_divide
 from dschat_ppo.engine.rlhf_engine import ModelFolders
 from dschat_ppo.engine.router_term import router_top_k
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, reason_not_to_shard
 from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.models.adapters import adapter_settings
@@ -98,7 +98,7 @@ def _check_division(config: PPOConfig, actor: PretrainedConfig) -> None:
     """Check `--inference_tp_size`, and say so if the actor's layers will not be divided."""
     size, lora_dim = config.ppo_memory.inference_tp_size, config.lora.actor_lora_dim
     check_tensor_parallel(actor, size, dist.world_size(), lora_dim)
-    reason = reason_not_to_divide(actor, lora_dim)
+    reason = reason_not_to_shard(actor, lora_dim)
     if size > 1 and reason is not None:
         at_zero_3 = "one layer at a time, as with --unpin_actor_parameters"
         instead = (

@@ -148,7 +148,7 @@ class RolloutGenerator:
             logger().info(
                 "note: log-probs, KL and ratios are of the policy before truncation and penalty"
             )
-        hybrid.check_division()
+        hybrid.check_sharded_layers()
         with hybrid.generating() as model:
             self.config = choose_engine(
                 model, config, hybrid.max_over_ranks, self.graphs, has_turns=episodes is not None

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dschat_ppo.config.run_flags import AdapterFlags
 from dschat_ppo.config.supervised_flags import LoraFlags
-from dschat_ppo.engine.rlhf_engine import classifier_over_base, model_over_base
+from dschat_ppo.engine.shared_base import classifier_over_base, model_over_base
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import (
     AdapterSettings,

@@ -23,8 +23,9 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.prepare import prepare
-from dschat_ppo.engine import hybrid_engine
-from dschat_ppo.engine.hybrid_engine import HybridEngine, check_tensor_parallel, tensor_parallel
+from dschat_ppo.engine import sleep
+from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.engine.tensor_parallel import check_tensor_parallel, tensor_parallel
 from dschat_ppo.models.adapters import adapter_layers
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, response_logprobs
@@ -273,11 +274,11 @@ def main() -> None:
         found |= {"dropout": dropout_in_scoring(assets), "divided": divided_models()}
         for name, (stage, words) in STEPS.items():
             if "sleep" in name:
-                hybrid_engine.on_device = lambda tensor: True  # as on a GPU: tensors do move
+                sleep.on_device = lambda tensor: True  # as on a GPU: tensors do move
             ppo = ppo_with(assets, stage, *words)
             found["steps"][name] = two_steps(ppo, toggles=3 * (name == "sleep 3"))
     layouts = [(2, "fp32"), (3, "fp32")]
-    hybrid_engine.on_device = lambda tensor: False
+    sleep.on_device = lambda tensor: False
     found["adapters"] = {  # on one rank ZeRO-3 does not copy what it gathers
         f"{stage} {dtype}": switch_adapters(assets, stage, dtype)
         for stage, dtype in layouts
