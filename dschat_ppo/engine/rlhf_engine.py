@@ -149,7 +149,7 @@ class RLHFEngine:
         config = self._config
         if not config.has_reference:
             return None
-        stage = config.ppo.actor_zero_stage
+        stage: int = config.ppo.actor_zero_stage
         if reference_over_actor is not None:
             stage = self._actor_stage
         ds_config = eval_config(
@@ -239,7 +239,7 @@ class RLHFEngine:
         folder = self._folders.reward
         if not folder:
             return None
-        stage = config.ppo.critic_zero_stage
+        stage: int = config.ppo.critic_zero_stage
         if config.lora.share_base:
             stage = self._actor_stage
         ds_config = eval_config(

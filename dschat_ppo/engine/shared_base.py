@@ -11,7 +11,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat_ppo.errors import UserError
@@ -34,7 +34,7 @@ def model_over_base(model: PreTrainedModel, copies_adapter: bool = False) -> Pre
         copies_adapter: the second model gets copies of the adapters as they are now; else it has
             none.
     """
-    shared_tensors = {
+    shared_tensors: dict[int, Tensor] = {
         id(weight): weight
         for name, weight in model.named_parameters()
         if not is_adapter_parameter(name)

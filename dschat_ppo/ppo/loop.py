@@ -31,12 +31,15 @@ def run(
     first = ppo.state.steps + 1  # a resumed run may enter in the middle of a step
     for step in trace.around(range(first, ppo.plan.ppo_steps + 1), first):
         announce_step(step)
-        # (N, R); None if not finite
-        experience = ppo.state.experience or make_experience(ppo, step, checkpointer)
+        experience = ppo.state.experience  # (N, R), of a step that is resumed
+        if experience is None:
+            experience = make_experience(ppo, step, checkpointer)  # (N, R); None if not finite
+
         # shuffled in each of the PPO epochs
         for minibatch in ppo.minibatches_left(experience, step):
             update(ppo, minibatch, step)
             checkpointer.save_if_due()
+
         ppo.sync_reference(step)  # every --ref_sync_interval PPO steps
         report.finish(step)  # metrics, evaluation, warnings
         checkpointer.save_if_due()
@@ -46,24 +49,32 @@ def run(
 def make_experience(
     ppo: PPOComponents, step: int, checkpointer: CheckpointManager
 ) -> Experience | None:
-    """Sample answers with the current policy and score them; the same rows on every rank. None if a
-    number is not finite and the updates of this PPO step are skipped."""
-    collection, rows = ppo.collection, None
+    """Sample responses with the current policy and score them; the same rows on every rank. None if
+    a number is not finite and the updates of this PPO step are skipped."""
+    collection = ppo.collection
+    rows = None
     with collection.cancelled_on_stop(checkpointer):
         while rows is None:  # one round; several with --dynamic_sampling
             prompts = collection.next_prompts()  # those of this rank
-            # prompts (B, P), responses and log-probs (B, R)
+
+            # prompts (B, P), responses and their log-probs (B, R)
             rollout = collection.sample(prompts, step, checkpointer)
-            # functions begin; later (B,), and (B, K) by source
+
+            # functions and services begin; when they have ended, (B,), and (B, K) by source
             scores = collection.reward(rollout, prompts, step)
-            # reference; if needed, actor, critic: (B, R)
+
+            # log-probs of the reference and, if they are needed, of the actor; values: (B, R)
             scored = collection.forward_passes(rollout, scores, prompts)
-            # (N, R) of all ranks; None: too few, another round
+
+            # (N, R), of all ranks; None: too few rows, another round follows
             rows = collection.add(gather_rows(scored), step)
+
     # clipped score on the last token, KL penalty on each: (N, R)
     rewarded = ppo.shaping.with_rewards(rows)
-    # values, where scoring gives none: the critic's forward and backward
+
+    # values, where scoring gives none: the critic's forward and backward pass
     valued = ppo.critic_pass(rewarded, step)
+
     # GAE or a group's baseline, whitening: (N, R)
     experience = ppo.shaping.advantages(valued, step)
     return ppo.keep_if_finite(experience, step)
@@ -76,10 +87,12 @@ def update(ppo: PPOComponents, minibatch: MiniBatch, step: int) -> None:
     if step > ppo.plan.warmup_rollouts:  # critic warm-up: until then, only the critic trains
         # clipped ratio x advantage, entropy, KL, PTX
         objectives.append(ppo.updates.actor_objective(minibatch))
+
     if ppo.engines.critic is not None:
         # clipped squared error of the values; on-policy the pass that is already made, with its
         # gradients
         objectives.append(ppo.state.critic_pass or ppo.updates.critic_objective(minibatch))
+
     outcome = ppo.updates.minimise(objectives, step)  # forward, backward, clipping, AdamW
     if "actor" in outcome.grad_norms and ppo.engines.actor_average is not None:
         ppo.engines.actor_average.update()

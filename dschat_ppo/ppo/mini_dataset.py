@@ -57,10 +57,17 @@ class MiniDataset:
     def minibatches(
         self, rows: Rewarded, ppo_epochs: int, step: int
     ) -> Iterator[MiniBatch[Rewarded]]:
-        """This rank's share of each mini-batch of `rows`, which are those of all ranks and a
-        multiple of `rows_per_update`, shuffled again in each of `ppo_epochs` passes. Every rank
-        computes the shares of all ranks, so ranks with fewer micro-batches add empty ones without a
-        collective: the shortest row, its response empty."""
+        """This rank's share of each mini-batch of `rows`, shuffled again in each of `ppo_epochs`
+        passes.
+
+        Args:
+            rows: (N, ...), those of all ranks, a multiple of `rows_per_update`.
+            ppo_epochs: passes over the rows.
+            step: the PPO step, which the order derives from.
+
+        Raises:
+            ValueError: the number of rows is not a multiple of `rows_per_update`.
+        """
         count = rows.response_ids.shape[0]
         if count % self.rows_per_update:
             raise ValueError(
@@ -68,38 +75,44 @@ class MiniDataset:
             )
         for epoch in range(ppo_epochs):
             order = torch.randperm(count, generator=shared_generator(self.seed, step, epoch))
-            for index in order.to(rows.response_ids.device).split(self.rows_per_update):
-                chosen = select_rows(rows, index)
-                lengths = row_lengths(chosen)
-                prompts = prompts_of(chosen) if self.shares_prompts else None
-                shares = deal(lengths, dist.data_ranks(), prompts)
-                budget = self.micro_batch_tokens
-                splits = [
-                    [
-                        share[part]
-                        for part in split_by_tokens(
-                            lengths[share], budget, prompts and prompts.at(share)
-                        )
-                    ]
-                    for share in shares
-                ]
-                micro_batches = [select_rows(chosen, part) for part in splits[dist.data_rank()]]
-                most = max(len(parts) for parts in splits)
-                shortest = select_rows(chosen, lengths.argmin().unsqueeze(0))
-                nothing = torch.zeros_like(shortest.response_mask)
-                empty = replace(shortest, response_mask=nothing, loss_mask=nothing)
-                micro_batches += (most - len(micro_batches)) * [empty]
-                counted = chosen.loss_mask.sum(dim=1)  # (n,) tokens in the policy loss
-                numbers = torch.stack(
-                    [counted.sum(), (counted > 0).sum(), chosen.response_mask.sum()]
-                ).tolist()
-                tokens, rows_counted, value_tokens = (max(1.0, float(number)) for number in numbers)
-                denominators = Denominators(
-                    tokens, rows_counted, constant=float(len(counted) * self.max_length)
-                )
-                yield MiniBatch(
-                    micro_batches, denominators, value_tokens, 1 / (most * dist.data_ranks())
-                )
+            order = order.to(rows.response_ids.device)
+            for row_indices in order.split(self.rows_per_update):
+                yield self._minibatch(select_rows(rows, row_indices))
+
+    def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
+        """This rank's share of one optimizer step's rows (n, ...), which are those of all ranks.
+
+        Every rank computes the shares of all ranks, so ranks with fewer micro-batches add empty
+        ones without a collective: the shortest row, its response empty.
+        """
+        lengths = row_lengths(rows)
+        prompts = None
+        if self.shares_prompts:
+            prompts = prompts_of(rows)
+        splits = []  # for each rank the row indices of its micro-batches
+        for rank_rows in deal(lengths, dist.data_ranks(), prompts):
+            rank_prompts = prompts and prompts.at(rank_rows)
+            pieces = split_by_tokens(lengths[rank_rows], self.micro_batch_tokens, rank_prompts)
+            splits.append([rank_rows[piece] for piece in pieces])
+        most_micro_batches = max(len(micro_batches) for micro_batches in splits)
+
+        micro_batches = [select_rows(rows, indices) for indices in splits[dist.data_rank()]]
+        shortest = select_rows(rows, lengths.argmin().unsqueeze(0))
+        empty_mask = torch.zeros_like(shortest.response_mask)
+        empty = replace(shortest, response_mask=empty_mask, loss_mask=empty_mask)
+        micro_batches += (most_micro_batches - len(micro_batches)) * [empty]
+
+        loss_tokens = rows.loss_mask.sum(dim=1)  # (n,) tokens in the policy loss
+        counts = torch.stack([loss_tokens.sum(), (loss_tokens > 0).sum(), rows.response_mask.sum()])
+        at_least_one = [max(1.0, float(count)) for count in counts.tolist()]
+        policy_tokens, policy_rows, value_tokens = at_least_one
+        longest_possible = float(len(loss_tokens) * self.max_length)
+        return MiniBatch(
+            micro_batches,
+            Denominators(policy_tokens, policy_rows, constant=longest_possible),
+            value_tokens,
+            metric_weight=1 / (most_micro_batches * dist.data_ranks()),
+        )
 
 
 def prompts_of(rows: ScoredRollout) -> RowPrompts:
@@ -111,16 +124,18 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
     """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and
     (N, R). Collective. With `of_group` only of the ranks that share rows in training, where several
     do."""
-    group = dist.sequence_group() if of_group else None
-    lengths = torch.tensor(
+    group = None
+    if of_group:
+        group = dist.sequence_group()
+    widths = torch.tensor(
         [rows.prompt_ids.shape[1], rows.response_ids.shape[1]], device=rows.prompt_ids.device
     )
-    prompt_length, response_length = dist.all_reduce(lengths, "max").tolist()
+    prompt_length, response_length = dist.all_reduce(widths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)
-    named = tensors_of(padded)
+    columns = tensors_of(padded)
     with block("gather rows"):
-        gathered = dist.gather_together([*named.values()], group)
-    return replace(padded, **dict(zip(named, gathered, strict=True)))
+        gathered = dist.gather_together([*columns.values()], group)
+    return replace(padded, **dict(zip(columns, gathered, strict=True)))
 
 
 @dataclass(eq=False)
@@ -140,14 +155,11 @@ class TextBatches:
     def take(self) -> tuple[list[SFTBatch], Tensor]:
         """This rank's micro-batches of the next optimizer step, and the number of tokens of all
         ranks. Collective."""
-        taken = self.stream.take(self.rows_per_update)[dist.data_rank() :: dist.data_ranks()]
-        parts = [
-            taken[start : start + self.micro_batch]
-            for start in range(0, len(taken), self.micro_batch)
-        ]
-        batches = [
-            to_device(collate_sft(self.rows, part, self.pad_id, True), self.device)
-            for part in parts
-        ]
+        indices = self.stream.take(self.rows_per_update)[dist.data_rank() :: dist.data_ranks()]
+        batches = []
+        for start in range(0, len(indices), self.micro_batch):
+            batch_indices = indices[start : start + self.micro_batch]
+            batch = collate_sft(self.rows, batch_indices, self.pad_id, True)
+            batches.append(to_device(batch, self.device))
         counts = torch.stack([batch.loss_mask.sum() for batch in batches])
         return batches, dist.all_reduce(counts.sum()) // dist.sequence_ranks()  # each block once
