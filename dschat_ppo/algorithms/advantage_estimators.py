@@ -1,6 +1,5 @@
-"""Reward shaping, from the score of an answer to the reward of its last token; advantage
-estimators, one function each, from `AdvantageInputs` to (advantages, returns); and the statistics
-of groups that they and evaluations use.
+"""Reward shaping, from the score of an answer to the reward of its last token; and advantage
+estimators, one function each, from `AdvantageInputs` to (advantages, returns).
 
 Both results of an estimator have the shape and dtype of the rewards, (B, R), and are 0 outside the
 mask. `returns` are the critic's targets for gae; for the other estimators they are the discounted
@@ -9,13 +8,13 @@ ranks (`WHITENED` in `config/algorithm_flags.py`).
 
 In the formulas S is the score of a row: the sum of its token rewards, so a KL penalty is subtracted
 before any baseline. Estimators that compare the answers to one prompt give 0 to a row that has no
-other answer to be compared with, and exactly 0 to all rows of a group with equal scores. They
-compute `S - mean` from the gaps to the group's best score (`Groups.gaps`), in fp64.
+other answer to be compared with, and exactly 0 to all rows of a group whose scores are equal but
+for rounding. They compute `S - mean` from the gaps to the group's best score (`Groups.gaps`), in
+fp64.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,125 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dschat_ppo.algorithms.aggregation import zero_outside
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The groups of a batch, one for each prompt, and statistics over them.
-
-    Every statistic has shape (B,): each row gets the value of its group. Rows without a response
-    token have no score and take part in none. Values are fp64, so that the order in which a GPU
-    adds rows does not show in fp32.
-    """
-
-    index: Tensor  # (B,) int64, number of the row's group, counted from 0
-    counted: Tensor  # (B,) bool, True for rows with a response token
-    sizes: Tensor  # (B,) fp64, counted rows in the row's group
-
-    @classmethod
-    def of(cls, prompts: Tensor, response_mask: Tensor) -> Groups:
-        """Group the rows by `prompts` (B,) int64, any number for each prompt, in any order."""
-        index = torch.unique(prompts, return_inverse=True)[1]
-        counted = response_mask.any(dim=1)  # (B, R) -> (B,)
-        return cls(index, counted, _sum_by_group(counted.double(), index))
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum of `values` (B,) fp64, which must be 0 on rows that are not counted."""
-        return _sum_by_group(values, self.index)
-
-    def max(self, values: Tensor) -> Tensor:
-        """Maximum of `values` (B,) fp64, which must be -inf on rows that are not counted."""
-        return _max_by_group(values, self.index)
-
-    def best(self, scores: Tensor) -> Tensor:
-        """Highest of `scores` (B,) fp64; 0 if no row of the group is counted."""
-        return torch.where(
-            self.sizes > 0, self.max(scores.masked_fill(~self.counted, -torch.inf)), 0.0
-        )
-
-    def gaps(self, scores: Tensor) -> Tensor:
-        """`score - best score of the group`: 0 or less, 0 on rows that are not counted.
-
-        A shift of a group's scores changes no estimator. Gaps keep small differences of large
-        scores exact, and equal scores have gaps of exactly 0.
-        """
-        return torch.where(self.counted, scores - self.best(scores), 0.0)
-
-    def mean(self, gaps: Tensor) -> Tensor:
-        """Mean of `gaps` (B,) over the counted rows."""
-        return self.sum(gaps) / self.sizes.clamp_min(1)
-
-    def std(self, gaps: Tensor) -> Tensor:
-        """Unbiased standard deviation (n - 1) of `gaps` (B,) over the counted rows; 0 for a group
-        of one."""
-        squares = torch.where(self.counted, (gaps - self.mean(gaps)) ** 2, 0.0)
-        return torch.sqrt(self.sum(squares) / (self.sizes - 1).clamp_min(1))
-
-
-def groups_that_differ(scores: Tensor, groups: Tensor) -> Tensor:
-    """(B,) bool, True on the rows of a group whose scores are not all equal, or not all finite.
-    `scores` (B,) fp32; `groups` (B,) int64, any number for each group, in any order."""
-    index = torch.unique(groups, return_inverse=True)[1]
-    spread = _max_by_group(scores, index) + _max_by_group(-scores, index)  # max - min
-    return (spread > 0) | ~spread.isfinite()
-
-
-def groups_within(scores: Tensor, groups: Tensor, low: float, high: float) -> Tensor:
-    """(B,) bool, True on the rows of a group whose mean score is above `low` and below `high`, or
-    not finite. Arguments as for `groups_that_differ`."""
-    index = torch.unique(groups, return_inverse=True)[1]
-    scores = scores.double()
-    mean = _sum_by_group(scores, index) / _sum_by_group(torch.ones_like(scores), index)
-    return ((mean > low) & (mean < high)) | ~mean.isfinite()
-
-
-def _sum_by_group(values: Tensor, index: Tensor) -> Tensor:
-    return torch.zeros_like(values).index_add(0, index, values)[index]
-
-
-def _max_by_group(values: Tensor, index: Tensor) -> Tensor:
-    return torch.full_like(values, -torch.inf).scatter_reduce(0, index, values, "amax")[index]
-
-
-def pass_at_k(passed: Tensor, k: int) -> Tensor:
-    """Probability that at least one of k answers, drawn without replacement from the n answers to a
-    prompt, passes.
-
-    `1 - C(n - c, k) / C(n, k)` with c passing answers, an unbiased estimate of the policy's pass@k
-    (Chen et al. 2021, eq. 1). `passed` (prompts, n) bool, k from 1 to n -> (prompts,) fp64.
-    """
-    n = passed.shape[1]
-    # (n + 1,) pass@k of a prompt with c = 0, ..., n passing answers
-    table = torch.tensor(
-        [1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)], dtype=torch.float64
-    )
-    return table[passed.sum(dim=1).cpu()]  # (prompts, n) -> (prompts,)
-
-
-def win_shares(scores: Tensor, baseline: Tensor) -> Tensor:
-    """Probability that an answer scores higher than one of the baseline to the same prompt; a tie
-    counts half.
-
-    Compares all pairs of the finite scores (prompts, n) and (prompts, m) -> (prompts,) fp64. The
-    mean over prompts is the win rate (the Mann-Whitney statistic of each prompt, averaged).
-    """
-    difference = scores.double().unsqueeze(2) - baseline.double().unsqueeze(1)  # (prompts, n, m)
-    return (difference.sign() + 1).mean(dim=(1, 2)) / 2
-
-
-def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """95 % confidence interval (low, high) of the mean of `count` independent values from 0 to 1
-    (Wilson 1927).
-
-    For values that are 0 or 1 it is Wilson's score interval. For values between, such as
-    `win_shares`, it is wide enough too: their variance is at most `p (1 - p)`. It has no random
-    numbers, and where all values agree it does not shrink to a point, as a bootstrap does.
-    """
-    z = 1.959963984540054  # quantile of the normal distribution
-    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    reach = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return max(0.0, centre - reach), min(1.0, centre + reach)
-
+from dschat_ppo.algorithms.groups import ROUNDING, Groups
 
 SMALLEST_SCALE = 1e-8
 
@@ -202,8 +83,11 @@ class RunningScale:
 
     def scale(self, scores: Tensor) -> Tensor:
         """(B,) fp32, `scores / std`; unchanged before two scores are seen, and while all are equal
-        (std below 1e-8). The division would make the first different scores huge."""
-        return scores / self.std if self.std >= SMALLEST_SCALE else scores
+        but for rounding (std below 1e-8, or below 1e-6 of the mean). The division would make the
+        first different scores huge."""
+        if self.std < max(SMALLEST_SCALE, ROUNDING * abs(self.mean)):
+            return scores
+        return scores / self.std
 
     def state_dict(self) -> dict[str, float]:
         """The state as plain numbers, for `load_state_dict`."""
@@ -238,6 +122,8 @@ class AdvantageInputs:
     # (B, K) fp32, by each reward source; NaN where it does not score the row
     source_scores: Tensor | None = None
     source_weights: Tensor | None = None  # (K,) fp64, weights of the sources in the score
+    # (B,) fp64, sizes of the numbers that S is a sum of, which its rounding is a part of; None: S
+    magnitudes: Tensor | None = None
 
 
 Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
@@ -306,11 +192,10 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """`(S - mean) / (std + epsilon)` over the group, on every token (GRPO, Shao et al. 2024). With
     a KL penalty inside S see `_standardised_gaps`; with `normalise_std` False as `dr_grpo`."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    gaps = (
-        _standardised_gaps(inputs, groups)
-        if inputs.normalise_std
-        else groups.gaps(_row_scores(inputs))
-    )  # (B,)
+    if inputs.normalise_std:
+        gaps = _standardised_gaps(inputs, groups)  # (B,)
+    else:
+        gaps = _score_gaps(inputs, groups)
     return _on_every_token(gaps - groups.mean(gaps), inputs)
 
 
@@ -327,12 +212,13 @@ def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
     With `batch_std`, std(S) is over all rows (TRL's `scale_rewards="batch"`), and Z is not divided
     again.
     """
-    totals = _row_scores(inputs)
-    # (B,) before the KL penalty
-    scores = totals if inputs.scores is None else inputs.scores.double()
-    gaps = groups.gaps(scores)
-    std = _batch_std(scores, groups) if inputs.batch_std else groups.std(gaps)
-    penalised = groups.gaps(gaps / _divisor(std, inputs) - (scores - totals))
+    scores = _scores_before_penalty(inputs)  # (B,)
+    gaps = groups.gaps(scores, inputs.magnitudes)
+    if inputs.batch_std:
+        std = _batch_std(scores, groups)
+    else:
+        std = groups.std(gaps)
+    penalised = groups.gaps(gaps / _divisor(std, inputs) + _penalty_gaps(inputs, groups))
     if inputs.batch_std:
         return penalised
     return groups.gaps(penalised / groups.std(penalised).clamp_min(1))
@@ -341,7 +227,7 @@ def _standardised_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
 def dr_grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """`S - mean` over the group, on every token (Dr. GRPO, Liu et al. 2025)."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    gaps = groups.gaps(_row_scores(inputs))  # (B,)
+    gaps = _score_gaps(inputs, groups)  # (B,)
     return _on_every_token(gaps - groups.mean(gaps), inputs)
 
 
@@ -349,7 +235,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """S minus the mean of the other scores of the group, `n / (n - 1) (S - mean)` (RLOO, Ahmadian
     et al. 2024)."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    gaps = groups.gaps(_row_scores(inputs))  # (B,)
+    gaps = _score_gaps(inputs, groups)  # (B,)
     return _on_every_token(
         (gaps - groups.mean(gaps)) * groups.sizes / (groups.sizes - 1).clamp_min(1), inputs
     )
@@ -358,7 +244,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """`S - sum(length S) / sum(length)` over the group, on every token (OPO, Hao et al. 2025)."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    gaps = groups.gaps(_row_scores(inputs))  # (B,)
+    gaps = _score_gaps(inputs, groups)  # (B,)
     lengths = inputs.response_mask.sum(dim=1).double()  # (B, R) -> (B,)
     return _on_every_token(gaps - groups.sum(lengths * gaps) / groups.sum(lengths), inputs)
 
@@ -374,7 +260,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     ranks. A KL penalty inside S makes scores unequal, so alpha is 1.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    gaps = groups.gaps(_row_scores(inputs))  # (B,)
+    gaps = _score_gaps(inputs, groups)  # (B,)
     worst = -groups.max(-gaps)  # (B,) lowest gap of the group
     informative = groups.counted & (worst < 0)
     alpha = groups.counted.sum() / informative.sum().clamp_min(1)
@@ -389,11 +275,10 @@ def grpo_pass_at_k(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     inference time objectives using reinforcement learning"). Scores are standardised as in `grpo`.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    gaps = (
-        _standardised_gaps(inputs, groups)
-        if inputs.normalise_std
-        else groups.gaps(_row_scores(inputs))
-    )  # (B,)
+    if inputs.normalise_std:
+        gaps = _standardised_gaps(inputs, groups)  # (B,)
+    else:
+        gaps = _score_gaps(inputs, groups)
     is_best = groups.counted & (gaps == 0)
     second = groups.max(torch.where(groups.counted & ~is_best, gaps, -torch.inf))
     leads = is_best & (groups.sum(is_best.double()) == 1) & (groups.sizes > 1)
@@ -404,13 +289,14 @@ def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """`(S - mean) / mean` over the group, on every token; 0 where the mean is not above 0 (MaxRL,
     Tajwar et al. 2026, arXiv 2602.02710).
 
-    For scores of 0 and 1 this approaches the gradient of the log of the success rate. Scores,
+    For scores of 0 and 1 and n answers this is the gradient of the log of the success rate,
+    truncated at order n - 1: of `-sum_(k=1)^(n-1) (1 - p)^k / k`, with p the success rate. Scores,
     before the KL penalty, must be 0 or above: with negative ones a mean close to 0 makes advantages
     huge. The penalty is subtracted as it is, compared within the group.
     """
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    scores = _row_scores(inputs) if inputs.scores is None else inputs.scores.double()  # (B,)
-    gaps = groups.gaps(scores)
+    scores = _scores_before_penalty(inputs)  # (B,)
+    gaps = groups.gaps(scores, inputs.magnitudes)
     mean = groups.best(scores) + groups.mean(gaps)
     advantages = torch.where(mean > 0, (gaps - groups.mean(gaps)) / mean, 0.0)
     return _less_penalty(advantages, inputs, groups)
@@ -446,11 +332,12 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     """The return-to-go, with the mean score of the group as the baseline (REINFORCE++-baseline, Hu
     2025)."""
     groups = Groups.of(inputs.groups, inputs.response_mask)
-    scores = _row_scores(inputs)
-    mean = groups.best(scores) + groups.mean(groups.gaps(scores))  # (B,) fp64
-    advantages, returns = _above_baseline(mean, inputs)
-    # (B, 1) over (B, R)
-    return torch.where(groups.sizes.unsqueeze(1) > 1, advantages, 0.0), returns
+    gaps = _score_gaps(inputs, groups)
+    # The mean of the group; and of a group with equal scores each row's own, without rounding.
+    baselines = _row_scores(inputs) - (gaps - groups.mean(gaps))  # (B,) fp64
+    advantages, returns = _above_baseline(baselines, inputs)
+    has_mates = groups.sizes.unsqueeze(1) > 1  # (B, 1)
+    return torch.where(has_mates, advantages, 0.0), returns
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -470,18 +357,31 @@ def by_turn(
     the same turn of the other episodes of their group that have one. A turn is a run of True tokens
     of the mask. `turn_rewards` (B, R) fp32 is the part of the scores that is in the rewards before
     the last token.
+
+    What is left of a score after a turn has the rounding of the whole score: of equal episodes it
+    may be 0 and 1e-5. So whether such scores are equal is decided by the size of the whole ones.
     """
     mask = inputs.response_mask
+    whole_scores = _scores_before_penalty(inputs)  # (B,)
+    magnitudes = whole_scores.abs() + zero_outside(turn_rewards, mask).double().abs().sum(dim=1)
     starts = mask & ~pad(mask, (1, 0))[:, :-1]  # (B, R)
     turns = torch.where(mask, starts.cumsum(dim=1), 0)  # (B, R), from 1 on
     advantages = torch.zeros_like(inputs.rewards)
     for turn in range(1, int(turns.max()) + 1):
         left = turns >= turn
-        earlier = zero_outside(turn_rewards, mask & ~left).sum(dim=1)  # (B,)
-        scores = None if inputs.scores is None else inputs.scores - earlier
-        rewards = zero_outside(inputs.rewards, left)
-        found, _ = estimate(replace(inputs, rewards=rewards, response_mask=left, scores=scores))
-        advantages = torch.where(turns == turn, found, advantages)
+        scores = None
+        if inputs.scores is not None:
+            earlier = zero_outside(turn_rewards, mask & ~left).double().sum(dim=1)  # (B,)
+            scores = inputs.scores.double() - earlier
+        from_turn = replace(
+            inputs,
+            rewards=zero_outside(inputs.rewards, left),
+            response_mask=left,
+            scores=scores,
+            magnitudes=magnitudes,
+        )
+        of_turn, _ = estimate(from_turn)
+        advantages = torch.where(turns == turn, of_turn, advantages)
     return advantages, returns_to_go(inputs.rewards, mask, inputs.gamma)
 
 
@@ -493,6 +393,26 @@ def none(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 def _row_scores(inputs: AdvantageInputs) -> Tensor:
     """S: (B, R) token rewards -> (B,) fp64 sums over the mask."""
     return zero_outside(inputs.rewards, inputs.response_mask).double().sum(dim=1)
+
+
+def _scores_before_penalty(inputs: AdvantageInputs) -> Tensor:
+    """(B,) fp64, S without the KL penalty."""
+    if inputs.scores is None:
+        return _row_scores(inputs)
+    return inputs.scores.double()
+
+
+def _score_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
+    """(B,) fp64 gaps of S."""
+    return groups.gaps(_row_scores(inputs), inputs.magnitudes)
+
+
+def _penalty_gaps(inputs: AdvantageInputs, groups: Groups) -> Tensor:
+    """(B,) fp64 gaps of what the penalties add to S. They are differences of numbers of the size of
+    S, and so have its rounding."""
+    scores = _scores_before_penalty(inputs)
+    magnitudes = scores.abs() if inputs.magnitudes is None else inputs.magnitudes
+    return groups.gaps(_row_scores(inputs) - scores, magnitudes)
 
 
 def _divisor(std: Tensor, inputs: AdvantageInputs) -> Tensor:
@@ -512,8 +432,7 @@ def _less_penalty(
 ) -> tuple[Tensor, Tensor]:
     """The advantages of rows (B,), less the penalty in the rewards minus its mean over the group,
     on every token."""
-    totals = _row_scores(inputs)
-    gaps = groups.gaps(totals - (totals if inputs.scores is None else inputs.scores.double()))
+    gaps = _penalty_gaps(inputs, groups)
     return _on_every_token(advantages + gaps - groups.mean(gaps), inputs)
 
 

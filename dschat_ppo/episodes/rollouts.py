@@ -42,9 +42,9 @@ class EnvironmentReward:
     name = "environment"
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32."""
+        """(B,) fp32. The sum is in fp64, so that the order of equal rewards does not show."""
         assert rollout.turn_rewards is not None
-        return rollout.turn_rewards.sum(dim=1)
+        return rollout.turn_rewards.double().sum(dim=1).float()
 
 
 def described_tools(

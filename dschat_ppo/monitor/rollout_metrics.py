@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dschat_ppo.algorithms.advantage_estimators import groups_that_differ
+from dschat_ppo.algorithms.groups import groups_that_differ
 from dschat_ppo.algorithms.kl import kl_k1, kl_k3
 from dschat_ppo.common.dist import gather_cat
 from dschat_ppo.common.phases import PhaseClock

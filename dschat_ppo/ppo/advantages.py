@@ -101,9 +101,8 @@ class AdvantageComputation:
             rewards = token_rewards(scores, kl, mask, self.used_kl_coef)  # (N, R)
         else:
             at_turns = self._at_turns(rows)
-            rewards = (
-                token_rewards(scores - at_turns.sum(dim=1), kl, mask, self.used_kl_coef) + at_turns
-            )
+            at_the_end = (scores.double() - at_turns.double().sum(dim=1)).float()  # (N,)
+            rewards = token_rewards(at_the_end, kl, mask, self.used_kl_coef) + at_turns
         loss_mask = mask & rows.ended.unsqueeze(1) if flags.mask_truncated_answers else mask
         numbers = torch.arange(len(mask), device=mask.device)
         return RewardedRollout(

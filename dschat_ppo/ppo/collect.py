@@ -15,7 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.advantage_estimators import groups_that_differ, groups_within
+from dschat_ppo.algorithms.groups import groups_that_differ, groups_within
 from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger, print_line

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from dschat_ppo.algorithms.advantage_estimators import pass_at_k
+from dschat_ppo.algorithms.evaluation_statistics import pass_at_k
 from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import make_folder, write_file

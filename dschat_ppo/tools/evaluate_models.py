@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from dschat_ppo.algorithms.advantage_estimators import wilson_interval, win_shares
+from dschat_ppo.algorithms.evaluation_statistics import wilson_interval, win_shares
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path

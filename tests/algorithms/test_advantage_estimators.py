@@ -2,6 +2,7 @@
 over definitions."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,13 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dschat_ppo.algorithms.advantage_estimators import (
     ESTIMATORS,
     AdvantageInputs,
-    Groups,
     by_turn,
-    groups_that_differ,
-    groups_within,
     returns_to_go,
     token_rewards,
 )
+from dschat_ppo.algorithms.groups import Groups, groups_that_differ, groups_within
 from dschat_ppo.config.algorithm_flags import WITHIN_A_GROUP
 
 LENGTHS = (5, 3, 0, 1, 2, 5, 4, 0)
@@ -169,8 +168,8 @@ def test_differences_survive_fp32_and_the_kl_penalty_is_subtracted_before_the_ba
     # In fp32 1e8 + 1 - 1e8 is 0, and so is the difference to the other row.
     rewards = torch.tensor([[1e8, 1.0, -1e8], [0.0, 9.0, 9.0]])
     assert row_advantages("dr_grpo", inputs_of(ragged_mask([3, 1]), rewards, [0, 0])) == [0.5, -0.5]
-    # 3e6 and 3e6 + 0.25: the gaps to the best score are exact.
-    assert row_advantages("dr_grpo", scored([3e6, 3e6 + 0.25], [0, 0])) == [-0.125, 0.125]
+    # 3e6 and 3e6 + 4, more than a millionth apart: the gaps to the best score are exact.
+    assert row_advantages("dr_grpo", scored([3e6, 3e6 + 4], [0, 0])) == [-2.0, 2.0]
 
 
 def penalised(scores, penalties, **changes) -> AdvantageInputs:
@@ -292,6 +291,47 @@ def test_equal_scores_have_advantage_exactly_zero(name, score):
             scored([score] * 7, [0] * 7, lengths, epsilon=epsilon), [score] * 7, weights=[1.0]
         )
         assert torch.equal(ESTIMATORS[name](inputs)[0], torch.zeros(7, 5))
+
+
+# In fp32 1002.3 + 13 x 0.1 is 1003.6002, 1003.5999 in another order: 4e-7 of it apart.
+ROUNDED = [1003.6002, 1003.5999, 1003.6, 1003.6]
+
+
+@pytest.mark.parametrize("batch_std", [False, True])
+@pytest.mark.parametrize("name", WITHIN_A_GROUP)
+def test_scores_that_are_equal_but_for_rounding_have_advantage_zero(name, batch_std):
+    for more, groups in (([], []), ([1.0, 3.0], [7, 7])):
+        scores = ROUNDED + more
+        inputs = scored(scores, [0] * 4 + groups, batch_std=batch_std, epsilon=1e-6)
+        inputs = of_sources(inputs, scores, weights=[1.0])
+        # the scores that other code computed in another way, to a last digit
+        inputs = replace(inputs, scores=torch.tensor(scores) * (1 + 1e-7))
+        advantages = ESTIMATORS[name](inputs)[0]
+        assert advantages[:4].abs().max() < 1e-9
+        assert not more or advantages[4:].abs().max() > 1e-3
+
+
+def test_a_large_score_does_not_hide_what_differs_beside_it_by_hand():
+    # 1, 3 and 5 in one group, 1e9 in another: the sizes of another group say nothing.
+    inputs = scored([1.0, 3.0, 5.0, 1e9, 1e9], [0, 0, 0, 1, 1])
+    assert row_advantages("grpo", inputs) == pytest.approx([-1.0, 0.0, 1.0, 0.0, 0.0])
+    assert row_advantages("gpg", scored([2.0, 2.00001], [0, 0])) == pytest.approx(
+        [-5e-6, 5e-6], rel=0.05
+    )
+
+
+def test_maxrl_with_n_answers_is_the_gradient_of_the_log_success_rate_to_order_n_less_1():
+    """Over all outcomes of n answers, each right with probability p = sigmoid(x)."""
+    p = 0.3
+    for n in (2, 3, 5):
+        expected = 0.0  # of sum over answers of advantage x d log(probability of the answer) / dx
+        for outcome in product([0.0, 1.0], repeat=n):
+            probability = np.prod([p if right else 1 - p for right in outcome])
+            advantages = row_advantages("maxrl", scored(list(outcome), [0] * n))
+            slopes = [right - p for right in outcome]
+            expected += probability * np.dot(advantages, slopes) / n
+        truncated = sum((1 - p) ** (k - 1) for k in range(1, n)) * p * (1 - p)
+        assert expected == pytest.approx(truncated, rel=1e-6)
 
 
 def test_reinforce_plus_plus_with_and_without_a_baseline_by_hand():
@@ -491,6 +531,8 @@ def test_statistics_by_hand_without_the_empty_rows():
     [
         ([1.0, 1.0, 2.0, 3.0], [False, False, True, True]),
         ([0.0, 0.0, 0.0, 0.0], [False] * 4),
+        ([1003.6002, 1003.5999, -0.1, -0.1000002], [False, False, True, True]),
+        ([1e-9, 1.00001e-9, -3.0, -3.000001], [True, True, False, False]),
         ([1.0, 1.0, float("nan"), 3.0], [False, False, True, True]),
         ([1.0, 1.0, float("inf"), float("inf")], [False, False, True, True]),
     ],
@@ -534,6 +576,21 @@ def test_turns_are_credited_with_the_rewards_from_them_on_by_hand():
         [4.0, 0.0, 4.0, 0.0, 0.0],
         [8.0, 8.0, 8.0, 0.0, 0.0],
     ]
+
+
+@pytest.mark.parametrize("name", sorted(set(WITHIN_A_GROUP) - {"gdpo"}))
+def test_turns_of_equal_episodes_have_advantage_zero(name):
+    """Four episodes of three turns score 3 x 100.3, or 0 with another sign in one turn; what is
+    left of the score at the last token and after each turn is rounding."""
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1]]).bool().repeat(4, 1)
+    for last in (100.3, -200.6):
+        at_turns = torch.tensor([[0.0, 100.3, 0.0, 100.3, 0.0, last]]).repeat(4, 1)
+        scores = torch.tensor([1e-5, -2e-5, 0.0, 3e-5]) + at_turns.sum(dim=1)  # fp32's last digits
+        rewards = at_turns.clone()
+        rewards[:, -1] += scores - at_turns.sum(dim=1)
+        inputs = inputs_of(mask, rewards, [0] * 4, scores=scores, gamma=1.0)
+        advantages, _ = by_turn(ESTIMATORS[name], inputs, at_turns)
+        assert advantages.abs().max() < 1e-9
 
 
 @pytest.mark.parametrize(

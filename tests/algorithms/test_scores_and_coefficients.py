@@ -16,11 +16,9 @@ from dschat_ppo.algorithms.advantage_estimators import (
     clip_scores,
     missing_eos,
     overlong_penalty,
-    pass_at_k,
-    wilson_interval,
-    win_shares,
 )
 from dschat_ppo.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedCoefficient
+from dschat_ppo.algorithms.evaluation_statistics import pass_at_k, wilson_interval, win_shares
 
 SCORES = torch.tensor([-7.0, -5.0, 0.5, 5.0, 6.0])
 
@@ -65,6 +63,8 @@ def test_scores_are_unchanged_until_two_differ():
     running.update(torch.tensor([4.0]))
     assert torch.equal(running.scale(SCORES), SCORES)
     running.update(torch.tensor([4.0, 4.0]))
+    assert torch.equal(running.scale(SCORES), SCORES)
+    running.update(torch.tensor([4.0 + 1e-6]))  # equal but for rounding
     assert torch.equal(running.scale(SCORES), SCORES)
     running.update(torch.tensor([4.0 + 6e-3]))
     assert torch.equal(running.scale(SCORES), SCORES / running.std)

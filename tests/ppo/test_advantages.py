@@ -9,7 +9,7 @@ from tiny_experience import record
 
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
 from dschat_ppo.ppo.advantages import AdvantageComputation
-from dschat_ppo.types import FinishReason, ScoredRollout
+from dschat_ppo.types import FinishReason, ScoredRollout, select_rows
 
 LENGTHS = (3, 1, 0, 4, 2, 4)
 GROUPS = (5, 5, 9, 9, 2, 2)
@@ -304,3 +304,29 @@ def test_rewards_to_go_are_received_at_the_ends_of_turns(name):
         second = 2.0 + value[3] - value[1] + lam * last
         first = value[1] - value[0] + lam * second
         np.testing.assert_allclose(found.numpy(), [first, second, 0.0, last], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gpg", "maxrl", "reinforce_plus_plus_baseline"])
+def test_equal_rewards_of_another_order_or_in_other_turns_teach_nothing(name):
+    """Two pairs of episodes of two turns, in each pair with rewards that are equal in all turns, of
+    the unit 100.3. Their fp32 scores differ in the last digit, as sums in another order do."""
+    mask = torch.tensor([[True, True, False, True]]).repeat(4, 1)
+    turn_rewards = torch.zeros(4, LONGEST)
+    turn_rewards[:2, 1], turn_rewards[:2, 3] = 100.3, 3 * 100.3
+    turn_rewards[2:, 1], turn_rewards[2:, 3] = 7 * 100.3, 0.0
+    scores = turn_rewards.sum(dim=1) * torch.tensor([1.0, 1 + 2e-7, 1.0, 1 - 2e-7])
+    assert len(scores.unique()) == 4
+    rows = scored(turn_rewards=None)
+    rows = select_rows(rows, torch.arange(4))
+    rows = replace(
+        rows,
+        response_mask=mask,
+        turn_rewards=turn_rewards,
+        scores=scores,
+        groups=torch.tensor([4, 4, 8, 8]),
+    )
+    flags = AlgorithmFlags(advantage_estimator=name, kl_coef=0.0)
+    for to_go_weight in (None, 1.0):
+        compute = AdvantageComputation(flags, LONGEST, 0, 0.0, to_go_weight=to_go_weight)
+        advantages = compute.advantages(compute.with_rewards(rows), 1).advantages
+        assert advantages.abs().max() < 1e-6
