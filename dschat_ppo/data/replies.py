@@ -45,10 +45,14 @@ class Reply:
     def rest(self) -> str:
         """What follows the thoughts: what the model says, with its calls of tools. The whole text
         if there are none."""
-        if self.outside == ((0, len(self.text)),):
-            return _HEADER.sub("", self.text)
-        spoken = "".join(self.text[start:stop] for start, stop in self.outside)
-        return _HEADER.sub("", spoken).lstrip()
+        return self.rest_until(len(self.text))
+
+    def rest_until(self, end: int) -> str:
+        """What follows the thoughts before the character `end`."""
+        parts = [self.text[start : min(stop, end)] for start, stop in self.outside if start < end]
+        spoken = _HEADER.sub("", "".join(parts))
+        is_whole = self.outside == ((0, len(self.text)),)
+        return spoken if is_whole else spoken.lstrip()
 
 
 def read_reply(text: str, is_opened: bool = False) -> Reply:

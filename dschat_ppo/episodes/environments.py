@@ -56,7 +56,7 @@ class Environment(Protocol):
 
     def step(self, action: Message) -> Turn:
         """Answer the model's message; its tool calls are under `tool_calls`, as in transformers'
-        chats."""
+        chats. If it has thoughts, `content` is what follows them, and `text` all of it."""
 
     def finish(self) -> Turn:
         """End the episode, whose last turn came or which a limit ended: a reward of the end, and
@@ -274,7 +274,10 @@ class _Gym:
         return Turn(_read(found[0] if isinstance(found, tuple) else found))
 
     def step(self, action: Message) -> Turn:
-        found = _result(self.instance.step(action.get("content") or ""))
+        text = action.get("content") or ""
+        if hasattr(self.instance, "init"):  # SkyRL-Gym, whose environments read the thoughts too
+            text = action.get("text", text)
+        found = _result(self.instance.step(text))
         if isinstance(found, tuple) and len(found) > 2:
             observation, reward, *ends = found
             info = ends.pop() if len(ends) > 1 else {}
@@ -331,7 +334,7 @@ class _Agent:
         return Turn(text=text[len(prompt) :] or None)
 
     def step(self, action: Message) -> Turn:
-        text = action.get("content") or ""
+        text = str(action.get("text", action.get("content") or ""))
         states = {"observation_text": self.read, "action_text": text, "label": self.label}
         found = _result(self.instance.step(states))
         feedback = str(found.get("environment_feedback") or "")

@@ -26,7 +26,7 @@ from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
 from dschat_ppo.episodes.observations import ObservationTokens
-from dschat_ppo.episodes.turns import MALFORMED, WAIT_SECONDS, EpisodeTurns, Record
+from dschat_ppo.episodes.turns import MALFORMED, WAIT_SECONDS, EpisodeTurns, Record, ends_in_thought
 from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.rewards.reward_source import RewardRequest
@@ -151,6 +151,7 @@ class EpisodeRollouts:
                 )
             except (CallError, UserError) as problem:
                 record.problem = str(problem)
+            record.is_opened = ends_in_thought(self.tokenizer, ids)
             prompts.append(ids)
             records.append(record)
         problems = sum(dist.gather_objects([record.problem for record in records]), list[str]())

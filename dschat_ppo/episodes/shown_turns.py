@@ -13,6 +13,7 @@ from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.templates import without_final
 from dschat_ppo.episodes.observations import observed_text
 from dschat_ppo.episodes.tool_calls import said_and_called
+from dschat_ppo.episodes.turns import LONGEST_MARK, ends_in_thought
 from dschat_ppo.types import Rollout
 
 
@@ -25,30 +26,46 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[list[
     """
     found = list[list[dict[str, Any]]]()
     lengths, chosen = rollout.response_lengths.tolist(), rollout.response_mask.tolist()
-    rewards = (
-        [None] * len(lengths) if rollout.turn_rewards is None else rollout.turn_rewards.tolist()
+    rewards: list[Any] = [None] * len(lengths)
+    if rollout.turn_rewards is not None:
+        rewards = rollout.turn_rewards.tolist()
+    rows = zip(
+        rollout.prompt_ids[:, -LONGEST_MARK:].tolist(),
+        rollout.response_ids.tolist(),
+        chosen,
+        lengths,
+        rewards,
+        strict=True,
     )
-    for ids, mask, length, own in zip(
-        rollout.response_ids.tolist(), chosen, lengths, rewards, strict=True
-    ):
-        parts, end = list[dict[str, Any]](), 0
+    for prompt, ids, mask, length, rewards_of_row in rows:
+        parts = list[dict[str, Any]]()
+        before, end = prompt, 0
         for is_action, tokens in groupby(mask[: 0 if all(mask[:length]) else length]):
             start, end = end, end + len(list(tokens))
-            parts += _parts(tokenizer, ids[start:end], is_action)
-            if is_action and own is not None:
-                parts[-1]["reward"] = own[end - 1]
+            if is_action:
+                parts += _action_parts(tokenizer, ids[start:end], before)
+            else:
+                seen = observed_text(tokenizer, ids[start:end])
+                parts.append({"role": "environment", "text": seen})
+            before = ids[start:end]
+            if is_action and rewards_of_row is not None:
+                parts[-1]["reward"] = rewards_of_row[end - 1]
         found.append(parts)
     return found
 
 
-def _parts(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], is_action: bool
+def _action_parts(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], before: list[int]
 ) -> list[dict[str, Any]]:
-    if not is_action:
-        return [{"role": "environment", "text": observed_text(tokenizer, ids)}]
-    said, called = said_and_called(without_final(tokenizer, decoded(tokenizer, ids))[0])
-    parts = [{"role": "model", "text": said}] if said or not called else []
-    return parts + ([{"role": "call", "text": called}] if called else [])
+    """What an action says, and its calls; `before`: the tokens that precede it."""
+    text, _ = without_final(tokenizer, decoded(tokenizer, ids))
+    said, called = said_and_called(text, ends_in_thought(tokenizer, before))
+    parts = list[dict[str, Any]]()
+    if said or not called:
+        parts.append({"role": "model", "text": said})
+    if called:
+        parts.append({"role": "call", "text": called})
+    return parts
 
 
 def heading(part: Mapping[str, Any]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dschat_ppo.data.examples import Message
+from dschat_ppo.data.examples import Message, functions_of
+from dschat_ppo.data.replies import Reply, read_reply
 
 # What follows these marks is one call, or (Mistral) a list of calls; a mark without its end is a
 # call that was cut.
@@ -25,7 +27,7 @@ _TAGS = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 # Mistral since November 2024
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([^\[]*))?\[ARGS\](.*)", re.DOTALL)
-
+_BARE_NAME = re.compile(r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"')
 
 DEEPEST = 100  # levels of a message; Python's own limit is 1000
 
@@ -34,28 +36,77 @@ class MalformedCallError(ValueError):
     """A tool call that cannot be read; the message is for the model."""
 
 
-def parse_action(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any]) -> Message:
-    """The assistant's message that `text` (without its end token) is: `content`, and `tool_calls`
-    if it has any, whose `arguments` are dicts. `MalformedCallError` for a call that is no valid
-    JSON or was cut."""
-    template = getattr(tokenizer, "response_template", None)
-    if template is not None:
+def parse_action(
+    tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any], is_opened: bool = False
+) -> Message:
+    """The assistant's message that `text` (without its end token) is: `content`, `tool_calls` if it
+    has any, whose `arguments` are dicts, and `reasoning_content` if it has thoughts, in which no
+    call counts. `is_opened`: whether the prompt ends inside a thought. `MalformedCallError` for a
+    call that is no valid JSON or was cut."""
+    reply = read_reply(text, is_opened)
+    message: Message = {"role": "assistant", "content": ""}
+    if reply.thoughts:
+        message["reasoning_content"] = reply.thoughts
+    if getattr(tokenizer, "response_template", None) is not None:
+        rest = "".join(text[start:stop] for start, stop in reply.outside)
         try:
-            found = tokenizer.parse_response(text, prefix="", tools=tools or None)
+            message |= tokenizer.parse_response(rest, prefix="", tools=tools or None)
         except (ValueError, KeyError, TypeError, RecursionError) as problem:
             raise MalformedCallError(f"the tool call cannot be read: {problem}") from None
-        return _shallow({"role": "assistant", "content": "", **found})
-    calls, content = list[dict[str, Any]](), text
-    for match in _CALLS.finditer(text):
+        return _shallow(message)
+    calls = list[dict[str, Any]]()
+    marked = _marked_calls(reply)
+    for match in marked:
         calls += _calls_of(match[match.lastgroup or 0])
-        content = text[: match.start()] if len(calls) and content is text else content
-    # Llama 3.1 and later: the whole message is a call
-    if not calls and tools and text.lstrip().startswith("{"):
-        calls, content = _calls_of(text), ""
-    message: Message = {"role": "assistant", "content": content.rstrip() if calls else text}
+    if calls:
+        message["content"] = reply.rest_until(marked[0].start()).rstrip()
+    elif tools:
+        calls = _bare_calls(reply.rest, tools)
     if calls:
         message["tool_calls"] = calls
+    else:
+        message["content"] = reply.rest
     return _shallow(message)
+
+
+def said_and_called(text: str, is_opened: bool = False) -> tuple[str, str]:
+    """The part of a message before its tool calls in the common formats, with its thoughts, and the
+    rest of it; read as by `parse_action`."""
+    reply = read_reply(text, is_opened)
+    marked = _marked_calls(reply)
+    if marked:
+        start = marked[0].start()
+        return text[:start].rstrip(), text[start:]
+    with suppress(MalformedCallError):
+        if _bare_calls(reply.rest, []):
+            start = reply.outside[-1][0]
+            return text[:start].rstrip(), text[start:].lstrip()
+    return text, ""
+
+
+def _marked_calls(reply: Reply) -> list[re.Match[str]]:
+    """The calls outside of thoughts that have the marks of a format."""
+    return [
+        match for start, stop in reply.outside for match in _CALLS.finditer(reply.text, start, stop)
+    ]
+
+
+def _bare_calls(text: str, tools: list[Any]) -> list[dict[str, Any]]:
+    """The call that a text is as a whole, as Llama 3.1 and later write it; [] for any other text,
+    also if that is JSON. `MalformedCallError` for a call of one of `tools` that is no valid JSON.
+    """
+    if not text.lstrip().startswith("{"):
+        return []
+    names = [str(tool["name"]) for tool in functions_of([{"tool_calls": tools}]) if "name" in tool]
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        named = _BARE_NAME.match(text)
+        return _calls_of(text) if named is not None and named[1] in names else []
+    name = value.get("name")
+    has_arguments = "arguments" in value or "parameters" in value
+    is_call = isinstance(name, str) and (has_arguments or name in names)
+    return _calls_of(text) if is_call else []
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> Any:
@@ -63,22 +114,14 @@ def _shallow(value: Any, levels: int = DEEPEST) -> Any:
     deeper."""
     if levels == 0:
         raise MalformedCallError(f"the tool call is nested more than {DEEPEST} levels deep")
-    for part in (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
-        _shallow(part, levels - 1)
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list):
+        inner = value
+    for each in inner:
+        _shallow(each, levels - 1)
     return value
-
-
-def said_and_called(text: str) -> tuple[str, str]:
-    """The part of a message before its tool calls in the common formats, and the rest of it."""
-    if (match := _CALLS.search(text)) is not None:
-        return text[: match.start()].rstrip(), text[match.start() :]
-    if text.lstrip().startswith("{"):
-        with suppress(MalformedCallError):
-            _calls_of(text)
-            return "", text
-    return text, ""
 
 
 def _calls_of(text: str) -> list[dict[str, Any]]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import Message
+from dschat_ppo.data.replies import Reply, opens_thought, read_reply
 from dschat_ppo.data.templates import turn_end, without_final
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
@@ -21,22 +23,47 @@ from dschat_ppo.rewards.worker_pool import CallError
 
 WAIT_SECONDS = 1.0
 MALFORMED = "error"  # in place of the name of the tool
+LONGEST_MARK = 32  # tokens, of one byte each, with the white space after it
 
 
 def read_action(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], tools: list[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[int],
+    tools: list[dict[str, Any]],
+    is_opened: bool = False,
 ) -> tuple[Message, Turn | None]:
     """The message that the tokens of an action are, and what answers it if its tool calls cannot be
-    read."""
-    text, _ = without_final(tokenizer, str(tokenizer.decode(ids, skip_special_tokens=not tools)))
+    read. `is_opened`: whether what precedes the action ends inside a thought. Without tools the
+    `content` is what follows the thoughts, and `text` all that the model wrote, if that is more."""
+    text, _ = without_final(tokenizer, decoded(tokenizer, ids))
+    if not tools:
+        return _plain_action(tokenizer, ids, read_reply(text, is_opened)), None
     try:
-        return parse_action(tokenizer, text, tools) if tools else {
-            "role": "assistant",
-            "content": text,
-        }, None
+        return parse_action(tokenizer, text, tools, is_opened), None
     except MalformedCallError as problem:
         answer = {"role": "tool", "name": MALFORMED, "content": f"error: {problem}"}
         return {"role": "assistant", "content": text}, Turn([answer], failed_calls=1)
+
+
+def _plain_action(tokenizer: PreTrainedTokenizerBase, ids: list[int], reply: Reply) -> Message:
+    """The message of an action without tools; no special token is in it."""
+    text, _ = without_final(tokenizer, str(tokenizer.decode(ids, skip_special_tokens=True)))
+    if not reply.thoughts and reply.rest == reply.text:
+        return {"role": "assistant", "content": text}
+    content = reply.rest
+    for token in tokenizer.all_special_tokens:
+        content = content.replace(token, "")
+    return {
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": reply.thoughts,
+        "text": text,
+    }
+
+
+def ends_in_thought(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Whether tokens end with the mark that begins a thought, so the next action continues it."""
+    return opens_thought(decoded(tokenizer, ids[-LONGEST_MARK:]))
 
 
 @dataclass
@@ -49,6 +76,7 @@ class Record:
     numbers: dict[str, float] = field(default_factory=dict)
     failed_calls: int = 0
     problem: str = ""  # why its environment could not go on; "" if it did not fail
+    is_opened: bool = False  # whether the tokens before its next action end inside a thought
 
 
 class EpisodeTurns:
@@ -68,12 +96,10 @@ class EpisodeTurns:
         most: int,
         records: Sequence[Record],
     ):
-        self.episodes, self.observations, self.tokenizer, self.most = (
-            episodes,
-            observations,
-            tokenizer,
-            most,
-        )
+        self.episodes = episodes
+        self.observations = observations
+        self.tokenizer = tokenizer
+        self.most = most
         self.records = records
         self._answers = list[tuple[int, Turn | CallError]]()  # that no environment was asked for
         self._finishing = set[int]()
@@ -91,7 +117,7 @@ class EpisodeTurns:
             self._answers.append((sequence, CallError(record.problem)))
             return
         self._ended[sequence] = ids[-1] == self._end
-        action, answer = read_action(self.tokenizer, ids, tools)
+        action, answer = read_action(self.tokenizer, ids, tools, record.is_opened)
         record.messages.append(action)
         if answer is not None:
             self._answers.append((sequence, answer))
@@ -156,7 +182,9 @@ class EpisodeTurns:
                 tokens = self.observations(turn, self._ended.get(sequence, True))
             except UserError as problem:  # of the template or the tokenizer; other ranks go on
                 record.problem = f"answered what cannot be rendered: {problem}"
-        if not tokens:
+        if tokens:
+            record.is_opened = ends_in_thought(self.tokenizer, tokens)
+        else:
             self._finish(sequence)
         found.append((sequence, tokens))
 

@@ -18,7 +18,7 @@ from dschat_ppo.data.templates import Messages, turn_end
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens, observed_text
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
-from dschat_ppo.episodes.turns import WAIT_SECONDS, read_action
+from dschat_ppo.episodes.turns import WAIT_SECONDS, ends_in_thought, read_action
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.worker_pool import CallError
 from dschat_ppo.rollout.continuous_batching import never
@@ -67,7 +67,12 @@ class EpisodeModel(ChatModel):
                     yield token
                 if remark := token.note:  # a limit cut it
                     break
-                action, answer = read_action(self.tokenizer, ids[start:], self.tools)
+                action, answer = read_action(
+                    self.tokenizer,
+                    ids[start:],
+                    self.tools,
+                    ends_in_thought(self.tokenizer, ids[:start]),
+                )
                 for call in (part["function"] for part in action.get("tool_calls", ())):
                     yield Token(
                         "", "", aside=f"[call] {call['name']} {json.dumps(call['arguments'])}"

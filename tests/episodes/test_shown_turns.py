@@ -223,6 +223,17 @@ def test_rewards_of_turns_and_of_the_end_belong_to_their_actions():
     ]
 
 
+def test_an_observation_whose_template_opens_a_thought_is_followed_by_its_rest():
+    turns, answers, record, tokenizer = turns_with(steps=[Turn(user("again"))] * 3)
+    template = tokenizer.chat_template
+    assert template.count("<|im_start|>assistant\n") == 1
+    tokenizer.chat_template = template.replace("assistant\n", "assistant\n<think>\n")
+    for text, content in (("first", "first"), ("Um.</think>second", "second"), ("Cut", "")):
+        turns.end_turn(0, tokenizer.encode(f"{text}<|im_end|>"), 4)
+        turns.observed(True) if text != "Cut" else None
+        assert answers.asked[-1]["content"] == content
+
+
 def test_an_episode_ends_after_the_most_turns_or_where_a_limit_cuts_it():
     turns, answers, record, tokenizer = turns_with(
         most=1, steps=[Turn(user("again"))], last=Turn(reward=2.0)
