@@ -2,9 +2,9 @@
 sets store them.
 
 Messages become plain lists for a chat template. Accepted are role/content and from/value
-(ShareGPT), content as text or as text parts, tool calls and tool messages, and lists of texts,
-which alternate between user and assistant. Keys whose value is null are dropped, because Arrow adds
-every key of a column to every message.
+(ShareGPT), content as text or as text parts, tool calls and tool messages, pairs of a question and
+an answer, and lists of texts, which alternate between user and assistant. Keys whose value is null
+are dropped, because Arrow adds every key of a column to every message.
 """
 
 from __future__ import annotations
@@ -64,6 +64,17 @@ WEIGHTS = ("weight", "weights", "loss_mask", "mask", "train", "trainable", "trai
 THOUGHTS = "reasoning_content", "thinking", "reasoning"
 _NUMBERS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # a key of messages that their data set excludes from training; it never reaches a template
+# Keys of an object that is a turn of the user and one of the assistant
+TURNS = (
+    ("input", "output"),
+    ("user", "assistant"),
+    ("human", "assistant"),
+    ("human", "gpt"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+)
 CONTEXT = "_context"
 
 
@@ -231,6 +242,32 @@ def looks_like_messages(value: Any) -> bool:
     return any(map(looks_like_messages, value))
 
 
+def turns_in(value: Any) -> list[Any]:
+    """The texts of the user and the assistant in a list of pairs: objects with two keys, such as
+    `input` and `output`, or lists of two texts; [] if a value is no such list. The last pair may
+    lack its answer."""
+    if not isinstance(value, list):
+        return []
+    texts = list[Any]()
+    for pair in value:
+        if isinstance(pair, dict):
+            keys = {key for key, inner in pair.items() if inner is not None}
+            pair = next(
+                (
+                    [pair.get(asked), pair.get(said)]
+                    for asked, said in TURNS
+                    if asked in keys and keys <= {asked, said}
+                ),
+                [],
+            )
+        if not isinstance(pair, list) or len(pair) != 2:
+            return []
+        texts += pair
+    if texts and texts[-1] is None:
+        texts.pop()
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
 def leaves_out(weight: Any) -> bool:
     """Whether the value of a column of `WEIGHTS`, perhaps a list, says something else than that all
     is trained."""
@@ -252,6 +289,14 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else kind_of(value)
         raise UserError(f"'{column}' is {what}; expected a list of role/content messages")
+    if all(isinstance(part, list) and looks_like_messages(part) for part in value):
+        if len(value) > 1:
+            raise UserError(
+                f"'{column}' holds {len(value)} conversations; --messages_column {column}.0 reads"
+                " the first one"
+            )
+        value = value[0]
+    value = turns_in(value) or value
     if all(isinstance(text, str) for text in value):
         value = [
             {"role": ("user", "assistant")[number % 2], "content": text}

@@ -30,6 +30,7 @@ from dschat_ppo.data.examples import (
     number_of,
     read_messages,
     text_at,
+    turns_in,
     value_at,
     without_context,
 )
@@ -144,16 +145,9 @@ class Cells:
             return []
         expected = "pairs of question and answer"
         pairs = self.listed("history", expected)
-        if looks_like_messages(pairs):
-            return self.messages("history", pairs)
-        for pair in pairs:
-            if not (
-                isinstance(pair, list)
-                and len(pair) == 2
-                and all(isinstance(text, str) for text in pair)
-            ):
-                raise UserError(f"'history' holds {kind_of(pair)}; expected {expected}")
-        return self.messages("history", [text for pair in pairs for text in pair]) if pairs else []
+        if pairs and not turns_in(pairs) and not looks_like_messages(pairs):
+            raise UserError(f"'history' holds {kind_of(pairs[0])}; expected {expected}")
+        return self.messages("history", pairs) if pairs else []
 
 
 # Prompts and answers that are text or messages
@@ -223,6 +217,8 @@ def _with_prompt(prompt: Prompt | None, before: Messages, column: str) -> Messag
     it."""
     if prompt is None and not before:
         raise UserError(f"{column} has nothing before the assistant's answer")
+    if isinstance(prompt, str) and before and before[0]["role"] == "assistant":
+        return [{"role": "user", "content": prompt}, *before]
     if isinstance(prompt, str):
         if before and prompt.strip() not in [
             turn["content"].strip() for turn in before if turn["role"] == "user"

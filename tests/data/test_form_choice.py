@@ -177,6 +177,12 @@ SHAPES = {
         ["In the hall."],
     ),
     "user_assistant": ({}, "sft", [LAMP], ["In the hall."]),
+    "turns_input_output": (
+        {},
+        "sft",
+        [LAMP, "assistant: The lamp is in the hall.", COLOUR],
+        ["Red."],
+    ),
     "dialogue_list": ({}, "sft", [LAMP], ["In the hall."]),
     "mixed_output_types": ({}, "sft", ["user: What is 0 + 1?"], ["1"]),
     "alpaca_empty_instruction": ({}, "sft", [LAMP], ["In the hall."]),
@@ -195,6 +201,41 @@ SHAPES = {
         ["In the hall."],
     ),
 }
+
+
+WHERE, HERE, NEXT, RED = TURNS = ["Where is the lamp?", "In the hall.", "And its colour?", "Red."]
+REST = [assistant(HERE), user(NEXT), assistant(RED)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversation": [{"input": WHERE, "output": HERE}, {"input": NEXT, "output": RED}]},
+        {"messages": [{"human": WHERE, "assistant": HERE}, {"human": NEXT, "assistant": RED}]},
+        {"messages": [{"question": WHERE, "answer": HERE}, {"question": NEXT, "answer": RED}]},
+        {"conversations": [[WHERE, HERE], [NEXT, RED]]},
+        {"messages": [[ASK, *REST]]},
+        {"prompt": [ASK], "completion": REST},
+        {"prompt": WHERE, "completion": REST},
+        {"question": WHERE, "answer": REST},
+    ],
+)
+def test_turns_are_pairs_or_lists_and_an_answer_may_be_several_messages(row):
+    [example] = read([row], "sft")
+    assert [turn["content"] for turn in example.prompt] + example.answers == TURNS
+    assert [turn["role"] for turn in example.prompt] == ["user", "assistant", "user"]
+
+
+def test_turns_are_not_read_where_something_would_be_lost():
+    asked = {"input": "Where?", "output": "Here."}
+    assert read([{"conversation": [asked, {"input": "And?", "output": None}]}], "prompt")
+    for lost in ({**asked, "weight": 0}, {**asked, "system": "Be brief."}):
+        with pytest.raises(UserError, match="message 1 of 'conversation' has no role"):
+            read([{"conversation": [lost]}], "sft")
+    row = {"messages": [[ASK, HALL], [ASK, ROOF]]}
+    with pytest.raises(UserError, match="holds 2 conversations; --messages_column messages.0"):
+        read([row], "sft")
+    assert read([row], "sft", messages_column="messages.0")[0].answers == ["In the hall."]
 
 
 def rows_of(name: str) -> list[dict]:
