@@ -26,7 +26,8 @@ def _warps(block: int) -> int:
 @triton.jit
 def _norm_kernel(states, weight, normal, width, eps, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
-    inside, row = columns < width, tl.program_id(0).to(tl.int64) * width
+    inside = columns < width
+    row = tl.program_id(0).to(tl.int64) * width
     x = tl.load(states + row + columns, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     n = (
@@ -40,7 +41,8 @@ def _norm_kernel(states, weight, normal, width, eps, BLOCK: tl.constexpr):
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich
     2019, equation 4)"""
-    normal, width = torch.empty_like(states), states.shape[-1]
+    normal = torch.empty_like(states)
+    width = states.shape[-1]
     block = triton.next_power_of_2(width)
     _norm_kernel[(states.numel() // width,)](
         states, weight, normal, width, eps, block, num_warps=_warps(block)
@@ -66,7 +68,8 @@ def _norm_backward_kernel(  # noqa: PLR0913
     sums = tl.zeros((BLOCK,), tl.float32)
     for step in range(ROWS):
         number = tl.program_id(0).to(tl.int64) * ROWS + step
-        inside, row = columns < tl.where(number < rows, width, 0), number * width
+        inside = columns < tl.where(number < rows, width, 0)
+        row = number * width
         x = tl.load(states + row + columns, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gradient + row + columns, mask=inside, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
@@ -83,8 +86,10 @@ def rms_norm_backward(
     states: Tensor, weight: Tensor, gradient: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
-    of_states, width = torch.empty_like(states), states.shape[-1]
-    rows, block = states.numel() // width, triton.next_power_of_2(width)
+    of_states = torch.empty_like(states)
+    width = states.shape[-1]
+    rows = states.numel() // width
+    block = triton.next_power_of_2(width)
     # each value compiles a kernel
     chunk = triton.next_power_of_2(max(1, triton.cdiv(rows, _PROGRAMS)))
     # programs share none
@@ -120,20 +125,20 @@ def _rotation_kernel(  # noqa: PLR0913
     EVERY: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    row, column, head = (
-        tl.program_id(0).to(tl.int64),
-        tl.arange(0, HALF)[None, :],
-        tl.arange(0, EVERY)[:, None],
-    )
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, HALF)[None, :]
+    head = tl.arange(0, EVERY)[:, None]
     kind = found.dtype.element_ty
-    every, turns = heads + 2 * others, head < heads + others
+    every = heads + 2 * others
+    turns = head < heads + others
     inside = (head < every) & (column < half)
     # `found` holds the heads of all rows, then their `others`, then what is not rotated.
     before = tl.where(head < heads, 0, tl.where(turns, heads, heads + others))
     place = (
         rows * before + row * tl.where(head < heads, heads, others) + head - before
     ) * 2 * half + column
-    first, angle = (row * every + head) * 2 * half + column, (row % angles) * 2 * half + column
+    first = (row * every + head) * 2 * half + column
+    angle = (row % angles) * 2 * half + column
     a = tl.load(values + first, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(values + first + half, mask=inside, other=0.0).to(tl.float32)
     cos_a = tl.load(cos + angle, mask=column < half, other=0.0).to(tl.float32)
@@ -152,10 +157,8 @@ def _rotate(
     values: Tensor, cos: Tensor, sin: Tensor, heads: int, others: int, back: bool
 ) -> Tensor:
     rows, every, width = values.shape
-    found, sizes = (
-        torch.empty_like(values),
-        (triton.next_power_of_2(every), triton.next_power_of_2(width // 2)),
-    )
+    found = torch.empty_like(values)
+    sizes = (triton.next_power_of_2(every), triton.next_power_of_2(width // 2))
     _rotation_kernel[(rows,)](
         values,
         found,
@@ -202,7 +205,8 @@ def rotated(values: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Ten
 @triton.jit
 def _gated_kernel(gate, up, product, width, stride, BLOCK: tl.constexpr):
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, row = columns < width, tl.program_id(0).to(tl.int64)
+    inside = columns < width
+    row = tl.program_id(0).to(tl.int64)
     a = tl.load(gate + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     silu = (a / (1 + tl.exp(-a))).to(product.dtype.element_ty).to(tl.float32)
@@ -212,8 +216,10 @@ def _gated_kernel(gate, up, product, width, stride, BLOCK: tl.constexpr):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves
     of one tensor."""
-    product, width = gate.new_empty(gate.shape), gate.shape[-1]
-    gate, up = gate.reshape(-1, width), up.reshape(-1, width)
+    product = gate.new_empty(gate.shape)
+    width = gate.shape[-1]
+    gate = gate.reshape(-1, width)
+    up = up.reshape(-1, width)
     assert gate.stride() == up.stride()
     grid = len(gate), triton.cdiv(width, _COLUMNS)
     _gated_kernel[grid](gate, up, product, width, gate.stride(0), _COLUMNS)
@@ -236,7 +242,8 @@ def _gated_backward_kernel(gate, up, gradient, of_gate, of_up, size, BLOCK: tl.c
 
 def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up (..., I), given that of `swiglu`."""
-    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    of_gate = torch.empty_like(gate)
+    of_up = torch.empty_like(up)
     _gated_backward_kernel[(triton.cdiv(gate.numel(), _COLUMNS),)](
         gate, up, gradient, of_gate, of_up, gate.numel(), _COLUMNS
     )

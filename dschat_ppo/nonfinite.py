@@ -120,14 +120,17 @@ class NonFinitePolicy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
-        self._in_a_row, self._skipped = Counter(state["in_a_row"]), state["skipped"]
+        self._in_a_row = Counter(state["in_a_row"])
+        self._skipped = state["skipped"]
         self._overflows = Counter(state["overflows"])
 
 
 def bad_rows(record: Any) -> dict[str, int]:
     """Field -> how many of its rows have a NaN or infinity, in a dataclass of tensors. If it has a
     `response_mask` (B, R), fields of that shape are checked only where the mask is True."""
-    unused = UNUSED if getattr(record, "old_logprobs", None) is not None else UNUSED[:1]
+    unused: tuple[str, ...] = UNUSED[:1]
+    if getattr(record, "old_logprobs", None) is not None:
+        unused = UNUSED
     mask = getattr(record, "response_mask", None)
     bad: dict[str, Tensor] = {}
     for name, value in tensors_of(record).items():
@@ -135,7 +138,10 @@ def bad_rows(record: Any) -> dict[str, int]:
             places = ~value.isfinite()
             if mask is not None and value.shape == mask.shape:
                 places &= mask
-            bad[name] = places.flatten(1).any(dim=1).sum() if places.dim() > 1 else places.sum()
+            if places.dim() > 1:
+                bad[name] = places.flatten(1).any(dim=1).sum()
+            else:
+                bad[name] = places.sum()
     return {name: int(rows) for name, rows in read(bad).items() if rows}  # one read for all fields
 
 
@@ -187,10 +193,8 @@ class ReproBundles:
         """Make the new folder and remove old bundles, on rank 0."""
         first = f"step_{step:06d}_rank_{rank}"
         names = chain([first], (f"{first}_{number}" for number in count(2)))
-        root, most = (
-            Path(self.config.run.folder) / "nonfinite",
-            self.config.safety.max_nonfinite_skips + 1,
-        )
+        root = Path(self.config.run.folder) / "nonfinite"
+        most = self.config.safety.max_nonfinite_skips + 1
         with storage_errors(root):
             folder = next(root / name for name in names if not (root / name).exists())
             folder.mkdir(parents=True)

@@ -87,9 +87,9 @@ class Rollout:
     @property
     def response_lengths(self) -> Tensor:
         """(B,) int64, tokens after the prompt, of both kinds."""
-        return (
-            self.response_mask.sum(dim=1) if self.episode_lengths is None else self.episode_lengths
-        )
+        if self.episode_lengths is None:
+            return self.response_mask.sum(dim=1)
+        return self.episode_lengths
 
     @property
     def real_mask(self) -> Tensor:

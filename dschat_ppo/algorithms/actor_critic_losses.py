@@ -79,7 +79,8 @@ def ppo(
     advantages = zero_outside(terms.advantages, terms.mask)
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - settings.clip_eps_low, 1 + settings.clip_eps_high)
-    losses, clipped = torch.maximum(plain, bounded), bounded > plain
+    losses = torch.maximum(plain, bounded)
+    clipped = bounded > plain
     if settings.dual_clip:
         ceiling = torch.where(advantages < 0, -settings.dual_clip * advantages, torch.inf)
         clipped = clipped | (losses > ceiling)
@@ -139,7 +140,8 @@ def gmpo(terms: PolicyTerms, settings: PolicyLossSettings) -> TokenLosses:
     """
     advantage = row_means(terms.advantages, terms.mask).unsqueeze(1)  # (B, R) -> (B, 1)
     log_ratio = terms.log_ratio  # (B, R)
-    low, high = -settings.clip_eps_low, settings.clip_eps_high
+    low = -settings.clip_eps_low
+    high = settings.clip_eps_high
     bounded = torch.where(advantage > 0, log_ratio.clamp_max(high), log_ratio.clamp_min(low))
     log_mean = row_means(bounded, terms.mask).unsqueeze(1).expand_as(bounded)  # (B,) -> (B, R)
     ratio = zero_outside(log_mean, terms.mask).exp()
@@ -174,7 +176,8 @@ def _within(terms: PolicyTerms, settings: PolicyLossSettings, divergence: Tensor
     """`-A rho`. A token adds neither loss nor gradient once the policy has moved the way that A
     asks for, by a `divergence` (B, R) above `clip_eps_high` where A > 0, above `clip_eps_low` where
     A < 0."""
-    ratio, advantages = terms.log_ratio.exp(), zero_outside(terms.advantages, terms.mask)
+    ratio = terms.log_ratio.exp()
+    advantages = zero_outside(terms.advantages, terms.mask)
     raised = (advantages > 0) & (ratio > 1) & (divergence > settings.clip_eps_high)
     lowered = (advantages < 0) & (ratio < 1) & (divergence > settings.clip_eps_low)
     left_out = raised | lowered

@@ -40,7 +40,8 @@ def masked_whiten(values: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor
     """`(values - mean) / sqrt(var + epsilon)`, with the mean and population variance over the mask
     in fp64. Shape and dtype of `values`; 0 outside the mask (bool, same shape), and everywhere if
     it is empty."""
-    exact, count = values.double(), mask.sum().clamp_min(1)
+    exact = values.double()
+    count = mask.sum().clamp_min(1)
     centred = exact - masked_sum(exact, mask) / count
     variance = masked_sum(centred**2, mask) / count
     return zero_outside(centred / torch.sqrt(variance + epsilon), mask).to(values.dtype)

@@ -83,4 +83,5 @@ class AdaptiveEntropy:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore what `state_dict` returned."""
-        self._coefficient, self._applied = state["coefficient"], bool(state["applied"])
+        self._coefficient = state["coefficient"]
+        self._applied = bool(state["applied"])

@@ -111,22 +111,21 @@ class _FusedTokenScores(torch.autograd.Function):
         rows: int,
         forbidden: Forbidden | None,
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        if hidden.dtype == torch.float64:
+            dtype = torch.float64
+        else:
+            dtype = torch.float32
         infinite = _may_be_infinite(hidden, bias)
         by_softmax = has_fused_softmax(hidden.device) and not infinite
         pieces = row_pieces(hidden.shape[0], rows)
         # of each piece, (rows,) each: logit of the token, log of the sum of exponentials, entropy
         found = []
         for piece in pieces:
-            x, chosen = (
-                hidden[piece],
-                torch.zeros(len(tokens[piece]), dtype=dtype, device=hidden.device),
-            )
-            largest, total, weighted = (
-                torch.full_like(chosen, torch.finfo(dtype).min / 2),
-                chosen.clone(),
-                chosen.clone(),
-            )
+            x = hidden[piece]
+            chosen = torch.zeros(len(tokens[piece]), dtype=dtype, device=hidden.device)
+            largest = torch.full_like(chosen, torch.finfo(dtype).min / 2)
+            total = chosen.clone()
+            weighted = chosen.clone()
             for start in range(0, weight.shape[0], columns):
                 logits = block_logits(
                     x, weight, bias, slice(start, start + columns), temperature, head
@@ -144,7 +143,8 @@ class _FusedTokenScores(torch.autograd.Function):
                     if infinite:
                         logits.clamp_(min=LOWEST)
                     powers = torch.exp(logits)
-                    of_block, sum_of_block = powers.sum(dim=1), torch.linalg.vecdot(powers, logits)
+                    of_block = powers.sum(dim=1)
+                    sum_of_block = torch.linalg.vecdot(powers, logits)
                     del powers
                 del logits  # before the next block is made
                 shrink = torch.exp(before - largest)
@@ -192,8 +192,14 @@ def layer_gradients(
     unused = width < weight.shape[0]
     grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     empty_like = torch.zeros_like if unused else torch.empty_like
-    grad_weight = empty_like(weight) if ctx.needs_input_grad[1] else None
-    grad_bias = empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+    if ctx.needs_input_grad[1]:
+        grad_weight = empty_like(weight)
+    else:
+        grad_weight = None
+    if bias is not None and ctx.needs_input_grad[2]:
+        grad_bias = empty_like(bias)
+    else:
+        grad_bias = None
     for start in range(0, width, ctx.columns):
         block = slice(start, min(start + ctx.columns, width))
         of_weight: Tensor | None = None  # a sum over pieces; one piece needs none
@@ -207,7 +213,10 @@ def layer_gradients(
                 torch.mm(grad.t(), hidden, out=grad_weight[block])  # (columns, N) @ (N, H)
             elif grad_weight is not None:
                 product = (grad.t() @ hidden[piece]).to(dtype)
-                of_weight = product if of_weight is None else of_weight.add_(product)
+                if of_weight is None:
+                    of_weight = product
+                else:
+                    of_weight = of_weight.add_(product)
             grad_hidden[piece] += grad @ weight[block]  # (rows, columns) @ (columns, H)
             del grad  # before the next block is made
         if grad_weight is not None and of_weight is not None:
@@ -224,10 +233,8 @@ def _sums_by_softmax(before: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Te
     S (sum of p z - z*)."""
     shares = torch.softmax(logits, dim=1)
     top, column = shares.max(dim=1)  # (rows,) each
-    highest, mean = (
-        logits.gather(1, column.unsqueeze(1)).squeeze(1),
-        torch.linalg.vecdot(shares, logits),
-    )
+    highest = logits.gather(1, column.unsqueeze(1)).squeeze(1)
+    mean = torch.linalg.vecdot(shares, logits)
     largest = torch.maximum(before, highest)
     of_block = torch.exp(highest - largest) / top
     return largest, of_block, of_block * (mean - largest)
@@ -274,7 +281,9 @@ def forbid_(logits: Tensor, forbidden: Forbidden | None, first: int = 0) -> None
 
 
 def of_rows(forbidden: Forbidden | None, piece: slice) -> Forbidden | None:
-    return None if forbidden is None else (forbidden[0][piece], forbidden[1])
+    if forbidden is None:
+        return None
+    return (forbidden[0][piece], forbidden[1])
 
 
 def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -283,7 +292,9 @@ def fp32_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if hidden.is_cuda and hidden.dtype in HALF and bias is None and FP32_PRODUCTS:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     raw = torch.nn.functional.linear(hidden, weight, bias)
-    return raw if raw.dtype == torch.float64 else raw.float()
+    if raw.dtype == torch.float64:
+        return raw
+    return raw.float()
 
 
 def _block_gradient(
@@ -293,12 +304,10 @@ def _block_gradient(
     z = logits / temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p +
     entropy)."""
     hidden, weight, bias, tokens, log_total, entropy = ctx.saved_tensors
-    hidden, tokens, log_total, entropy = (
-        hidden[piece],
-        tokens[piece],
-        log_total[piece],
-        entropy[piece],
-    )
+    hidden = hidden[piece]
+    tokens = tokens[piece]
+    log_total = log_total[piece]
+    entropy = entropy[piece]
     logits, tanh = block_logits(hidden, weight, bias, block, ctx.temperature, ctx.head)
     forbid_(logits, of_rows(ctx.forbidden, piece), block.start)
     logprobs = logits.sub_(log_total.unsqueeze(1))
@@ -319,7 +328,9 @@ def of_product_(grad: Tensor, tanh: Tensor | None, head: Head, temperature: floa
     factor = head.scale / temperature
     if factor != 1:
         grad.mul_(factor)
-    return grad if tanh is None else grad.mul_(1 - tanh * tanh)
+    if tanh is None:
+        return grad
+    return grad.mul_(1 - tanh * tanh)
 
 
 def in_block(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:

@@ -81,4 +81,6 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, straight: bo
     value = KL_ESTIMATORS[estimator](logprobs, ref_logprobs)
     if estimator == "abs" and not straight:
         return straight_through(value, smooth_abs(logprobs - ref_logprobs))
-    return straight_through(value, kl_k2(logprobs, ref_logprobs)) if straight else value
+    if straight:
+        return straight_through(value, kl_k2(logprobs, ref_logprobs))
+    return value

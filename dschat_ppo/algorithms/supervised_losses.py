@@ -59,7 +59,8 @@ def sigmoid_pair_loss(lead: Tensor, beta: float, label_smoothing: float) -> Tens
     With e = 0 this is DPO (Rafailov et al. 2023, eq. 7), with e > 0 conservative DPO for labels
     that are wrong with probability e (Mitchell 2023, "A note on DPO with noisy preferences").
     """
-    right, wrong = F.logsigmoid(beta * lead), F.logsigmoid(-beta * lead)
+    right = F.logsigmoid(beta * lead)
+    wrong = F.logsigmoid(-beta * lead)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
@@ -67,7 +68,8 @@ def robust_pair_loss(lead: Tensor, beta: float, label_smoothing: float) -> Tenso
     """`[-(1 - e) log sigmoid(beta D) + e log sigmoid(-beta D)] / (1 - 2 e)`, (B,). Its mean over
     labels that are flipped with probability e is the DPO loss of the true labels (Chowdhury et al.
     2024, "Provably robust DPO")."""
-    right, wrong = F.logsigmoid(beta * lead), F.logsigmoid(-beta * lead)
+    right = F.logsigmoid(beta * lead)
+    wrong = F.logsigmoid(-beta * lead)
     return (-(1 - label_smoothing) * right + label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 

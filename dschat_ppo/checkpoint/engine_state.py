@@ -35,7 +35,8 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.types import Engine
 
 COMMON = "common.pt"
-WEIGHTS, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq", "momentum_buffer")
+WEIGHTS = "fp32"
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -104,7 +105,8 @@ def save_engine(engine: Engine, folder: Path, writer: BackgroundWriter) -> None:
         }
         writer.save(common, folder / COMMON)
     if engine.zero_optimization() or dist.is_main():
-        masters, held = flat_masters(engine), engine.basic_optimizer.state
+        masters = flat_masters(engine)
+        held = engine.basic_optimizer.state
         states = [held.get(master, {}) for master in masters]  # empty before the first step
         shard = {
             "fragments": [astuple(fragment) for fragment in _fragments_of(engine)],
@@ -172,7 +174,8 @@ def load_engine(engine: Engine, folder: Path) -> None:
 def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Go to the step of the saved schedule, on the engine's own schedule and rates."""
     scheduler = engine.lr_scheduler
-    scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
+    scheduler.last_epoch = saved["last_epoch"]
+    scheduler._step_count = saved["_step_count"]
     for group, rate, factor in zip(
         engine.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
     ):
@@ -181,7 +184,8 @@ def resume_schedule(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def _require_same_parameters(folder: Path, common: Mapping[str, Any], engine: Any) -> None:
-    own, saved = _shapes_of(engine), common["shapes"]
+    own = _shapes_of(engine)
+    saved = common["shapes"]
     differing = [name for name in {**own, **saved} if saved.get(name) != own.get(name)]
     differing += sorted(_buffers_of(engine.module).keys() ^ common["buffers"].keys())
     if differing:
@@ -237,7 +241,8 @@ def _fragments_of(engine: Any) -> list[Fragment]:
     for weight, name in engine.param_names.items():
         held = getattr(weight, "_hp_mapping", None)  # None: other ranks hold it, or it is frozen
         if held is not None:
-            here, there = held.lp_fragment_address, held.hp_fragment_address
+            here = held.lp_fragment_address
+            there = held.hp_fragment_address
             fragments.append(
                 Fragment(name, here.start, here.numel, held.param_group_index, there.start)
             )

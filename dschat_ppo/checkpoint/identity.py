@@ -178,7 +178,8 @@ class RunInputs:
 def identify_run(config: StepConfig, inputs: RunInputs, derived: Mapping[str, int]) -> RunIdentity:
     """The identity of a run. `derived`: derived batch sizes, see `PRODUCTS`. Only rank 0 reads the
     inputs: other ranks have no fingerprints."""
-    settings, defaults = flatten(config) | dict(derived), defaults_of(type(config))
+    settings = flatten(config) | dict(derived)
+    defaults = defaults_of(type(config))
     if not dist.is_main():
         return RunIdentity(config.kind, settings, "", defaults)
     settings |= input_fingerprints(inputs)
@@ -274,7 +275,8 @@ def differences(
         *now,
         *(name for name in saved if name not in now and (name not in RETIRED or name in NOW_FIXED)),
     ]:
-        before, after = saved.get(name, _ABSENT), now.get(name, NOW_FIXED.get(name, _ABSENT))
+        before = saved.get(name, _ABSENT)
+        after = now.get(name, NOW_FIXED.get(name, _ABSENT))
         if before == after or name in HARMLESS or _resolved(before) == _resolved(after):
             continue
         product = PRODUCTS.get(name)
@@ -283,7 +285,10 @@ def differences(
         # the checkpoint is older than the flag
         if before is _ABSENT and after == defaults.get(name, _ABSENT):
             continue
-        left = ", always: this version has no such flag" if name in RETIRED else ""
+        if name in RETIRED:
+            left = ", always: this version has no such flag"
+        else:
+            left = ""
         found[name] = f"{_as_text(before)} -> {_as_text(after)}{left}"
     return found
 
@@ -292,7 +297,9 @@ def _with_place(name: str) -> str:
     """The name of a setting; a file after the flag, as in `contents of --reward_function FILE`, as
     an absolute path."""
     flag, _, path = name.removeprefix(CONTENTS).partition(" ")
-    return f"{CONTENTS}{flag} {_resolved(path)}" if name.startswith(CONTENTS) and path else name
+    if name.startswith(CONTENTS) and path:
+        return f"{CONTENTS}{flag} {_resolved(path)}"
+    return name
 
 
 def _resolved(value: Any) -> Any:
@@ -305,7 +312,9 @@ def _resolved(value: Any) -> Any:
     text = os.path.expanduser(value)
     ends = [len(text), *(place for place in reversed(range(1, len(text))) if text[place] in ":@[?")]
     end = next((end for end in ends if os.path.lexists(text[:end])), 0)
-    return os.path.realpath(text[:end]) + text[end:] if end else value
+    if end:
+        return os.path.realpath(text[:end]) + text[end:]
+    return value
 
 
 def format_diff(changes: Mapping[str, str]) -> str:
@@ -315,7 +324,10 @@ def format_diff(changes: Mapping[str, str]) -> str:
         f"  {'' if ' ' in name or name in DERIVED else '--'}{name}: {text}"
         for name, text in changes.items()
     ]
-    more = [f"  and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+    if len(lines) > MOST_LINES:
+        more = [f"  and {len(lines) - MOST_LINES} more"]
+    else:
+        more = []
     return "\n".join([*lines[:MOST_LINES], *more])
 
 
@@ -323,12 +335,13 @@ def _as_text(value: Any) -> str:
     """A value as one would type it; a list in JSON, so that its items are separated."""
     if value is _ABSENT:
         return "(absent)"
-    text = (
-        json.dumps(value, ensure_ascii=False)
-        if isinstance(value, list) or value == ""
-        else str(value)
-    )
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    if isinstance(value, list) or value == "":
+        text = json.dumps(value, ensure_ascii=False)
+    else:
+        text = str(value)
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[:MOST_CHARACTERS]}..."
 
 
 def find_checkpoint(
@@ -347,7 +360,10 @@ def find_checkpoint(
     try:
         if flags.resume != AUTO:
             checkpoint = Path(flags.resume)
-            fault = damage(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+            if checkpoint.is_dir():
+                fault = damage(checkpoint)
+            else:
+                fault = "there is no such folder"
             if fault is not None:
                 raise UserError(
                     f"--resume {checkpoint}: {fault}; name a folder such as"
@@ -411,10 +427,8 @@ def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentit
             " scratch with --overwrite_output_dir or another --output_dir. What"
             f" changed:\n{format_diff(changes)}"
         )
-    saved_rows, rows = (
-        manifest.config.get("rows_per_update"),
-        identity.config.get("rows_per_update"),
-    )
+    saved_rows = manifest.config.get("rows_per_update")
+    rows = identity.config.get("rows_per_update")
     if manifest.update and saved_rows != rows:
         raise UserError(
             f"{checkpoint} was saved inside a PPO step, whose updates have {saved_rows} rows each,"

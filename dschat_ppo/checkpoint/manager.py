@@ -111,7 +111,10 @@ def restore(folder: Path, trainer: Resumable, seed: int) -> Manifest:
                 f"{role}: was not trained when the checkpoint was saved, so it starts from scratch"
             )
     files = [folder / rank_file(rank) for rank in range(manifest.world_size)]
-    own = load_state(files[dist.rank()], mapped=True) if len(files) == dist.world_size() else None
+    if len(files) == dist.world_size():
+        own = load_state(files[dist.rank()], mapped=True)
+    else:
+        own = None
     ranks = RankStates(own, lambda: (load_state(file, mapped=True) for file in files))
     trainer.load_state(load_state(folder / SHARED), ranks)
     if own is not None:
@@ -142,17 +145,16 @@ class CheckpointManager:
         how_to_resume: str = "run the same command again to resume",
     ):
         self._folder = CheckpointFolder(output)
-        self._trainer, self._flags, self._identity, self._metrics = (
-            trainer,
-            flags,
-            identity,
-            metrics,
-        )
+        self._trainer = trainer
+        self._flags = flags
+        self._identity = identity
+        self._metrics = metrics
         self._how_to_resume = how_to_resume
         self._files = BackgroundWriter()
         # of a checkpoint that is written in the background, not committed
         self._pending: Manifest | None = None
-        self._saved, self._saved_at = saved, time.monotonic()
+        self._saved = saved
+        self._saved_at = time.monotonic()
 
     def save_if_due(self) -> None:
         """Save a checkpoint if one is due. If a stop was requested, save the state and raise
@@ -198,7 +200,8 @@ class CheckpointManager:
 
     def _is_due(self) -> bool:
         step, update = self._trainer.position
-        every, minutes = self._flags.save_steps, self._flags.save_minutes
+        every = self._flags.save_steps
+        minutes = self._flags.save_minutes
         by_count = every > 0 and update == 0 and step % every == 0
         by_time = minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
         return self._saved != (step, update) and (by_count or by_time)
@@ -209,7 +212,8 @@ class CheckpointManager:
         newest."""
         if self._pending is not None:
             self._commit()
-        started, trainer = time.perf_counter(), self._trainer
+        started = time.perf_counter()
+        trainer = self._trainer
         for role, engine in trainer.engines_to_save.items():
             require_finite_weights(role, engine)
         step, update = trainer.position
@@ -234,7 +238,8 @@ class CheckpointManager:
             metrics_offset=self._metrics.saved_offset(),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-        self._saved, self._saved_at = trainer.position, time.monotonic()
+        self._saved = trainer.position
+        self._saved_at = time.monotonic()
         logger().info(
             f"checkpoint {name}: copied in {time.perf_counter() - started:.1f} s, being written"
         )
@@ -242,7 +247,8 @@ class CheckpointManager:
     def _commit(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. Collective."""
         assert self._pending is not None
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         name = checkpoint_name(pending.step, pending.update)
         written: dict[Path, FileEntry] = {}
         problem = None
@@ -253,7 +259,8 @@ class CheckpointManager:
             problem = str(failure)
         if (first := dist.first_problem(problem)) is not None:
             raise StorageError(first)
-        folder, parts = self._folder.partial(name), dist.gather_objects(written)
+        folder = self._folder.partial(name)
+        parts = dist.gather_objects(written)
         files = {
             str(path.relative_to(folder)): entry for part in parts for path, entry in part.items()
         }

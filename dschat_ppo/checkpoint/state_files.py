@@ -118,7 +118,8 @@ class BackgroundWriter:
         SHA-256 (hex) of each file of this rank. Raises the `OSError` of a file that could not be
         written; the writer can be used again. The thread sends no heartbeat: it would hide that
         training, which runs at the same time, hangs."""
-        written, self._written = self._written, {}
+        written = self._written
+        self._written = {}
         with watchdog_paused():
             failures = [failure for future in written.values() if (failure := future.exception())]
         if failures:

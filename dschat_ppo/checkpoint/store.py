@@ -89,7 +89,8 @@ def _read_manifest(folder: Path) -> Manifest | str:
             return f"{MANIFEST} is missing"
         content = json.loads((folder / MANIFEST).read_bytes())
         if content["format"] != FORMAT:
-            maker, time = content["versions"]["dschat_ppo"], content["saved_at"]
+            maker = content["versions"]["dschat_ppo"]
+            time = content["saved_at"]
             return (
                 f"is of format {content['format']}, and this installation reads format {FORMAT}:"
                 f" finish or export that run with the one that saved it (dschat_ppo {maker}, at"
@@ -165,7 +166,8 @@ class CheckpointFolder:
     def commit(self, name: str) -> None:
         """Give the complete folder its name, once its files and manifest are on the disk.
         `StorageError`: files are missing or truncated."""
-        partial, place = self.partial(name), self.root / name
+        partial = self.partial(name)
+        place = self.root / name
         fault = damage(partial, checksums=False)
         if fault:
             raise StorageError(
@@ -186,7 +188,10 @@ class CheckpointFolder:
         complaints: list[str] = []
         left = [path.name for path in sorted(self.root.glob(f"*{SET_ASIDE}*"))]
         if not self.names() and (left or (self.root / LATEST).exists()):
-            kept = f" (set aside: {', '.join(left)}; name one by --resume)" if left else ""
+            if left:
+                kept = f" (set aside: {', '.join(left)}; name one by --resume)"
+            else:
+                kept = ""
             complaints.append(f"{self.root}: the checkpoints that were saved there are gone{kept}")
         for name in reversed(self.names()):
             fault = damage(self.root / name)

@@ -152,7 +152,9 @@ def gather_data_cat(value: Tensor) -> Tensor:
 
 def gather_sequence_cat(value: Tensor) -> Tensor:
     """`gather_cat` of the ranks with which this process shares its rows."""
-    return value if sequence_ranks() == 1 else gather_cat(value, sequence_group())
+    if sequence_ranks() == 1:
+        return value
+    return gather_cat(value, sequence_group())
 
 
 def broadcast(value: Tensor, source: int) -> Tensor:

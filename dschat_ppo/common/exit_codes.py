@@ -48,7 +48,9 @@ def exit_code(problem: BaseException) -> int:
         return UNHEALTHY
     if isinstance(problem, FloatingPointError):
         return NOT_FINITE
-    return RANK_LOST if peer_disconnected(problem) else UNEXPECTED
+    if peer_disconnected(problem):
+        return RANK_LOST
+    return UNEXPECTED
 
 
 def peer_disconnected(problem: BaseException) -> bool:

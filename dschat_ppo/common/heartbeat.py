@@ -39,7 +39,9 @@ def watchdog_paused() -> Iterator[None]:
 
 def idle_seconds() -> float:
     """Seconds since the last heartbeat; 0 inside `watchdog_paused`."""
-    return 0.0 if _STATE.pauses else time.monotonic() - _STATE.last
+    if _STATE.pauses:
+        return 0.0
+    return time.monotonic() - _STATE.last
 
 
 def watchdog_is_paused() -> bool:

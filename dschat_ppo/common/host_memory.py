@@ -33,7 +33,8 @@ def available_memory(root: Path = Path("/")) -> int:
     a cgroup leaves."""
     found = [psutil.virtual_memory().available]
     for folder in _cgroups(root):
-        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        limit = _number(folder / "memory.max")
+        used = _number(folder / "memory.current")
         # the kernel drops inactive pages of files when memory is short
         if limit is not None and used is not None:
             stat = dict(
@@ -74,7 +75,9 @@ def _number(file: Path) -> int | None:
 def _glibc() -> Any:
     """The C library, or None if it is not glibc."""
     library = ctypes.CDLL(None)
-    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+    if hasattr(library, "mallopt") and hasattr(library, "malloc_trim"):
+        return library
+    return None
 
 
 @contextmanager

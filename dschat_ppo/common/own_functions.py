@@ -26,7 +26,9 @@ _LONGEST_TEXT = 500  # characters of an exception's text
 def named(flag: str, name: str, built_in: Mapping[str, Function]) -> Function:
     """The built-in function of this name, or the one of one's own that `FILE.py:FUNCTION` names;
     errors name `flag`."""
-    return built_in[name] if name in built_in else own_function(flag, name)
+    if name in built_in:
+        return built_in[name]
+    return own_function(flag, name)
 
 
 @cache
@@ -61,11 +63,10 @@ def own_files(*flags: tuple[str, str]) -> list[tuple[str, str]]:
 def load(where: str, name: str) -> Callable[..., Any]:
     """The callable `name` of a file `*.py`, whose folder comes first in the search path, as if it
     were run, or of an importable module. Importing it may raise anything."""
-    module = (
-        _module_of(os.path.abspath(where))
-        if where.endswith(".py")
-        else importlib.import_module(where)
-    )
+    if where.endswith(".py"):
+        module = _module_of(os.path.abspath(where))
+    else:
+        module = importlib.import_module(where)
     if not callable(function := getattr(module, name, None)):
         own = [
             key
@@ -93,11 +94,15 @@ def _module_of(file: str) -> ModuleType:
 def cause_of(problem: BaseException, file: str | None) -> str:
     """Type and text of an exception and the innermost line of `file` in its traceback, as one
     line."""
-    kind, text = type(problem).__name__, printable_line(str(problem)[:_LONGEST_TEXT])
+    kind = type(problem).__name__
+    text = printable_line(str(problem)[:_LONGEST_TEXT])
     lines = [
         number
         for frame, number in traceback.walk_tb(problem.__traceback__)
         if frame.f_code.co_filename == file
     ]
-    place = f" ({printable_line(str(file))}:{lines[-1]})" if lines else ""
+    if lines:
+        place = f" ({printable_line(str(file))}:{lines[-1]})"
+    else:
+        place = ""
     return (f"{kind}: {text}" if text else kind) + place

@@ -58,7 +58,9 @@ class Progress:
 
     def advance(self, tokens: float = 0.0, note: str = "") -> None:
         """Count a step, of `tokens` tokens over all ranks; `note` follows the time left."""
-        self.done, self.note, self.phase = self.done + 1, note, ""
+        self.done = self.done + 1
+        self.note = note
+        self.phase = ""
         self._ends.append((time.monotonic(), tokens))
         self.draw_if_due()
 
@@ -70,21 +72,19 @@ class Progress:
     def rates(self) -> tuple[float, float]:
         """(seconds of a step, tokens of all ranks in a second) over the last steps; 0 before the
         first."""
-        seconds, tokens = (
-            self._ends[-1][0] - self._ends[0][0],
-            sum(tokens for _, tokens in list(self._ends)[1:]),
-        )
-        return (seconds / (len(self._ends) - 1), tokens / seconds) if seconds else (0.0, 0.0)
+        seconds = self._ends[-1][0] - self._ends[0][0]
+        tokens = sum(tokens for _, tokens in list(self._ends)[1:])
+        if seconds:
+            return (seconds / (len(self._ends) - 1), tokens / seconds)
+        return (0.0, 0.0)
 
     @property
     def left(self) -> str:
         """The time left, such as "1:24 left"; "" before the first step and at the end."""
         each = self.rates[0]
-        return (
-            f"{duration(each * (self.total - self.done))} left"
-            if each and self.done < self.total
-            else ""
-        )
+        if each and self.done < self.total:
+            return f"{duration(each * (self.total - self.done))} left"
+        return ""
 
     def text(self) -> str:
         parts = [
@@ -134,4 +134,6 @@ def duration(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours:02}:{minutes:02}:{left:02}"
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{left:02}"
+    return f"{minutes}:{left:02}"

@@ -19,7 +19,8 @@ from dschat_ppo.common.processes import (
 )
 from dschat_ppo.errors import StopRequested
 
-_LAUNCHER, _RUNNERS = "deepspeed.launcher.launch", {"deepspeed", "ds"}
+_LAUNCHER = "deepspeed.launcher.launch"
+_RUNNERS = {"deepspeed", "ds"}
 
 
 @dataclass
@@ -88,7 +89,9 @@ def reason() -> str | None:
         return signal.Signals(_REQUESTS.signal).name
     if _launcher_has_ended():
         return "the launcher has ended"
-    return "another rank is to stop" if _REQUESTS.flag else None
+    if _REQUESTS.flag:
+        return "another rank is to stop"
+    return None
 
 
 @contextmanager

@@ -49,7 +49,9 @@ _NO_WINDOW = 2**62
 _CHUNK = 64  # rows whose weight gradients one thread adds up
 _log = logging.getLogger(__name__)
 
-_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER = ctypes.c_void_p
+_NUMBER = ctypes.c_int64
+_REAL = ctypes.c_float
 SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 2 + [_REAL, _POINTER] + [_NUMBER] * 2,
     "rotate": [_POINTER] * 3 + [_NUMBER] * 5,
@@ -121,7 +123,10 @@ def _compiler() -> list[str]:
     for program, *arguments in [named] if named else [["c++"], ["g++"]]:
         if (found := shutil.which(program)) is not None:
             return [found, *arguments]
-    missing = f"CXX names '{named[0]}', which is not there" if named else "there is no C++ compiler"
+    if named:
+        missing = f"CXX names '{named[0]}', which is not there"
+    else:
+        missing = "there is no C++ compiler"
     raise BuildError(f"{missing}: install g++, or name a compiler by CXX")
 
 
@@ -193,7 +198,8 @@ def _run(name: str, *arguments: Tensor | ctypes.Array[Any] | float) -> None:
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """(..., H) and (H,) -> (..., H): weight * (x / sqrt(mean(x^2) + eps)). (Zhang and Sennrich
     2019, equation 4)"""
-    normal, width = torch.empty_like(states), states.shape[-1]
+    normal = torch.empty_like(states)
+    width = states.shape[-1]
     assert weight.shape == (width,)
     _run("rms_norm", states, weight, eps, normal, states.numel() // width, width)
     return normal
@@ -203,7 +209,8 @@ def rms_norm_backward(
     states: Tensor, weight: Tensor, gradient: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The gradients of states (..., H) and weight (H,), given that of `rms_norm` (..., H)."""
-    of_states, width = torch.empty_like(states), states.shape[-1]
+    of_states = torch.empty_like(states)
+    width = states.shape[-1]
     rows = states.numel() // width
     assert weight.shape == (width,) and gradient.shape == states.shape
     # sums of rows: threads share none
@@ -234,8 +241,10 @@ def rotate_(values: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """(..., I) each -> (..., I): silu(gate) * up. (Shazeer 2020, equation 6) They may be the halves
     of one tensor."""
-    product, width = gate.new_empty(gate.shape), gate.shape[-1]
-    gate, up = gate.reshape(-1, width), up.reshape(-1, width)
+    product = gate.new_empty(gate.shape)
+    width = gate.shape[-1]
+    gate = gate.reshape(-1, width)
+    up = up.reshape(-1, width)
     assert gate.shape == up.shape and gate.stride() == up.stride()
     _run("swiglu", gate, up, product, len(gate), width, gate.stride(0))
     return product
@@ -243,7 +252,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up (..., I), given that of `swiglu`."""
-    of_gate, of_up, width = torch.empty_like(gate), torch.empty_like(up), gate.shape[-1]
+    of_gate = torch.empty_like(gate)
+    of_up = torch.empty_like(up)
+    width = gate.shape[-1]
     assert gate.shape == up.shape == gradient.shape
     _run("swiglu_backward", gate, up, gradient, of_gate, of_up, gate.numel() // width, width)
     return of_gate, of_up
@@ -358,7 +369,9 @@ def causal_attention_backward(  # noqa: PLR0913
 
 
 def _rows(values: Tensor) -> Tensor:
-    return values if values.stride(-1) == 1 else values.contiguous()
+    if values.stride(-1) == 1:
+        return values
+    return values.contiguous()
 
 
 def _strides(*tensors: Tensor) -> ctypes.Array[Any]:

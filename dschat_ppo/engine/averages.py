@@ -46,7 +46,8 @@ def copy_overlaps(
             saved = state[name].flatten()
             first, part = mine[name]
             # both are slices of one flat tensor
-            begin, end = max(first, seen[name]), min(first + len(part), seen[name] + len(saved))
+            begin = max(first, seen[name])
+            end = min(first + len(part), seen[name] + len(saved))
             if begin < end:
                 part[begin - first : end - first] = saved[begin - seen[name] : end - seen[name]]
             seen[name] += len(saved)
@@ -155,7 +156,8 @@ def pinned(size: int) -> Tensor:
 def _owners(sizes: dict[str, int]) -> dict[str, int]:
     """The rank that averages each tensor, so that all average about as many numbers; the same on
     every rank."""
-    held, owners = [0] * dist.world_size(), {}
+    held = [0] * dist.world_size()
+    owners = {}
     for name, size in sizes.items():
         owners[name] = held.index(min(held))
         held[owners[name]] += size
@@ -163,7 +165,9 @@ def _owners(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def _held(weight: Any) -> Tensor:
-    return weight.ds_tensor.detach() if is_partitioned(weight) else weight.detach()
+    if is_partitioned(weight):
+        return weight.ds_tensor.detach()
+    return weight.detach()
 
 
 PIECE = 2**24  # elements that are in fp32 at a time

@@ -111,8 +111,13 @@ def has_plain_optimizer(engine: Engine) -> bool:
 def loss_scale(engine: Engine) -> float:
     """Factor of the loss in the backward pass: 1 except in fp16, and in an engine that only
     evaluates."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None) if engine.fp16_enabled() else None
-    return 1.0 if scaler is None else float(scaler.cur_scale)
+    if engine.fp16_enabled():
+        scaler = getattr(engine.optimizer, "loss_scaler", None)
+    else:
+        scaler = None
+    if scaler is None:
+        return 1.0
+    return float(scaler.cur_scale)
 
 
 def has_overflow(engine: Engine) -> bool:
@@ -129,10 +134,8 @@ def skip_update(engine: Engine) -> None:
         engine.zero_grad()
         engine.skipped_steps += 1
         return
-    optimizer, scaler = (
-        engine.optimizer,
-        engine.optimizer.loss_scaler if engine.fp16_enabled() else None,
-    )
+    optimizer = engine.optimizer
+    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
     with _infinite_norm(optimizer):
         if scaler is not None:
             optimizer.loss_scaler = LossScaler(scale=scaler.cur_scale)
@@ -221,7 +224,8 @@ def apply(gradients: Gradients[MicroBatch], refused: bool = False) -> StepResult
     does a loss or gradient that is not finite on any rank; the result then has a `fault`. An fp16
     gradient that overflows although all losses are finite is none: the loss scaler lowers its
     scale, and the result has `overflow` set."""
-    engine, fault = gradients.engine, gradients.fault
+    engine = gradients.engine
+    fault = gradients.fault
     if refused or fault is not None:
         skip_update(engine)
         return StepResult(math.inf, applied=False, fault=fault)
@@ -259,7 +263,9 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
     """Find the rank and micro-batch of the bad gradient by repeating forward and backward.
     Collective. The step's gradients must be gone; those of this pass are dropped too. The random
     streams do not advance."""
-    engine, largest, after = gradients.engine, [], random_state()
+    engine = gradients.engine
+    largest = []
+    after = random_state()
     set_random_state(gradients.random_state)
     for number, micro_batch in enumerate(gradients.micro_batches, start=1):
         engine.set_gradient_accumulation_boundary(number == len(gradients.micro_batches))
@@ -274,7 +280,11 @@ def _find_gradient_fault(gradients: Gradients[MicroBatch]) -> Fault | None:
 def learning_rates(engine: Engine) -> dict[str, float]:
     """`lr` of the next step, of weights that are not LoRA and not under Muon, if any; and `lora_lr`
     or `muon_lr` if both train, at two rates."""
-    first, last = engine.optimizer.param_groups[0], engine.optimizer.param_groups[-1]
+    first = engine.optimizer.param_groups[0]
+    last = engine.optimizer.param_groups[-1]
     name = "muon_lr" if last.get("use_muon") else "lora_lr"
-    own = {name: float(engine.get_lr()[-1])} if first["initial_lr"] != last["initial_lr"] else {}
+    if first["initial_lr"] != last["initial_lr"]:
+        own = {name: float(engine.get_lr()[-1])}
+    else:
+        own = {}
     return {"lr": float(engine.get_lr()[0])} | own

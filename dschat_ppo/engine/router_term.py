@@ -48,7 +48,9 @@ class RouterSettings:
 
 def router_settings(coef: float, model: Any) -> RouterSettings | None:
     """The settings of a `PolicyModel` or `ScalarModel`; None if `coef` is 0."""
-    return RouterSettings(coef, router_top_k(model.config, "the model")) if coef > 0 else None
+    if coef > 0:
+        return RouterSettings(coef, router_top_k(model.config, "the model"))
+    return None
 
 
 def with_router_term(
@@ -78,7 +80,8 @@ def with_router_term(
         [load] = loads
         return loss, load
 
-    state, counts = random_state(), []
+    state = random_state()
+    counts = []
     with torch.no_grad():
         for batch in batches:
             load = recorded(batch, MetricSums(sums.sources))[1]
@@ -87,7 +90,8 @@ def with_router_term(
     set_random_state(state)
     found = all_reduce(torch.stack(counts).sum(dim=0).double()).float()
     # (E,) and scalar, of the whole step (see `RouterLoad`)
-    chosen, count = found[:-1], found[-1].clamp_min(1)
+    chosen = found[:-1]
+    count = found[-1].clamp_min(1)
 
     def with_term(batch: Batch) -> Tensor:
         loss, load = recorded(batch, sums)

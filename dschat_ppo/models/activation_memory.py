@@ -36,9 +36,9 @@ def activations_on_host(enabled: bool) -> AbstractContextManager[Any]:
     """Keep tensors that the backward pass of the block needs in host memory, except parameters and
     small ones. Inside gradient checkpointing these are the inputs of the layers. On a CPU they stay
     where they are."""
-    return (
-        torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host) if enabled else nullcontext()
-    )
+    if enabled:
+        return torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host)
+    return nullcontext()
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
@@ -69,9 +69,9 @@ def last_mlp(backbone: nn.Module) -> nn.Module | None:
     mlp = next((child for name, child in children if name in MLP_NAMES), None)
     if mlp is None or not any(mlp.children()):
         return None
-    return (
-        None if any(name.rsplit(".", 1)[-1] in EXPERTS for name, _ in mlp.named_modules()) else mlp
-    )
+    if any(name.rsplit(".", 1)[-1] in EXPERTS for name, _ in mlp.named_modules()):
+        return None
+    return mlp
 
 
 def of_read_tokens(

@@ -184,7 +184,8 @@ def classifier_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     if known is not None and _has_score(known, config):
         return known
     lm = lm_without_weights(config)
-    lm_class, name = type(lm), _backbone_name(lm)
+    lm_class = type(lm)
+    name = _backbone_name(lm)
     base: Any = [
         c for c in lm_class.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel
     ][-1]
@@ -253,7 +254,9 @@ def lm_without_weights(config: PretrainedConfig) -> Any:
 def backbone_of(lm: Any) -> Any:
     """A causal language model without its head. (transformers expects another name for the backbone
     of Llama 4.)"""
-    return lm.model if lm.base_model is lm else lm.base_model
+    if lm.base_model is lm:
+        return lm.model
+    return lm.base_model
 
 
 def _backbone_name(lm: PreTrainedModel) -> str:

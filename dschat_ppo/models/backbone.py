@@ -109,7 +109,9 @@ def slot_arguments(model: nn.Module, input_ids: Tensor) -> dict[str, Tensor]:
 
 def last_logits_argument(model: nn.Module, count: int) -> dict[str, int]:
     """`logits_to_keep` for the last `count` positions, for models that take it."""
-    return {"logits_to_keep": count} if accepts(model, "logits_to_keep") else {}
+    if accepts(model, "logits_to_keep"):
+        return {"logits_to_keep": count}
+    return {}
 
 
 def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -118,10 +120,14 @@ def backbone_states(backbone: Any, input_ids: Tensor, lengths: Tensor) -> Tensor
     token sees padding, and kernels without a mask are faster. States after the `lengths` (B,) int64
     of the rows are meaningless."""
     # to a multiple of `COLUMNS`, within the positions that the config names
-    width, grain = input_ids.shape[1], COLUMNS.get(input_ids.device.type, 1)
+    width = input_ids.shape[1]
+    grain = COLUMNS.get(input_ids.device.type, 1)
     positions = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or 0
     wider = max(width, min(-(-width // grain) * grain, positions - first_position(backbone.config)))
-    padded = torch.nn.functional.pad(input_ids, (0, wider - width)) if wider > width else input_ids
+    if wider > width:
+        padded = torch.nn.functional.pad(input_ids, (0, wider - width))
+    else:
+        padded = input_ids
     output = backbone(
         input_ids=padded,
         attention_mask=None,

@@ -54,7 +54,9 @@ def kernels_for(*tensors: Tensor) -> Any:
     ):
         return operations
     half = all(x.is_cuda and type(x) in (Tensor, nn.Parameter) and x.dtype in HALF for x in tensors)
-    return _triton_kernels(tensors[0].device, tensors[0].dtype) if half else None
+    if half:
+        return _triton_kernels(tensors[0].device, tensors[0].dtype)
+    return None
 
 
 @cache
@@ -90,7 +92,9 @@ def compared(
         return [part.detach().double().requires_grad_() for part in parts]
 
     with torch.enable_grad():
-        states, weight, gradient = random(5, 96), random(96), random(5, 96)
+        states = random(5, 96)
+        weight = random(96)
+        gradient = random(5, 96)
         x, w = wide(states, weight)
         exact = w * x * torch.rsqrt(x.pow(2).mean(dim=1, keepdim=True) + 1e-6)
         yield "a norm", kernels.rms_norm(states, weight, 1e-6), exact
@@ -108,12 +112,16 @@ def compared(
             found, torch.autograd.grad(exact, [a, b], gradient.double()), strict=True
         ):
             yield "the gradient of a gated product", part, true
-        queries, of_queries, angles = random(2, 5, 3, 24), random(2, 5, 3, 24), random(2, 3, 24)
-        cos, sin = angles.cos(), angles.sin()
+        queries = random(2, 5, 3, 24)
+        of_queries = random(2, 5, 3, 24)
+        angles = random(2, 3, 24)
+        cos = angles.cos()
+        sin = angles.sin()
         # angles of each row, and the same for all; the two halves of a head have different ones
         for rows in (2, 1):
             [x] = wide(queries)
-            c, s = cos[:rows, None].double(), sin[:rows, None].double()
+            c = cos[:rows, None].double()
+            s = sin[:rows, None].double()
             exact = x * c + torch.cat([-x[..., 12:], x[..., :12]], dim=3) * s
             yield "a rotation", kernels.rotated(queries, cos[:rows], sin[:rows]), exact
             found = kernels.rotated(of_queries, cos[:rows], sin[:rows], back=True)
@@ -158,7 +166,8 @@ class _RMSNorm(torch.autograd.Function):
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         product: Tensor = kernels.swiglu(gate, up)
@@ -208,7 +217,9 @@ class FastRotary:
 @cache
 def _fast_norm(kind: Any) -> Any:
     def forward(self: Any, states: Tensor) -> Tensor:
-        weight, eps, trains = self.weight, self.variance_epsilon, torch.is_grad_enabled()
+        weight = self.weight
+        eps = self.variance_epsilon
+        trains = torch.is_grad_enabled()
         if kernels := kernels_for(states, weight):
             found: Tensor = (
                 _RMSNorm.apply(kernels, states, weight, eps)
@@ -232,7 +243,8 @@ def _fast_mlp(kind: Any) -> Any:
         if not kernels_for(states):
             plain: Tensor = kind.forward(self, states)
             return plain
-        gate, up = self.gate_proj(states), self.up_proj(states)
+        gate = self.gate_proj(states)
+        up = self.up_proj(states)
         kernels = kernels_for(gate, up)
         found: Tensor = self.down_proj(
             _SwiGLU.apply(kernels, gate, up) if kernels else self.act_fn(gate) * up

@@ -46,12 +46,12 @@ def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: boo
         config = load_config(folder, flag)
         kind: Any = classifier_class(config) if scalar else None
         with torch.device("meta"):
-            backbone = (
-                kind(config_for(kind, config)).base_model
-                if scalar
-                else backbone_of(lm_without_weights(config))
-            )
-    name, reason = type(backbone).__name__, reason_against(choice, backbone)
+            if scalar:
+                backbone = kind(config_for(kind, config)).base_model
+            else:
+                backbone = backbone_of(lm_without_weights(config))
+    name = type(backbone).__name__
+    reason = reason_against(choice, backbone)
     if reason is not None:
         raise UserError(
             f"--attn_implementation {choice}: {flag} {folder}: {name} cannot use it, because"
@@ -77,7 +77,9 @@ def reason_against(choice: str, backbone: PreTrainedModel) -> str | None:
         return None
     if not backbone._supports_attention_backend:
         return f"transformers does not let its attention, '{own}', be replaced"
-    return "it needs a soft cap or sinks, which SDPA does not have" if choice == "sdpa" else None
+    if choice == "sdpa":
+        return "it needs a soft cap or sinks, which SDPA does not have"
+    return None
 
 
 def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
@@ -145,7 +147,8 @@ def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
     ids = torch.linspace(0, size - 1, ROWS * TOKENS, device=engine.device).long().view(ROWS, TOKENS)
     if isinstance(module, PolicyModel):
         _select_fused(engine, module, ids)
-    reason, in_one_call = reason_not_to_pack(module.backbone, module.layout.attention), False
+    reason = reason_not_to_pack(module.backbone, module.layout.attention)
+    in_one_call = False
     if reason is None:
         reason, in_one_call = _select_packed(engine, module, ids)
     quick = engine.device.type == "cpu" or in_one_call
@@ -203,7 +206,10 @@ def _select_packed(
     changed, error = (
         (packed, error) if error else _tried(engine, torch.cat([ids[:1].flip(1), ids[1:]]), padded)
     )
-    of_first_row = TOKENS if isinstance(module, ScalarModel) else TOKENS - 1
+    if isinstance(module, ScalarModel):
+        of_first_row = TOKENS
+    else:
+        of_first_row = TOKENS - 1
     spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
     difference = (
         (packed - padded).abs().mean(dim=-1) / spread / PACKED_TOLERANCE[module.backbone.dtype]

@@ -52,7 +52,8 @@ class Segments:
         """Each segment's keys are the columns that it sees before its own, and its own."""
         if device in self._varlen:
             return self._varlen[device]
-        ends, most = torch.tensor([0, *self.lengths]).cumsum(0), max(self.lengths)
+        ends = torch.tensor([0, *self.lengths]).cumsum(0)
+        most = max(self.lengths)
         if self.seen is None:
             queries = ends.int().to(device)
             found = VarlenSegments(queries, queries, most, most, None)
@@ -95,7 +96,8 @@ class Segments:
         """(groups + 1,) int64: the first segment of each group, and their number. No segment sees
         another group."""
         # needed: the first column that later ones see
-        firsts, needed = [len(self.lengths)], sum(self.lengths)
+        firsts = [len(self.lengths)]
+        needed = sum(self.lengths)
         for number, (start, _, first, end) in reversed(list(enumerate(self._columns))):
             needed = min(needed, first) if first < end else needed
             if needed >= start:
@@ -135,7 +137,9 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     rows, before the first layer."""
     if not packs and not shares:
         return None
-    width, device, lengths = input_ids.shape[1], input_ids.device, lengths.cpu()
+    width = input_ids.shape[1]
+    device = input_ids.device
+    lengths = lengths.cpu()
     # rows in `order`; row i leaves its first `shared[i]` tokens to row `leaders[i]`
     order = leaders = numbers = torch.arange(len(lengths))
     shared = torch.zeros_like(numbers)
@@ -143,7 +147,9 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
         in_groups, prompts = common_beginnings(input_ids.cpu(), lengths)
         saved = torch.where(prompts.groups == numbers, 0, prompts.tokens)
         if int(saved.sum()) >= LEAST_SAVING * int(lengths.sum()):
-            order, leaders, shared = torch.tensor(in_groups), prompts.groups, saved
+            order = torch.tensor(in_groups)
+            leaders = prompts.groups
+            shared = saved
     if not shared.any() and not (packs and are_uneven(lengths)):
         return None
     left_out = shared.unsqueeze(1)
@@ -154,7 +160,10 @@ def lay_out(input_ids: Tensor, lengths: Tensor, packs: bool, shares: bool) -> Pa
     places[order] = kept.flatten().cumsum(0).view(kept.shape) - 1
     places = torch.where(slots < left_out, places[leaders], places)
     tokens = (order.unsqueeze(1) * width + slots)[kept]  # (N,)
-    starts, segments, seen, end = dict[int, int](), [], [], 0
+    starts = dict[int, int]()
+    segments = []
+    seen = []
+    end = 0
     for row, leader, left, size in torch.stack(
         [order, leaders[order], shared[order], lengths[order]], dim=1
     ).tolist():
@@ -190,7 +199,8 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], Ro
     group holds its common beginning once: all rows, group after group; and for each row the first
     row of its group, and the tokens that all rows of its group have in common (0 in a group of
     one). `input_ids` (B, T) right-padded, `lengths` (B,) above 0."""
-    ids, sizes = input_ids.cpu(), lengths.cpu()
+    ids = input_ids.cpu()
+    sizes = lengths.cpu()
     words = [row[:size].numpy().tobytes() for row, size in zip(ids, sizes.tolist(), strict=True)]
     order = sorted(range(len(words)), key=words.__getitem__)  # rows that begin alike are neighbours
     equal = (ids[order[1:]] == ids[order[:-1]]).long().cumprod(dim=1).sum(dim=1)  # (B - 1,)
@@ -199,7 +209,8 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], Ro
     # Groups `[start, end)` of the sorted rows, each of which saves its beginning in all rows but
     # the first. For the first `end` rows: the most tokens saved, and the start of their last group.
     # Of equal choices the latest counts.
-    saved, begin = np.zeros(len(words) + 1, dtype=np.int64), [0, *range(len(words))]
+    saved = np.zeros(len(words) + 1, dtype=np.int64)
+    begin = [0, *range(len(words))]
     for end in range(2, len(words) + 1):
         # by a last group that starts at end - 2, end - 3, ...
         shared = np.minimum.accumulate(common[end - 2 :: -1])
@@ -211,7 +222,9 @@ def common_beginnings(input_ids: Tensor, lengths: Tensor) -> tuple[list[int], Ro
         if saved[end] > saved[end - 1]:
             begin[end] = end - 2 - int(totals.argmax())
 
-    leaders, of_group, end = [0] * len(words), [0] * len(words), len(words)
+    leaders = [0] * len(words)
+    of_group = [0] * len(words)
+    end = len(words)
     while end > 0:
         start = begin[end]
         for row in order[start:end]:
@@ -254,7 +267,8 @@ def split_by_tokens(
         ]
     rows = rows.to(lengths.device)
     order = rows[torch.argsort(lengths[rows], descending=True, stable=True)]
-    start, ordered = 0, lengths[order].tolist()
+    start = 0
+    ordered = lengths[order].tolist()
     while start < len(ordered):
         size = max(1, budget // max(1, ordered[start]))
         parts.append(order[start : start + size])
@@ -287,7 +301,8 @@ def deal(lengths: Tensor, ranks: int, prompts: RowPrompts | None = None) -> list
         return list(rounds.unbind(dim=1))
     filling = _Filling(lengths, prompts)
     groups += [[row] for row in rest.tolist()]
-    low, high = int(lengths.max()), int(lengths.sum())
+    low = int(lengths.max())
+    high = int(lengths.sum())
     while low < high:  # bisect for the smallest capacity with which the ranks hold all rows
         middle = (low + high) // 2
         enough = len(filling.parts(groups, middle, divide=True)) <= ranks
@@ -309,7 +324,8 @@ def _sharing(lengths: Tensor, prompts: RowPrompts) -> tuple[list[list[int]], Ten
     members: dict[int, list[int]] = {}
     for row, group in enumerate(prompts.groups.tolist()):
         members.setdefault(group, []).append(row)
-    sizes, shared = lengths.tolist(), prompts.tokens.tolist()
+    sizes = lengths.tolist()
+    shared = prompts.tokens.tolist()
     groups = [
         rows
         for rows in members.values()

@@ -81,7 +81,10 @@ def check_settings(folder: str, refused: str) -> None:
         ):
             raise UserError(f"{refused}: '{name}' is above {MOST_PARTS}, which no model has")
     for value in (value for name, value in found if name == "quantization_config" and value):
-        method = value.get("quant_method", "unnamed") if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            method = value.get("quant_method", "unnamed")
+        else:
+            method = value
         raise UserError(
             f"{refused}: its weights are quantised ('quantization_config', method {method}); use"
             " the model with unquantised weights, and --load_in_4bit for QLoRA"
@@ -181,11 +184,10 @@ def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch
         loaded = torch.load(file, map_location=device, weights_only=True, mmap=mmap)
     except UnpicklingError as problem:
         named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(problem))
-        what = (
-            f"holds more than weights (it calls {named[1]})"
-            if named
-            else "holds more than weights, or is damaged"
-        )
+        if named:
+            what = f"holds more than weights (it calls {named[1]})"
+        else:
+            what = "holds more than weights, or is damaged"
         raise UserError(
             f"{file}: {what}, so it is not loaded; get the model as model.safetensors, or, only if"
             ' you trust its author, convert it, which runs its code: python -c "import torch,'
@@ -391,9 +393,10 @@ def adapter_weights(folder: str) -> dict[str, Tensor]:
     """The weights in an adapter folder, on the CPU, under the names of a model with the adapter."""
     file = Path(folder) / ADAPTER_WEIGHTS
     with reading(f"{folder}: its adapter cannot be read, copy it again"):
-        saved = (
-            load_file(file) if file.is_file() else load_pickled(Path(folder) / _OLD_WEIGHTS, "cpu")
-        )
+        if file.is_file():
+            saved = load_file(file)
+        else:
+            saved = load_pickled(Path(folder) / _OLD_WEIGHTS, "cpu")
     return {_loaded_name(key.removeprefix(_PREFIX)): weight for key, weight in saved.items()}
 
 

@@ -131,7 +131,8 @@ def _segment_attention(
     if running.divided:
         module, query, key, value, options = heads_of_rank(module, query, key, value, options)
     rows = running.segments or Segments([query.shape[2]])  # padded rows are one segment each
-    auto, scale = running.choice == "auto", options.get("scaling")
+    auto = running.choice == "auto"
+    scale = options.get("scaling")
     in_blocks = auto and suits_blocks(module, query, key, value, rows, options)
     by_varlen = (
         auto
@@ -182,9 +183,13 @@ def token_states(
     packed if `layout` and the rows allow it, and where in them those of the tokens at `places` are:
     int64 of any shape, in the rows flattened to (B x T). `reads_few`: only the states at `places`
     (n,) are read, so the last MLP runs for these tokens alone."""
-    rows, width = lay_out(input_ids, lengths, layout.packed, layout.shares), input_ids.shape[1]
+    rows = lay_out(input_ids, lengths, layout.packed, layout.shares)
+    width = input_ids.shape[1]
     if rows is None:
-        few = of_read_tokens(backbone, places % width, places // width) if reads_few else []
+        if reads_few:
+            few = of_read_tokens(backbone, places % width, places // width)
+        else:
+            few = []
         with replace(
             padded_rows(backbone, layout.attention, layout.packed), forwards=few
         ).running():
@@ -239,7 +244,9 @@ class DividedRows:
 
     def laid_out(self, values: Tensor) -> Tensor:
         """(B, T) -> (1, N) packed, or as it is."""
-        return values if self.segments is None else values[self.real].unsqueeze(0)
+        if self.segments is None:
+            return values
+        return values[self.real].unsqueeze(0)
 
     def padded(self, values: Tensor) -> Tensor:
         """(B, T) -> (b, ranks x n), laid out, with added columns that hold 0 or False."""

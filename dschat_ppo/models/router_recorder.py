@@ -31,7 +31,9 @@ def recorded_router(rows: Tensor | None, top_k: int = 0) -> Iterator[list[Router
 
 def router_arguments() -> dict[str, bool]:
     """Arguments with which a model returns the logits of its routers, while they are recorded."""
-    return {} if _RECORDED[-1] is None else {"output_router_logits": True}
+    if _RECORDED[-1] is None:
+        return {}
+    return {"output_router_logits": True}
 
 
 def record_router(

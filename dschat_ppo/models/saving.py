@@ -62,7 +62,10 @@ def require_finite_weights(role: str, engine: Engine) -> None:
     fp16, shows there."""
     bad = []
     for name, weight in engine.module.named_parameters():
-        part = dist.own_part(weight)[1] if dist.is_partitioned(weight) else weight.detach()
+        if dist.is_partitioned(weight):
+            part = dist.own_part(weight)[1]
+        else:
+            part = weight.detach()
         # Without a copy: the least and the largest number are NaN if any number is.
         if part.numel() and not torch.stack(torch.aminmax(part)).isfinite().all():
             bad.append(name)
@@ -176,7 +179,8 @@ def write_model(
         # rows.
         pad = tokenizer.pad_token_id
         model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
-    folder, as_adapter = Path(folder), not merge and bool(adapter_layers(model))
+    folder = Path(folder)
+    as_adapter = not merge and bool(adapter_layers(model))
     try:
         unfinished = empty_folder(folder / PARTIAL)
         with torch.no_grad(), watchdog_paused():
@@ -203,7 +207,9 @@ def write_model(
                 file.unlink()
         move_files_up(unfinished)
     except (OSError, SafetensorError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else problem
+        reason = str(problem)
+        if isinstance(problem, OSError):
+            reason = str(problem.strerror)
         return (
             f"{folder}: the model cannot be written ({reason}); free space, then run the same"
             " command again"
@@ -255,11 +261,9 @@ def _config_around(model: PreTrainedModel, source: Path) -> Any:
     if not (source / "config.json").is_file():
         return None
     found = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    return (
-        found
-        if hasattr(found, "text_config") and found.model_type != model.config.model_type
-        else None
-    )
+    if hasattr(found, "text_config") and found.model_type != model.config.model_type:
+        return found
+    return None
 
 
 def _add_untrained(model: PreTrainedModel, source: Path, folder: Path) -> None:
@@ -327,7 +331,10 @@ def _generation_config(
     """The model's own generation config, with the EOS, the other ends of a response and the PAD of
     its training."""
     config = model.generation_config or GenerationConfig()
-    listed = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if isinstance(config.eos_token_id, list):
+        listed = config.eos_token_id
+    else:
+        listed = [config.eos_token_id]
     trained = (tokenizer.eos_token_id, *ends)
     kept = listed if set(listed) & set(trained) else []  # else they belong to another tokenizer
     stops = list(dict.fromkeys((*trained, *kept)))

@@ -49,7 +49,8 @@ class _BlockwiseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sums = ctx.saved_tensors
-        table, groups = ctx.segments.table, ctx.segments.groups
+        table = ctx.segments.table
+        groups = ctx.segments.groups
         found = operations.causal_attention_backward(
             query, key, value, output, log_sums, gradient, table, groups, ctx.window, ctx.scale
         )
@@ -143,7 +144,8 @@ def varlen_attention(
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (T, heads, d)
     if parts.columns is not None:
         # a shared key's gradients add up in fp32, always in one order
-        k, v = k[parts.columns], v[parts.columns]
+        k = k[parts.columns]
+        v = v[parts.columns]
     assert _VARLEN is not None
     # its window ends at the last query and the last key of a segment; -1: it hides no key
     found: Tensor = _VARLEN(
@@ -218,10 +220,8 @@ def segment_by_segment(
             and segments.seen[number][0] < segments.seen[number][1]
         ):
             before = slice(*segments.seen[number])
-            k, v = (
-                torch.cat([key[:, :, before], k], dim=2),
-                torch.cat([value[:, :, before], v], dim=2),
-            )
+            k = torch.cat([key[:, :, before], k], dim=2)
+            v = torch.cat([value[:, :, before], v], dim=2)
         # keys that each query sees: its own, the last query's being the last key, and the `window -
         # 1` before it; None: a kernel that is causal by itself does, or every query sees every key
         queries, keys, band = q.shape[2], k.shape[2], None  # (1, 1, queries, keys) bool
@@ -229,7 +229,10 @@ def segment_by_segment(
             band = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(
                 keys - queries
             )[None, None]
-            band = band if window is None else band.triu(keys - queries + 1 - window)
+            if window is None:
+                band = band
+            else:
+                band = band.triu(keys - queries + 1 - window)
         if eager or options.get("softcap") is not None or options.get("s_aux") is not None:
             outputs.append(_eager_attention(module, q, k, v, band, **options))
         elif queries < keys:
@@ -270,8 +273,11 @@ def _eager_attention(  # noqa: PLR0913
     """Attention as products and a softmax. PyTorch has no other one with a soft cap of its logits
     (Gemma 2), or with one more logit for each head that no value belongs to (the sinks of GPT-OSS,
     `s_aux` (heads,)). (b, heads, T, d) -> (b, T, heads, d)."""
-    groups, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    groups = query.shape[1] // key.shape[1]
+    length = query.shape[2]
+    keys = key.shape[2]
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -120,8 +120,11 @@ def heads_of_rank(
     has those that its queries read, and the fewest."""
     repeats = math.lcm(key.shape[1], sequence_ranks()) // key.shape[1]
     if repeats > 1:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    query, key, value = exchanged(query), exchanged(key), exchanged(value)
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+    query = exchanged(query)
+    key = exchanged(key)
+    value = exchanged(value)
     layer = SimpleNamespace(
         num_key_value_groups=query.shape[1] // key.shape[1],
         is_causal=getattr(module, "is_causal", True),

@@ -63,7 +63,10 @@ class States:
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
     ) -> Tensor:
-        whole = new if self.conv is None else torch.cat([self.conv, new], dim=-1)
+        if self.conv is None:
+            whole = new
+        else:
+            whole = torch.cat([self.conv, new], dim=-1)
         self.conv = nn.functional.pad(whole, (max(0, conv_kernel_size - whole.shape[-1]), 0))[
             ..., -conv_kernel_size:
         ]
@@ -109,7 +112,8 @@ class StateRows:
             accumulate(lengths), lengths, seen or [(0, 0)] * len(lengths), strict=True
         ):
             start, end_of_shared = held.get(end - length, (end - length, end - length))
-            before = (start, end_of_shared) if start < end_of_shared else before
+            if start < end_of_shared:
+                before = (start, end_of_shared)
             if end_of_shared < end:
                 rows.append((end_of_shared, end, numbers.get(before, len(shared))))
         groups: list[list[tuple[int, int, int]]] = []
@@ -121,7 +125,9 @@ class StateRows:
             [(*span, len(shared)) for span in spans]
             for _, spans in groupby(shared, lambda span: span[1] - span[0])
         ]
-        blocks, filled, places = [], 0, torch.empty(sum(lengths), dtype=torch.int64)
+        blocks = []
+        filled = 0
+        places = torch.empty(sum(lengths), dtype=torch.int64)
         for block in [*equal, *groups]:
             # a row of one token would be a step of generation
             columns = max(2, block[0][1] - block[0][0])
@@ -177,4 +183,6 @@ class StateRows:
 def _with_none(states: list[Tensor | None]) -> Tensor | None:
     """States after all beginnings, and last those of no tokens; None if the layer has none."""
     known = [part for part in states if part is not None]
-    return torch.cat([*known, torch.zeros_like(known[0][:1])]) if known else None
+    if known:
+        return torch.cat([*known, torch.zeros_like(known[0][:1])])
+    return None

@@ -140,7 +140,8 @@ class PolicyModel(WrappedModel):
             # (N,) each: the places of the wanted tokens, found before the forward pass because the
             # host waits for them
             row, column = wanted[:, 1:].nonzero(as_tuple=True)
-            tokens, places = input_ids[row, column + 1], row * input_ids.shape[1] + column
+            tokens = input_ids[row, column + 1]
+            places = row * input_ids.shape[1] + column
             if forbidden is not None:
                 forbidden = forbidden[0][row, column + 1], forbidden[1]
             found, places = token_states(
@@ -150,7 +151,9 @@ class PolicyModel(WrappedModel):
             scores = self._head_scores(
                 hidden, tokens, temperature, entropy_grad, forbidden, teachings
             )
-            return (*scores[:2], hidden, *scores[2:]) if states else scores
+            if states:
+                return (*scores[:2], hidden, *scores[2:])
+            return scores
 
     @property
     def compares_distributions(self) -> bool:
@@ -170,7 +173,9 @@ class PolicyModel(WrappedModel):
             ]
             # a student over the same base may hold them whole already
             missing = [part for part in parts if part.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-            return deepspeed.zero.GatheredParameters(missing) if missing else nullcontext()
+            if missing:
+                return deepspeed.zero.GatheredParameters(missing)
+            return nullcontext()
 
         return OutputLayer(hidden.to(head.weight.dtype), head.weight, head.bias, self._head, whole)
 
@@ -183,8 +188,12 @@ class PolicyModel(WrappedModel):
         entropy_grad: bool,
         forbidden: Forbidden | None,
     ) -> tuple[Tensor, Tensor]:
-        places, tokens = wanted[:, 1:], input_ids[:, 1:][wanted[:, 1:]]
-        first = int(places.any(dim=0).int().argmax()) if places.numel() else 0
+        places = wanted[:, 1:]
+        tokens = input_ids[:, 1:][wanted[:, 1:]]
+        if places.numel():
+            first = int(places.any(dim=0).int().argmax())
+        else:
+            first = 0
         count = input_ids.shape[1] - first  # columns whose logits are computed
         with padded_rows(self.lm, self.layout.attention).running():
             output = self.lm(
@@ -327,7 +336,9 @@ class ScalarModel(WrappedModel):
             states, places = token_states(
                 self.backbone, self.layout, input_ids, lengths, places, few
             )
-            return self._head(states[places]) if places.dim() == 1 else self._head(states)[places]
+            if places.dim() == 1:
+                return self._head(states[places])
+            return self._head(states)[places]
 
     def _head(self, states: Tensor) -> Tensor:
         """(..., H) -> (...) fp32."""
@@ -366,7 +377,8 @@ def response_logprobs(
     beginning of an answer. `keeps_layer`: give the `layer`. `teachings`: give the `divergences`
     from teachers on the same tokens."""
     input_ids, _ = full_sequences(rows)
-    wanted, forbidden = chosen_columns(rows, input_ids.shape[1]), None
+    wanted = chosen_columns(rows, input_ids.shape[1])
+    forbidden = None
     if late_ends is not None:
         slots = torch.arange(input_ids.shape[1], device=input_ids.device)
         early = slots < rows.prompt_mask.sum(dim=1, keepdim=True) + late_ends.minimum
@@ -381,7 +393,10 @@ def response_logprobs(
         )
 
     policy: Any = unwrap(engine)
-    layer = policy.output_layer(extras.pop(0)) if keeps_layer else None
+    if keeps_layer:
+        layer = policy.output_layer(extras.pop(0))
+    else:
+        layer = None
     return ResponseLogprobs(
         in_rows(logprobs), in_rows(entropy), [in_rows(each) for each in extras], layer
     )

@@ -57,12 +57,14 @@ class MetricSums:
         if len(self.sources) < 2:
             return
         assert sources is not None
-        counted = torch.ones_like(values, dtype=torch.float64) if mask is None else mask.double()
-        kept = (
-            values.detach().double()
-            if mask is None
-            else torch.where(mask, values.detach().double(), 0.0)
-        )
+        if mask is None:
+            counted = torch.ones_like(values, dtype=torch.float64)
+        else:
+            counted = mask.double()
+        if mask is None:
+            kept = values.detach().double()
+        else:
+            kept = torch.where(mask, values.detach().double(), 0.0)
         pairs = torch.stack([kept, counted], dim=1)  # (n, 2)
         totals = pairs.new_zeros(len(self.sources), 2).index_add_(0, sources, pairs)
         for source, part in zip(self.sources, totals, strict=True):
@@ -71,11 +73,10 @@ class MetricSums:
     def add_max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add `values` to the maximum `name`; `mask` as in `add_mean`."""
         kept = (values if mask is None else _selected(values, mask, -math.inf)).detach().double()
-        part = (
-            kept.max()
-            if kept.numel()
-            else torch.full((), -math.inf, dtype=torch.float64, device=kept.device)
-        )
+        if kept.numel():
+            part = kept.max()
+        else:
+            part = torch.full((), -math.inf, dtype=torch.float64, device=kept.device)
         self._maxima[name] = torch.maximum(self._maxima.get(name, part), part)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -119,7 +120,8 @@ class MetricSums:
         """Name -> value over all ranks; without values 0, or no entry for a data set.
         Collective."""
         means = {**self._sums["means"], **self._sums["parts"]}
-        averaged, largest = sorted(means), sorted(self._maxima)
+        averaged = sorted(means)
+        largest = sorted(self._maxima)
         if not averaged and not largest:
             return {}
         parts = [means[name] for name in averaged] + [
@@ -140,7 +142,9 @@ class MetricSums:
 def _selected(values: Tensor, mask: Tensor, filler: float) -> Tensor:
     """The `values` where `mask` is True; on a GPU, where the host would wait for their number, all
     of them, with `filler` in place of the others."""
-    return values[mask] if values.device.type == "cpu" else torch.where(mask, values, filler)
+    if values.device.type == "cpu":
+        return values[mask]
+    return torch.where(mask, values, filler)
 
 
 def _count(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -172,11 +176,10 @@ def moments(values: Tensor) -> tuple[float, float]:
 def mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
     """(mean, population standard deviation) over all elements of a tensor, fp64 scalars; (0, 0) if
     it has none."""
-    exact = (
-        values.double()
-        if values.numel()
-        else torch.zeros(1, dtype=torch.float64, device=values.device)
-    )
+    if values.numel():
+        exact = values.double()
+    else:
+        exact = torch.zeros(1, dtype=torch.float64, device=values.device)
     return exact.mean(), exact.std(correction=0)
 
 

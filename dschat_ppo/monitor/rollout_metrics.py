@@ -47,7 +47,10 @@ def experience_metrics(  # noqa: C901
     if rows.teachers is not None:
         found["distill/taught_share"] = (rows.teachers >= 0).float().mean()
     if rows.teacher_logprobs is not None:
-        taught = mask if rows.teachers is None else mask & (rows.teachers >= 0).unsqueeze(1)
+        if rows.teachers is None:
+            taught = mask
+        else:
+            taught = mask & (rows.teachers >= 0).unsqueeze(1)
         found["distill/kl_k1"] = mean_and_std(
             kl_k1(rows.policy_logprobs, rows.teacher_logprobs)[taught]
         )[0]
@@ -127,7 +130,8 @@ def kl_metrics(rows: Experience, data_sources: Sequence[str] = ()) -> dict[str, 
 def _kl(rows: Experience, data_sources: Sequence[str]) -> dict[str, Tensor]:
     if rows.ref_logprobs is None:
         return {}
-    mask, logprobs = rows.response_mask, rows.policy_logprobs
+    mask = rows.response_mask
+    logprobs = rows.policy_logprobs
     kept, kl = _real_tokens(mask), kl_k1(logprobs, rows.ref_logprobs)  # kl: (B, R)
     found = {
         "kl/ref_k1": mean_and_std(kept(kl))[0],
@@ -143,7 +147,10 @@ def drift_metrics(rows: Experience) -> dict[str, float]:
     forward pass."""
     assert rows.old_logprobs is not None
     drift = (rows.rollout_logprobs - rows.old_logprobs)[rows.response_mask].abs()
-    largest = drift.max() if drift.numel() else torch.zeros((), device=drift.device)
+    if drift.numel():
+        largest = drift.max()
+    else:
+        largest = torch.zeros((), device=drift.device)
     return read(
         {"rollout/logprob_diff_mean": mean_and_std(drift)[0], "rollout/logprob_diff_max": largest}
     )
@@ -159,7 +166,8 @@ def phase_metrics(clock: PhaseClock, device: torch.device) -> dict[str, float]:
     mine = [[seconds[name], peak.get(name, 0.0), tokens.get(name, 0.0)] for name in names]
     # (ranks, phases, 3)
     ranks = gather_cat(torch.tensor([mine], dtype=torch.float64, device=device))
-    largest, total = ranks.amax(dim=0).tolist(), ranks.sum(dim=0).tolist()
+    largest = ranks.amax(dim=0).tolist()
+    total = ranks.sum(dim=0).tolist()
     metrics: dict[str, float] = {}
     for name, (most_seconds, most_gib, most_tokens), (all_seconds, _, count) in zip(
         names, largest, total, strict=True

@@ -95,12 +95,14 @@ class WandbTracker:
     """
 
     def __init__(self, library: str, tracking: Tracking, start: Start):
-        self.name, given = library, os.environ
+        self.name = library
+        given = os.environ
         self._library: Any = importlib.import_module(library)
         self.failures: tuple[type[Exception], ...] = (
             OSError,
         )  # Trackio turns the others into warnings itself
-        ids, folder = _run_ids(tracking.folder), tracking.folder.resolve()
+        ids = _run_ids(tracking.folder)
+        folder = tracking.folder.resolve()
         saved = ids.get(library) if start.first_step is not None else None
         project = (
             tracking.project
@@ -137,9 +139,10 @@ class WandbTracker:
             self._run: Any = self._library.init(**named)
         except self.failures as problem:
             raise UserError(f"--report_to {library}: {problem}") from problem
-        self._next = (
-            max(start.written + 1, self._run.step if library == "wandb" else 0) if saved else 0
-        )
+        if saved:
+            self._next = max(start.written + 1, self._run.step if library == "wandb" else 0)
+        else:
+            self._next = 0
 
     def write(self, step: int, metrics: Mapping[str, float], answers: Sequence[Answer]) -> None:
         if step < self._next:

@@ -114,7 +114,10 @@ class MetricsWriter:
         self._lines = JsonLines(folder / METRICS)
         self._trackers: list[Tracker] = []
         self._lines.append([])  # makes the file
-        written = _last_step(self._lines.path) if is_main() and resumed and tracking else -1
+        if is_main() and resumed and tracking:
+            written = _last_step(self._lines.path)
+        else:
+            written = -1
         self._lines.offset = resumed[0] if resumed else 0
         self._lines.begin()
         if is_main() and tracking is not None:

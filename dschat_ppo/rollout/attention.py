@@ -62,7 +62,10 @@ def decode_attention(
     if ("mask", window) not in batch.kept:
         newest = batch.newest.unsqueeze(1)
         distance = newest - torch.arange(batch.length, device=newest.device)
-        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        if window is None:
+            visible = distance >= 0
+        else:
+            visible = (distance >= 0) & (distance < window)
         if batch.prefix is not None:
             lengths = batch.prefix.lengths.unsqueeze(1)
             place = torch.arange(batch.prefix.cache.capacity, device=newest.device)
@@ -76,7 +79,8 @@ def decode_attention(
     keys, values = batch.read(layer)
     # exact in any precision, and keeps products in half precision in range
     power = 2.0 ** round(math.log2(scale))
-    query, scale = query * power, scale / power
+    query = query * power
+    scale = scale / power
     # (count * kv_heads, heads / kv_heads, d)
     folded = query.reshape(count * keys.shape[1], -1, width)
     scores = _products(folded, keys.flatten(0, 1)).view(count, heads, -1)
@@ -195,7 +199,10 @@ class RolloutAttention:
         for batch in self.metadata:
             rows = slice(batch.first, batch.first + batch.count)
             # products read a prefix that several rows share once for all of them
-            kernel = self._kernel if layer in self._kernel_layers and batch.prefix is None else None
+            if layer in self._kernel_layers and batch.prefix is None:
+                kernel = self._kernel
+            else:
+                kernel = None
             if kernel is None or not kernel.writes_cache:
                 for cached, new in zip(
                     batch.cache.layer(layer, key, value), (key, value), strict=True
@@ -259,7 +266,8 @@ def causal_attention(
         )
     if softcap and sinks is None:
         return _softcapped(query, key, value, scale, _visible(key, window, newest), softcap)
-    width, first = value.shape[3], 0
+    width = value.shape[3]
+    first = 0
     # before the others comes a token that each head scores with its sink, and whose value is 0
     if sinks is not None:
         # 8: GPU kernels
@@ -287,7 +295,10 @@ def _visible(key: Tensor, window: int | None, newest: Tensor | None) -> Tensor:
     `causal_attention` sees."""
     place = torch.arange(key.shape[2], device=key.device)
     distance = (place if newest is None else newest).unsqueeze(-1) - place
-    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if window is None:
+        visible = distance >= 0
+    else:
+        visible = (distance >= 0) & (distance < window)
     return visible.view(-1, 1, *distance.shape[-2:])
 
 
@@ -296,8 +307,10 @@ def _softcapped(
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     power = 2.0 ** round(math.log2(scale))  # as in `decode_attention`
-    query, scale = query * power, scale / power
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    query = query * power
+    scale = scale / power
+    key = key.repeat_interleave(groups, dim=1)
+    value = value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scale
     scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
     return torch.softmax(scores, dim=3).to(value.dtype) @ value
@@ -329,7 +342,8 @@ def installed(model: PreTrainedModel, attention: AttentionFunction) -> Iterator[
             if getattr(config, name) is not None
         ),
     ]
-    before, linear = [part._attn_implementation for part in parts], nn.functional.linear
+    before = [part._attn_implementation for part in parts]
+    linear = nn.functional.linear
     config._attn_implementation = NAME  # transformers sets it on the parts too
     nn.functional.linear = torch._C._nn.linear
     _active.append(attention)
@@ -426,9 +440,9 @@ def flash_decode(device: torch.device) -> FlashDecode | None:
         or not torch.backends.cuda.is_flash_attention_available()
     ):
         return None
-    return (
-        FlashDecode(varlen_kernel) if torch.cuda.get_device_capability(device) >= (8, 0) else None
-    )
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return FlashDecode(varlen_kernel)
+    return None
 
 
 class FlashDecode:
@@ -475,8 +489,10 @@ class FlashDecode:
         all keys. The rows of a prompt are next to each other, so the GPU reads its keys from memory
         about once, and for the other rows from its L2 cache.
         """
-        keys, values = batch.cache.keys[layer], batch.cache.values[layer]
-        kv_heads, width = keys.shape[-3], keys.shape[-1]
+        keys = batch.cache.keys[layer]
+        values = batch.cache.values[layer]
+        kv_heads = keys.shape[-3]
+        width = keys.shape[-1]
         if ("segments", kv_heads, window) not in batch.kept:
             starts, used = (part.to(torch.int32) for part in batch.segments(kv_heads, window))
             numbers = torch.arange(len(used) + 1, dtype=torch.int32, device=query.device)
@@ -525,7 +541,8 @@ def _agrees(
 
     pool = KVCache(1, 900)
     pool.keys[0], pool.values[0] = random(1, kv_heads, 900, width), random(1, kv_heads, 900, width)
-    query, scale = random(8, heads, 1, width), width**-0.5
+    query = random(8, heads, 1, width)
+    scale = width**-0.5
     own, starts, prefix_starts, prefix_lengths = torch.tensor(
         [
             [0, 200, 17, 99, 5, 1, 30, 4],

@@ -108,7 +108,10 @@ class ContinuousBatching:
         self.graphed: GraphedDecoder | None = None
         if memory is not None:
             limits = buffers.limits[:-1].cpu().numpy()
-            poll = CPU_POLL if turns is not None and self.device.type == "cpu" else POLL
+            if turns is not None and self.device.type == "cpu":
+                poll = CPU_POLL
+            else:
+                poll = POLL
             self.running = RunningPool(
                 lengths,
                 prompts,
@@ -139,14 +142,17 @@ class ContinuousBatching:
                             raise
                     # Outside the handler nothing refers to the tensors of the failed step: their
                     # memory is free again.
-                    before, self.rows = self.rows, max(1, self.rows // 2)
-                    sequences, self.attention.metadata = self.running.rows.sequences, []
+                    before = self.rows
+                    self.rows = max(1, self.rows // 2)
+                    sequences = self.running.rows.sequences
+                    self.attention.metadata = []
                     if self.memory is not None and isinstance(self.running, RunningPool):
                         self.memory.release()
                         self.running.most_slots = self.running.most_slots * self.rows // before
                     self.running.clear()
                     if self.states is not None:
-                        self.states, self.cache = RowStates(), RolloutCache()
+                        self.states = RowStates()
+                        self.cache = RolloutCache()
                     # takes a little memory, so not before there is some
                     self._return_to_queue(sequences)
                     warn_of_memory(before, self.rows)
@@ -163,14 +169,15 @@ class ContinuousBatching:
         """Prefill the prompts of new sequences, generate for every running sequence, and drop the
         finished ones."""
         heartbeat()
-        unread = self._observe(self.turns) if self.turns is not None else dict[int, int]()
+        if self.turns is not None:
+            unread = self._observe(self.turns)
+        else:
+            unread = dict[int, int]()
         # Start a wave of sequences if enough rows are free.
-        running, lengths, samples, waves = (
-            self.running,
-            self.prompt_lengths,
-            self.buffers.samples,
-            list[Prefill](),
-        )
+        running = self.running
+        lengths = self.prompt_lengths
+        samples = self.buffers.samples
+        waves = list[Prefill]()
         free = self.rows - len(running)
         # a pool may have slots for fewer rows
         usual = self.rows if self.graphed is None else len(running)
@@ -180,7 +187,8 @@ class ContinuousBatching:
             if count := running.room_for(self.waiting[:whole_groups], worthwhile):
                 if self.states is not None:
                     self.states.of(running.rows.sequences)  # forget the finished ones
-                wave, self.waiting = self.waiting[:count], self.waiting[count:]
+                wave = self.waiting[:count]
+                self.waiting = self.waiting[count:]
                 waves = running.start(wave)
                 replayed = self.given[wave] - lengths[wave]
                 unread |= zip(
@@ -210,12 +218,14 @@ class ContinuousBatching:
         if isinstance(running, RunningPool):
             assert self.graphed is not None
             self._reserve_slots(running)
-            rows, tokens = running.active, running.poll
+            rows = running.active
+            tokens = running.poll
             if not len(rows):
                 return
             finished = self.graphed.run(running.active, self.rows)
         else:
-            inputs, tokens = running.next_step(self.device), 1
+            inputs = running.next_step(self.device)
+            tokens = 1
             rows = running.rows
             if self.states is not None:
                 self.cache = self.states.of(rows.sequences)
@@ -246,7 +256,8 @@ class ContinuousBatching:
                 self.running.drop(sequence)
                 turns.cut(sequence, count - 1)
                 continue
-            start, end = int(self.given[sequence]), int(self.prompt_lengths[sequence]) + count
+            start = int(self.given[sequence])
+            end = int(self.prompt_lengths[sequence]) + count
             self.running.park(sequence, end - 1)
             ids = self.buffers.token_ids[sequence, start:end].tolist()
             self.asked[sequence] = True
@@ -257,7 +268,9 @@ class ContinuousBatching:
         start again. Returns how many tokens of each row are new to the cache: those before its new
         position, which the next decode step feeds. When memory runs out, no answer is lost: it
         stays in `answers` until the sequence has it."""
-        running, buffers, counts = self.running, self.buffers, dict[int, int]()
+        running = self.running
+        buffers = self.buffers
+        counts = dict[int, int]()
         assert isinstance(running, RunningPool)
         is_idle = not len(running.active) and (len(running) > 0 or not len(self.waiting))
         self.answers += turns.observed(is_idle and not self.answers)
@@ -294,7 +307,8 @@ class ContinuousBatching:
     def _extends(self, counts: dict[int, int]) -> list[Callable[[], None]]:
         """Forward passes over the last `counts` tokens before the positions of these sequences:
         one, unless they are very many."""
-        rows, passes = self.running.rows, list[Callable[[], None]]()
+        rows = self.running.rows
+        passes = list[Callable[[], None]]()
         assert isinstance(rows, PooledRows)
         rows = rows.select(np.isin(rows.sequences, list(counts)))
         numbers = np.array(
@@ -319,21 +333,15 @@ class ContinuousBatching:
         tokens before the positions of n rows. A row with fewer tokens repeats its last one, which
         is not written to the cache again."""
         assert isinstance(self.running, RunningPool)
-        token, pool, width = (
-            np.arange(first, first + columns),
-            self.running.pool,
-            self.buffers.width,
-        )
-        numbers, sequences, ends = (
-            numbers[:, None],
-            rows.sequences[:, None],
-            rows.positions[:, None],
-        )
-        starts, prefixes, shared = (
-            rows.starts[:, None],
-            rows.prefixes[:, None],
-            rows.prefix_lengths[:, None],
-        )
+        token = np.arange(first, first + columns)
+        pool = self.running.pool
+        width = self.buffers.width
+        numbers = numbers[:, None]
+        sequences = rows.sequences[:, None]
+        ends = rows.positions[:, None]
+        starts = rows.starts[:, None]
+        prefixes = rows.prefixes[:, None]
+        shared = rows.prefix_lengths[:, None]
         places = ends - numbers + np.minimum(token, numbers - 1)  # (n, L)
         source, column = np.nonzero(token < numbers)
         slots = (starts + places - shared)[source, column]
@@ -364,7 +372,8 @@ class ContinuousBatching:
     def _prefill(self, prefill: Prefill, prompts: np.ndarray, tokens: int) -> None:
         """A forward pass over the prompts of sequences `prompts`, all but the last token of each;
         `tokens` columns."""
-        samples, device = self.buffers.samples, self.device
+        samples = self.buffers.samples
+        device = self.device
         row_of = np.full(self.buffers.count // samples, -1)  # of the pass, by number of the prompt
         row_of[prompts // samples] = np.arange(len(prompts))
         copies = np.flatnonzero(row_of[prefill.sequences // samples] >= 0)
@@ -385,8 +394,10 @@ class ContinuousBatching:
         # it.
         padding = torch.from_numpy(tokens + 1 - self.prompt_lengths[prompts]).to(device)
         positions = positions - padding.unsqueeze(1)
-        metadata.columns, metadata.padding = metadata.columns + padding[metadata.source], padding
-        cache, mask = RolloutCache(self.model.config), positions >= 0
+        metadata.columns = metadata.columns + padding[metadata.source]
+        metadata.padding = padding
+        cache = RolloutCache(self.model.config)
+        mask = positions >= 0
         positions = positions.clamp_min(0)
         self._forward(ids.gather(1, positions), positions, cache, attention_mask=mask.long())
         started = self.running.rows.sequences

@@ -117,7 +117,9 @@ class GraphRecorder:
         a `RuntimeError`; unless memory ran out and the capture ended in order, nothing is recorded
         any more.
         """
-        graph, ended, collects = torch.cuda.CUDAGraph(), False, gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
+        ended = False
+        collects = gc.isenabled()
         # it might free memory of older graphs, which CUDA does not allow during a capture
         gc.disable()
         try:
@@ -180,13 +182,16 @@ class StaticMemory:
         """The graphs by bucket, without those of a pool that has grown since, and so has other
         addresses."""
         if self._recorded_capacity != self.pool.capacity:
-            self._graphs, self._recorded_capacity = {}, self.pool.capacity
+            self._graphs = {}
+            self._recorded_capacity = self.pool.capacity
         return self._graphs
 
     def release(self) -> None:
         """Drop all graphs, their memory, and what the pool holds."""
         self._graphs, self.graph_pool = {}, None
-        self.pool.keys, self.pool.values, self.pool.capacity = {}, {}, SPARE + 1
+        self.pool.keys = {}
+        self.pool.values = {}
+        self.pool.capacity = SPARE + 1
 
 
 @dataclass(eq=False)
@@ -259,10 +264,13 @@ class GraphedDecoder:
         self.memory.marks.zero_()
 
     def _advance(self, bucket: Bucket) -> None:
-        memory, spare = self.memory, self.memory.buffers.count
-        entries, marks = memory.entries[:, : bucket.rows], memory.marks[:, : bucket.rows]
+        memory = self.memory
+        spare = self.memory.buffers.count
+        entries = memory.entries[:, : bucket.rows]
+        marks = memory.marks[:, : bucket.rows]
         sequences, positions, own, starts, prefix_starts, prefix_lengths = entries
-        idle, overflow = sequences == spare, torch.zeros_like(marks[1])
+        idle = sequences == spare
+        overflow = torch.zeros_like(marks[1])
         metadata = PooledMetadata(
             memory.pool,
             own,
@@ -289,7 +297,8 @@ class GraphedDecoder:
         def eager() -> None:
             self._advance(bucket)
 
-        graphs, recorder = self.memory.graphs, self.memory.recorder
+        graphs = self.memory.graphs
+        recorder = self.memory.recorder
         if bucket in graphs:
             replay: Callable[[], None] = graphs[bucket].replay
             return replay
@@ -336,7 +345,8 @@ class RolloutGraphs:
     def take(self, key: Hashable, width: int, model: nn.Module) -> StaticMemory | None:
         """The memory of the last rollout, or None, after which it is released. `key`: all that is
         part of a recorded step of `model`, and the number of sequences. `width`: of the prompts."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if kept is None or kept.key != key or kept.buffers.prompt_width < width:
             return None
         if kept.addresses != _addresses(model):
@@ -352,12 +362,15 @@ class RolloutGraphs:
             return
         logits = memory.entries.shape[1] * len(buffers.is_end) * LOGITS_BYTES
         if self._fits(memory.pool.nbytes + buffers.nbytes + logits, buffers.token_ids.device):
-            memory.key, memory.addresses, self._kept = key, _addresses(model), memory
+            memory.key = key
+            memory.addresses = _addresses(model)
+            self._kept = memory
 
     def _fits(self, size: int, device: torch.device) -> bool:
         """Whether updates leave `size` bytes for what is kept. The largest one is known after the
         first PPO step."""
-        total, peak = torch.cuda.mem_get_info(device)[1], largest_peak("train")
+        total = torch.cuda.mem_get_info(device)[1]
+        peak = largest_peak("train")
         is_small = size <= KEPT_SHARE * total
         beside = 0 if self._is_beside_training else size
         fits = (

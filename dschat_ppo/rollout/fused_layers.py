@@ -50,14 +50,18 @@ class FusedLayer:
     its attention function."""
 
     def __init__(self, layer: Any, pack: Pack, settings: dict[str, Any]):
-        attention, mlp, self._own = layer.self_attn, layer.mlp, layer.forward
+        attention = layer.self_attn
+        mlp = layer.mlp
+        self._own = layer.forward
         self._attention, self._settings = attention, settings
         self._kv_heads = attention.k_proj.out_features // attention.head_dim
         self._heads = attention.q_proj.out_features // attention.head_dim
-        self._first_norm, self._second_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self._first_norm = layer.input_layernorm
+        self._second_norm = layer.post_attention_layernorm
         self._qkv = pack([attention.q_proj, attention.k_proj, attention.v_proj])
         self._output = pack([attention.o_proj])
-        self._gate_and_up, self._down = pack([mlp.gate_proj, mlp.up_proj]), pack([mlp.down_proj])
+        self._gate_and_up = pack([mlp.gate_proj, mlp.up_proj])
+        self._down = pack([mlp.down_proj])
         self._activation = mlp.act_fn
         self._is_swiglu = isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation))
         self._eager: Any = vars(sys.modules[type(attention).__module__]).get(
@@ -104,9 +108,11 @@ class FusedLayer:
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """(n, L, all heads, d) -> queries, keys and values, (n, heads of each, L, d); may change
         `qkv`."""
-        kernels, rotated = kernels_for(qkv, cos, sin), self._heads + self._kv_heads
+        kernels = kernels_for(qkv, cos, sin)
+        rotated = self._heads + self._kv_heads
         if kernels and cos.is_contiguous() and sin.is_contiguous() and len(cos) == len(qkv):
-            lines, angles = qkv.flatten(0, 1), (cos.flatten(0, 1), sin.flatten(0, 1))
+            lines = qkv.flatten(0, 1)
+            angles = (cos.flatten(0, 1), sin.flatten(0, 1))
             if hasattr(kernels, "rotated_parts"):
                 parts = kernels.rotated_parts(lines, *angles, self._heads, self._kv_heads)
                 return tuple(
@@ -132,9 +138,10 @@ def fused_layers(model: PreTrainedModel, pack: Pack) -> list[tuple[nn.Module, Fu
     for layer in model.modules():
         if _has_the_form(layer):
             known = _AGREED.get(layer)
-            fused = (
-                _agreeing(model, layer, pack) if known is None else FusedLayer(layer, pack, known)
-            )
+            if known is None:
+                fused = _agreeing(model, layer, pack)
+            else:
+                fused = FusedLayer(layer, pack, known)
             if fused is not None:
                 found.append((layer, fused))
     return found
@@ -174,7 +181,8 @@ class _Seen:
         **settings: Any,
     ) -> tuple[Tensor, None]:
         check_attention_call(module, mask, {})
-        self.states, self.settings = [query, key, value], settings
+        self.states = [query, key, value]
+        self.settings = settings
         return causal_attention(query, key, value, query.shape[3] ** -0.5, None, None).transpose(
             1, 2
         ), None
@@ -184,13 +192,15 @@ class _Seen:
 def _agreeing(model: PreTrainedModel, layer: Any, pack: Pack) -> FusedLayer | None:
     """`layer`, fused, if it computes what the layer computes: queries, keys, values and the states
     after it."""
-    weight, generator = layer.self_attn.q_proj.weight, torch.Generator().manual_seed(0)
+    weight = layer.self_attn.q_proj.weight
+    generator = torch.Generator().manual_seed(0)
     states = torch.randn(ROWS, COLUMNS, weight.shape[1], generator=generator).to(weight) * SMALL
     angles = torch.randn(ROWS, COLUMNS, layer.self_attn.head_dim // 2, generator=generator).repeat(
         1, 1, 2
     )
     turns = angles.cos().to(weight), angles.sin().to(weight)
-    own, ours = _Seen(), _Seen()
+    own = _Seen()
+    ours = _Seen()
     with attempt() as tried, installed(model, own):
         expected = layer(states, position_embeddings=turns)
     # other arguments, though names of children are the same
@@ -209,10 +219,8 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     """Whether two results differ by rounding at most: in fp32 by sums in another order."""
     if found.shape != expected.shape:
         return False
-    difference, size = (
-        (found.float() - expected.float()).abs().mean(),
-        expected.float().abs().mean(),
-    )
+    difference = (found.float() - expected.float()).abs().mean()
+    size = expected.float().abs().mean()
     most = 64 if found.dtype == torch.float32 else 0.5  # fp32: 10 were seen with 4096 columns
     return bool(difference <= most * torch.finfo(found.dtype).eps * size)
 
@@ -263,7 +271,10 @@ def joint_product(layers: list[nn.Linear]) -> Product:
         return layers[0]
     weight = side_by_side([layer.weight.detach() for layer in layers])
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    bias = side_by_side(biases) if len(biases) == len(layers) else None
+    if len(biases) == len(layers):
+        bias = side_by_side(biases)
+    else:
+        bias = None
     if weight is None or (bias is None and biases):
         return lambda states: torch.cat([layer(states) for layer in layers], dim=-1)
     return lambda states: torch._C._nn.linear(states, weight, bias)
@@ -273,7 +284,8 @@ def side_by_side(parts: list[Tensor]) -> Tensor | None:
     """`parts` (n_i, ...) as one tensor over the same memory, (sum of n_i, ...), if they follow one
     another in it."""
     first = parts[0]
-    memory, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    place = first.storage_offset()
     for part in parts:
         if (
             part.untyped_storage().data_ptr() != memory

@@ -118,7 +118,10 @@ def generate(  # noqa: PLR0913
     were drawn with each seed before; None: none.
     """
     on_gpu = prompts.prompt_ids.is_cuda
-    static = on_gpu and max_over_ranks is None if config.static is None else config.static
+    if config.static is None:
+        static = on_gpu and max_over_ranks is None
+    else:
+        static = config.static
     static = (static or turns is not None and max_over_ranks is None) and not has_states(
         model.config
     )
@@ -163,13 +166,14 @@ def engine_text(
     model: PreTrainedModel, config: GenerationConfig, max_over_ranks: MaxOverRanks | None = None
 ) -> str:
     """The engine and the kernels of `generate` with these arguments, for the log."""
-    weight, whole, parts = (
-        next(model.parameters()),
-        max_over_ranks is None,
-        [ENGINES[config.engine]],
-    )
+    weight = next(model.parameters())
+    whole = max_over_ranks is None
+    parts = [ENGINES[config.engine]]
     if config.engine == "continuous":
-        compiled = "compiled attention" if can_run(weight) else "PyTorch attention"
+        if can_run(weight):
+            compiled = "compiled attention"
+        else:
+            compiled = "PyTorch attention"
         parts.append("flash attention" if flash_decode(weight.device) is not None else compiled)
         if weight.is_cuda:
             parts.append(
@@ -192,7 +196,8 @@ def _generate_static(
 ) -> Rollout:
     """Continuous batching with decode steps at fixed addresses; `graphs` records them, or reuses
     those that it kept."""
-    key, width = (config, len(seeds)), prompts.prompt_ids.shape[1]
+    key = (config, len(seeds))
+    width = prompts.prompt_ids.shape[1]
     memory = graphs.take(key, width, model) if graphs else None
     if memory:
         memory.buffers.fill(prompts, seeds, limits)
@@ -238,15 +243,16 @@ def _generate_turn_by_turn(
     # (length,) each
     histories = [ids[mask] for ids, mask in zip(starts.prompt_ids, starts.prompt_mask, strict=True)]
     lengths = [len(history) for history in histories]
-    most = [config.stopping.max_new_tokens] * len(histories) if limits is None else limits.tolist()
+    if limits is None:
+        most = [config.stopping.max_new_tokens] * len(histories)
+    else:
+        most = limits.tolist()
     masks, logprobs = (
         [histories[0].new_empty(0, dtype=kind) for _ in histories]
         for kind in (torch.bool, torch.float32)
     )
-    reasons, going = (
-        torch.full((len(histories),), FinishReason.LENGTH, dtype=torch.int8),
-        list(range(len(histories))),
-    )
+    reasons = torch.full((len(histories),), FinishReason.LENGTH, dtype=torch.int8)
+    going = list(range(len(histories)))
     largest = max_over_ranks or (lambda number: number)
     while largest(int(len(going) > 0 and not cancelled())):
         rows = going or [0]  # a rank without episodes makes the passes of the others
@@ -294,7 +300,8 @@ def _generate_turn_by_turn(
                     reasons[row] = FinishReason.LENGTH
                     turns.stop(row)
     padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    mask, sizes = padded(masks), torch.tensor([len(part) for part in masks], device=seeds.device)
+    mask = padded(masks)
+    sizes = torch.tensor([len(part) for part in masks], device=seeds.device)
     return Rollout(
         prompt_ids=starts.prompt_ids,
         prompt_mask=starts.prompt_mask,
@@ -340,7 +347,8 @@ class Echo:
 
     def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
         """All answers so far."""
-        said, self._said = self._said, []
+        said = self._said
+        self._said = []
         return said
 
     def cut(self, sequence: int, end: int) -> None:
@@ -400,7 +408,8 @@ def check_engine(
     with one forward pass without a cache. Collective. Returns the largest difference of a log-prob
     from that of the pass, or of this one from that of the likeliest token; and why the engine does
     not support the model, or ""."""
-    device, vocabulary = next(model.parameters()).device, vocabulary_size(model)
+    device = next(model.parameters()).device
+    vocabulary = vocabulary_size(model)
     if engine == "continuous" and (reason := of_any_rank(reason_unsupported(model), device)):
         return 0.0, reason
     ids = torch.randint(
@@ -439,7 +448,8 @@ def check_engine(
                 graphs=graphs,
                 turns=turns,
             )
-            logits, chosen = plain_logits(model, rollout), rollout.response_mask
+            logits = plain_logits(model, rollout)
+            chosen = rollout.response_mask
             logprobs = token_logprobs(logits, rollout.response_ids)
             best = token_logprobs(logits, logits.argmax(dim=-1))
             differences += [
@@ -464,10 +474,8 @@ def reason_unsupported(model: PreTrainedModel) -> str:
     }
     if ropes & {"dynamic", "longrope"}:
         return "its rotary positions depend on the longest row of a batch"
-    attention, zero = (
-        RolloutAttention(),
-        torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device),
-    )
+    attention = RolloutAttention()
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     attention.metadata = PrefillMetadata(KVCache(1, 1), *[zero[0]] * 4)
     cache = RolloutCache(model.config)
     with attempt() as tried, installed(model, attention):

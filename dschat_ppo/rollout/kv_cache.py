@@ -129,11 +129,15 @@ class PrefillMetadata:
     def to_the_left(self, part: Tensor) -> Tensor:
         """(n, heads, L, d) with the tokens of each row from column 0 on, and copies of its last one
         behind them."""
-        return part if self.padding is None else self._moved(part, self.padding)
+        if self.padding is None:
+            return part
+        return self._moved(part, self.padding)
 
     def to_the_right(self, part: Tensor) -> Tensor:
         """Undo `to_the_left`; the padding gets the numbers of the first token."""
-        return part if self.padding is None else self._moved(part, -self.padding)
+        if self.padding is None:
+            return part
+        return self._moved(part, -self.padding)
 
     def _moved(self, part: Tensor, distance: Tensor) -> Tensor:
         rows, _, length, _ = part.shape
@@ -252,7 +256,8 @@ class PooledMetadata:
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` tokens, (count, kv_heads, length, head_dim), copied
         from the pool. Places after the last new token repeat it."""
-        keys, values = self.cache.keys[layer][0], self.cache.values[layer][0]
+        keys = self.cache.keys[layer][0]
+        values = self.cache.values[layer][0]
         heads = len(keys)
         if heads not in self.kept:
             starts, prefix_starts, prefix_lengths, last = (
@@ -279,16 +284,13 @@ class PooledMetadata:
         hidden, used = _last(self.own + 1, window)
         starts = self.starts + hidden
         if self.shares:
-            seen = (
-                self.prefix_lengths
-                if window is None
-                else (window - used).clamp_min(0).minimum(self.prefix_lengths)
-            )
+            if window is None:
+                seen = self.prefix_lengths
+            else:
+                seen = (window - used).clamp_min(0).minimum(self.prefix_lengths)
             start = torch.where(seen > 0, self.prefix_starts + self.prefix_lengths - seen, starts)
-            starts, used = (
-                torch.cat([starts, start]),
-                torch.cat([used, torch.where(seen > 0, seen, used)]),
-            )
+            starts = torch.cat([starts, start])
+            used = torch.cat([used, torch.where(seen > 0, seen, used)])
         planes = torch.arange(heads, device=starts.device) * self.cache.capacity
         return (starts.unsqueeze(1) + planes).flatten(), used.repeat_interleave(heads)
 
@@ -355,7 +357,8 @@ class RowStates:
         if not self._tables:
             self._cache = prefilled  # its layers know all but the states of a step
         new = ~np.isin(sequences, self._sequences)
-        before, fed = len(self._sequences), np.flatnonzero(source[new] >= 0)
+        before = len(self._sequences)
+        fed = np.flatnonzero(source[new] >= 0)
         self._sequences = np.concatenate([self._sequences, sequences[new]])
         for key, state in list(states_of(prefilled)):
             old = self._tables.pop(key, state[:0])
@@ -390,7 +393,8 @@ MAX_ROWS = 256  # on a CPU, more rows make a step longer and no token cheaper
 MAX_ROWS_GPU = 1024  # on a GPU, rows share the time of reading the weights
 MEMORY_SHARE = 0.5  # share of a CPU's free memory that the KV cache may take
 # of a GPU's free memory: the larger of both is left for everything else
-RESERVE_SHARE, RESERVE_BYTES = 0.1, 2 * 2**30
+RESERVE_SHARE = 0.1
+RESERVE_BYTES = 2 * 2**30
 LOGITS_SHARE = 0.1  # share of a GPU's free memory that the logits of a step may take
 LOGITS_BYTES = 6 * 4  # per row and token of the vocabulary: sampling holds about six fp32 copies
 

@@ -38,7 +38,8 @@ class InPlaceLayer(DynamicLayer):
         if not self.buffers:
             self.lazy_initialization(key_states, value_states)
             self.buffers = [part[:, :, :0] for part in new]
-        first, self.length = self.length, self.length + key_states.shape[2]
+        first = self.length
+        self.length = self.length + key_states.shape[2]
         if self.length > self.buffers[0].shape[2]:
             spare = self.length + GROWTH_TOKENS - self.buffers[0].shape[2]
             self.buffers = [
@@ -59,7 +60,9 @@ def new_cache(model: PreTrainedModel) -> Cache:
     plain attention."""
     own = DynamicCache(config=model.config)
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in own.layers)
-    return Cache(layer_class_to_replicate=InPlaceLayer) if plain else own
+    if plain:
+        return Cache(layer_class_to_replicate=InPlaceLayer)
+    return own
 
 
 class PaddedBatches:
@@ -104,20 +107,23 @@ class PaddedBatches:
             # Outside the handler nothing refers to the tensors of the failed batch, so their memory
             # is free again.
             self.buffers.reset(batch.tolist())
-            before, self.rows = self.rows, max(1, self.rows // 2)
+            before = self.rows
+            self.rows = max(1, self.rows // 2)
             warn_of_memory(before, self.rows)
 
     def tokens(self, sequences: Tensor) -> Iterator[Tensor]:
         """Generate all tokens of n sequences, (n,) int64; yields the newest ones, (n,) int64, also
         of finished rows. Without any sequence, make the same passes with the spare row."""
-        buffers, device = self.buffers, sequences.device
+        buffers = self.buffers
+        device = sequences.device
         spare = torch.full((1,), buffers.count, device=device)
         rows = sequences if len(sequences) else spare
         lengths = buffers.prompt_lengths[rows].unsqueeze(1)
         longest = int(lengths.max())
         # negative in the left padding
         columns = torch.arange(longest, device=device) - (longest - lengths)
-        ids, mask = buffers.token_ids[rows].gather(1, columns.clamp_min(0)), (columns >= 0).long()
+        ids = buffers.token_ids[rows].gather(1, columns.clamp_min(0))
+        mask = (columns >= 0).long()
         cache = new_cache(self.model)
         running = torch.full_like(rows, len(sequences) > 0, dtype=torch.bool)
         counts = torch.zeros_like(rows)
@@ -154,6 +160,7 @@ class PaddedBatches:
                     device
                 )
             running = running & ~finished
-            ids, counts = tokens.unsqueeze(1), counts + 1
+            ids = tokens.unsqueeze(1)
+            counts = counts + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             yield tokens

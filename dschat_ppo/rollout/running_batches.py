@@ -171,7 +171,8 @@ class RunningBatches:
     def start(self, wave: np.ndarray) -> list[Prefill]:
         """Start `wave`, longest prompts first, in batches of similar lengths, none small; what
         their caches get."""
-        ends, begin = list[int](), 0
+        ends = list[int]()
+        begin = 0
         for end in range(SMALL_BATCH, len(wave) - SMALL_BATCH + 1):
             shortest = MIN_LENGTH_RATIO * self.prompt_lengths[wave[begin]]
             if end - begin >= SMALL_BATCH and self.prompt_lengths[wave[end]] < shortest:
@@ -183,18 +184,19 @@ class RunningBatches:
             )
             # the first decode step feeds the last token
             lengths = np.maximum(self.prompt_lengths[sequences] - 1, 1)
-            prompts, longest, zeros = sequences[leaders], int(lengths.max()), np.zeros_like(source)
+            prompts = sequences[leaders]
+            longest = int(lengths.max())
+            zeros = np.zeros_like(source)
             rows = Rows(sequences, self.prompt_lengths[sequences] - 1, zeros, zeros)
             # one prefix for several
             if 0 < self.share_from <= lengths.min() and len(leaders) < len(sequences):
-                filled, cache = (
-                    KVCache(len(leaders), longest),
-                    KVCache(len(sequences), rounded_up(1)),
-                )
+                filled = KVCache(len(leaders), longest)
+                cache = KVCache(len(sequences), rounded_up(1))
                 rows.prefix_lengths, rows.prefixes = lengths, source
                 self.batches.append(DecodeBatch(cache, rows, filled))
             else:
-                filled, prompts = KVCache(len(sequences), rounded_up(longest + 1)), prompts[source]
+                filled = KVCache(len(sequences), rounded_up(longest + 1))
+                prompts = prompts[source]
                 self.batches.append(DecodeBatch(filled, rows))
             prefills.append(
                 Prefill(filled, prompts, np.arange(len(prompts)), np.zeros_like(prompts))
@@ -222,7 +224,8 @@ class RunningBatches:
         rows = self.rows
         arrays = np.stack([rows.sequences, rows.positions, rows.slots])
         sequences, positions, slots = torch.from_numpy(arrays).to(device)
-        metadata, first = list[DecodeMetadata](), 0
+        metadata = list[DecodeMetadata]()
+        first = 0
         for batch in self.batches:
             own = slots[first : first + len(batch)]
             metadata.append(DecodeMetadata(first, batch.cache, own, batch.shared_prefix(device)))
@@ -240,14 +243,13 @@ class RunningBatches:
             if not done.any():
                 continue
             kept = np.arange((~done).sum())
-            holes, movers = (
-                np.flatnonzero(done[: len(kept)]),
-                len(kept) + np.flatnonzero(~done[len(kept) :]),
-            )
+            holes = np.flatnonzero(done[: len(kept)])
+            movers = len(kept) + np.flatnonzero(~done[len(kept) :])
             if len(holes):
                 batch.cache.move_rows(movers.tolist(), holes.tolist())
             kept[holes] = movers
-            batch.rows, batch._shared = batch.rows.select(kept), None
+            batch.rows = batch.rows.select(kept)
+            batch._shared = None
         self.batches = [batch for batch in self.batches if len(batch)]
 
     def clear(self) -> None:
@@ -260,19 +262,26 @@ class FreeSlots:
 
     def __init__(self, first: int, capacity: int):
         # (start, size), by start
-        self._runs = [(first, capacity - first)] if capacity > first else []
+        if capacity > first:
+            self._runs = [(first, capacity - first)]
+        else:
+            self._runs = []
 
     def take(self, sizes: Sequence[int]) -> list[int] | None:
         """The starts of segments of `sizes`, each in the first run that has room; None: some does
         not fit anywhere."""
-        runs, starts = list(self._runs), []
+        runs = list(self._runs)
+        starts = []
         for size in sizes:
             number = next((number for number, (_, room) in enumerate(runs) if room >= size), None)
             if number is None:
                 return None
             start, room = runs[number]
             starts.append(start)
-            runs[number : number + 1] = [(start + size, room - size)] if room > size else []
+            if room > size:
+                runs[number : number + 1] = [(start + size, room - size)]
+            else:
+                runs[number : number + 1] = []
         self._runs = runs
         return starts
 
@@ -361,7 +370,8 @@ class RunningPool:
     def room_for(self, waiting: np.ndarray, worthwhile: int) -> int:
         """How many of these sequences can start: at least `worthwhile` or none, and at least one if
         none is running."""
-        rows, known = self.rows, set(self._prefixes)
+        rows = self.rows
+        known = set(self._prefixes)
         promised = self._total(np.minimum(2 * rows.sizes, self.needs[rows.sequences]))
         doubled = np.minimum(2 * self.first_sizes(waiting), self.needs[waiting])
         for count, sequence in enumerate(waiting.tolist()):
@@ -370,13 +380,18 @@ class RunningPool:
                 promised += self.prefix_lengths[sequence]
                 known.add(prompt)
             if promised > self.most_slots and (count or len(rows)):
-                return 0 if count < worthwhile and len(rows) else count
-        return 0 if len(waiting) < worthwhile and len(rows) else len(waiting)
+                if count < worthwhile and len(rows):
+                    return 0
+                return count
+        if len(waiting) < worthwhile and len(rows):
+            return 0
+        return len(waiting)
 
     def start(self, wave: np.ndarray) -> list[Prefill]:
         """Give the sequences of `wave` their first segments. Returns what the pool gets: prompts
         that are not in it."""
-        known, zeros = set(self._prefixes), np.zeros_like(wave)
+        known = set(self._prefixes)
+        zeros = np.zeros_like(wave)
         new = PooledRows(
             wave, self.given[wave] - 1, self.prefix_lengths[wave], zeros, zeros, zeros, zeros
         )
@@ -404,7 +419,8 @@ class RunningPool:
     def _sizes_for_poll(self) -> np.ndarray | None:
         """Sizes of segments with which each running sequence has slots for a poll, (n,); None: they
         do not fit."""
-        rows, needs = self.rows, self.needs[self.rows.sequences]
+        rows = self.rows
+        needs = self.needs[self.rows.sequences]
         needed = np.minimum(rows.slots + self.poll, needs)
         full = needed > rows.sizes
         for wanted in (np.maximum(2 * rows.sizes, needed), rounded_up(needed)):
@@ -435,11 +451,13 @@ class RunningPool:
         old ones hold. Rows that keep their size stay where they are, unless the free slots are too
         few or too scattered. Then all segments move together, and the pool grows if they fill most
         of it."""
-        rows, capacity = self.rows, self.pool.capacity
+        rows = self.rows
+        capacity = self.pool.capacity
         lengths = {prompt: self._shared[prompt] for prompt in self._prefixes}
         grown = np.flatnonzero(sizes != rows.sizes)
         fresh = [prompt for prompt, start in self._prefixes.items() if start == SPARE]
-        starts, prefixes = rows.starts.copy(), dict(self._prefixes)
+        starts = rows.starts.copy()
+        prefixes = dict(self._prefixes)
         found = self._free.take([*sizes[grown].tolist(), *(lengths[prompt] for prompt in fresh)])
         if found is not None:
             starts[grown] = found[: len(grown)]
@@ -449,10 +467,8 @@ class RunningPool:
             if total > (capacity if capacity == self._proven else FULL * capacity):
                 capacity = max(capacity, total, min(self.most_slots, int(POOL_GROWTH * capacity)))
             ends = np.cumsum([SPARE + 1, *lengths.values(), *sizes])
-            prefixes, starts = (
-                dict(zip(lengths, ends.tolist(), strict=False)),
-                ends[len(lengths) : -1],
-            )
+            prefixes = dict(zip(lengths, ends.tolist(), strict=False))
+            starts = ends[len(lengths) : -1]
             self._free = FreeSlots(total, capacity)
         # of rows that need more slots for what they observe, or start
         held = np.minimum(rows.slots, rows.sizes)
@@ -510,7 +526,8 @@ class RunningPool:
 
     def _keep(self, kept: np.ndarray) -> None:
         """Drop the running rows where `kept` (n,) is False, and shared prompts without a row."""
-        dropped, self.rows = self.rows.select(~kept), self.rows.select(kept)
+        dropped = self.rows.select(~kept)
+        self.rows = self.rows.select(kept)
         for start, size in zip(dropped.starts.tolist(), dropped.sizes.tolist(), strict=True):
             self._free.give_back(start, size)
         for prompt in set(self._prefixes) - set(self.prompts[self.rows.sequences].tolist()):

@@ -60,7 +60,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     if spare:
         weights = torch.nn.functional.pad(weights, (0, spare))
     blocks = weights.unflatten(1, (-1, BLOCK))
-    candidates, target = blocks.sum(dim=2), uniforms.unsqueeze(1)
+    candidates = blocks.sum(dim=2)
+    target = uniforms.unsqueeze(1)
     for level in ("block", "index"):
         ends = _running_sums(candidates)
         if level == "block":
@@ -72,10 +73,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         above = ends > torch.minimum(target, last * (1 - 2.0**-23))
         found = (above & positive).to(torch.uint8).argmax(dim=1, keepdim=True)  # (B, 1)
         if level == "block":
-            block, before = (
-                found,
-                torch.where(found > 0, ends.gather(1, (found - 1).clamp_min(0)), 0.0),
-            )
+            block = found
+            before = torch.where(found > 0, ends.gather(1, (found - 1).clamp_min(0)), 0.0)
             target = target - before
             candidates = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
     return (block * BLOCK + found).squeeze(1)
@@ -139,12 +138,14 @@ def sample(
     without the forbidden ones). That is the policy's distribution before penalty and truncation,
     the one that training differentiates.
     """
-    plain = (
-        logits.float()
-        if forbidden is None
-        else logits.float().masked_fill(forbidden, float("-inf"))
-    )
-    scaled = plain / sampling.temperature if sampling.temperature != 1 else plain
+    if forbidden is None:
+        plain = logits.float()
+    else:
+        plain = logits.float().masked_fill(forbidden, float("-inf"))
+    if sampling.temperature != 1:
+        scaled = plain / sampling.temperature
+    else:
+        scaled = plain
     top = scaled.amax(dim=1, keepdim=True)
     weights = (scaled - top).exp_()
     log_total = weights.sum(dim=1).log_()
@@ -201,7 +202,9 @@ class StoppingCriteria:
     @property
     def late_ends(self) -> LateEnds | None:
         """The tokens that cannot be sampled before `min_new_tokens`; None if there are none."""
-        return LateEnds(self.ids, self.min_new_tokens) if self.ids and self.min_new_tokens else None
+        if self.ids and self.min_new_tokens:
+            return LateEnds(self.ids, self.min_new_tokens)
+        return None
 
     @property
     def reach(self) -> int:

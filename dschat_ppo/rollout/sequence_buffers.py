@@ -76,7 +76,8 @@ class SequenceBuffers:
         """Start again with as many prompts, none wider than `prompt_width`. All tensors stay where
         they are."""
         self.prompts = repeat_rows(prompts, self.samples)
-        longest, device = prompts.prompt_ids.shape[1], self.token_ids.device
+        longest = prompts.prompt_ids.shape[1]
+        device = self.token_ids.device
         self.prompt_lengths[:-1] = self.prompts.prompt_mask.sum(dim=1)
         self.limits.fill_(self.stopping.max_new_tokens)
         if limits is not None:
@@ -158,12 +159,14 @@ class SequenceBuffers:
         string that it completes. `counts`: response tokens of each before the new ones. `starts`:
         the first token of the action of each; None: 0."""
         device = self.token_ids.device
-        rows, before = torch.from_numpy(sequences).to(device), torch.from_numpy(counts).to(device)
+        rows = torch.from_numpy(sequences).to(device)
+        before = torch.from_numpy(counts).to(device)
         reach = min(self.stopping.reach, self.response_width)
         first = self.prompt_lengths[rows] + before + 1 - reach
         columns = first.unsqueeze(1) + torch.arange(reach + new - 1, device=device)
         ids = self.token_ids[rows].gather(1, columns.clamp_(0, self.width - 1)).tolist()
-        reasons, lengths = self.finish_reasons[rows].tolist(), self.response_lengths[rows].tolist()
+        reasons = self.finish_reasons[rows].tolist()
+        lengths = self.response_lengths[rows].tolist()
         # the row of each prefix that a sequence had, its length, and its last tokens
         ends, tails = [], []
         for row, count in enumerate(counts.tolist()):
@@ -187,7 +190,8 @@ class SequenceBuffers:
         environment wrote. The numbers from which the policy's own tokens are drawn stay in order,
         whatever it observes."""
         count = int(self.response_lengths[sequence])
-        after, start = count + len(tokens), int(self.prompt_lengths[sequence]) + count
+        after = count + len(tokens)
+        start = int(self.prompt_lengths[sequence]) + count
         ids = torch.tensor(tokens, device=self.token_ids.device)
         self.token_ids[sequence, start : start + len(tokens)] = ids
         self.observed[sequence, count:after] = True
