@@ -285,6 +285,13 @@ def test_one_run_has_its_models_its_changed_flags_long_answers_cut(tmp_path):
     assert "x" * 2000 + " [... 1,500 more characters]" in found and "x" * 2001 not in found
 
 
+def test_a_name_in_a_cell_is_one_word_and_a_sentence_wraps_anywhere(tmp_path):
+    event = {"step": 2, "name": "reward_function_faults", "seen": "x" * 41, "cause": "a few words"}
+    text = page(read_runs([write_run(tmp_path, ppo_lines(3), health=[event])]), 0.0)
+    assert '<td class="word">reward_function_faults</td>' in text
+    assert f"<td>{'x' * 41}</td>" in text and "<td>a few words</td>" in text
+
+
 def run_of(name: str = "a", answers=(), **metrics) -> Run:
     """A run with these metrics: name -> values of steps 1, 2, ..."""
     points = {
