@@ -25,7 +25,6 @@ from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import checksum
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
-from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
 from dschat_ppo.config.run_flags import AUTO, NEVER, WITHOUT_EFFECT, SafetyFlags
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten
 from dschat_ppo.data.streaming import StreamedRows
@@ -271,12 +270,9 @@ def differences(
         {_with_place(name): value for name, value in config.items()} for config in (saved, now)
     )
     found = {}
-    for name in [
-        *now,
-        *(name for name in saved if name not in now and (name not in RETIRED or name in NOW_FIXED)),
-    ]:
+    for name in [*now, *(name for name in saved if name not in now)]:
         before = saved.get(name, _ABSENT)
-        after = now.get(name, NOW_FIXED.get(name, _ABSENT))
+        after = now.get(name, _ABSENT)
         if before == after or name in HARMLESS or _resolved(before) == _resolved(after):
             continue
         product = PRODUCTS.get(name)
@@ -285,11 +281,7 @@ def differences(
         # the checkpoint is older than the flag
         if before is _ABSENT and after == defaults.get(name, _ABSENT):
             continue
-        if name in RETIRED:
-            left = ", always: this version has no such flag"
-        else:
-            left = ""
-        found[name] = f"{_as_text(before)} -> {_as_text(after)}{left}"
+        found[name] = f"{_as_text(before)} -> {_as_text(after)}"
     return found
 
 
@@ -434,8 +426,6 @@ def _require_same_run(checkpoint: Path, flags: SafetyFlags, identity: RunIdentit
             f"{checkpoint} was saved inside a PPO step, whose updates have {saved_rows} rows each,"
             f" not {rows}: keep them, or name an earlier checkpoint by --resume"
         )
-    if left := note_on_retired(manifest.config):
-        logger().info(f"note: {checkpoint.name} was saved by an earlier version; {left}")
     if changes:
         logger().info(
             f"settings that changed since {checkpoint.name} was saved:\n{format_diff(changes)}"

@@ -1,5 +1,5 @@
 """Parse the command line and the YAML file of one step into its frozen configuration; the text of
-`--help`, and of the message about an unknown flag."""
+`--help`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import yaml
 
 from dschat_ppo.config.flag_parser import FlagParser, first_words, flag_parser, shown_default
+from dschat_ppo.config.other_trainers import trains_critic, what_to_use
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.run_flags import WITHOUT_EFFECT
 from dschat_ppo.config.schema import read_settings, require
 from dschat_ppo.config.step_config import StepConfig, defaults_of, flatten, groups_of
@@ -32,19 +32,6 @@ STEPS: dict[str, type[StepConfig]] = {
     "ppo": PPOConfig,
 }
 
-_FEWER = "to try a few steps, use --max_steps, or fewer rows: --data_path DATA@ROWS"
-_ADVICE = {  # flags of other trainers
-    "max_train_steps": "did you mean --max_steps?",
-    **dict.fromkeys(("max_train_samples", "max_samples"), _FEWER),
-    **{name: f"use --dtype {name}" for name in ("bf16", "fp16")},
-    **{
-        name: (
-            f"it is a flag of the launcher, before the program: deepspeed --{name} N training/...,"
-            " or of dschat-ppo"
-        )
-        for name in ("num_accelerators", "num_gpus")
-    },
-}
 _SET_BY_THEM = {"--data_path": "--data_path (DeepSpeed-Chat's default: Dahoas/rm-static)"}
 _OF_TRAINING = (
     "report_to",
@@ -59,28 +46,21 @@ _OF_TRAINING = (
 )
 
 
-def _read_yaml(path: str, known: set[str]) -> tuple[dict[str, Any], str | None]:
-    """The settings of a YAML file, and a note about flags that left in a file that a run of an
-    earlier version saved. Such a file holds all flags of a step, whatever their values; in a file
-    that a person wrote, flags that left stay, to be refused."""
+def _read_yaml(path: str) -> dict[str, Any]:
     text = read_settings("--config", path)
     with reading(f"--config {path}: is not valid YAML"):
-        settings = yaml.safe_load(text)
+        settings: dict[str, Any] = yaml.safe_load(text)
     require(
         isinstance(settings, dict), f"--config {path}: must be a mapping of flag names to values"
     )
-    if len(known.intersection(settings)) < len(known) / 2:
-        return settings, None
-    return {key: value for key, value in settings.items() if key not in RETIRED}, note_on_retired(
-        settings
-    )
+    return settings
 
 
-def _words_of(path: str, known: set[str], parser: FlagParser) -> list[str]:
+def _words_of(path: str, parser: FlagParser) -> list[str]:
     """The settings of a YAML file as words of a command line; unknown ones without values, which
     may be secret."""
     words: list[str] = []
-    for key, value in _read_yaml(path, known)[0].items():
+    for key, value in _read_yaml(path).items():
         if f"--{key}" not in parser.names:
             words.append(f"--{key}")
             continue
@@ -104,7 +84,14 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     step = STEPS[step_name]
     groups = list(groups_of(step).items())
     parser = flag_parser([kind for _, kind in groups], add_help=False)
-    parser.helps_by_name, parser.advice = True, partial(_advice, known=defaults_of(step))
+    parser.helps_by_name = True
+    flags_of_steps = {name: defaults_of(kind) for name, kind in STEPS.items()}
+    parser.advice = partial(
+        what_to_use,
+        step=step_name,
+        flags_of_steps=flags_of_steps,
+        trains_critic=trains_critic(argv),
+    )
     parser.set_defaults(**step.own_defaults | (given or {}))
     if (topic := asked_for_help(argv)) is not None:
         _print_help(help_text(step_name, parser, topic))
@@ -119,9 +106,7 @@ def parse(step_name: str, argv: Sequence[str], given: dict[str, Any] | None = No
     found = parser.parse_args(_named_file(argv))
     if found.config:
         try:
-            settings = parser.parse_args(
-                _named_file(_words_of(found.config, set(defaults_of(step)), parser))
-            )
+            settings = parser.parse_args(_named_file(_words_of(found.config, parser)))
         except UserError as problem:
             raise UserError(
                 str(problem)
@@ -194,20 +179,8 @@ def _print_help(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _advice(name: str, known: Collection[str]) -> str:
-    """What to use in place of a flag of other trainers or of another step; "" if that is not
-    known."""
-    if advice := _ADVICE.get(name):
-        return advice
-    if same := flags_for(name, known):
-        return f"use {' and '.join(f'--{ours}' for ours in same)}"
-    steps = [step for step in STEPS if name in defaults_of(STEPS[step])]
-    return f"is a flag of {' and '.join(f'dschat-{step}' for step in steps)}" if steps else ""
-
-
 def notes(step_name: str, config: StepConfig) -> list[str]:
-    """One line for each flag that was given but has no effect, with the reason; one for all flags
-    that left."""
+    """One line for each flag that was given but has no effect, with the reason."""
     step = STEPS[step_name]
     defaults = defaults_of(step)
     values = flatten(config)
@@ -216,13 +189,11 @@ def notes(step_name: str, config: StepConfig) -> list[str]:
         reasons |= dict.fromkeys(
             [name for name in _OF_TRAINING if name in values], "--validate_only trains nothing"
         )
-    left = _read_yaml(config.run.config, set(defaults))[1] if config.run.config else None
-    lines = [
+    return [
         f"--{name} has no effect: {reason}"
         for name, reason in reasons.items()
         if values[name] != defaults[name]
     ]
-    return lines + ([f"--config {config.run.config}: {left}"] if left else [])
 
 
 LEAST_WIDTH, MOST_WIDTH = 80, 120  # columns
@@ -340,90 +311,3 @@ def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
         "flags in a YAML file: --config FILE; details: docs/flags-and-data.md",
     ]
     return "\n".join(lines)
-
-
-ROLES = ("actor_", "critic_")  # whose flags in step 3 are those of steps 1 and 2 with a prefix
-
-# Names that other trainers (TRL 1.x, OpenRLHF 0.8 to 0.11, peft) and other steps give to the usual
-# settings, for the message about an unknown flag; docs/from-trl.md and docs/from-openrlhf.md have
-# all of them. Our flags, of which a step may have only some -> their names for them, with _ for -
-# and .
-THEIR_NAMES = {
-    "model_name_or_path": "pretrain",
-    "critic_model_name_or_path reward_model_name_or_path": "reward_model_path",
-    "lora_dim": "lora_r lora_rank use_peft",
-    "lora_module_name": "lora_target lora_target_modules target_modules",
-    "data_path": (
-        "dataset dataset_name prompt_data prompt_dataset dataset_train_split dataset_split"
-    ),
-    "eval_data_path": "eval_dataset",
-    "max_seq_len max_prompt_seq_len max_answer_seq_len": "max_length max_len",
-    "packing": "packing_samples padding_free",
-    "per_device_train_batch_size per_device_training_batch_size": (
-        "micro_train_batch_size micro_batch_size"
-    ),
-    "per_device_training_batch_size": "per_device_train_batch_size",
-    "per_device_generation_batch_size generation_batches": (
-        "rollout_batch_size generation_batch_size"
-    ),
-    "gradient_accumulation_steps": "train_batch_size num_mini_batches",
-    "ppo_epochs num_train_epochs": "max_epochs",
-    "num_train_epochs": "num_episodes",
-    "ppo_epochs": "num_iterations num_ppo_epochs",
-    "learning_rate": "adam_lr",
-    "warmup_ratio": "lr_warmup_ratio",
-    "num_warmup_steps": "warmup_steps",
-    "n_samples_per_prompt": "num_generations",
-    "max_answer_seq_len": "max_completion_length max_new_tokens response_length generate_max_len",
-    "max_prompt_seq_len": "max_prompt_length prompt_max_len",
-    "objective policy_loss loss_aggregation": "loss_type",
-    "clip_eps": "epsilon eps_clip cliprange",
-    "clip_eps_high": "epsilon_high",
-    "value_clip_eps": "cliprange_value value_clip",
-    "gae_lambda": "lam lambd",
-    "normalize_group_std group_std": "scale_rewards",
-    "kl_loss_coef kl_coef": "beta",
-    "kl_coef": "init_kl_coef kl_init_coef",
-    "reward_function": "reward_funcs",
-    "remote_reward_url reward_function": "remote_url remote_rm_url",
-    "output_dir": "save_path ckpt_path",
-    "resume": "resume_from_checkpoint load_checkpoint",
-    "eval_interval": "eval_steps",
-    "report_to": "use_wandb",
-    "push_to_hub": "hub_model_id",
-    "muon_learning_rate": "muon_lr",
-    # whose last words mean something else
-    "offload_reference_model": "ref_offload",
-    "offload_reward_model": "reward_offload",
-    "micro_batch_tokens": "rollout_micro_batch_size",
-    "eval_samples": "num_generations_eval eval_n_samples_per_prompt",
-    # our other steps
-    "max_prompt_seq_len max_answer_seq_len": "max_seq_len",
-    "max_seq_len": "max_prompt_seq_len max_answer_seq_len",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "per_device_eval_batch_size": "eval_batch_size",
-}
-OUR_NAMES = {name: ours for ours, theirs in THEIR_NAMES.items() for name in theirs.split()}
-
-
-def flags_for(given: str, known: Collection[str]) -> list[str]:
-    """The flags among `known`, those of a step, for a setting of another step or trainer; [] if
-    none is known. `given` has _ for -; OpenRLHF's names have dots, as in
-    "rollout.n_samples_per_prompt"."""
-    parts = given.split(".")
-    for first in range(len(parts)):
-        name = "_".join(parts[first:])
-        if name in known:
-            return [name]
-        role = next((role for role in ROLES if name.startswith(role)), "")
-        bare = name.removeprefix(role)
-        meant = OUR_NAMES.get(name, OUR_NAMES.get(bare, bare)).split()
-        found = [
-            whole
-            for ours in meant
-            for whole in (ours, *(role + ours for role in ROLES))
-            if whole in known
-        ]
-        if found:
-            return [flag for flag in found if role and flag.startswith(role)] or found
-    return []

@@ -13,15 +13,23 @@ import difflib
 import os
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
-from dschat_ppo.config.retired_flags import RETIRED, RETIRED_VALUES
 from dschat_ppo.config.schema import RANGES, default_of, is_own_function, types_of
 from dschat_ppo.errors import UserError, printable_line
 
+# Values that other trainers take -> what to use.
+THEIR_VALUES = {
+    **dict.fromkeys(
+        ("flash_attention_2", "flash_attention_3", "flex_attention"),
+        "auto computes packed rows by PyTorch's own FlashAttention",
+    ),
+    "tis": "did you mean truncate?",
+    "icepop": "did you mean mask?",
+}
 LONG_CHOICES = "NAME"  # shown in place of a long list of choices
 _SHORT_CHOICES = 24  # characters; longer lists are part of the help text
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
@@ -29,50 +37,96 @@ _KINDS = {"N": "a whole number", "X": "a number", "BOOL": "true or false"}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `UserError`, with a line for each unknown flag that says what
-    to use. `advice` names that for a flag without dashes, or ""; flags that left and misspelt ones
-    have an answer in any case. With `helps_by_name` the program has `--help NAME` and `--help all`,
-    as the steps have."""
+    """An argument parser that raises one `UserError` for all wrong values and unknown flags of a
+    command line, with a line for each unknown flag that says what to use. `advice` names that for a
+    flag without dashes, or ""; misspelt ones have an answer in any case. With `helps_by_name` the
+    program has `--help NAME` and `--help all`, as the steps have."""
 
     helps_by_name = False
     advice: Callable[[str], str] = staticmethod(lambda name: "")
 
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self._wrong_values: list[str] = []  # of the command line that is being parsed
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._wrong_values = []
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown or self._wrong_values:
+            self._refuse(unknown)
+        return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._wrong_values = []
+        parsed, others = super().parse_known_args(args, namespace)
+        if self._wrong_values:
+            self._refuse([])
+        return parsed, others
+
     def error(self, message: str) -> NoReturn:
-        all_flags = "(all flags: --help all)" if self.helps_by_name else "(all flags: --help)"
+        wrong_value = self._as_wrong_value(message)
+        if wrong_value is None:
+            wrong_value = f"{printable_line(message)} {self._all_flags}"
+        self._wrong_values.append(wrong_value)
+        self._refuse([])
+
+    @property
+    def _all_flags(self) -> str:
+        return "(all flags: --help all)" if self.helps_by_name else "(all flags: --help)"
+
+    def _as_wrong_value(self, message: str) -> str | None:
+        """What is wrong with the value of a flag, from the message of argparse; None if that is
+        about something else."""
         named = re.fullmatch(r"argument (--?[^:/]+)[^:]*: (.*)", message, re.DOTALL)
-        if named and (action := self._option_string_actions.get(named[1])):
-            word = f" {named[1].lstrip('-').removeprefix('no_')}" if self.helps_by_name else ""
-            raise UserError(f"{_wrong_value(named[1], action, named[2])} (see --help{word})")
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown == message:
-            raise UserError(f"{printable_line(message)} {all_flags}")
-        flags = dict.fromkeys(
-            word.split("=")[0] for word in unknown.split() if word.startswith("--")
-        )
-        lines = [
-            f"\n  {printable_line(flag)}: {hint}" for flag in flags if (hint := self._hint(flag))
-        ]
-        raise UserError(
-            f"unknown flag or value: {printable_line(unknown)} {all_flags}{''.join(lines)}"
-        )
+        action = self._option_string_actions.get(named[1]) if named else None
+        if named is None or action is None:
+            return None
+        word = f" {named[1].lstrip('-').removeprefix('no_')}" if self.helps_by_name else ""
+        return f"{_wrong_value(named[1], action, named[2])} (see --help{word})"
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Raise the error about the wrong values, and about `unknown` words of the command line."""
+        lines = list(self._wrong_values)
+        groups = _by_flag(unknown)
+        hints = {words[0]: self._hint(words[0].split("=")[0]) for words in groups}
+        if len(groups) == 1:
+            lines.append(f"unknown flag or value: {_line(groups[0])} {self._all_flags}")
+        elif groups:
+            lines.append(f"unknown flags or values {self._all_flags}:")
+        for words in groups:
+            hint = hints[words[0]]
+            name = printable_line(words[0].split("=")[0]) if len(groups) == 1 else _line(words)
+            if hint:
+                lines.append(f"  {name}: {hint}")
+            elif len(groups) > 1:
+                lines.append(f"  {name}")
+        raise UserError("\n".join(lines))
 
     def _hint(self, flag: str) -> str:
-        """What to use in place of an unknown flag, or the flag that it misspells; "" if it
-        resembles none."""
+        """What to use in place of an unknown flag, or the flags that it resembles; "" for none."""
+        if not flag.startswith("--"):
+            return ""
         name = flag[2:].replace("-", "_")
-        if (
-            hint := RETIRED.get(name.removeprefix("no_"))
-            or self.advice(name)
-            or self.advice(name.removeprefix("no_"))
-        ):
+        hint = self.advice(name) or self.advice(name.removeprefix("no_"))
+        if hint:
             return hint
-        near = difflib.get_close_matches(
-            name, [known[2:] for known in self._option_string_actions], n=1, cutoff=0.85
-        )
+        known = [option[2:] for option in self._option_string_actions]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         return f"did you mean --{near[0]}?" if near else ""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # argparse removes it, and a number becomes a list
+        """A wrong value is noted, and takes no effect until all words are read."""
+        try:
+            return self._values_of(action, arg_strings)
+        except argparse.ArgumentError as problem:
+            wrong_value = self._as_wrong_value(str(problem))
+            if wrong_value is None:  # of an argument without a name
+                raise
+            self._wrong_values.append(wrong_value)
+            return action.default
+
+    def _values_of(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse removes "--", and a number becomes a list
         if action.option_strings and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected a value, got '--'")
         if getattr(action, "commas", False):
@@ -106,6 +160,24 @@ class FlagParser(argparse.ArgumentParser):
             formatter.add_arguments([action for action in group._group_actions if action in flags])
             formatter.end_section()
         return formatter.format_help().rstrip()
+
+
+def _by_flag(words: Sequence[str]) -> list[list[str]]:
+    """Words of a command line in groups: each flag with the values behind it. Equal flags are one
+    group, that of the first."""
+    groups: dict[str, list[str]] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag = word.split("=")[0]
+            groups.setdefault(flag, [word])
+        else:
+            groups.setdefault(flag, []).append(word)
+    return list(groups.values())
+
+
+def _line(words: Sequence[str]) -> str:
+    return printable_line(" ".join(words))
 
 
 class OrOwnFunction(tuple[str, ...]):
@@ -188,7 +260,9 @@ def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
         return f"{flag} takes no value, got {given[2]}"
     choices = [str(choice) for choice in action.choices or ()]
     nearest = difflib.get_close_matches(given[2].lower().replace("-", "_"), choices, n=1)
-    meant = f"did you mean {nearest[0]}?" if nearest else RETIRED_VALUES.get(given[2])
+    meant = THEIR_VALUES.get(given[2])
+    if meant is None and nearest:
+        meant = f"did you mean {nearest[0]}?"
     return f"{flag} {given[2]}: expected {expected}" + (f"; {meant}" if meant else "")
 
 

@@ -23,7 +23,6 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import METRICS, REPORT, VALIDATION, shown_path
 from dschat_ppo.common.progress import duration
 from dschat_ppo.config.cli import STEPS
-from dschat_ppo.config.retired_flags import RETIRED, note_on_retired
 from dschat_ppo.config.step_config import defaults_of
 from dschat_ppo.errors import NonFiniteError, StopRequested, UnhealthyRun, UserError, reading
 from dschat_ppo.html_report.run_folder import (
@@ -411,7 +410,6 @@ def page(runs: Sequence[Run], now: float) -> str:
         health=health(runs),
         answers=answers(runs),
         flags=flags(runs),
-        retired=[(run.name, note) for run in runs if (note := note_on_retired(run.config))],
     )
 
 
@@ -631,7 +629,7 @@ def flags(runs: Sequence[Run]) -> list[tuple[str, Table]]:
         changed = [
             (f"--{flag}", text_of(value))
             for flag, value in run.config.items()
-            if flag not in RETIRED and known.get(flag, MISSING) != value
+            if known.get(flag, MISSING) != value
         ]
         found.append((title if len(runs) > 1 else "", Table(title, ("flag", "value"), changed)))
     return found

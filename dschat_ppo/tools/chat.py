@@ -26,11 +26,6 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import SamplingSettings, add_sampling_flags, settings_of
 
-LEFT = dict.fromkeys(
-    ("web", "port"),
-    "left: the chat is in the terminal; `transformers serve` offers a model folder to web front"
-    " ends",
-)
 NOT_HERE = dict.fromkeys(
     ("environment_workers", "environment_reward_weight", "turn_reward"),
     "has no effect here, where one episode runs at a time and nothing trains; omit it",
@@ -48,7 +43,7 @@ def read_arguments(
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.advice = lambda name: (LEFT | NOT_HERE).get(name, "")
+    parser.advice = lambda name: NOT_HERE.get(name, "")
     parser.add_argument(
         "--model", required=True, metavar="A", help="folder or hub name of a model or an adapter"
     )

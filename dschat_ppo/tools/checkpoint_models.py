@@ -19,7 +19,6 @@ from dschat_ppo.checkpoint.state_files import load_state
 from dschat_ppo.checkpoint.store import MANIFEST, CheckpointFolder, Manifest, damage
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, remove_folder, replace_folder
 from dschat_ppo.config.cli import STEPS, parse
-from dschat_ppo.config.retired_flags import RETIRED_VALUES, note_on_retired
 from dschat_ppo.config.step_config import defaults_of
 from dschat_ppo.data.templates import answer_ends, with_template_flags
 from dschat_ppo.engine.averages import whole_averages
@@ -78,13 +77,11 @@ def open_checkpoint(path: Path) -> SavedRun:
             " OUTPUT"
         )
     manifest = Manifest.read(folder)
-    if left := note_on_retired(manifest.config):
-        print(f"note: {left}", file=sys.stderr)
     known = defaults_of(STEPS[manifest.kind])
     flags = {
         name: value
         for name, value in manifest.config.items()
-        if name in known.keys() - {"local_rank", "config"} and str(value) not in RETIRED_VALUES
+        if name in known.keys() - {"local_rank", "config"}
     }
     return SavedRun(folder.resolve(), manifest, parse(manifest.kind, [], flags))
 

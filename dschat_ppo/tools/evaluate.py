@@ -43,13 +43,6 @@ NOT_HERE = {  # flags of the groups that the command does not have -> why
     "turn_reward": "has no effect here, where nothing trains; omit it",
     "use_reward_model": "has no effect here; name a reward model by --reward_model_name_or_path",
 }
-LEFT = {
-    "html": "left: --show N prints the answers to N prompts, and --json FILE writes all of them",
-    "pairs": (
-        "left: step 2 with --validate_only --eval_data_path PAIRS measures the accuracy of a reward"
-        " model"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
     parser.usage = f"{parser.prog} --model M [M ...] --data_path DATA [flag ...]"
     add_sampling_flags(parser)
     add_groups(parser, [DataFlags, RewardSourceFlags, EnvironmentFlags], without=NOT_HERE)
-    parser.advice = lambda name: (LEFT | NOT_HERE).get(name, "")
+    parser.advice = lambda name: NOT_HERE.get(name, "")
     parser.set_defaults(data_path=[], truncation=None)
     words = parser.parse_args(argv)
 

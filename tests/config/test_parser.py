@@ -1,13 +1,10 @@
-"""The command line and the YAML file: values, lists, errors of one line, what an unknown flag is
-answered with, and flags that left."""
+"""The command line and the YAML file: values, lists, errors, answers to unknown flags."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -15,12 +12,11 @@ import yaml
 from command_lines import NEEDED, config_of, read
 from transformers import HfArgumentParser
 
-from dschat_ppo.checkpoint.identity import HARMLESS, differences
-from dschat_ppo.config.cli import OUR_NAMES, STEPS, flags_for, notes, parse
-from dschat_ppo.config.flag_parser import FlagParser, flag_parser
-from dschat_ppo.config.retired_flags import NOW_FIXED, RETIRED, note_on_retired
+from dschat_ppo.config.cli import parse
+from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.other_trainers import OUR_NAMES, flags_for
 from dschat_ppo.config.schema import REQUIRED, flag
-from dschat_ppo.config.step_config import defaults_of, flatten
+from dschat_ppo.config.step_config import flatten
 from dschat_ppo.errors import UserError
 from dschat_ppo.monitor.writers import write_config
 
@@ -207,21 +203,71 @@ def test_an_unknown_flag_is_answered_with_the_one_that_is_meant_or_not_at_all(st
     assert hint == (f"{given.split('=')[0]}: {answer}" if answer else "")
 
 
-def test_each_foreign_flag_has_a_line_on_the_command_line_and_in_yaml(tmp_path):
+TOTAL = "theirs is the total of an optimizer step: divide it by --per_device_{} and by the ranks"
+NO_CRITIC = "is for a critic, which only --advantage_estimator gae trains; omit it"
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "hint"),
+    [
+        # a total is no number of micro-batches
+        ("ppo", "--train.batch_size 8", TOTAL.format("training_batch_size")),
+        ("sft", "--train_batch_size 8", TOTAL.format("train_batch_size")),
+        ("ppo", "--rollout.batch_size 8", "the product of these two and of the ranks"),
+        ("ppo", "--steps_per_generation 8", "theirs count responses of all ranks"),
+        ("ppo", "--total_episodes 8", "use --max_steps (PPO steps, not episodes)"),
+        # without a critic, no flag of a critic
+        ("ppo", "--advantage_estimator grpo --critic.adam.lr 1", f"critic.adam.lr: {NO_CRITIC}"),
+        ("ppo", "--advantage-estimator=rloo --lam 1", f"lam: {NO_CRITIC}"),
+        ("ppo", "--algo.advantage.estimator group_norm --value_clip 1", NO_CRITIC),
+        (
+            "ppo",
+            "--advantage_estimator grpo --reward_model_path R",
+            "reward_model_path: use --reward_model_name_or_path",
+        ),
+        ("ppo", "--advantage_estimator gae --lam 1", "lam: use --gae_lambda"),
+        # importance correction
+        ("ppo", "--is_correction_enable", "use --importance_correction"),
+        ("ppo", "--icepop", "--importance_correction token --importance_mode mask"),
+        ("ppo", "--algo.advantage.is_correction_threshold 0.5 5", "importance_floor and"),
+        ("ppo", "--importance_mode icepop", "did you mean mask?"),
+        ("ppo", "--importance_mode tis", "did you mean truncate?"),
+        ("sft", "--attn_implementation flash_attention_2", "auto computes packed rows"),
+    ],
+)
+def test_the_answer_to_a_flag_of_another_trainer_holds_for_the_run(step, words, hint):
+    with pytest.raises(UserError) as problem:
+        read(step, *words.split())
+    assert hint in str(problem.value).splitlines()[-1]
+
+
+def test_all_wrong_values_and_unknown_flags_are_answered_at_once():
+    words = (
+        "--dtype bfloat16 --num_generations 8 9 --zz --num_generations=7 --ppo_epochs x --beta 0"
+    )
+    with pytest.raises(UserError) as problem:
+        read("ppo", *words.split())
+    lines = str(problem.value).splitlines()
+    assert re.fullmatch(r"--dtype bfloat16: .* did you mean bf16\? \(see --help dtype\)", lines[0])
+    assert lines[1].startswith("--ppo_epochs x: expected a whole number")
+    assert lines[2:] == [
+        "unknown flags or values (all flags: --help all):",
+        "  --num_generations 8 9: use --n_samples_per_prompt",
+        "  --zz",
+        "  --beta 0: use --kl_loss_coef and --kl_coef",
+    ]
+
+
+def test_the_unknown_flags_of_a_yaml_file_have_a_line_each_without_their_values(tmp_path):
     path = yaml_file(tmp_path, "num_generations: 8\nbeta: SECRET\nclip_epss: 4\n")
-    for words in (
-        ["--num_generations", "8", "--beta", "1", "--clip_epss", "4"],
-        ["--config", path],
-    ):
-        with pytest.raises(UserError) as problem:
-            read("ppo", *words)
-        _, *hints = str(problem.value).splitlines()
-        assert [line.strip().removeprefix("--") for line in hints] == [
-            "num_generations: use --n_samples_per_prompt",
-            "beta: use --kl_loss_coef and --kl_coef",
-            "clip_epss: did you mean --clip_eps?",
-        ]
-    assert "SECRET" not in str(problem.value)  # the value of an unknown setting in a file
+    with pytest.raises(UserError) as problem:
+        read("ppo", "--config", path)
+    assert str(problem.value).splitlines() == [
+        f"--config {path}: unknown flags or values (all flags: --help all):",
+        "  --num_generations: use --n_samples_per_prompt",
+        "  --beta: use --kl_loss_coef and --kl_coef",
+        "  --clip_epss: did you mean --clip_eps?",
+    ]
 
 
 def test_each_name_of_other_trainers_leads_to_flags_of_a_step():
@@ -383,85 +429,3 @@ def test_the_config_package_imports_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    path
-    for pattern in ("*.md", "docs/**/*.md", "dschat_ppo/**/*.py", "training_scripts/**/*.sh")
-    for path in ROOT.glob(pattern)
-    if path.name not in ("CHANGELOG.md", "retired_flags.py")
-]
-IGNORED = "flags that this version does not have are ignored: --gone"
-
-
-@pytest.fixture
-def gone(monkeypatch):
-    monkeypatch.setitem(RETIRED, "gone", "left: use --seed")
-
-
-def test_a_retired_flag_is_no_flag_of_today_and_no_answer_to_another():
-    flags = set().union(*map(defaults_of, STEPS.values()))
-    assert not flags & set(RETIRED)
-    assert not HARMLESS & set(RETIRED) and set(NOW_FIXED) <= set(RETIRED)
-    assert not set(RETIRED) & {ours for names in OUR_NAMES.values() for ours in names.split()}
-    for answer in RETIRED.values():
-        assert "\n" not in answer and set(re.findall(r"--(\w+)", answer)) <= flags, answer
-
-
-def test_no_page_and_no_message_names_a_retired_flag():
-    """But for the rows of the migration guides whose column "here" says "left"."""
-    assert len(PAGES) > 100
-    for page in PAGES:
-        lines = [
-            line for line in page.read_text(encoding="utf-8").splitlines() if "| left" not in line
-        ]
-        named = re.findall(r"(?<![\w.-])--(?:no_)?(\w+)", "\n".join(lines))
-        assert not set(named) & set(RETIRED), page
-
-
-@pytest.mark.parametrize("word", ["--gone", "--gone=3", "--no_gone"])
-def test_giving_a_retired_flag_is_refused_with_what_to_use(gone, word, tmp_path):
-    for step in NEEDED:
-        with pytest.raises(
-            UserError, match=rf"^unknown flag .*\n  {word.split('=')[0]}: left: use --seed$"
-        ):
-            read(step, word)
-    # a command of another program
-    with pytest.raises(UserError, match=r"\n  --gone: left: use --seed$"):
-        FlagParser(allow_abbrev=False).parse_args(["--gone", "3"])
-    file = yaml_file(tmp_path, "gone: 3\nseed: 5\n")  # which a person wrote
-    with pytest.raises(
-        UserError, match=rf"{file}: unknown flag or value: --gone \(.*\n  --gone: left: use --seed$"
-    ):
-        read("sft", "--config", file)
-
-
-@pytest.mark.parametrize("step", NEEDED)
-def test_a_configuration_that_an_earlier_version_saved_loads_with_one_note(gone, tmp_path, step):
-    former = parse(step, [*NEEDED[step], "--seed", "77"])
-    path = write_config(flatten(former), tmp_path)
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    path.write_text(yaml.safe_dump({"gone": 3, **settings}), encoding="utf-8")
-    config = parse(step, ["--config", str(path)])
-    assert config == replace(former, run=replace(former.run, config=str(path)))
-    assert notes(step, config) == [f"--config {path}: {IGNORED}"]
-    # a misspelt flag is still refused
-    path.write_text(yaml.safe_dump({"gonne": 3, **settings}), encoding="utf-8")
-    with pytest.raises(UserError, match="--gonne"):
-        parse(step, ["--config", str(path)])
-
-
-def test_a_checkpoint_of_an_earlier_version_is_compared_without_flags_that_left(gone, monkeypatch):
-    now = flatten(parse("sft", NEEDED["sft"]))
-    saved = json.loads(json.dumps({"gone": 3, **now}))
-    assert differences(saved, now, {}) == {}
-    monkeypatch.setitem(NOW_FIXED, "gone", 3)  # every run computes now what it did with 3
-    assert differences(saved, now, {}) == {}
-    assert differences({**saved, "gone": 4}, now, {}) == {
-        "gone": "4 -> 3, always: this version has no such flag"
-    }
-    assert (
-        note_on_retired({"seed": 1, "gone": 3}) == IGNORED and note_on_retired({"seed": 1}) is None
-    )
-    assert note_on_retired({"gone": 4}) == f"{IGNORED}; --gone 4 is now 3"

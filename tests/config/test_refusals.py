@@ -171,7 +171,7 @@ CASES: list[tuple[str, str | list[str], str]] = [  # step, what is given, a part
     ("ppo", "--offload_reward_model --actor_zero_stage 3", "--critic_zero_stage 3"),
     ("ppo", "--enable_test_mode", "--test_stop_step"),
     ("ppo", "--ema_decay 0.9", "it is for --enable_ema"),
-    ("sft", "--attn_implementation flex_attention", "left: auto computes packed rows"),
+    ("sft", "--attn_implementation flex_attention", "auto computes packed rows"),
     ("ppo", "--offload_optimizer", "--actor_zero_stage and --critic_zero_stage 1, 2 or 3"),
     (
         "ppo",

@@ -14,7 +14,8 @@ from config.deepspeed_chat_scripts import GENERATION_BATCHES, REFUSED, SCRIPTS
 from tables import Row, flags_in, names_in, rows_of
 
 from dschat_ppo.commands import run_training
-from dschat_ppo.config.cli import flags_for, notes, parse
+from dschat_ppo.config.cli import notes, parse
+from dschat_ppo.config.other_trainers import flags_for
 from dschat_ppo.config.step_config import flatten
 
 CHAT = ROOT / "docs" / "from-deepspeed-chat.md"

@@ -3,7 +3,6 @@ checkpoint of one rank."""
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dschat_ppo.checkpoint.identity import RunInputs
-from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest
+from dschat_ppo.checkpoint.store import CheckpointFolder
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data.prepare import TokenRows
@@ -165,15 +164,6 @@ def test_folders_that_are_read_are_never_replaced(runs, tmp_path, capsys):
     )
     assert f"written over {tmp_path}/moved" in text
     assert CheckpointFolder(tmp_path / "whole").names() and (runs / "base/config.json").exists()
-
-
-def test_a_run_with_a_value_that_left_has_the_default_now(runs, tmp_path):
-    shutil.copytree(
-        CheckpointFolder(runs / "whole").root / "step_000001", old := tmp_path / "step_000001"
-    )
-    manifest = Manifest.read(old)
-    replace(manifest, config=manifest.config | {"attn_implementation": "flex_attention"}).write(old)
-    assert checkpoint_models.open_checkpoint(old).config.memory.attn_implementation == "auto"
 
 
 def test_a_model_that_is_gone_is_named_by_a_flag(runs, tmp_path, capsys):

@@ -24,7 +24,6 @@ TWO, ROLES = "--model a b --data_path d", "--actor {lm} --critic {reward}"
 REAL = "--model {lm} --data_path {prompts} --max_prompt_seq_len 40"
 # tool, its flags, what the line says; {lm}, {reward}, {prm} and {prompts} are there
 WRONG = [
-    ("chat", "--model a --web", "--web: left: the chat is in the terminal"),
     ("chat", "--model a --top_p 2", "--top_p must be a number from 0.001 to 1, got 2"),
     ("chat", "--model a --dtype int8", "--dtype int8: expected one of "),
     ("chat", "--model a --temprature 1", "unknown flag or value"),
@@ -56,7 +55,6 @@ WRONG = [
     ),
     ("evaluate", "", "give --model and --data_path"),
     ("evaluate", "--model a", "give --model and --data_path"),
-    ("evaluate", f"{TWO} --pairs a", "--pairs: left: step 2 with --validate_only"),
     ("evaluate", f"{TWO} --streaming", "--streaming: has no effect here"),
     ("evaluate", f"{TWO} --use_reward_model", "--use_reward_model: has no effect here"),
     ("evaluate", f"{TWO} --samples 0", "--samples"),
@@ -82,7 +80,6 @@ WRONG = [
     ("evaluate", "--model a a --data_path d", "--model names a model twice"),
     ("evaluate", f"{TWO} --min_p 2", "--min_p must be a number from 0 to 1"),
     ("evaluate", f"{TWO} --actor_learning_rate 1", "unknown flag or value"),
-    ("evaluate", f"{TWO} --html page.html", "--html: left: --show N prints the answers"),
     ("evaluate", f"{REAL} --json /", "name a file"),
     ("evaluate", f"{REAL} --json none/a.json", "folder that exists"),
     ("evaluate", f"{REAL} --model {{reward}}", "reward: is a reward model"),
