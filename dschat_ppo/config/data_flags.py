@@ -62,6 +62,7 @@ COLUMN_FLAGS = (
     "system_column",
     "answer_column",
     "better_column",
+    "label_column",
 )
 
 
@@ -126,8 +127,15 @@ class DataFlags:
     )
     better_column: str | None = flag(
         None,
-        "column that says which of two answers is better: by its place (0 or 1), the end of its"
-        " column's name or that name",
+        "column that says which of two answers is better, which --chosen_column and"
+        " --rejected_column then name in any order: by its place (0 or 1), the name or the end of"
+        " the name of its column or model, or a strength (below 0: the first one); or two columns"
+        " with a comma between them, with a number for each answer (the larger one is better)",
+    )
+    label_column: str | None = flag(
+        None,
+        "column that says whether a single answer is good (true or false, good or bad, ...), or"
+        " which steps of an answer are right",
     )
     role_names: list[str] = flag(
         [],
@@ -226,7 +234,16 @@ class DataFlags:
     def columns(self) -> dict[str, str]:
         """Role ("prompt", "response", "chosen", ...) -> the column that a flag names for it."""
         named = {name.removesuffix("_column"): getattr(self, name) for name in COLUMN_FLAGS}
+        first, comma, second = (self.better_column or "").partition(",")
+        if comma:
+            del named["better"]
+            named |= {"first_number": first.strip(), "second_number": second.strip()}
         return {role: column for role, column in named.items() if column is not None}
+
+    @staticmethod
+    def name_of(role: str) -> str:
+        """The flag that names the column of a role of `columns`."""
+        return f"--{'better' if role in ('first_number', 'second_number') else role}_column"
 
     @property
     def roles(self) -> dict[str, str]:

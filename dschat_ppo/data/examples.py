@@ -104,15 +104,18 @@ class Example:
 
 def value_at(row: Row, path: str) -> Any:
     """The value of a column, or of a field inside it: `reward_model.ground_truth`,
-    `passages.0.text`. `UserError` if there is none. A column of whole numbers that lacks one is
-    often stored as floats: NaN is None, and 3.0 is 3."""
+    `passages.0.text`, `output.1:` for the entries of a list from the second one on. `UserError` if
+    there is none. A column of whole numbers that lacks one is often stored as floats: NaN is None,
+    and 3.0 is 3."""
     value: Any = row.get(path, row)
     done: list[str] = []
     for part in () if path in row else path.split("."):
+        value = json_value(value)
+        entry = part.removesuffix(":")
         if isinstance(value, dict) and part in value:
             value = value[part]
-        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
+        elif isinstance(value, list) and entry.isdigit() and int(entry) < len(value):
+            value = value[int(entry)] if entry == part else value[int(entry) :]
         else:
             raise UserError(
                 f"has no '{path}'" + (f": '{'.'.join(done)}' is {kind_of(value)}" if done else "")
@@ -133,7 +136,11 @@ def has_value(row: Row, path: str) -> bool:
 
 def text_at(row: Row, path: str) -> str:
     """The text of a column or of a field inside it."""
-    return as_text(value_at(row, path), f"'{path}'")
+    value = value_at(row, path)
+    if isinstance(value, list):
+        way = f"a column flag can name one of its entries, such as {path}.0"
+        raise UserError(f"'{path}' is {kind_of(value)}; expected text; {way}")
+    return as_text(value, f"'{path}'")
 
 
 def as_text(value: Any, name: str) -> str:

@@ -8,26 +8,21 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
+from dschat_ppo.data.advice import Advice, advice_for
 from dschat_ppo.data.examples import THOUGHTS, Example, Row, has_value, value_at
 from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
-from dschat_ppo.data.forms import (
-    ALWAYS_CONTENT,
-    CONTENT,
-    NAME_THEM,
-    SYSTEM_COLUMNS,
-    Form,
-    rows_made,
-)
+from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, SYSTEM_COLUMNS, Form, rows_made
+from dschat_ppo.data.verdicts import CLEAR_VERDICTS, MEANINGS, VERDICT_ROLES, Scale, scale_of
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
-# that flags name and forms have
-_ROLES = "prompt", "response", "chosen", "rejected", "messages", "better"
+# Roles that flags name and forms have
+_ROLES = ("prompt", "response", "chosen", "rejected", "messages", "label", *VERDICT_ROLES)
 _OF_REWARDS = {
     "response",
     "responses",
@@ -80,7 +75,7 @@ def detect_form(
         if column and _exists(column, columns, rows)
     }
     missing = [
-        f"--{role}_column {column}"
+        f"{flags.name_of(role)} {column}"
         for role, column in flags.columns.items()
         if column and role not in by_flag
     ]
@@ -89,10 +84,19 @@ def detect_form(
             f"{', '.join(missing)}: {name} has no such column; it has {_listed(columns)}"
         )
     of_content = {role: column for role, column in by_flag.items() if role in _ROLES}
-    chosen = _chosen(name, columns, rows, flags, of_content)
-    kind, by_role = chosen.form.kind, chosen.form.columns
+    if set(VERDICT_ROLES) & set(of_content):  # then the flags name two answers in any order
+        other_names = {"chosen": "first", "rejected": "second"}
+        of_content = {other_names.get(role, role): path for role, path in of_content.items()}
+    advice = advice_for(columns, rows)
+    chosen = _chosen(name, columns, rows, flags, of_content, advice)
+    kind = chosen.form.kind
     rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags)
     if not chosen.fits:
+        if advice.sets and not of_content:
+            raise UserError(
+                f"{name}: has the columns {_listed(columns)}, which do not fit the form"
+                f" {kind.name}; {advice.sets}"
+            )
         warning = (
             f"most of the first rows do not fit the form {kind.name}; --prompt_column, ... name"
             " other columns"
@@ -100,69 +104,30 @@ def detect_form(
 
     # Columns besides prompt and answers
     by_name = () if flags.system_column is not None or kind.is_known_set else SYSTEM_COLUMNS
-    system = by_flag.get("system") or next(
-        (column for column in by_name if column in columns), None
-    )
-    tools = "tools" if "tools" in columns and not kind.is_known_set else None
+    system = by_flag.get("system") or next((name for name in by_name if name in columns), None)
     truth, pattern = _truth(chosen.form, rows, flags, by_flag)
-    applying: dict[str, Any] = {
-        "input_template": None if kind.inside or chosen.is_chat else flags.input_template,
-        "system_message": flags.system_message if rendering == "chat" else None,
-    }
-
-    # Columns whose content would be lost: all that some form reads, or fewer of them if flags
-    # choose how to read the rows, beside prompts alone, and beside texts, which may have classes
-    used = {path.split(".")[0] for path in (*by_role.values(), system, tools, truth) if path}
-    used |= {"margin"} if "rejected" in by_role else set()
-    only_prompts = chosen.form.uses == ("prompt",)
-    is_flags_choice = flags.data_format != "auto" or (
-        of_content and kind.by_flag and not only_prompts
-    )
-    watched = set() if kind.is_known_set else ALWAYS_CONTENT if is_flags_choice else CONTENT
-    watched = watched - used - {other for role in of_content for other in kind.roles[role].split()}
-    watched -= set(flags.ignore_columns) | set(
-        SYSTEM_COLUMNS if flags.system_column is not None else ()
-    )
-    watched -= (
-        _OF_REWARDS if only_prompts else {"label", "labels"} if kind.name == "text" else set()
-    )
-    # which has no place for them
-    watched |= {column for column in (system, tools) if column and rendering == "text"}
-
-    # What was understood of the data set, for the log
-    parts = [
-        f"form {kind.name} ({', '.join(f'{role}: {column}' for role, column in by_role.items())})",
-        about_prompts,
-    ]
-    parts += [f"system messages from '{system}'"] if system else []
-    parts += [f"tools from '{tools}'"] if tools else []
-    unused = [column for column in columns if column not in used and not column.startswith("_")]
-    if unused and not kind.is_known_set:
-        parts.append(f"other columns: {_listed(unused)}")
-    if truth:
-        parts.append(f"the correct answer from '{truth}'" + (f" by '{pattern}'" if pattern else ""))
-    parts += [
-        f"--{flag} does not apply"
-        for flag, value in applying.items()
-        if getattr(flags, flag) and value is None
-    ]
-    if {"response", "chosen"} <= set(by_role):
-        parts.append(f"SFT learns '{by_role['response']}', not '{by_role['chosen']}'")
-    parts += [f"{', '.join(missing)}: it has no such column"] if missing else []
-
     form = replace(
         chosen.form,
-        **applying,
         rendering=rendering,
+        input_template=None if kind.inside or chosen.is_chat else flags.input_template,
         system=system,
-        tools=tools,
+        tools="tools" if "tools" in columns and not kind.is_known_set else None,
         truth=truth,
         truth_pattern=pattern,
-        watched=tuple(sorted(watched)),
+        system_message=flags.system_message if rendering == "chat" else None,
         names=names,
+        advice=advice,
         warning=warning,
         about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
-        description="; ".join(parts),
+    )
+    watched = _watched(form, columns, flags, of_content)
+    description = [about_prompts, *_about_columns(form, columns, flags)]
+    description += [f"{', '.join(missing)}: it has no such column"] if missing else []
+    roles = ", ".join(f"{role}: {column}" for role, column in form.columns.items())
+    form = replace(
+        form,
+        watched=tuple(sorted(watched)),
+        description="; ".join([f"form {kind.name} ({roles})", *description]),
     )
     try:
         for row in rows:
@@ -170,6 +135,65 @@ def detect_form(
     except UserError as problem:
         raise UserError(f"{name}: {problem}") from None
     return form
+
+
+def _used(form: Form) -> set[str]:
+    """The columns of the data set that a form reads."""
+    paths = (*form.columns.values(), form.system, form.tools, form.truth)
+    used = {path.split(".")[0] for path in paths if path}
+    return used | {"margin"} if "rejected" in form.columns else used
+
+
+def _watched(
+    form: Form, columns: list[str], flags: DataFlags, of_content: dict[str, str]
+) -> set[str]:
+    """Columns whose content would be lost: all that some form reads, or fewer of them if flags
+    choose how to read the rows, beside prompts alone, and beside texts, which may have classes."""
+    kind = form.kind
+    only_prompts = form.uses == ("prompt",)
+    chosen_by_columns = of_content and kind.by_flag and not only_prompts
+    watched = CONTENT
+    if kind.is_known_set:
+        watched = set()
+    elif flags.data_format != "auto" or chosen_by_columns:
+        watched = ALWAYS_CONTENT
+    watched = watched - {other for role in of_content for other in kind.roles[role].split()}
+    if {"chosen", "rejected"} <= set(of_content):  # which a verdict may turn around
+        watched = watched | {column for column in CLEAR_VERDICTS if column in columns}
+    watched -= _used(form) | set(flags.ignore_columns)
+    if flags.system_column is not None:
+        watched -= set(SYSTEM_COLUMNS)
+    if only_prompts:
+        watched -= _OF_REWARDS
+    elif kind.name == "text":
+        watched -= {"label", "labels"}
+    if form.rendering == "text":  # which has no place for them
+        watched |= {column for column in (form.system, form.tools) if column}
+    return watched
+
+
+def _about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str]:
+    """What was understood of the other columns, for the log."""
+    parts = []
+    if form.system:
+        parts.append(f"system messages from '{form.system}'")
+    if form.tools:
+        parts.append(f"tools from '{form.tools}'")
+    used = _used(form)
+    unused = [column for column in columns if column not in used and not column.startswith("_")]
+    if unused and not form.kind.is_known_set:
+        parts.append(f"other columns: {_listed(unused)}")
+    if form.truth:
+        by_pattern = f" by '{form.truth_pattern}'" if form.truth_pattern else ""
+        parts.append(f"the correct answer from '{form.truth}'{by_pattern}")
+    for flag in ("input_template", "system_message"):
+        if getattr(flags, flag) and getattr(form, flag) is None:
+            parts.append(f"--{flag} does not apply")
+    if {"response", "chosen"} <= set(form.columns):
+        parts.append(f"SFT learns '{form.columns['response']}', not '{form.columns['chosen']}'")
+    if form.scale != "words":
+        parts.append(f"'{form.columns['better']}' is {MEANINGS[form.scale]}")
+    return parts
 
 
 def _own_form(
@@ -214,12 +238,12 @@ def _located(
 ) -> dict[str, str]:
     """Role -> column of a form: the one that a flag names, or else the first of its names that
     exists."""
-    found = {}
+    found = dict[str, str]()
     for role, names in kind.roles.items():
         free = [
             path
             for path in names.split()
-            if _exists(path, columns, rows) and path not in by_flag.values()
+            if _exists(path, columns, rows) and path not in {*by_flag.values(), *found.values()}
         ]
         if role in by_flag or free:
             found[role] = by_flag.get(role) or free[0]
@@ -236,7 +260,12 @@ def _located(
 
 
 def _chosen(
-    name: str, columns: list[str], rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
+    name: str,
+    columns: list[str],
+    rows: list[Row],
+    flags: DataFlags,
+    by_flag: dict[str, str],
+    advice: Advice,
 ) -> Candidate:
     """The form of a data set: by a flag or its name, or else the first one of the table that reads
     the rows. `by_flag` are the columns of content that flags name: a form of text or messages may
@@ -260,6 +289,7 @@ def _chosen(
             located,
             "chat" if kind.rendering in ("chat", "content") else "text",
             role_names=flags.roles,
+            scale=_scale(name, located, rows, by_flag),
         )
         read: dict[Use, list[list[Example]]] = {use: [] for use in form.uses}
         for use, row in product(read, rows):
@@ -289,13 +319,26 @@ def _chosen(
         what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
         raise UserError(
-            f"{name}: has the columns {_listed(columns)}, which {what}; {NAME_THEM}{hint}"
+            f"{name}: has the columns {_listed(columns)}, which {what}; {advice.for_any}{hint}"
         )
     # whose reader says what is wrong with each row
     closest = max(
         reversed(found), key=lambda one: (len(one.form.columns), one.form.kind.rendering == "chat")
     )
     return next((one for one in found if one.fits), closest)
+
+
+def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[str, str]) -> Scale:
+    """What the numbers of a verdict on two answers mean, if these columns have one."""
+    if not {"first", "second", "better"} <= set(located):
+        return "words"
+    column = located["better"]
+    values = [value_at(row, column) for row in rows if has_value(row, column)]
+    try:
+        answers = located["first"], located["second"]
+        return scale_of(values, column, answers, is_named="better" in by_flag)
+    except UserError as problem:
+        raise UserError(f"{name}: {problem}") from None
 
 
 # Text or chat
@@ -313,8 +356,8 @@ def _rendering(
             f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
         )
     asks = kind.rendering == "content" or (
-        kind.name in ("preference", "better_of_two", "prompt_response")
-        and chosen.form.columns["prompt"] in _QUESTIONS
+        kind.name in ("preference", "better_of_two", "prompt_response", "ranked")
+        and chosen.form.columns.get("prompt") in _QUESTIONS
         and flags.prompt_column is None
     )
     if (

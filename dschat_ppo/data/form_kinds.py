@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 
 from dschat_ppo.config.data_flags import Use
 from dschat_ppo.data import form_readers as readers
+from dschat_ppo.data import step_readers, verdicts
 from dschat_ppo.data.examples import Row, number_of, text_at, value_at
 
 
@@ -48,6 +49,22 @@ class Kind:
         return tuple(found | dict.fromkeys(("unpaired",) if "preference" in found else ()))
 
 
+# Two answers with a verdict, or with a number each (`verdicts.py`)
+_OF_TWO = {
+    "first": verdicts.FIRST,
+    "second": verdicts.SECOND,
+    "better": verdicts.VERDICTS,
+    "first_number": verdicts.FIRST_NUMBERS,
+    "second_number": verdicts.SECOND_NUMBERS,
+}
+
+
+def _of_two(roles: str) -> tuple[tuple[str, str], ...]:
+    """What these roles and a verdict, or a number of each answer, serve."""
+    uses = "sft preference prompt"
+    return (uses, f"{roles} better"), (uses, f"{roles} first_number second_number")
+
+
 # The first one that reads the rows counts, so one that says more of the same columns stands before
 # those that say less
 _DETECTED = (
@@ -70,8 +87,8 @@ _DETECTED = (
     Kind(
         "ranked",
         {
-            "prompt": "prompt instruction question query",
-            "response": "responses answers completions",
+            "prompt": "prompt instruction question query input",
+            "response": "responses answers completions generations",
             "scores": " ".join(readers.SCORES),
             "ranks": " ".join(readers.RANKS),
         },
@@ -81,13 +98,8 @@ _DETECTED = (
     ),
     Kind(
         "better_of_two",
-        {
-            "prompt": "prompt question query instruction",
-            "first": "response_0 response_a answer_0 answer_a output_0 output_a",
-            "second": "response_1 response_b answer_1 answer_b output_1 output_b",
-            "better": "better_response_id better_answer_id better preferred preference winner",
-        },
-        (("sft preference prompt", "prompt first second better"),),
+        {"prompt": "prompt question query context", **_OF_TWO},
+        _of_two("prompt first second") + _of_two("first second"),
         readers.read_better,
         by_flag=True,
     ),
@@ -100,17 +112,22 @@ _DETECTED = (
             "history": "history",
             "chosen": "chosen",
             "rejected": "rejected",
+            **_OF_TWO,
         },
-        (("sft prompt", "prompt response"), ("sft preference prompt", "prompt chosen rejected")),
+        (
+            ("sft prompt", "prompt response"),
+            ("sft preference prompt", "prompt chosen rejected"),
+            *_of_two("prompt first second"),
+        ),
         readers.read_alpaca,
         rendering="content",
     ),
     Kind(
         "preference",
         {
-            "prompt": "prompt question query input",
-            "chosen": "chosen",
-            "rejected": "rejected",
+            "prompt": "prompt question query input.messages input",
+            "chosen": "chosen preferred_output",  # of OpenAI's preference fine-tuning
+            "rejected": "rejected non_preferred_output",
             "response": "response",
         },
         (("sft preference prompt", "prompt chosen rejected"),),
@@ -132,22 +149,26 @@ _DETECTED = (
     ),
     Kind(
         "stepwise",
-        {"prompt": "prompt question problem", "response": "completions steps", "label": "labels"},
+        {
+            "prompt": "prompt question problem",
+            "response": "completions steps",
+            "label": "labels label",
+        },
         (("steps prompt", "prompt response label"),),
-        readers.read_stepwise,
+        step_readers.read_stepwise,
         by_flag=True,
     ),
     Kind(
         "prm800k",
         {"prompt": "question.problem", "response": "label.steps"},
         (("steps prompt", "prompt response"),),
-        readers.read_prm800k,
+        step_readers.read_prm800k,
     ),
     Kind(
         "math_shepherd",
         {"prompt": "input", "label": "label", "task": "task"},
         (("steps prompt", "prompt label task"),),
-        readers.read_math_shepherd,
+        step_readers.read_math_shepherd,
         rendering="content",
     ),
     Kind(

@@ -8,10 +8,9 @@ Errors do not name the row.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -34,18 +33,25 @@ from dschat_ppo.data.examples import (
     value_at,
     without_context,
 )
+from dschat_ppo.data.verdicts import Scale, lead_by_numbers, lead_of_first
 from dschat_ppo.errors import UserError
 
-SCORES = ("scores", "ratings", "rewards")  # columns with a number for each answer: more is better
+SCORES = (
+    "scores",
+    "ratings",
+    "rewards",
+    "rating",
+)  # columns with a number for each answer: more is better
 RANKS = ("ranks", "rankings", "ranking", "rank")  # less is better
-LABELS = {  # of single answers, in lower case
-    **dict.fromkeys(
-        ("true", "1", "1.0", "good", "yes", "chosen", "desirable", "positive", "accepted"), 1.0
-    ),
-    **dict.fromkeys(
-        ("false", "0", "0.0", "-1", "-1.0", "bad", "no", "rejected", "undesirable", "negative"), 0.0
-    ),
-}
+_GOOD = (
+    "true 1 1.0 good yes chosen desirable positive accepted accept correct safe helpful"
+    " up thumbs_up thumbsup like liked upvote 👍"
+)
+_BAD = (
+    "false 0 0.0 -1 -1.0 bad no rejected undesirable negative reject incorrect wrong unsafe"
+    " unhelpful down thumbs_down thumbsdown dislike disliked downvote 👎"
+)
+LABELS = dict.fromkeys(_GOOD.split(), 1.0) | dict.fromkeys(_BAD.split(), 0.0)  # of single answers
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes"
@@ -53,11 +59,8 @@ _ALPACA = (
 )
 _ALPACA_INPUT = ", paired with an input that provides further context"
 # keys of a ranked answer that is an object
-_TEXTS = "text", "answer", "response", "completion", "content"
+TEXTS = "text", "answer", "response", "completion", "content"
 _SCORE = ("score", "overall_score", "rating", "reward")
-_STEP_LABELS = {"+": 1.0, "-": 0.0, "true": 1.0, "false": 0.0}
-_RATINGS = {1: 1.0, 0: 1.0, -1: 0.0, None: math.nan}  # of PRM800K: good, neutral, bad, not rated
-_SHEPHERD_TAG = "ки"  # ends a step in Math-Shepherd
 
 
 class Answer(NamedTuple):
@@ -71,9 +74,12 @@ class Answer(NamedTuple):
 
 
 def pair_of(answers: list[Any]) -> list[Answer]:
-    """The better and the worse answer, or the better one alone."""
-    named = zip(answers, (1.0, 0.0), ("chosen", "rejected"), strict=False)
-    return [Answer(answer, worth, name) for answer, worth, name in named]
+    """The better answer, and the worse one or several of them, if any."""
+    several = len(answers) > 2
+    pair = [Answer(answer, 1.0, "chosen") for answer in answers[:1]]
+    for number, answer in enumerate(answers[1:], start=1):
+        pair.append(Answer(answer, 0.0, f"rejected answer {number}" if several else "rejected"))
+    return pair
 
 
 Prompt = str | Messages
@@ -90,6 +96,7 @@ class Cells:
     role_names: dict[str, str]
     as_chat: bool
     input_template: str | None
+    scale: Scale = "words"  # what the numbers of a verdict are
 
     def has(self, role: str) -> bool:
         """Whether the form has a column of this role."""
@@ -109,6 +116,14 @@ class Cells:
 
     def text(self, role: str) -> str:
         return text_at(self.row, self.columns[role])
+
+    def texts(self, role: str) -> list[str]:
+        """The text; of several rejected answers, the text of each."""
+        value = value_at(self.row, self.columns[role])
+        if role != "rejected" or not isinstance(value, list):
+            return [self.text(role)]
+        name = self.called(role)
+        return [as_text(text, f"entry {n} of {name}") for n, text in enumerate(value, start=1)]
 
     def listed(self, role: str, expected: str) -> list[Any]:
         """A list, perhaps stored as JSON text, as in CSV files."""
@@ -181,7 +196,7 @@ def read_columns(cells: Cells, use: Use) -> Found:
     for role in roles:
         value = cells.value(role)
         if role != "messages" and not looks_like_messages(value):
-            answers.append(as_text(value, cells.called(role)))
+            answers += cells.texts(role)
             continue
         *before, answer = cells.messages(role, value)
         if answer["role"] != "assistant":
@@ -290,8 +305,11 @@ def read_transcript(cells: Cells, use: Use) -> Found:
 
 
 def read_alpaca(cells: Cells, use: Use) -> Found:
-    """An instruction with an optional input and earlier turns, and its answer (or the better and
-    the worse one)."""
+    """An instruction with an optional input and earlier turns, and its answer, or a better and a
+    worse one."""
+    lead = 1
+    if cells.has("first"):
+        cells, lead = judged(cells, use)
     question, template, history = cells.text("prompt"), cells.input_template, cells.history()
     extra = (cells.value("input") if cells.has("input") else None) or ""
     checked(extra, str, f"'{cells.columns.get('input')}'", "text")
@@ -316,23 +334,52 @@ def read_alpaca(cells: Cells, use: Use) -> Found:
         prompt += (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
     trained = "response" if cells.has("response") else "chosen"
     roles = {"sft": [trained], "preference": ["chosen", "rejected"]}.get(use, [])
-    return prompt, pair_of([cells.text(role) for role in roles])
+    answers = pair_of([text for role in roles for text in cells.texts(role)])
+    return prompt, answers if lead else []
 
 
 def read_better(cells: Cells, use: Use) -> Found:
-    """A prompt, two answers, and which one is better: by the end of its column's name, that name,
-    or its place."""
-    texts, names = (
-        [get(role) for role in ("first", "second")] for get in (cells.text, cells.called)
+    """Two answers to a prompt, or two conversations that begin with it, and which one is better. In
+    lists of texts (Chatbot Arena's 55k) the prompt has the turns of the user, each answer those of
+    the assistant."""
+    pair, lead = judged(cells, use)
+    asked = (
+        json_value(value_at(cells.row, cells.columns["prompt"])) if cells.has("prompt") else None
     )
-    given = cells.text("better").strip().lower()
-    for place, name in enumerate(names):
-        name = name.strip("'").lower()
-        if given in (str(place), name, name.rpartition("_")[2]):
-            return cells.prompt(), pair_of([texts[place], texts[1 - place]])
-    raise UserError(
-        f"{cells.called('better')} is {given!r}; expected 0 or 1 (the place), {' or '.join(names)}"
-    )
+    if isinstance(asked, list) and asked and all(isinstance(text, str) for text in asked):
+        row = dict(cells.row)
+        for role in ("chosen", "rejected"):
+            said = pair.listed(role, f"a list of turns, as {cells.called('prompt')}")
+            if len(said) != len(asked):
+                raise UserError(
+                    f"{pair.called(role)} has {len(said)} turns, but {cells.called('prompt')}"
+                    f" {len(asked)}"
+                )
+            turns = [text for turn in zip(asked, said, strict=True) for text in turn]
+            row[pair.columns[role]] = pair.messages(role, turns)
+        columns = {role: column for role, column in pair.columns.items() if role != "prompt"}
+        pair = replace(pair, row=row, columns=columns)
+    prompt, answers = read_columns(pair, use)
+    return prompt, answers if lead else []
+
+
+def judged(cells: Cells, use: Use) -> tuple[Cells, int]:
+    """The cells with the better of two answers as `chosen` and the other one as `rejected`, by a
+    verdict or a number of each, and the lead of the first answer: 1, -1, or 0 for a tie. Prompts
+    need no verdict."""
+    answers = cells.columns["first"], cells.columns["second"]
+    lead = 0
+    if use != "prompt" and cells.has("better"):
+        column = cells.columns["better"]
+        verdict = value_at(cells.row, column)
+        lead = lead_of_first(verdict, column, cells.scale, answers, cells.row)
+    elif use != "prompt":
+        columns = cells.columns["first_number"], cells.columns["second_number"]
+        lead = lead_by_numbers(cells.row, columns)
+    chosen, rejected = answers if lead >= 0 else answers[::-1]
+    roles = {"prompt", "input", "history"} & set(cells.columns)
+    asked = {role: cells.columns[role] for role in roles}
+    return replace(cells, columns={**asked, "chosen": chosen, "rejected": rejected}), lead
 
 
 # Answers with ranks or labels
@@ -361,12 +408,12 @@ def read_ranked(cells: Cells, use: Use) -> Found:
     sign, answers = -1 if role == "ranks" or (not role and key in RANKS) else 1, []
     for number, (value, worth) in enumerate(zip(values, numbers, strict=True), start=1):
         if isinstance(value, dict):
-            value = next((value[key] for key in _TEXTS if value.get(key) is not None), value)
+            value = next((value[key] for key in TEXTS if value.get(key) is not None), value)
         checked(
             value,
             str,
             f"answer {number} of {name}",
-            f"text, or an object with {', '.join(_TEXTS[:3])}",
+            f"text, or an object with {', '.join(TEXTS[:3])}",
         )
         answers.append(
             Answer(value, sign * number_of(worth, f"an entry of {given}"), f"answer {number}")
@@ -379,104 +426,11 @@ def read_kto(cells: Cells, use: Use) -> Found:
     prompt, answers = read_columns(cells, "sft" if use == "unpaired" else use)
     if use == "prompt":
         return prompt, []
-    word = str(label := value_at(cells.row, cells.columns["label"])).strip().lower()
+    label = value_at(cells.row, cells.columns["label"])
+    word = str(label).strip().lower()
     if word not in LABELS:
         raise UserError(
-            f"'label' is {kind_of(label)}; expected true or false (also good/bad, yes/no, 1/0, ...)"
+            f"{cells.called('label')} is {kind_of(label)}; expected true or false (also good/bad,"
+            " yes/no, 1/0, ...)"
         )
     return prompt, [Answer(answers[0].value, LABELS[word])]
-
-
-# A label for each step of an answer, for process reward models: 1 for a right step, 0 for a wrong
-# one, or a number between them (an estimated probability); NaN stands for a step without a label
-
-
-def read_stepwise(cells: Cells, use: Use) -> Found:
-    """A prompt, the steps of one answer, and a label for each (TRL's stepwise supervision)."""
-    prompt = cells.prompt()
-    if use == "prompt":
-        return prompt, []
-    name, column = cells.called("response"), cells.called("label")
-    steps, values = (
-        cells.listed(role, "a list with an entry for each step") for role in ("response", "label")
-    )
-    if len(steps) != len(values):
-        raise UserError(f"{name} has {len(steps)} steps, but {column} {len(values)}")
-    for number, step in enumerate(steps, start=1):
-        checked(step, str, f"step {number} of {name}", "text")
-    words = [_STEP_LABELS.get(str(value).lower(), value) for value in values]
-    labels = [
-        math.nan if word is None else number_of(word, f"an entry of {column}") for word in words
-    ]
-    if not all(math.isnan(label) or 0 <= label <= 1 for label in labels):
-        raise UserError(
-            f"{column} is {str(values)[:60]}; expected true, false, or numbers from 0 to 1"
-        )
-    return prompt, [Answer(steps, tuple(labels))]
-
-
-def read_prm800k(cells: Cells, use: Use) -> Found:
-    """A problem, and for each step several continuations with ratings (Lightman et al. 2023). The
-    chosen continuations make one answer. Each other rated continuation makes an answer that ends
-    with it, in which only that last step has a label. A neutral step counts as right, as in the
-    paper's scores."""
-    prompt = cells.prompt()
-    if use == "prompt":
-        return prompt, []
-    path, labels, others = list[str](), list[float](), list[Answer]()
-    for number, step in enumerate(cells.listed("response", "a list of steps"), start=1):
-        try:
-            options = [
-                (one["text"], _RATINGS[one.get("rating")]) for one in step.get("completions") or []
-            ]
-            chosen, human = step.get("chosen_completion"), step.get("human_completion")
-            taken = (
-                options[chosen] if chosen is not None else (human["text"], 1.0) if human else None
-            )
-            if not all(isinstance(text, str) for text, _ in [*options, taken or ("", 1.0)]):
-                raise TypeError("'text' is no text")
-        except (AttributeError, IndexError, KeyError, TypeError) as problem:
-            expected = (
-                "completions with 'text' and 'rating' (-1, 0, 1 or null), and the number of the"
-                " chosen one"
-            )
-            where = f"step {number} of {cells.called('response')}"
-            raise UserError(
-                f"{where} is no step of PRM800K ({problem}); expected {expected}"
-            ) from None
-        for place, (text, label) in enumerate(options):
-            if place != chosen and not math.isnan(label):
-                only_last = (*[math.nan] * len(path), label)
-                others.append(
-                    Answer([*path, text], only_last, f"step {number}, completion {place + 1}")
-                )
-        if taken is None:
-            break
-        path.append(taken[0])
-        labels.append(taken[1])
-    is_rated = any(not math.isnan(label) for label in labels)
-    return prompt, [
-        *([Answer(path, tuple(labels), "the chosen steps")] if is_rated else []),
-        *others,
-    ]
-
-
-def read_math_shepherd(cells: Cells, use: Use) -> Found:
-    """A problem and its steps in one text, each step with a tag at its end; a second text has the
-    labels in place of the tags, `+` or `-` (Wang et al. 2024)."""
-    asked = cells.called("prompt")
-    prompt, found, rest = cells.text("prompt").partition("Step 1:")
-    if not found:
-        raise UserError(f"{asked} has no 'Step 1:'")
-    prompt = prompt.rstrip() + ("" if cells.as_chat else "\n")
-    if use == "prompt":
-        return prompt, []
-    *steps, after = [step.strip() for step in (found + rest).split(_SHEPHERD_TAG)]
-    if not steps or after:
-        raise UserError(f"{asked} does not end each step with {_SHEPHERD_TAG!r}")
-    signs = re.findall(r"([+-])\s*(?:\n|$)", cells.text("label"))  # at the end of each step's line
-    if len(signs) != len(steps):
-        raise UserError(
-            f"{cells.called('label')} has {len(signs)} + or -, but {asked} {len(steps)} steps"
-        )
-    return prompt, [Answer(steps, tuple(_STEP_LABELS[sign] for sign in signs))]

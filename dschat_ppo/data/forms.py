@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.data_flags import DataFlags, Use
+from dschat_ppo.data.advice import Advice
 from dschat_ppo.data.examples import (
     CONTEXT,
     THOUGHTS,
@@ -36,6 +37,7 @@ from dschat_ppo.data.examples import (
 )
 from dschat_ppo.data.form_kinds import KINDS, Kind
 from dschat_ppo.data.form_readers import LABELS, Answer, Cells, Prompt
+from dschat_ppo.data.verdicts import CLEAR_VERDICTS, TWO_ANSWERS, VERDICT_ROLES, Scale
 from dschat_ppo.errors import UserError, printable_line
 
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
@@ -53,16 +55,14 @@ CONTENT = (
         for kind in KINDS.values()
         for role, names in kind.roles.items()
         for name in names.split()
-        if "." not in name and role not in ("source", "truth", "task", "scores", "ranks", "better")
+        if "." not in name
+        and role not in ("source", "truth", "task", "scores", "ranks", *VERDICT_ROLES)
     }
     - {"answer", "answers", "user", "model", "bot"}
 )
-# whose values are in texts by chance: a weight of "0" in "10"
-_NO_COPIES = *PICTURES, *WEIGHTS, "functions"
-NAME_THEM = (
-    "name them with --prompt_column, --response_column, --chosen_column, --rejected_column,"
-    " --messages_column"
-)
+# Columns whose values are in texts by chance: a weight of "0" in "10"
+_NO_COPIES = (*PICTURES, *WEIGHTS, *CLEAR_VERDICTS, "functions")
+_OF_PAIRS = {column for pair in TWO_ANSWERS for column in pair}
 _NEEDED = {
     "sft": "a prompt and an answer",
     "preference": "a prompt and two answers",
@@ -84,6 +84,7 @@ class Form:
     rendering: Literal["chat", "text"] = "text"
     # text around a prompt that is text; `{}` stands for the prompt
     input_template: str | None = None
+    scale: Scale = "words"  # what the numbers of a verdict on two answers are
     system: str | None = None  # a column, as the next two
     tools: str | None = None
     truth: str | None = None
@@ -100,6 +101,7 @@ class Form:
     description: str = field(default="", repr=False)  # what was understood, one line for the log
     warning: str = field(default="", repr=False)  # what may be wrong with it
     names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
+    advice: Advice = field(default=Advice("", "", ""), repr=False)  # for messages
 
     @property
     def name(self) -> str:
@@ -124,8 +126,9 @@ class Form:
         """Refuse a use that the form does not serve. The message lists the columns and what the
         step needs."""
         if use not in self.uses:
-            labelled = self.kind.labelled and use == "preference"
-            way = "answers with labels are for --objective kto" if labelled else NAME_THEM
+            way = self.advice.for_use(use)
+            if self.kind.labelled and use == "preference":
+                way = "answers with labels are for --objective kto"
             raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {way}")
 
     def read(self, row: Row, use: Use) -> list[Example]:
@@ -164,9 +167,8 @@ class Form:
 
     def examples_of(self, row: Row, use: Use) -> list[Example]:
         """What the reader finds in a row for a use, before the prompt is rendered."""
-        cells = Cells(
-            row, self.columns, self.role_names, self.rendering == "chat", self.input_template
-        )
+        is_chat, template = self.rendering == "chat", self.input_template
+        cells = Cells(row, self.columns, self.role_names, is_chat, template, self.scale)
         is_pair = use == "unpaired" and not self.kind.labelled  # which is split below
         prompt, answers = self.kind.read(cells, "preference" if is_pair else use)
         if not prompt and self.name != "text":
@@ -174,7 +176,7 @@ class Form:
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             asked = next(
                 self.columns[r]
-                for r in ("prompt", "messages", "chosen", "response")
+                for r in ("prompt", "messages", "chosen", "first", "response")
                 if cells.has(r)
             )
             raise UserError(
@@ -193,22 +195,22 @@ class Form:
             found = [
                 _example(prompt, [one], (one.worth,) if use == "unpaired" else ()) for one in good
             ]
+        elif not answers:  # a tie
+            found = []
         else:
             # stable: of equal ones the first comes first
             order = sorted(answers, key=lambda one: -one.worth)
             best, worst = order[0], min(order, key=lambda one: one.worth)
             if use == "sft":
-                found = [_example(prompt, [best])]
-            else:
-                pairs = [
-                    [a, b]
-                    for at, a in enumerate(order)
-                    for b in order[at + 1 :]
-                    if a.worth > b.worth
-                ]
-                found = [_example(prompt, pair) for pair in pairs]
-                if use == "unpaired" and found:
-                    found = [_example(prompt, [best], (1.0,)), _example(prompt, [worst], (0.0,))]
+                return [_example(prompt, [best])]
+            pairs = [
+                [a, b] for at, a in enumerate(order) for b in order[at + 1 :] if a.worth > b.worth
+            ]
+            found = [_example(prompt, pair) for pair in pairs]
+            if use == "unpaired" and found:
+                bad = [worst] if self.name == "ranked" else order[1:]  # each is a rejected answer
+                found = [_example(prompt, [best], (1.0,))]
+                found += [_example(prompt, [one], (0.0,)) for one in bad]
         return found
 
     def _rendered(self, prompt: Prompt, row: Row) -> Prompt:
@@ -248,11 +250,11 @@ class Form:
             if self.tools and self.rendering == "chat"
             else []
         )
-        given += [
-            (path, tools_beside(value_at(row, path)))
-            for path in self.columns.values()
-            if has_value(row, path)
-        ]
+        for path in self.columns.values():
+            # messages named by a dot (`input.messages`) have the tools beside them (`input.tools`)
+            holder = path.removesuffix(".messages")
+            if has_value(row, holder):
+                given.append((holder, tools_beside(value_at(row, holder))))
         # most rows have none
         given = [(column, value) for column, value in given if value is not None]
         found = [(column, tools) for column, value in given if (tools := read_tools(value, column))]
@@ -284,16 +286,21 @@ class Form:
                 way = f"--ignore_columns {column} leaves out the column"
                 if column in (self.system, self.tools) and self.kind.rendering != "text":
                     way += ", --apply_chat_template True uses it"
+                others = (
+                    "--prompt_column, --response_column, ... and --data_format choose another"
+                    " reading"
+                )
+                if column in {*_OF_PAIRS, *CLEAR_VERDICTS} and self.advice.pairs:
+                    others = self.advice.pairs
                 raise UserError(
                     f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does"
-                    f" not use; {way}; --prompt_column, --response_column, ... and --data_format"
-                    " choose another reading"
+                    f" not use; {way}; {others}"
                 )
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
     """Refuse flags that name a column of no data set."""
-    named = [(f"--{role}_column", column) for role, column in flags.columns.items() if column]
+    named = [(flags.name_of(role), column) for role, column in flags.columns.items() if column]
     for flag, column in [
         *named,
         *(("--ignore_columns", column) for column in flags.ignore_columns),

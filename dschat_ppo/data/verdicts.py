@@ -1,0 +1,196 @@
+"""Which of two answers is better, as data sets say it: the names of such columns, and what their
+values mean.
+
+A verdict is a word (`model_a`, `tie`), a place or a signed strength; or each answer has a number,
+and the larger one is better. What numbers mean is decided once for a data set, from its first rows:
+1 is the first answer, the second one, or a slight lead of the second one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from dschat_ppo.data.examples import Row, number_of, value_at
+from dschat_ppo.errors import UserError
+
+# What the numbers of a data set are: none; the ends of the names of two columns; places; strengths,
+# of which those below 0 are for the first answer
+Scale = Literal["words", "ends", "place from 0", "place from 1", "strength"]
+Answers = tuple[str, str]  # the columns of the two answers
+
+MEANINGS: dict[Scale, str] = {  # for the log
+    "ends": "the number of the better answer's column",
+    "place from 0": "the place of the better answer (0: the first)",
+    "place from 1": "the place of the better answer (1: the first)",
+    "strength": "a strength (below 0: the first answer is better)",
+}
+_STEMS = ("response", "answer", "output", "completion", "conversation", "generation", "summary")
+SIDES = (("_0", "_1"), ("_a", "_b"), ("_A", "_B"), ("_1", "_2"), ("1", "2"))
+# Columns of two answers
+TWO_ANSWERS = [(stem + first, stem + second) for stem in _STEMS for first, second in SIDES]
+FIRST = " ".join(first for first, _ in TWO_ANSWERS)
+SECOND = " ".join(second for _, second in TWO_ANSWERS)
+_STRENGTHS = ("preference_strength", "overall_preference")  # 1 is for the second
+# Columns that say nothing else beside two answers
+CLEAR_VERDICTS = tuple(
+    "better_response_id better_answer_id better preferred preference winner preference_strength"
+    " overall_preference better_response better_answer better_id better_index preferred_response"
+    " preferred_answer preferred_id preferred_index preferred_model human_preference winner_model"
+    " winning_model verdict judgment judgement vote".split()
+)
+# Pairs of numbers: the first one is for the first answer, if the verdict is clear
+_TWO_NUMBERS: dict[tuple[int, int], Scale] = {
+    (0, 1): "place from 0",
+    (1, 2): "place from 1",
+    (-1, 1): "strength",
+}
+# Of which 1 may be the first or the second answer
+_UNCLEAR_VERDICTS = ("choice", "chosen", "label", "labels")
+VERDICTS = " ".join((*CLEAR_VERDICTS, *_UNCLEAR_VERDICTS))
+# A number for each answer, as 1 for the winner
+NUMBERS = [
+    ("winner_model_a", "winner_model_b"),
+    ("winner_a", "winner_b"),
+    *((stem + first, stem + second) for stem in ("score", "rating") for first, second in SIDES),
+]
+FIRST_NUMBERS = " ".join(first for first, _ in NUMBERS)
+SECOND_NUMBERS = " ".join(second for _, second in NUMBERS)
+_TIES = ("neither", "none", "equal", "same", "draw", "all")  # besides tie (bothbad), both_good, ...
+_NOUN = "^(the )?(model|response|answer|assistant|output|completion|option|choice)[ _-]?"
+VERDICT_ROLES = ("better", "first_number", "second_number")
+OWN_FUNCTION = (
+    "a function that makes rows with chosen and rejected (--data_format FILE.py:FUNCTION)"
+)
+
+
+def ends_of(answers: Answers) -> list[str]:
+    """What distinguishes the columns of two answers: `a` and `b` of `response_a` and `response_b`,
+    `1` and `2` of `response1` and `response2`, `0` and `1` of `output.0.text` and `output.1.text`.
+    """
+    first, second = (re.split(r"[_.-]|(?<=[a-z])(?=\d)", column.lower()) for column in answers)
+    if len(first) != len(second):
+        return [column.lower() for column in answers]
+    others = [(one, other) for one, other in zip(first, second, strict=True) if one != other]
+    return ["_".join(parts).rstrip(":") for parts in zip(*others, strict=True)]
+
+
+def number_in(value: Any) -> float | None:
+    """The number that a value is or, in CSV files, is written as; None of all others."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _numbers_at_ends(answers: Answers) -> list[float]:
+    """The numbers at which the names of both answers end, or none."""
+    ends = ends_of(answers)
+    return [float(end) for end in ends] if ends and all(map(str.isdecimal, ends)) else []
+
+
+def scale_of(values: Sequence[Any], column: str, answers: Answers, is_named: bool) -> Scale:
+    """What the numbers in the column of the verdict mean, by its name, its first values and the
+    names of the two answers' columns. `is_named`: a flag names the column, so that of two things
+    that it may mean it is the first. `UserError` if it cannot be told."""
+    if column in _STRENGTHS:
+        return "strength"
+    numbers = {number for number in map(number_in, values) if number is not None}
+    if not numbers:
+        return "words"
+    ends = _numbers_at_ends(answers)
+    if numbers <= set(ends):
+        return "ends"
+    has_strengths = not numbers <= {-1, 0, 1} or "prefer" in column
+    if min(numbers) < 0 and has_strengths:
+        return "strength"
+    first, second = answers
+    shown = ", ".join(f"{number:g}" for number in sorted(numbers)[:5])
+    is_clear = is_named or not (ends or column in _UNCLEAR_VERDICTS)
+    for (low, high), scale in _TWO_NUMBERS.items():
+        if not numbers <= {low, high}:
+            continue
+        if is_clear:
+            return scale
+        flags = "--chosen_column {} --rejected_column {} --better_column {}"
+        raise UserError(
+            f"'{column}' holds {shown} beside the answers '{first}' and '{second}': if {low} is for"
+            f" '{first}', {flags.format(first, second, column)}; if {high} is for '{first}',"
+            f" {flags.format(second, first, column)}"
+        )
+    raise UserError(
+        f"'{column}' holds {shown}, which do not say whether '{first}' or '{second}' is better;"
+        " expected a name, a place (0 and 1, or 1 and 2) or a strength (below 0 the first is"
+        f" better, above 0 the second); {OWN_FUNCTION} can read it"
+    )
+
+
+def lead_of_first(value: Any, column: str, scale: Scale, answers: Answers, row: Row) -> int:
+    """1 if a verdict says that the first answer is better, -1 if the second one is, 0 for a tie.
+    `UserError` if it says none of these."""
+    number = number_in(value)
+    lead: int | None
+    if number is None:
+        lead = _lead_by_word(str(value).strip().strip("[]").lower(), answers, row)
+    elif scale == "strength":
+        lead = (number < 0) - (number > 0)
+    else:
+        places = [0.0, 1.0] if scale == "place from 0" else [1.0, 2.0]
+        if scale == "ends":
+            places = _numbers_at_ends(answers)
+        lead = {places[0]: 1, places[1]: -1}.get(number)
+    if lead is None:
+        given = "null" if value is None else repr(str(value).strip().lower())
+        numbers = "1 or 2" if scale == "place from 1" else "0 or 1"
+        raise UserError(
+            f"'{column}' is {given}; expected {numbers} (the place), '{answers[0]}' or"
+            f" '{answers[1]}', or tie"
+        )
+    return lead
+
+
+def _lead_by_word(word: str, answers: Answers, row: Row) -> int | None:
+    """As `lead_of_first` for a word: the name of an answer's column or model, or its end."""
+    if word.startswith(("tie", "both")) or word in _TIES:
+        return 0
+    ends = ends_of(answers)
+    models = [str(row.get(f"model_{end}")).lower() for end in ends]
+    is_model = [word == model for model in models]
+    if is_model[0] != is_model[1]:
+        return 1 if is_model[0] else -1
+    names = [[column.lower(), end] for column, end in zip(answers, ends, strict=True)]
+    for first, second in (names, (["a", "1st", "first", "left"], ["b", "2nd", "second", "right"])):
+        bare = re.sub(_NOUN, "", word)
+        if {word, bare} & set(first):
+            return 1
+        if {word, bare} & set(second):
+            return -1
+    return None
+
+
+def lead_by_numbers(row: Row, columns: tuple[str, str]) -> int:
+    """As `lead_of_first` where two columns have a number for each answer, such as 1 for the
+    winner."""
+    numbers = []
+    for column in columns:
+        value = value_at(row, column)
+        number = {"true": 1, "false": 0}.get(str(value).strip().lower(), value)
+        numbers.append(number_of(number, f"'{column}'"))
+    return (numbers[0] > numbers[1]) - (numbers[0] < numbers[1])
+
+
+def may_be_verdicts(column: str, values: Sequence[Any]) -> bool:
+    """Whether a column is named like a verdict and holds numbers or words."""
+    is_named = re.search(
+        "prefer|better|winner|winning|verdict|judg|choice|chosen|label|vote", column
+    )
+    short = [
+        number_in(value) is not None or (isinstance(value, str) and len(value) <= 40)
+        for value in values
+    ]
+    return is_named is not None and bool(short) and all(short)
