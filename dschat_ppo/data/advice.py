@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from dschat_ppo.config.data_flags import Use
-from dschat_ppo.data.examples import Row, json_value
+from dschat_ppo.data.examples import Row, json_value, looks_like_messages
 from dschat_ppo.data.form_kinds import SETS
 from dschat_ppo.data.form_readers import LABELS, TEXTS
 from dschat_ppo.data.verdicts import CLEAR_VERDICTS, NUMBERS, SIDES, may_be_verdicts
@@ -24,40 +24,55 @@ _NO_ANSWERS = ("model", "winner", "winner_model")  # stems of names that stand f
 _PROMPTS = {"prompt", "question", "query", "context", "instruction", "input"}
 
 
+_PAIR = "prompt chosen rejected"  # columns that are no sign of one data set
+
+
 @dataclass(frozen=True)
 class Advice:
-    """Ways out, each a half of a sentence or ""."""
+    """Ways out, each a half of a sentence or "". `sets`: the data sets of DeepSpeed-Chat that have
+    these columns; `spaced_sets`: those of ordinary pairs that put a space before an answer."""
 
-    sets: str  # the data sets of DeepSpeed-Chat with these columns
-    pairs: str  # two answers, and which one is better
-    labels: str  # the label of single answers
+    sets: tuple[str, ...] = ()
+    spaced_sets: tuple[str, ...] = ()
+    pairs: str = ""  # two answers, and which one is better
+    labels: str = ""  # the label of single answers
+    has_steps: bool = False
 
     def for_use(self, use: Use) -> str:
         """What makes rows that serve a use."""
         if use == "steps":
             return _OF_STEPS
+        known = self.sets
+        if use in ("preference", "unpaired"):
+            known = tuple(name for name in self.sets if SETS[name].rejected is not None)
+        if known:
+            return as_known_set(known)
         if use == "unpaired" and self.labels:
             return self.labels
         if use in ("preference", "unpaired") and self.pairs:
             return self.pairs
-        return self.sets or NAME_THEM
+        return NAME_THEM
 
     @property
     def for_any(self) -> str:
         """For columns that no form has."""
-        return self.sets or self.pairs or NAME_THEM
+        if self.sets:
+            return as_known_set(self.sets)
+        return _OF_STEPS if self.has_steps else self.pairs or NAME_THEM
+
+
+def as_known_set(sets: tuple[str, ...]) -> str:
+    """The flag that reads rows as one of these data sets."""
+    return f"--data_format {' or '.join(sets)} reads them as DeepSpeed-Chat reads that data set"
 
 
 def advice_for(columns: list[str], rows: list[Row]) -> Advice:
     """What these columns and first rows may be."""
     known = [name for name, one in SETS.items() if set(one.columns.split()) <= set(columns)]
-    known = [name for name in known if SETS[name].columns != "prompt chosen rejected"]
-    sets = ""
-    if known:
-        sets = (
-            f"--data_format {' or '.join(known)} reads them as DeepSpeed-Chat reads that data set"
-        )
-    return Advice(sets, _of_pairs(columns, rows), _of_labels(columns, rows))
+    sets = tuple(name for name in known if SETS[name].columns != _PAIR)
+    spaced = tuple(name for name in known if name not in sets and SETS[name].chosen == " {chosen}")
+    pairs, labels = _of_pairs(columns, rows), _of_labels(columns, rows)
+    return Advice(sets, spaced, pairs, labels, has_steps="steps" in columns)
 
 
 def _of_pairs(columns: list[str], rows: list[Row]) -> str:
@@ -72,7 +87,10 @@ def _of_pairs(columns: list[str], rows: list[Row]) -> str:
     of_numbers = [",".join(pair) for pair in NUMBERS if set(pair) <= set(columns)]
     verdict = next(iter(of_numbers or verdicts), None)
     first, second = answers or ("FIRST", "SECOND")
-    prompt = "" if _PROMPTS & set(columns) else "--prompt_column PROMPT "
+    has_prompt = bool(_PROMPTS & set(columns)) or any(
+        looks_like_messages(row.get(first)) for row in rows
+    )
+    prompt = "" if has_prompt else "--prompt_column PROMPT "
     flags = f"{prompt}--chosen_column {first} --rejected_column {second}"
     if verdict is not None:
         return f"if '{verdict}' says which answer is better: {flags} --better_column {verdict}"

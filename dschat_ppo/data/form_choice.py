@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.data.advice import Advice, advice_for
+from dschat_ppo.data.advice import Advice, advice_for, as_known_set
 from dschat_ppo.data.examples import THOUGHTS, Example, Row, has_value, value_at
-from dschat_ppo.data.form_kinds import FORMS, KINDS, Kind, set_named
+from dschat_ppo.data.form_kinds import FORMS, KINDS, SETS, Kind, set_named
 from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, SYSTEM_COLUMNS, Form, rows_made
-from dschat_ppo.data.verdicts import CLEAR_VERDICTS, MEANINGS, VERDICT_ROLES, Scale, scale_of
+from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES, Scale, scale_of
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
@@ -90,12 +90,12 @@ def detect_form(
     advice = advice_for(columns, rows)
     chosen = _chosen(name, columns, rows, flags, of_content, advice)
     kind = chosen.form.kind
-    rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags)
+    rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags, advice)
     if not chosen.fits:
         if advice.sets and not of_content:
             raise UserError(
                 f"{name}: has the columns {_listed(columns)}, which do not fit the form"
-                f" {kind.name}; {advice.sets}"
+                f" {kind.name}; {as_known_set(advice.sets)}"
             )
         warning = (
             f"most of the first rows do not fit the form {kind.name}; --prompt_column, ... name"
@@ -159,7 +159,7 @@ def _watched(
         watched = ALWAYS_CONTENT
     watched = watched - {other for role in of_content for other in kind.roles[role].split()}
     if {"chosen", "rejected"} <= set(of_content):  # which a verdict may turn around
-        watched = watched | {column for column in CLEAR_VERDICTS if column in columns}
+        watched = watched | TURNING.intersection(columns)
     watched -= _used(form) | set(flags.ignore_columns)
     if flags.system_column is not None:
         watched -= set(SYSTEM_COLUMNS)
@@ -191,6 +191,9 @@ def _about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str
             parts.append(f"--{flag} does not apply")
     if {"response", "chosen"} <= set(form.columns):
         parts.append(f"SFT learns '{form.columns['response']}', not '{form.columns['chosen']}'")
+    others = [name for name in form.advice.sets if not set(SETS[name].columns.split()) <= used]
+    if others and not form.kind.is_known_set:
+        parts.append(as_known_set(tuple(others)))
     if form.scale != "words":
         parts.append(f"'{form.columns['better']}' is {MEANINGS[form.scale]}")
     return parts
@@ -345,7 +348,7 @@ def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[st
 
 
 def _rendering(
-    name: str, chosen: Candidate, has_template: bool, flags: DataFlags
+    name: str, chosen: Candidate, has_template: bool, flags: DataFlags, advice: Advice
 ) -> tuple[Literal["chat", "text"], str, str]:
     """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a
     warning or "". `UserError` if a flag does not fit the form, or chat messages lack a
@@ -388,6 +391,8 @@ def _rendering(
     ways = "--input_template puts text around a prompt"
     if has_template:
         ways = f"--apply_chat_template True makes user messages of the prompts, {ways}"
+    if advice.spaced_sets:
+        ways += f"; {as_known_set(advice.spaced_sets)}"
     warning = f"nothing separates prompt and answer: {glued}; the text is used as it is; {ways}"
     return "text", about, warning
 

@@ -210,6 +210,9 @@ def read_columns(cells: Cells, use: Use) -> Found:
             raise UserError(
                 f"the answer of {cells.called(role)} is excluded from training (weight 0)"
             )
+        is_whole = before and before[0]["role"] != "assistant"
+        if answers and is_whole and not _same(before, whole):
+            raise UserError("chosen and rejected answer different prompts")
         joined = _with_prompt(prompt, before, cells.called(role))
         if answers and not _same(joined, whole):
             raise UserError("chosen and rejected answer different prompts")

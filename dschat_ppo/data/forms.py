@@ -37,7 +37,7 @@ from dschat_ppo.data.examples import (
 )
 from dschat_ppo.data.form_kinds import KINDS, Kind
 from dschat_ppo.data.form_readers import LABELS, Answer, Cells, Prompt
-from dschat_ppo.data.verdicts import CLEAR_VERDICTS, TWO_ANSWERS, VERDICT_ROLES, Scale
+from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, VERDICT_ROLES, Scale
 from dschat_ppo.errors import UserError, printable_line
 
 PICTURES = ("image", "images", "video", "videos", "audio", "audios")
@@ -61,7 +61,7 @@ CONTENT = (
     - {"answer", "answers", "user", "model", "bot"}
 )
 # Columns whose values are in texts by chance: a weight of "0" in "10"
-_NO_COPIES = (*PICTURES, *WEIGHTS, *CLEAR_VERDICTS, "functions")
+_NO_COPIES = (*PICTURES, *WEIGHTS, *TURNING, "functions")
 _OF_PAIRS = {column for pair in TWO_ANSWERS for column in pair}
 _NEEDED = {
     "sft": "a prompt and an answer",
@@ -101,7 +101,7 @@ class Form:
     description: str = field(default="", repr=False)  # what was understood, one line for the log
     warning: str = field(default="", repr=False)  # what may be wrong with it
     names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
-    advice: Advice = field(default=Advice("", "", ""), repr=False)  # for messages
+    advice: Advice = field(default=Advice(), repr=False)  # for messages
 
     @property
     def name(self) -> str:
@@ -286,15 +286,17 @@ class Form:
                 way = f"--ignore_columns {column} leaves out the column"
                 if column in (self.system, self.tools) and self.kind.rendering != "text":
                     way += ", --apply_chat_template True uses it"
-                others = (
-                    "--prompt_column, --response_column, ... and --data_format choose another"
+                way += (
+                    "; --prompt_column, --response_column, ... and --data_format choose another"
                     " reading"
                 )
-                if column in {*_OF_PAIRS, *CLEAR_VERDICTS} and self.advice.pairs:
-                    others = self.advice.pairs
+                if column in _OF_PAIRS and self.advice.pairs:
+                    way = self.advice.pairs
+                elif column in TURNING and self.advice.pairs:
+                    way = f"{self.advice.pairs}; --ignore_columns {column} leaves out the column"
                 raise UserError(
                     f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does"
-                    f" not use; {way}; {others}"
+                    f" not use; {way}"
                 )
 
 

@@ -56,6 +56,8 @@ NUMBERS = [
     ("winner_a", "winner_b"),
     *((stem + first, stem + second) for stem in ("score", "rating") for first, second in SIDES),
 ]
+# Columns that turn pairs around, so that they are not left out without a word
+TURNING = {*CLEAR_VERDICTS, "winner_model_a", "winner_model_b", "winner_a", "winner_b"}
 FIRST_NUMBERS = " ".join(first for first, _ in NUMBERS)
 SECOND_NUMBERS = " ".join(second for _, second in NUMBERS)
 _TIES = ("neither", "none", "equal", "same", "draw", "all")  # besides tie (bothbad), both_good, ...

@@ -137,6 +137,9 @@ def test_the_page_lists_the_data_sets_of_deepspeed_chat():
 INPUTS = Path(__file__).parent / "inputs"
 LAMP, COLOUR = "user: Where is the lamp?", "user: And its colour?"
 EARLIER = [LAMP, "assistant: In the hall."]
+CHAT = {"apply_chat_template": True}
+IN_THE_HALL, LOOK = "The lamp is in the hall.", "Look for the lamp yourself."
+STEPS_TO_IT = ["I look in the hall.", "It is there.", "So it is far away."]
 # File -> (flags, use, the prompt of its first row, and its answers).
 SHAPES = {
     "question_pairs_plain": (
@@ -187,6 +190,23 @@ SHAPES = {
     "mixed_output_types": ({}, "sft", ["user: What is 0 + 1?"], ["1"]),
     "alpaca_empty_instruction": ({}, "sft", [LAMP], ["In the hall."]),
     "json_string_pairs": ({}, "preference", [LAMP], ["In the hall.", "Find it."]),
+    "preference_strength": (CHAT, "preference", [LAMP], [IN_THE_HALL, LOOK]),
+    "arena_conversations": ({}, "preference", [LAMP], [IN_THE_HALL, LOOK]),
+    "is_safe": ({**CHAT, "label_column": "is_safe"}, "unpaired", [LAMP], [IN_THE_HALL]),
+    "processbench": (CHAT, "steps", [LAMP], STEPS_TO_IT),
+    "shp_other_name": (
+        {"data_format": "stanfordnlp/SHP"},
+        "preference",
+        " Human: Where is the lamp? Assistant:",
+        [f" {IN_THE_HALL}", f" {LOOK}"],
+    ),
+    "alpaca_dpo_list": (
+        {"chosen_column": "output.0", "rejected_column": "output.1"},
+        "preference",
+        [LAMP],
+        ["In the hall.", "Find it."],
+    ),
+    "openai_preference_tools": ({}, "preference", [LAMP], ["In the hall.", "No idea."]),
     "turn_weight": ({}, "sft", [LAMP, "assistant: WRONG DRAFT", "user: Sure?"], ["In the hall."]),
     "turn_loss_mask": (
         {},
@@ -468,6 +488,16 @@ def test_tools_beside_messages_in_one_object_are_used():
     other = json.dumps({**bad, "tools": [{"type": "function", "function": {"name": "other"}}]})
     with pytest.raises(UserError, match="'rejected' describes other tools"):
         read([{"chosen": json.dumps(good), "rejected": other}], "preference")
+
+
+def test_tools_beside_messages_that_a_dot_leads_to_are_used():
+    """As in OpenAI's preference fine-tuning; by the columns' names, and by flags."""
+    rows = rows_of("openai_preference_tools")
+    tools = [row["input"]["tools"] for row in rows]
+    flags = {"prompt_column": "input.messages", "chosen_column": "preferred_output"}
+    flags["rejected_column"] = "non_preferred_output"
+    for given in ({}, flags):
+        assert [example.tools for example in read(rows, "preference", **given)] == tools
 
 
 def test_a_pair_may_exclude_a_turn_of_one_answer_alone():

@@ -1,0 +1,276 @@
+"""Two answers and what says which one is better, in the shapes of public data sets; lists of
+answers; and that the advice of a message, followed to the letter, reads the rows."""
+
+import json
+import re
+
+import pytest
+from form_fixtures import ASK, assistant, form_of, read, user
+from test_deepspeed_chat_sets import EXPECTED
+
+from dschat_ppo.data.form_kinds import SETS
+from dschat_ppo.errors import UserError
+
+Q = "Where is the lamp?"
+GOOD, BAD = "In the hall.", "Find it."
+
+
+def sides(first: str, second: str, good_first: bool, **more) -> dict:
+    """A row with a good and a bad answer in the columns `first` and `second`."""
+    answers = (GOOD, BAD) if good_first else (BAD, GOOD)
+    return {"prompt": Q, first: answers[0], second: answers[1], **more}
+
+
+def talk(answer: str) -> list[dict]:
+    return [user(Q), assistant(answer)]
+
+
+def one_hot(first: str, second: str, a: object, b: object, tie: object) -> dict:
+    """A row of Chatbot Arena's 55k, whose lists are JSON text."""
+    row = {"prompt": json.dumps([Q]), "response_a": json.dumps([first])}
+    row["response_b"] = json.dumps([second])
+    return row | {"winner_model_a": a, "winner_model_b": b, "winner_tie": tie}
+
+
+R12, R01, RAB = ("response_1", "response_2"), ("response_0", "response_1"), ("answer_a", "answer_b")
+MODELS = {"model_a": "llama-2", "model_b": "vicuna-1"}
+ARENA = {"conversation_a": talk(BAD), "conversation_b": talk(GOOD)}
+# Rows of which each has the pair (GOOD, BAD), but for ties
+PAIRS = {
+    "strength (HelpSteer2)": [
+        sides(*R12, True, preference_strength=-1),
+        sides(*R12, False, preference_strength=1),
+        sides(*R12, False, preference_strength=3),
+    ],
+    "strength that is never negative": [sides(*R12, False, preference_strength=1)],
+    "strength in a CSV file": [
+        sides(*R12, True, overall_preference="-2.0"),
+        sides(*R12, False, overall_preference="1.0"),
+    ],
+    "strength by its numbers": [
+        sides(*RAB, True, human_preference=-1.5),
+        sides(*RAB, False, human_preference=0.5),
+    ],
+    "numbers of columns from 1": [
+        sides(*R12, True, preference=1),
+        sides(*R12, False, preference=2),
+    ],
+    "numbers of columns from 0": [
+        sides(*R01, True, better_response_id=0),
+        sides(*R01, False, better_response_id=1.0),
+    ],
+    "a label with the numbers of columns": [
+        sides(*R01, True, label=0),
+        sides(*R01, False, label=1),
+    ],
+    "places from 0": [sides(*RAB, True, better=0), sides(*RAB, False, better="1")],
+    "places from 1": [sides(*RAB, True, preference=1), sides(*RAB, False, preference=2)],
+    "words": [
+        sides(*RAB, True, winner="model_a"),
+        sides(*RAB, False, winner="b"),
+        sides(*RAB, False, winner="Response B"),
+        sides(*RAB, False, winner="answer_b"),
+        sides(*RAB, False, winner="[[B]]"),
+        sides(*RAB, True, winner="first"),
+    ],
+    "names of columns": [sides(*R12, False, choice="response_2")],
+    "names of models": [
+        sides(*RAB, True, winner="llama-2", **MODELS),
+        sides(*RAB, False, winner="Vicuna-1", **MODELS),
+    ],
+    "one of several columns": [
+        one_hot(GOOD, BAD, 1, 0, 0),
+        one_hot(BAD, GOOD, False, True, False),
+        one_hot(BAD, GOOD, "False", "True", "False"),
+    ],
+    "a number of each": [
+        sides(*RAB, True, score_a=2, score_b=1.5),
+        sides(*RAB, False, score_a=-1, score_b=0),
+    ],
+    "conversations (Chatbot Arena)": [{**ARENA, "winner": "model_b"}],
+    "messages and two answers (HelpSteer3)": [
+        {"context": [ASK], "response1": BAD, "response2": GOOD, "overall_preference": 2}
+    ],
+    "instruction and input (AlpacaFarm)": [
+        {
+            "instruction": "Where is",
+            "input": "it?",
+            "output_1": BAD,
+            "output_2": GOOD,
+            "preference": 2,
+        }
+    ],
+    "a list of rejected answers": [{"prompt": Q, "chosen": GOOD, "rejected": [BAD]}],
+    "ratings of a list (UltraFeedback)": [
+        {"instruction": Q, "generations": [BAD, GOOD], "rating": [1, 5]}
+    ],
+}
+CHAT = {"apply_chat_template": True}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_better_answer_is_chosen(name):
+    rows = PAIRS[name]
+    form = form_of(rows, **CHAT)
+    for row in rows:
+        [pair] = form.read(row, "preference")
+        assert list(pair.answers) == [GOOD, BAD]
+        assert [list(one.answers) for one in form.read(row, "sft")] == [[GOOD]]
+        assert [one.labels for one in form.read(row, "unpaired")] == [(1.0,), (0.0,)]
+        asked = "Where is\n\nit?" if "instruction and" in name else Q
+        assert form.read(row, "prompt")[0].prompt == pair.prompt == [user(asked)]
+
+
+@pytest.mark.parametrize(
+    ("first", "tie"),
+    [
+        (PAIRS["strength (HelpSteer2)"], sides(*R12, True, preference_strength=0)),
+        (PAIRS["words"], sides(*RAB, True, winner="tie (bothbad)")),
+        (PAIRS["words"], sides(*RAB, True, winner="both_good")),
+        (PAIRS["one of several columns"], one_hot(GOOD, BAD, 0, 0, 1)),
+    ],
+)
+def test_a_tie_is_a_prompt_and_no_pair(first, tie):
+    form = form_of([*first, tie], **CHAT)
+    assert form.read(tie, "preference") == form.read(tie, "sft") == form.read(tie, "unpaired") == []
+    assert form.read(tie, "prompt")[0].prompt == [ASK]
+
+
+@pytest.mark.parametrize(
+    ("rows", "low", "high"),
+    [
+        ([sides(*RAB, True, label=0), sides(*RAB, True, label=1)], 0, 1),
+        ([sides(*R12, True, preference=0), sides(*R12, True, preference=1)], 0, 1),
+        ([sides(*R01, True, preference=1), sides(*R01, True, preference=2)], 1, 2),
+        ([sides(*RAB, True, label=-1), sides(*RAB, True, label=1)], -1, 1),
+    ],
+)
+def test_a_number_that_can_mean_two_things_is_refused_with_the_flags_of_both(rows, low, high):
+    with pytest.raises(UserError) as caught:
+        form_of(rows, **CHAT)
+    message = str(caught.value)
+    ways = message.split("if ")[1:]
+    assert [way.split(" is for")[0] for way in ways] == [str(low), str(high)]
+    winners = []
+    for way in ways:
+        form = form_of(rows, **CHAT, **flags_in(way))
+        winners.append([form.read(row, "preference")[0].answers[0] for row in rows])
+    assert winners == [[GOOD, BAD], [BAD, GOOD]]
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 5), (-1, 0, 1), (0.2, 0.7)])
+def test_numbers_that_say_nothing_are_refused_without_flags_of_columns(numbers):
+    rows = [sides(*RAB, True, winner=number) for number in numbers]
+    with pytest.raises(
+        UserError, match="'winner' holds .*--data_format FILE.py:FUNCTION"
+    ) as caught:
+        form_of(rows, **CHAT)
+    assert "_column" not in str(caught.value)
+
+
+def flags_in(message: str) -> dict:
+    """The flags of columns that a message names."""
+    return dict(re.findall(r"--(\w+_column) ([^ ;]+)", message))
+
+
+STRENGTH = PAIRS["strength (HelpSteer2)"]
+LISTED = {"prompt": Q, "replies": [BAD, GOOD], "preferred": 1}
+SUMMARIES = {"info": {"post": Q}, "summaries": [{"text": BAD}, {"text": GOOD}], "choice": 1}
+OTHER = {"prompt": Q, "option_a": BAD, "option_b": GOOD, "winner": "b"}
+THREE = {"instruction": Q, "input": "", "output": [GOOD, BAD, "No.", "So?"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "use", "named"),
+    [
+        (
+            STRENGTH,
+            {"chosen_column": "response_1", "rejected_column": "response_2"},
+            "preference",
+            {},
+        ),
+        ([OTHER], {}, "preference", {}),
+        ([LISTED], {}, "preference", {}),
+        ([SUMMARIES], {}, "preference", {"PROMPT": "info.post"}),
+        ([sides(*RAB, True, text="")], {}, "preference", {}),
+        ([sides(*RAB, False, liked="b")], {}, "preference", {"COLUMN": "liked"}),
+        ([{"instruction": Q, "output": [GOOD, BAD]}], {}, "preference", {}),
+        ([THREE], {}, "preference", {}),
+        ([{"instruction": Q, "output": [GOOD, BAD]}], {}, "sft", {}),
+        ([{"prompt": Q, "response": GOOD, "thumbs_up": "👍"}], {}, "unpaired", {}),
+    ],
+)
+def test_the_advice_of_a_message_reads_the_rows(rows, given, use, named):
+    with pytest.raises(UserError) as caught:
+        read(rows, use, **CHAT, **given)
+    message = str(caught.value)
+    for word, column in named.items():
+        message = message.replace(f" {word}", f" {column}")
+    if "COLUMN" not in named:
+        message = message.split("; if a column")[0]
+    flags = flags_in(message)
+    if use == "sft":
+        assert "such as output.0" in message
+        flags = {"response_column": "output.0"}
+    examples = read(rows, use, **CHAT, **flags)
+    assert {example.answers[0] for example in examples} == {GOOD}
+    if use == "preference":
+        rejected = THREE["output"][1:] if rows == [THREE] else [BAD] * len(rows)
+        assert [example.answers[1] for example in examples] == rejected
+
+
+def test_flags_of_columns_beside_a_verdict_are_refused():
+    flags = {"chosen_column": "response_1", "rejected_column": "response_2"}
+    with pytest.raises(
+        UserError, match="'preference_strength' holds .*--better_column preference_"
+    ):
+        form_of(STRENGTH, **CHAT, **flags)
+    ignored = form_of(STRENGTH, **CHAT, **flags, ignore_columns=["preference_strength"])
+    assert [ignored.read(row, "preference")[0].answers[0] for row in STRENGTH] == [GOOD, BAD, BAD]
+    rows = PAIRS["one of several columns"]
+    flags = {"chosen_column": "response_a", "rejected_column": "response_b"}
+    with pytest.raises(UserError, match="--better_column winner_model_a,winner_model_b"):
+        form_of(rows, **CHAT, **flags)
+    found = read(rows, "preference", better_column="winner_model_a,winner_model_b", **CHAT, **flags)
+    assert [list(pair.answers) for pair in found] == [[GOOD, BAD]] * 3
+    with pytest.raises(UserError, match="--better_column other: d.jsonl has no such column"):
+        form_of(rows, better_column="winner_model_a,other", **CHAT, **flags)
+
+
+def test_each_rejected_answer_makes_a_pair_and_a_bad_answer():
+    row = {"prompt": "Q:", "chosen": " a", "rejected": [" b", " c", " d"]}
+    pairs = read([row], "preference")
+    assert [list(pair.answers) for pair in pairs] == [[" a", " b"], [" a", " c"], [" a", " d"]]
+    assert [pair.suffix[-17:] for pair in pairs] == [f"rejected answer {n}" for n in (1, 2, 3)]
+    labelled = [(one.answers[0], one.labels[0]) for one in read([row], "unpaired")]
+    assert labelled == [(" a", 1.0), (" b", 0.0), (" c", 0.0), (" d", 0.0)]
+
+
+def test_turns_of_conversations_that_differ_before_the_last_answer_are_no_pair():
+    turns = {"prompt": ["a?", "b?"], "response_a": ["x", GOOD], "response_b": ["x", BAD]}
+    first = {**turns, "winner": "a"}
+    form = form_of([first])
+    [pair] = form.read(first, "preference")
+    assert pair.prompt == [user("a?"), assistant("x"), user("b?")] and pair.answers == [GOOD, BAD]
+    with pytest.raises(UserError, match="chosen and rejected answer different prompts"):
+        form.read({**first, "response_b": ["y", BAD]}, "preference")
+    with pytest.raises(UserError, match="'response_b' has 1 turns, but 'prompt' 2"):
+        form.read({**first, "response_b": [BAD]}, "preference")
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name != "lmqg/qg_jaquad"])
+def test_a_set_of_deepspeed_chat_in_another_file_is_read_or_its_name_is_said(name):
+    row = EXPECTED[name][0]
+    use = "sft" if SETS[name].rejected is None else "preference"
+    try:
+        form = form_of([row])
+        form.require(use)
+    except UserError as problem:
+        said = str(problem)
+    else:  # pairs that are read as they are, with a word where a space is missing
+        said = form.warning
+        if SETS[name].chosen != " {chosen}":
+            assert SETS[name].columns == "prompt chosen rejected" and not said
+            return
+    [named] = re.findall(r"--data_format (\S+)(?: or (\S+))? reads", said)
+    assert name in named
