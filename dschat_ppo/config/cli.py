@@ -162,9 +162,10 @@ def _missing(fields: Sequence[dataclasses.Field[Any]], values: dict[str, Any]) -
     ]
     models = [values.get(f"{model}_model_name_or_path") for model in ("critic", "reward")]
     if missing and values.get("use_reward_model") and models == [None, None]:
-        missing.append(
-            "--critic_model_name_or_path (or --use_reward_model False with --reward_function)"
-        )
+        ways = "--reward_function"
+        if values.get("teacher_model_name_or_path"):
+            ways += ", or with --advantage_estimator none to learn from the teacher alone"
+        missing.append(f"--critic_model_name_or_path (or --use_reward_model False with {ways})")
     return missing
 
 

@@ -78,6 +78,12 @@ class PPOConfig(StepConfig):
         of_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
         without_policy_loss = algorithm.advantage_estimator == "none"
         learned, by_model = self.rewards.use_reward_model, algorithm.normalize_rewards == "model"
+        teacher_alone = ""
+        if self.distils:
+            teacher_alone = (
+                ", or to learn from the teacher alone, --use_reward_model False "
+                "--advantage_estimator none"
+            )
         refuse(
             {
                 f"--advantage_estimator {algorithm.advantage_estimator} {compares}": (
@@ -111,7 +117,7 @@ class PPOConfig(StepConfig):
                 (
                     "the learned reward needs --critic_model_name_or_path or "
                     "--reward_model_name_or_path (or set --use_reward_model False and give "
-                    "--reward_function or --remote_reward_url)"
+                    f"--reward_function or --remote_reward_url{teacher_alone})"
                 ): (learned and "reward" not in self.models),
                 (
                     "--normalize_rewards model needs a learned reward, but --use_reward_model is "

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
 from dschat_ppo.common.own_functions import cause_of, load
@@ -402,6 +403,8 @@ class _VerlTools(_Tools):
 
 
 def _verl_form(path: str) -> Form:
+    """The tools of a YAML file of verl. Their modules lie in its folder, in the working folder, or
+    are installed."""
     import yaml  # comes with transformers
 
     with open(path, encoding="utf-8") as file:
@@ -417,6 +420,7 @@ def _verl_form(path: str) -> Form:
         "verl.utils.rollout_trace": {"rollout_trace_op": lambda function: function},
     }
     classes, schemas = dict[str, Any](), list[dict[str, Any]]()
+    sys.path.insert(0, str(Path(path).resolve().parent))
     with _stand_ins(names):
         for entry in listed:
             module, _, name = entry["class_name"].rpartition(".")

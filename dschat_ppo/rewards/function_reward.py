@@ -122,6 +122,19 @@ def _split_route(spec: str, given: str) -> tuple[tuple[str, ...], str]:
     return sources, spec[len(names) + 1 :]
 
 
+def _remedy(cause: str) -> str:
+    """What to use in place of a function that imports a trainer for its rules of mathematics, as
+    OpenRLHF's math_reward_func.py does; "" for other causes."""
+    missing = re.search(r"No module named '(openrlhf|verl)\b", cause)
+    if missing is None:
+        return ""
+    return (
+        f"; {missing[1]} is not installed, but its rules of mathematics are here: {FLAG} boxed_math"
+        f" grades the last \\boxed{{}} of a response, {FLAG} numeric_match its last number"
+        " (docs/rewards.md)"
+    )
+
+
 class FunctionReward:
     """Scores responses with a function that runs in `workers` processes. A failed call costs a
     response, never the run. Such a response gets the score `default`. `timeout`: seconds for each
@@ -141,7 +154,8 @@ class FunctionReward:
             start = spec.path, spec.name, json.dumps(dict(spec.settings))
             self.pool = WorkerPool(start, workers, timeout)
         except CallError as problem:
-            raise UserError(f"{spec}: cannot be used: {in_one_line(problem)}") from None
+            cause = in_one_line(problem)
+            raise UserError(f"{spec}: cannot be used: {cause}{_remedy(cause)}") from None
         self.signature = Signature(**self.pool.ready)
 
     @property

@@ -1,4 +1,4 @@
-"""The 39 training scripts of DeepSpeed-Chat: the flags that each passes to `main.py`, with its
+"""The 41 training scripts of DeepSpeed-Chat: the flags that each passes to `main.py`, with its
 default arguments.
 
 `sweep` scripts call `run_single.sh` in a loop; their entry is its call with the most flags. Those
@@ -167,6 +167,21 @@ SCRIPTS = {
         "sft",
         FOUR_SETS,
         _fit(f"{OPT}6.7b", 6, "9.65e-6", "0.", 16, "--gradient_checkpointing --zero_stage 3"),
+    ),
+    "step1/opt/single_node/sweep/run_single": Script(
+        "sft", FOUR_SETS, _fit(f"{OPT}1.3b", 8, "9.65e-6", "0.", 16, "--zero_stage 2 --lora_dim 0")
+    ),
+    "step1/opt/single_node/sweep/run_step1_sweep": Script(
+        "sft",
+        FOUR_SETS,
+        _fit(
+            f"{OPT}1.3b",
+            8,
+            "1e-3",
+            "0.1",
+            16,
+            f"--zero_stage 3 --offload {OPT_LORA} --only_optimize_lora",
+        ),
     ),
     "step1/other_language/run_chinese": Script(
         "sft",

@@ -601,6 +601,15 @@ def test_all_missing_flags_are_named_in_one_line(step, words, missing):
     assert str(problem.value) == f"required: {named} (all flags: --help all)"
 
 
+def test_a_teacher_without_a_reward_is_answered_with_the_flags_that_learn_from_it_alone():
+    words = "--teacher_model_name_or_path t --actor_model_name_or_path a --data_path d".split()
+    for output in ([], ["--output_dir", "o"]):
+        with pytest.raises(UserError, match="learn from the teacher alone"):
+            parse("ppo", [*words, *output])
+    alone = ["--use_reward_model", "False", "--advantage_estimator", "none"]
+    assert parse("ppo", [*words, *output, *alone]).distils
+
+
 def test_an_empty_name_of_a_model_is_no_name():
     """As of a shell variable that is not set."""
     models = config_of(

@@ -1,5 +1,6 @@
 """Environments and tools as users of other projects write them, each behind the one contract."""
 
+import json
 import sys
 import types
 from importlib.util import find_spec
@@ -200,6 +201,24 @@ def test_a_file_of_verl_without_classes_says_so(write, text):
         ValueError, match="expected an entry `tools`, a list whose entries have a `class_name`"
     ):
         form_of(tool_config=write("tools.yaml", text))
+
+
+def test_the_classes_of_a_file_of_verl_lie_in_its_folder_or_in_the_working_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    tool = "class Says:\n    def __init__(self, config, schema): ...\n"
+    schema = {"type": "function", "function": {"name": "says", "parameters": {}}}
+    for place in ("of_file", "elsewhere"):
+        (tmp_path / place).mkdir()
+    for place, module in (("of_file", "tool_beside_file"), ("elsewhere", "tool_in_working_folder")):
+        (tmp_path / place / f"{module}.py").write_text(tool)
+        entry = {"class_name": f"{module}.Says", "tool_schema": schema}
+        config = tmp_path / "of_file" / f"{module}.yaml"
+        config.write_text(json.dumps({"tools": [entry]}))
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        sys.path.append(str(tmp_path / "elsewhere"))  # as in the processes of episodes
+        assert form_of(tool_config=str(config)).tools == [schema]
 
 
 def test_a_name_without_a_function_says_so():

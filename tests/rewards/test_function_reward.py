@@ -1,6 +1,7 @@
 """Reward functions: their names, their arguments, and the score of failed calls; the shipped rules
 by hand."""
 
+import re
 import sys
 import time
 from decimal import Decimal
@@ -393,3 +394,14 @@ def test_length_and_its_penalty():
 )
 def test_json_valid(response, score):
     assert json_valid(response) is score
+
+
+@pytest.mark.parametrize("module", ["openrlhf.utils", "verl.utils.reward_score", "nowhere"])
+def test_a_file_that_imports_a_trainer_is_answered_with_the_rule_that_is_here(tmp_path, module):
+    file = tmp_path / "math_reward_func.py"
+    file.write_text(f"from {module} import grade_answer\n\n\ndef reward_func(queries): ...\n")
+    with pytest.raises(UserError, match=f"No module named '{module.partition('.')[0]}'") as problem:
+        FunctionReward(FunctionSpec(str(file), "reward_func"), 1, 10.0, 0.0)
+    named = re.findall(r"--reward_function (\w+)", str(problem.value).partition("; ")[2])
+    assert named == ([] if module == "nowhere" else ["boxed_math", "numeric_match"])
+    assert set(named) <= set(RULES)
