@@ -16,13 +16,13 @@ from os.path import commonprefix
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dschat_ppo.data.examples import Example
+from dschat_ppo.data.examples import SAID_BY_TOOLS, Example
+from dschat_ppo.data.rendered import check_calls, check_prompt, remarks_on
 from dschat_ppo.data.templates import (
     Messages,
     Span,
     Tools,
     added_tokens,
-    check_rendered,
     render,
     render_answer,
     text_answer,
@@ -38,7 +38,6 @@ MOST_BYTES = 2**24
 _FAST = (PreTrainedTokenizerFast.__call__, PreTrainedTokenizerFast._encode_plus)
 _TAIL = 64  # characters of a prompt after which its answers are encoded
 SPLIT = "\ufdd0"  # no character: divides the text of an added token, so that it is encoded as text
-_SAID_BY_TOOLS = ("tool", "function", "ipython")  # roles
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class EncodedExample:
     prompt: list[int]
     answers: list[list[int]]
     prompt_spans: list[Span]
+    remarks: tuple[str, ...] = ()  # what the owner of the data should know
 
 
 def encode_prompt(
@@ -88,13 +88,13 @@ def encode_example(
         prompt = [
             (
                 {**message, "content": divided(tokenizer, message["content"])}
-                if message["role"] in _SAID_BY_TOOLS
+                if message["role"] in SAID_BY_TOOLS
                 else message
             )
             for message in prompt
         ]
         text, is_bare = render(tokenizer, prompt, open_answer=True, tools=example.tools), True
-        check_rendered(text, prompt, example.tools)
+        check_prompt(tokenizer, text, prompt, example.tools)
         if all_turns:
             said = [
                 number for number, message in enumerate(prompt) if message["role"] == "assistant"
@@ -105,6 +105,9 @@ def encode_example(
             render_answer(tokenizer, prompt, text, answer, example.tools)
             for answer in example.answers
         ]
+        for message in example.answers:
+            if isinstance(message, dict):
+                check_calls(tokenizer, prompt, message, example.tools)
     if prompt == example.prompt:
         ids, prompt_spans = _encode(tokenizer, text, tuple(spans), not is_bare)
     else:
@@ -119,7 +122,9 @@ def encode_example(
         if is_bos and whole[:1] == ids:
             whole = whole[1:]
         encoded.append(whole if whole[-1:] == [final] else [*whole, final])
-    return EncodedExample(ids, encoded, prompt_spans)
+    turns = [turn for turn, _ in answers]
+    remarks = remarks_on(tokenizer, example, text, turns, all_turns)
+    return EncodedExample(ids, encoded, prompt_spans, remarks)
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, before: str, answer: str) -> list[int]:

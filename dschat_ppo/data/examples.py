@@ -52,6 +52,7 @@ ROLES = {  # in lower case
     "tool_call": "assistant",
     "tool_calls": "assistant",
 }
+SAID_BY_TOOLS = ("tool", "function", "ipython")  # roles
 _CALLS = ("function_call", "tool_call", "tool_calls")  # roles whose content is the JSON of calls
 _EXPECTED = (
     "system, user, assistant or tool (also human, gpt, ...); --role_names 'theirs=ours' names"

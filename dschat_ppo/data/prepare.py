@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -258,6 +259,10 @@ def tokenised(
         [f"{name}: {len(bad)} of {len(numbers)} rows cannot be used", *first] if first else ()
     ):
         logger().warning(f"data: skipped: {line}")
+    noted = rows.data.column("remark").drop_null().to_pylist()
+    remarks = Counter(remark for lines in noted for remark in lines.split("\n"))
+    for remark, count in remarks.items():
+        logger().warning(f"data: {name}: {counted(count, 'row')}: {remark}")
 
     # The token rows of raw row `n` begin at `begins[n]`; a search would be slower
     counts = np.bincount(number, minlength=int(numbers.max(initial=-1)) + 1)

@@ -401,5 +401,8 @@ def tokens_of(batch: Batch, settings: TokeniseSettings) -> Tokens:
     counts += Counter(
         {NOTHING: len(batch.rows) - len({row["number"] for row in found}), UNUSABLE: len(problems)}
     )
+    counts += Counter(
+        remark for row in made for remark in (row["remark"] or "").split("\n") if remark
+    )
     kept = [{name: row[name] for name in names} for row in made if row["fitted"] != Fitted.DROPPED]
     return kept, counts, problems[0] if problems else ""

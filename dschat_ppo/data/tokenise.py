@@ -51,6 +51,7 @@ NOTES = {  # further columns, for `prepare`
     "fitted": Value("int8"),  # see `Fitted`
     "tokens": Value("int32"),  # of prompt and longest answer before the length limit
     "problem": Value("string"),  # of an UNUSABLE row
+    "remark": Value("string"),  # lines on a row that can be used
 }
 
 
@@ -222,6 +223,7 @@ def _token_rows(
                 "answers": own or fitted.answers,
                 "margin": example.margin,
                 "fitted": int(outcome),
+                "remark": "\n".join(ids.remarks) or None,
                 "tokens": len(whole.prompt) + max(map(len, whole.answers), default=0),
                 **more,
                 "digest": _hash(fitted, *content),

@@ -1,0 +1,176 @@
+"""Checks that a chat template renders what it is given, and remarks on what it makes of answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.data.examples import (
+    SAID_BY_TOOLS,
+    THOUGHTS,
+    Example,
+    Message,
+    Messages,
+    functions_of,
+)
+from dschat_ppo.data.replies import opens_thought, read_reply
+from dschat_ppo.data.templates import Tools, render
+from dschat_ppo.errors import UserError
+
+# in the formats of Hermes, Mistral and Llama 3
+_CALL = re.compile(
+    r"(?:<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)(.*?)(?:</tool_call>|\Z)", re.DOTALL
+)
+_PYTHON = re.compile(r"[\s\[]*\{\s*'")
+_MARK = "_7f3a{}x"  # after the name of a tool or of a call, which then stands nowhere else
+_THOUGHT = "PROBE7f3a"
+_LOST_THOUGHTS = (
+    "the chat template leaves out the thoughts in '{}', so the answers are trained without them;"
+    " take a template that renders them (--chat_template), or let --data_format FILE.py:FUNCTION"
+    " put them into the content, as <think>...</think>"
+)
+_OPEN_THOUGHT = (
+    "the chat template opens an answer with the mark of a thought that the answers do not close,"
+    " so they are trained as thoughts; take a template that closes it (--chat_template), set its"
+    " variable if it has one (--chat_template_kwargs '{\"enable_thinking\": false}'), or give the"
+    " answers their thoughts, as <think>...</think>"
+)
+_PYTHON_CALL = (
+    "calls of tools are written as Python ({'name': ...}), not as JSON, so the model learns calls"
+    " that step 3 and other programs cannot read; let --data_format FILE.py:FUNCTION write them as"
+    " JSON"
+)
+
+
+def check_prompt(
+    tokenizer: PreTrainedTokenizerBase, text: str, messages: Messages, tools: Tools | None
+) -> None:
+    """Check that `text`, which the template renders of `messages`, holds the questions, the results
+    of tools, the tools and their calls. Earlier answers are not checked: templates drop their
+    thinking."""
+    for message in messages:
+        words = (message.get("content") or "").strip()
+        is_needed = message["role"] in ("system", "user", *SAID_BY_TOOLS)
+        if is_needed and words not in text and _quoted(words) not in text:
+            _refuse(f"the {message['role']} message {words[:60]!r}")
+    _check_tools(tokenizer, messages, tools, open_answer=True)
+
+
+def check_calls(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, answer: Message, tools: Tools | None
+) -> None:
+    """Check that the template writes the calls of an answer to `prompt`."""
+    if answer.get("tool_calls"):
+        _check_tools(tokenizer, [*prompt, answer], tools, open_answer=False)
+
+
+def _check_tools(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None, open_answer: bool
+) -> None:
+    """Check that the template writes each tool and each call: their names are marked, because the
+    plain ones may stand in other texts too."""
+    marked_messages, marked_tools = deepcopy((messages, tools))
+    groups = (
+        ("the tool call", functions_of(marked_messages)),
+        ("the tool", functions_of([{"tool_calls": marked_tools}])),
+    )
+    needed = list[tuple[str, str, str]]()
+    for what, functions in groups:
+        for function in functions:
+            name = function.get("name")
+            if isinstance(name, str):
+                mark = _MARK.format(len(needed))
+                function["name"] = name + mark
+                needed.append((what, name, mark))
+    if needed:
+        text = render(tokenizer, marked_messages, open_answer=open_answer, tools=marked_tools)
+        for what, name, mark in needed:
+            if mark not in text:
+                _refuse(f"{what} {name!r}")
+
+
+def _quoted(words: str) -> str:
+    """The text as it stands inside JSON."""
+    return json.dumps(words, ensure_ascii=False)[1:-1]
+
+
+def _refuse(what: str) -> Any:
+    raise UserError(
+        f"the chat template leaves out {what}; take a template that renders it (--chat_template),"
+        " or remove it from the data"
+    )
+
+
+# Remarks
+
+
+def remarks_on(
+    tokenizer: PreTrainedTokenizerBase,
+    example: Example,
+    text: str,
+    turns: Sequence[str],
+    all_turns: bool,
+) -> tuple[str, ...]:
+    """What the owner of an example should know of it, in words that are alike for all examples.
+    `text` and `turns` are its prompt and its answers as the template renders them; `all_turns`:
+    whether earlier answers are trained too."""
+    remarks = list[str]()
+    trained = [answer for answer in example.answers if isinstance(answer, dict)]
+    said = [str(message.get("content") or "") for message in trained]
+    said += [answer for answer in example.answers if isinstance(answer, str)]
+    for message, turn in zip(example.answers, turns, strict=True):
+        lost = _lost_thoughts(message, turn) if isinstance(message, dict) else []
+        remarks += [_LOST_THOUGHTS.format(key) for key in lost]
+    if all_turns and not isinstance(example.prompt, str):
+        earlier = [message for message in example.prompt if message["role"] == "assistant"]
+        said += [str(message.get("content") or "") for message in earlier]
+        keys = [key for message in earlier for key in THOUGHTS if _thought(message, key)]
+        template = str(tokenizer.chat_template)
+        remarks += [
+            _LOST_THOUGHTS.format(key)
+            for key in keys
+            if not _writes_thoughts(tokenizer, template, key)
+        ]
+    if opens_thought(text) and any(not read_reply(turn, True).outside for turn in turns):
+        remarks.append(_OPEN_THOUGHT)
+    if any(_has_python_call(content) for content in said):
+        remarks.append(_PYTHON_CALL)
+    return tuple(dict.fromkeys(remarks))
+
+
+def _thought(message: Message, key: str) -> str:
+    """The thoughts of a message under this key, without white space."""
+    thought = message.get(key)
+    return "".join(thought.split()) if isinstance(thought, str) else ""
+
+
+def _lost_thoughts(message: Message, turn: str) -> list[str]:
+    """The keys of a message with thoughts that are not in its turn."""
+    letters = "".join(turn.split())
+    return [key for key in THOUGHTS if _thought(message, key) not in letters]
+
+
+@lru_cache(maxsize=16)
+def _writes_thoughts(tokenizer: PreTrainedTokenizerBase, template: str, key: str) -> bool:
+    """Whether the template renders what the last answer has under `key`; it may drop that of
+    earlier ones. Cached; `template` is an argument because a tokenizer can change."""
+    answer = {"role": "assistant", "content": "An answer.", key: _THOUGHT}
+    talk = [{"role": "user", "content": "A question."}, answer]
+    return _THOUGHT in render(tokenizer, talk, open_answer=False)
+
+
+def _has_python_call(content: str) -> bool:
+    """Whether a text has a call of a tool that is a dictionary of Python, not JSON."""
+    for call in _CALL.findall(content):
+        try:
+            json.loads(call)
+        except (ValueError, RecursionError):
+            if _PYTHON.match(call):
+                return True
+    return False
