@@ -119,7 +119,6 @@ STILL_LONGER = {
     "planner/plan_step.py",
     "ppo/collect.py",
     "rollout/attention.py",
-    "rollout/generator.py",
     "rollout/running_batches.py",
     "supervised/trainer.py",
 }

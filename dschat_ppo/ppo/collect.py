@@ -48,12 +48,12 @@ from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
 from dschat_ppo.rollout.generator import (
     EngineName,
     GenerationConfig,
-    choose_engine,
     engine_text,
     generate,
 )
 from dschat_ppo.rollout.kv_cache import rows_for_memory
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.types import (
     FinishReason,
     Rollout,

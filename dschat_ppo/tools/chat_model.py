@@ -31,8 +31,9 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.model_folders import model_folder
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.ppo.collect import end_ids
-from dschat_ppo.rollout.generator import GenerationConfig, choose_engine
+from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.sampling_settings import SamplingSettings
 from dschat_ppo.tools.token_stream import TextStream, stream_tokens
 

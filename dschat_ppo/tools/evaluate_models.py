@@ -46,8 +46,9 @@ from dschat_ppo.rewards.build_rewards import build_sources, check_sources
 from dschat_ppo.rewards.learned_reward import model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.rollout.continuous_batching import never
-from dschat_ppo.rollout.generator import GenerationConfig, choose_engine, generate
+from dschat_ppo.rollout.generator import GenerationConfig, generate
 from dschat_ppo.rollout.sampling import StoppingCriteria
+from dschat_ppo.rollout.self_check import choose_engine
 from dschat_ppo.tools.chat_model import CheckedModel, check_models
 from dschat_ppo.tools.sampling_settings import Wanted
 from dschat_ppo.types import to_device

@@ -10,17 +10,12 @@ from generation import warnings_of
 from tiny_models import HYBRIDS, model_of, new_model
 
 from dschat_ppo.errors import NonFiniteError, UserError
-from dschat_ppo.rollout import attention, continuous_batching, generator
+from dschat_ppo.rollout import attention, continuous_batching, self_check
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
-from dschat_ppo.rollout.generator import (
-    ENGINES,
-    HALF_TOLERANCE,
-    GenerationConfig,
-    check_engine,
-    choose_engine,
-)
+from dschat_ppo.rollout.generator import ENGINES, GenerationConfig
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, RowStates
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
+from dschat_ppo.rollout.self_check import HALF_TOLERANCE, check_engine, choose_engine
 
 HOW = GenerationConfig(
     SamplingParameters(0.7, top_p=0.9), StoppingCriteria(50, eos_ids=(3,)), samples=3, rows=5
@@ -121,9 +116,9 @@ def test_padded_batches_are_kept_and_checked(monkeypatch):
     padded = replace(HOW, engine="padded")
     monkeypatch.setattr(attention, "causal_attention", None)  # it is not called
     assert choose_engine(model_of("llama"), padded) == padded
-    right = generator.plain_logits
+    right = self_check.plain_logits
     # a little beside them
-    monkeypatch.setattr(generator, "plain_logits", lambda *args: right(*args) * 1.001)
+    monkeypatch.setattr(self_check, "plain_logits", lambda *args: right(*args) * 1.001)
     with pytest.raises(UserError, match="LlamaForCausalLM"):
         choose_engine(model_of("llama"), padded)
 
