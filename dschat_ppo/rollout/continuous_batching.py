@@ -52,16 +52,18 @@ class Turns(Protocol):
     """The environments of the sequences, see `episodes/turns.py`. A sequence is in their hands from
     `end_turn` until `observed` returns it."""
 
-    def end_turn(
-        self, sequence: int, ids: list[int], end: int
-    ) -> None: ...  # `ids`: an action; `end`: its last token
-    def observed(
-        self, wait: bool
-    ) -> list[tuple[int, list[int]]]: ...  # tokens to go on with; []: the episode is over
-    def cut(
-        self, sequence: int, end: int
-    ) -> None: ...  # the limit of tokens ended an action at token `end`
-    def stop(self, sequence: int) -> None: ...  # an observation leaves no token for another action
+    def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
+        """An action has ended. `ids`: its tokens; `end`: index of the last one in the response."""
+
+    def observed(self, wait: bool) -> list[tuple[int, list[int]]]:
+        """Sequences whose environments have answered, each with the tokens to go on with; none if
+        its episode is over."""
+
+    def cut(self, sequence: int, end: int) -> None:
+        """The limit of tokens ended an action at token `end`."""
+
+    def stop(self, sequence: int) -> None:
+        """An observation leaves no token for another action."""
 
 
 class ContinuousBatching:
@@ -88,11 +90,14 @@ class ContinuousBatching:
         self.device = buffers.token_ids.device
         self.attention = RolloutAttention(flash_decode(self.device) or CPUDecode())
         self.cache = RolloutCache()
-        self.states = RowStates() if has_states(model.config) else None
+        self.states: RowStates | None = None
+        if has_states(model.config):
+            self.states = RowStates()
         self.cancelled = cancelled
         self.memory = memory
         self.turns = turns
-        self.prompt_lengths = lengths = buffers.prompt_lengths[:-1].cpu().numpy()
+        lengths = buffers.prompt_lengths[:-1].cpu().numpy()
+        self.prompt_lengths = lengths
         # tokens of each sequence before its current action: it can start again after them
         self.given = lengths.copy()
         # whether a sequence is in the hands of `turns`
@@ -165,92 +170,121 @@ class ContinuousBatching:
         """How many sequences are not finished."""
         return len(self.running) + len(self.waiting) + len(self.away)
 
-    def _step(self) -> None:  # noqa: PLR0915
-        """Prefill the prompts of new sequences, generate for every running sequence, and drop the
-        finished ones."""
+    def _step(self) -> None:
+        """Read observations, start new sequences, and generate for every running one; the finished
+        ones leave."""
         heartbeat()
+        unread: dict[int, int] = {}  # sequence -> tokens that are not in its cache yet
         if self.turns is not None:
             unread = self._observe(self.turns)
+        prefills, replayed = self._admit()
+        unread |= replayed
+        passes = self._prefill_passes(prefills)
+        if unread:
+            passes += self._extends(unread)
+        # where passes are collective, all ranks make as many
+        idle_passes = self.max_over_ranks(len(passes)) - len(passes)
+        passes += [self._idle_pass] * idle_passes
+        for forward_pass in passes:
+            forward_pass()
+        if not len(self.running):
+            self._idle_pass()
+            return
+        if isinstance(self.running, RunningPool):
+            self._decode_pool(self.running)
         else:
-            unread = dict[int, int]()
-        # Start a wave of sequences if enough rows are free.
+            self._decode_batches(self.running)
+        report_phase(self.buffers.count - self._unfinished(), self.buffers.count, "answers")
+
+    def _admit(self) -> tuple[list[Prefill], dict[int, int]]:
+        """Start a wave of waiting sequences if enough rows are free.
+
+        Returns:
+            What the caches of new sequences get; and how many tokens after its prompt a sequence
+            has that starts again.
+        """
         running = self.running
-        lengths = self.prompt_lengths
         samples = self.buffers.samples
-        waves = list[Prefill]()
         free = self.rows - len(running)
-        # a pool may have slots for fewer rows
-        usual = self.rows if self.graphed is None else len(running)
+        usual = self.rows
+        if self.graphed is not None:
+            usual = len(running)  # a pool may have slots for fewer rows
         worthwhile = min(max(4, usual // 8, samples), self.rows, len(self.waiting))
-        if len(self.waiting) and free >= worthwhile:
-            whole_groups = free - free % samples if free >= samples else free
-            if count := running.room_for(self.waiting[:whole_groups], worthwhile):
-                if self.states is not None:
-                    self.states.of(running.rows.sequences)  # forget the finished ones
-                wave = self.waiting[:count]
-                self.waiting = self.waiting[count:]
-                waves = running.start(wave)
-                replayed = self.given[wave] - lengths[wave]
-                unread |= zip(
-                    wave[replayed > 0].tolist(), replayed[replayed > 0].tolist(), strict=True
-                )
-        # Each forward pass is over the first tokens of prompts, longest first: all but the last
-        # token of each, which the first decode step feeds, but at least one.
-        passes = list[Callable[[], None]]()
-        for prefill in waves:
+        if not len(self.waiting) or free < worthwhile:
+            return [], {}
+        candidates = free
+        if free >= samples:
+            candidates -= free % samples  # whole groups
+        count = running.room_for(self.waiting[:candidates], worthwhile)
+        if not count:
+            return [], {}
+        if self.states is not None:
+            self.states.of(running.rows.sequences)  # forget the finished ones
+        wave = self.waiting[:count]
+        self.waiting = self.waiting[count:]
+        prefills = running.start(wave)
+        tokens_after_prompt = self.given[wave] - self.prompt_lengths[wave]
+        replayed = {}
+        for sequence, tokens in zip(wave.tolist(), tokens_after_prompt.tolist(), strict=True):
+            if tokens > 0:
+                replayed[sequence] = tokens
+        return prefills, replayed
+
+    def _prefill_passes(self, prefills: list[Prefill]) -> list[Callable[[], None]]:
+        """Forward passes over the first tokens of prompts, longest first: all but the last token of
+        each, which the first decode step feeds, but at least one."""
+        lengths = self.prompt_lengths
+        passes: list[Callable[[], None]] = []
+        for prefill in prefills:
             prompts = np.unique(prefill.sequences)
             prompts = prompts[np.argsort(-lengths[prompts], kind="stable")]
             while len(prompts):
                 tokens = max(int(lengths[prompts[0]]) - 1, 1)
-                most = max(1, MAX_PREFILL_TOKENS // tokens)
-                passes.append(partial(self._prefill, prefill, prompts[:most], tokens))
-                prompts = prompts[most:]
-        if unread:
-            passes += self._extends(unread)
-        passes += [self._idle_pass] * (self.max_over_ranks(len(passes)) - len(passes))
-        for forward_pass in passes:
-            forward_pass()
-        if not len(running):
-            self._idle_pass()
+                most_prompts = max(1, MAX_PREFILL_TOKENS // tokens)
+                passes.append(partial(self._prefill, prefill, prompts[:most_prompts], tokens))
+                prompts = prompts[most_prompts:]
+        return passes
+
+    def _decode_pool(self, running: RunningPool) -> None:
+        """Generate a poll of tokens for each active row of a pool, by steps at fixed addresses."""
+        assert self.graphed is not None
+        self._reserve_slots(running)
+        rows = running.active
+        if not len(rows):
             return
-        # Generate.
-        rows: Rows
-        if isinstance(running, RunningPool):
-            assert self.graphed is not None
-            self._reserve_slots(running)
-            rows = running.active
-            tokens = running.poll
-            if not len(rows):
-                return
-            finished = self.graphed.run(running.active, self.rows)
-        else:
-            inputs = running.next_step(self.device)
-            tokens = 1
-            rows = running.rows
-            if self.states is not None:
-                self.cache = self.states.of(rows.sequences)
-            finished = self._generate_tokens(*inputs).cpu().numpy()
-        if self.buffers.stopping.stop_strings:
-            # response tokens before the new ones
-            counts = rows.positions + 1 - lengths[rows.sequences]
-            finished = finished | self.buffers.find_stop_strings(
-                rows.sequences, counts, tokens, self.given[rows.sequences] - lengths[rows.sequences]
-            )
+        finished = self.graphed.run(rows, self.rows)
+        finished = finished | self._find_stop_strings(rows, running.poll)
         if self.turns is None:
-            running.advance(finished, tokens)
+            running.advance(finished, running.poll)
         else:
-            running.advance(np.zeros_like(finished), tokens)
+            running.advance(np.zeros_like(finished), running.poll)
             self._end_turns(rows.sequences[finished].tolist(), self.turns)
-        report_phase(self.buffers.count - self._unfinished(), self.buffers.count, "answers")
+
+    def _decode_batches(self, running: RunningBatches) -> None:
+        """Generate one token for each row of the batches."""
+        inputs = running.next_step(self.device)
+        rows = running.rows
+        if self.states is not None:
+            self.cache = self.states.of(rows.sequences)
+        finished = self._generate_tokens(*inputs).cpu().numpy()
+        finished = finished | self._find_stop_strings(rows, 1)
+        running.advance(finished, 1)
+
+    def _find_stop_strings(self, rows: Rows, tokens: int) -> np.ndarray:
+        """(n,) bool, True for rows in which one of the last `tokens` completed a stop string."""
+        if not self.buffers.stopping.stop_strings:
+            return np.zeros(len(rows), dtype=bool)
+        lengths = self.prompt_lengths[rows.sequences]
+        tokens_before = rows.positions + 1 - lengths  # of the response, before the new ones
+        action_starts = self.given[rows.sequences] - lengths
+        return self.buffers.find_stop_strings(rows.sequences, tokens_before, tokens, action_starts)
 
     def _end_turns(self, sequences: list[int], turns: Turns) -> None:
         """Hand sequences that ended an action to their environments; let those go that a limit
         cut."""
         assert isinstance(self.running, RunningPool)
-        counts, reasons = (
-            part[sequences].tolist()
-            for part in (self.buffers.response_lengths, self.buffers.finish_reasons)
-        )
+        counts = self.buffers.response_lengths[sequences].tolist()
+        reasons = self.buffers.finish_reasons[sequences].tolist()
         for sequence, count, reason in zip(sequences, counts, reasons, strict=True):
             if reason == FinishReason.LENGTH:
                 self.running.drop(sequence)
@@ -300,64 +334,71 @@ class ContinuousBatching:
     def _reserve_slots(self, running: RunningPool) -> None:
         """Give each running sequence slots for its next tokens; those for which there are none go
         back to the queue."""
-        if stopped := running.stop_for_slots():
+        stopped = running.stop_for_slots()
+        if stopped:
             self._return_to_queue(np.array(stopped[::-1]))
         running.reserve_slots()
 
     def _extends(self, counts: dict[int, int]) -> list[Callable[[], None]]:
         """Forward passes over the last `counts` tokens before the positions of these sequences:
         one, unless they are very many."""
-        rows = self.running.rows
-        passes = list[Callable[[], None]]()
-        assert isinstance(rows, PooledRows)
-        rows = rows.select(np.isin(rows.sequences, list(counts)))
-        numbers = np.array(
-            [counts[sequence] for sequence in rows.sequences.tolist()], dtype=np.int64
-        )
-        order = np.argsort(-numbers, kind="stable")
+        running_rows = self.running.rows
+        assert isinstance(running_rows, PooledRows)
+        rows = running_rows.select(np.isin(running_rows.sequences, list(counts)))
+        new_tokens = [counts[sequence] for sequence in rows.sequences.tolist()]
+        new_counts = np.array(new_tokens, dtype=np.int64)
+        passes: list[Callable[[], None]] = []
+        order = np.argsort(-new_counts, kind="stable")
         while len(order):
-            tokens = max(
-                1, min(MAX_PREFILL_TOKENS, MAX_EXTEND_PAIRS // int(rows.positions[order].max()))
-            )
-            longest = int(numbers[order[0]])
+            most_keys = int(rows.positions[order].max())
+            tokens = max(1, min(MAX_PREFILL_TOKENS, MAX_EXTEND_PAIRS // most_keys))
+            longest = int(new_counts[order[0]])
             columns = min(longest, tokens)
-            chosen, order = np.split(order, [tokens // columns])
-            part = rows.select(chosen), numbers[chosen]
-            passes += [
-                partial(self._extend, *part, first, columns) for first in range(0, longest, columns)
-            ]
+            indices, order = np.split(order, [tokens // columns])
+            pass_rows = rows.select(indices)
+            pass_counts = new_counts[indices]
+            for first in range(0, longest, columns):
+                passes.append(partial(self._extend, pass_rows, pass_counts, first, columns))
         return passes
 
-    def _extend(self, rows: PooledRows, numbers: np.ndarray, first: int, columns: int) -> None:
-        """A forward pass over tokens `first .. first + columns - 1` of the last `numbers` (n,)
+    def _extend(self, rows: PooledRows, counts: np.ndarray, first: int, columns: int) -> None:
+        """A forward pass over tokens `first .. first + columns - 1` of the last `counts` (n,)
         tokens before the positions of n rows. A row with fewer tokens repeats its last one, which
         is not written to the cache again."""
         assert isinstance(self.running, RunningPool)
-        token = np.arange(first, first + columns)
         pool = self.running.pool
-        width = self.buffers.width
-        numbers = numbers[:, None]
-        sequences = rows.sequences[:, None]
-        ends = rows.positions[:, None]
+        token = np.arange(first, first + columns)  # (L,)
+        counts = counts[:, None]
         starts = rows.starts[:, None]
-        prefixes = rows.prefixes[:, None]
-        shared = rows.prefix_lengths[:, None]
-        places = ends - numbers + np.minimum(token, numbers - 1)  # (n, L)
-        source, column = np.nonzero(token < numbers)
-        slots = (starts + places - shared)[source, column]
-        history, written = (
-            [torch.from_numpy(part).to(self.device) for part in parts]
-            for parts in (
-                (places - shared, starts, prefixes, shared),
-                (np.zeros_like(slots), slots, source, column),
-            )
+        prefix_lengths = rows.prefix_lengths[:, None]
+        ends = rows.positions[:, None]
+        positions = ends - counts + np.minimum(token, counts - 1)  # (n, L)
+        row, column = np.nonzero(token < counts)  # of each token that is new
+        slots = (starts + positions - prefix_lengths)[row, column]
+        history = PooledMetadata(
+            pool,
+            self._on_device(positions - prefix_lengths),
+            self._on_device(starts),
+            self._on_device(rows.prefixes[:, None]),
+            self._on_device(prefix_lengths),
+            length=int(ends.max()),
+            shares=bool(prefix_lengths.any()),
         )
-        before = PooledMetadata(pool, *history, length=int(ends.max()), shares=bool(shared.any()))
-        self.attention.metadata = PrefillMetadata(pool, *written, history=before)
-        ids = self.buffers.token_ids.view(-1)[
-            torch.from_numpy(sequences * width + places).to(self.device)
-        ]
-        self._forward(ids, torch.from_numpy(places).to(self.device), self.cache)
+        self.attention.metadata = PrefillMetadata(
+            pool,
+            self._on_device(np.zeros_like(slots)),
+            self._on_device(slots),
+            self._on_device(row),
+            self._on_device(column),
+            history=history,
+        )
+        flat_indices = rows.sequences[:, None] * self.buffers.width + positions
+        ids = self.buffers.token_ids.view(-1)[self._on_device(flat_indices)]
+        self._forward(ids, self._on_device(positions), self.cache)
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        """The array as a tensor on the model's device."""
+        return torch.from_numpy(array).to(self.device)
 
     def _return_to_queue(self, sequences: np.ndarray) -> None:
         """Forget the current actions of these sequences; they are the next ones that start. Those
@@ -373,26 +414,29 @@ class ContinuousBatching:
         """A forward pass over the prompts of sequences `prompts`, all but the last token of each;
         `tokens` columns."""
         samples = self.buffers.samples
-        device = self.device
-        row_of = np.full(self.buffers.count // samples, -1)  # of the pass, by number of the prompt
-        row_of[prompts // samples] = np.arange(len(prompts))
-        copies = np.flatnonzero(row_of[prefill.sequences // samples] >= 0)
+        # row of the pass, by prompt index; -1: not in this pass
+        row_of_prompt = np.full(self.buffers.count // samples, -1)
+        row_of_prompt[prompts // samples] = np.arange(len(prompts))
+        pass_rows = row_of_prompt[prefill.sequences // samples]
+        copies = np.flatnonzero(pass_rows >= 0)
+        # One entry for each token of each copy: where its key goes, and where it comes from.
         counts = self.prompt_lengths[prefill.sequences[copies]] - 1
         columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows, starts, source = (
-            np.repeat(part[copies], counts)
-            for part in (prefill.rows, prefill.starts, row_of[prefill.sequences // samples])
-        )
-        places = torch.from_numpy(np.stack([rows, starts + columns, source, columns])).to(device)
-        metadata = self.attention.metadata = PrefillMetadata(prefill.cache, *places)
-        ids = self.buffers.token_ids[torch.from_numpy(prompts).to(device), :tokens]
-        positions = torch.arange(tokens, device=device).expand(len(prompts), -1)
+        cache_rows = np.repeat(prefill.rows[copies], counts)
+        cache_slots = np.repeat(prefill.starts[copies], counts) + columns
+        source_rows = np.repeat(pass_rows[copies], counts)
+        indices = self._on_device(np.stack([cache_rows, cache_slots, source_rows, columns]))
+        metadata = PrefillMetadata(prefill.cache, *indices)
+        self.attention.metadata = metadata
+
+        ids = self.buffers.token_ids[self._on_device(prompts), :tokens]
+        positions = torch.arange(tokens, device=self.device).expand(len(prompts), -1)
         if self.states is None:
             self._forward(ids, positions, self.cache)
             return
         # Padding on the right would change states; on the left it does not where the layers mask
         # it.
-        padding = torch.from_numpy(tokens + 1 - self.prompt_lengths[prompts]).to(device)
+        padding = self._on_device(tokens + 1 - self.prompt_lengths[prompts])
         positions = positions - padding.unsqueeze(1)
         metadata.columns = metadata.columns + padding[metadata.source]
         metadata.padding = padding
@@ -400,10 +444,11 @@ class ContinuousBatching:
         mask = positions >= 0
         positions = positions.clamp_min(0)
         self._forward(ids.gather(1, positions), positions, cache, attention_mask=mask.long())
-        started = self.running.rows.sequences
-        started = started[row_of[started // samples] >= 0]
-        fed = self.prompt_lengths[started] > 1
-        self.states.add(cache, started, np.where(fed, row_of[started // samples], -1))
+        running = self.running.rows.sequences
+        started = running[row_of_prompt[running // samples] >= 0]
+        has_state = self.prompt_lengths[started] > 1
+        state_rows = np.where(has_state, row_of_prompt[started // samples], -1)
+        self.states.add(cache, started, state_rows)
 
     def _idle_pass(self) -> None:
         """Take part in a collective forward pass of other ranks; nothing to do if ranks are not

@@ -169,9 +169,9 @@ def _turn_by_turn(
         most_tokens = limits.tolist()
     one_sample = replace(config, samples=1)
 
-    def sample(batch: PromptBatch, seeds: Tensor, limits: Tensor, drawn: Tensor) -> Rollout:
+    def sample(prompts: PromptBatch, seeds: Tensor, limits: Tensor, drawn: Tensor) -> Rollout:
         return generate(
-            model, batch, seeds, one_sample, max_over_ranks, limits, cancelled, drawn=drawn
+            model, prompts, seeds, one_sample, max_over_ranks, limits, cancelled, drawn=drawn
         )
 
     return generate_turn_by_turn(
