@@ -24,6 +24,14 @@ Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
+class UsedRows:
+    """The numbers of the rows that a run uses, in the order in which it does; None: all rows."""
+
+    train: Sequence[int] | None = None
+    eval: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
 class Objective(Generic[Batch]):
     """What the model is trained for. `prepare`, `describe` and `complete` are collective."""
 
@@ -37,8 +45,8 @@ class Objective(Generic[Batch]):
     answers: int = 1  # rows of a batch for each sample
     # adds derived numbers to the reduced metrics
     summary: Callable[[dict[str, float]], dict[str, float]] = dict
-    # (model, rows) -> rows with columns computed by the untrained model
-    prepare: Callable[[Model, TokenRows], TokenRows] | None = None
+    # (model, rows, those that the run uses) -> rows with columns computed by the untrained model
+    prepare: Callable[[Model, TokenRows, UsedRows], TokenRows] | None = None
     # (model, rows) -> entries about the trained model for its config and `result.json`
     describe: Callable[[Model, TokenRows], dict[str, float | str]] | None = None
     # (model, rows, indices) -> (len(indices), answers of a row): what the model gives each answer
@@ -75,13 +83,15 @@ def score_rows(
     score: Callable[[Dataset, Sequence[int]], Tensor],
     batch_size: int,
     title: str,
+    order: Sequence[int] | None = None,
 ) -> Tensor:
-    """Apply `score`, `(rows, indices)` -> (len(indices), k), to every row, without dropout; the
-    ranks divide the rows, and each gets (len(rows), k) on the CPU, in their order. Collective."""
+    """Apply `score`, `(rows, indices)` -> (len(indices), k), to the rows with the numbers `order`,
+    at least one, or to every row, without dropout; the ranks divide the rows, and each gets
+    (len(order), k) on the CPU, in this order. Collective."""
+    if order is None:
+        order = range(len(rows))
     model.eval()
-    batches = list(
-        optimizer_steps(range(len(rows)), batch_size, 1, dist.data_ranks(), dist.data_rank())
-    )
+    batches = list(optimizer_steps(order, batch_size, 1, dist.data_ranks(), dist.data_rank()))
     parts = []
     with Progress(title, len(batches), unit="batch") as progress:
         for [indices] in batches:
@@ -89,7 +99,7 @@ def score_rows(
             heartbeat()
             progress.advance()
     model.train()
-    return torch.cat(parts)[: len(rows)]  # filler rows are at the end
+    return torch.cat(parts)[: len(order)]  # filler rows are at the end
 
 
 MicroBatches = list[list[int]]  # row numbers

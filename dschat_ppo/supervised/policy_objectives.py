@@ -53,7 +53,7 @@ from dschat_ppo.data.supervised_batches import (
     collate_pairs,
 )
 from dschat_ppo.monitor.metric_sums import MetricSums
-from dschat_ppo.supervised.objective import Objective, on_device, score_rows
+from dschat_ppo.supervised.objective import Objective, UsedRows, on_device, score_rows
 from dschat_ppo.types import Model
 
 
@@ -108,24 +108,25 @@ def dpo_loss(
 def with_references(
     model: Model,
     rows: TokenRows,
+    used: UsedRows,
     score: Callable[[Model, Dataset, Sequence[int]], Tensor],
     batch_size: int,
 ) -> TokenRows:
-    """Add to all rows the column of the two log-probs of each under the current model, without
-    dropout: what `score` computes, (B, 2). Collective."""
+    """Add the column of the two log-probs of each row under the current model, without dropout:
+    what `score` computes, (B, 2). Rows that are not used have NaN. Collective."""
 
-    def added(part: Any) -> Dataset:
-        logprobs = (
-            score_rows(model, part, partial(score, model), batch_size, "reference log-probs")
-            .double()
-            .cpu()
-        )
+    def added(part: Any, order: Sequence[int] | None) -> Dataset:
+        order = range(len(part)) if order is None else order
+        logprobs = np.full((len(part), 2), np.nan)
+        if len(order):
+            of_model = partial(score, model)
+            found = score_rows(model, part, of_model, batch_size, "reference log-probs", order)
+            logprobs[np.asarray(order)] = found.double().cpu().numpy()
         with main_rank_of_node_first():
-            return part.add_column(REF_LOGPROBS, list(logprobs.numpy()))
+            return part.add_column(REF_LOGPROBS, list(logprobs))
 
-    return replace(
-        rows, train=added(rows.train), eval=None if rows.eval is None else added(rows.eval)
-    )
+    evaluation = None if rows.eval is None else added(rows.eval, used.eval)
+    return replace(rows, train=added(rows.train, used.train), eval=evaluation)
 
 
 def dpo_objective(
@@ -138,15 +139,16 @@ def dpo_objective(
         batch = collate(rows, indices)
         return answer_logprobs(model, batch.input_ids, batch.answer_mask).view(2, -1).T  # (B, 2)
 
+    def prepare(model: Model, rows: TokenRows, used: UsedRows) -> TokenRows:
+        return with_references(model, rows, used, score, config.fit.per_device_eval_batch_size)
+
     return Objective(
         collate,
         lambda batch: batch.pair_mask,
         partial(dpo_loss, flags=config.reward),
         ("loss", "accuracy", "margin"),
         answers=2,
-        prepare=partial(
-            with_references, score=score, batch_size=config.fit.per_device_eval_batch_size
-        ),
+        prepare=prepare,
     )
 
 
@@ -251,7 +253,7 @@ def kto_objective(
         # (B, 2)
         return torch.stack([own, answer_logprobs(model, batch.other_ids, batch.other_mask)], dim=1)
 
-    def prepare(model: Model, rows: TokenRows) -> TokenRows:
+    def prepare(model: Model, rows: TokenRows, used: UsedRows) -> TokenRows:
         assert isinstance(rows.train, Dataset)
         log_balance(rows.train, config.reward)
         with main_rank_of_node_first():
@@ -260,7 +262,7 @@ def kto_objective(
                 for part in (rows.train, rows.eval)
             ]
         rows = replace(rows, train=parts[0], eval=parts[1])
-        return with_references(model, rows, score, config.fit.per_device_eval_batch_size)
+        return with_references(model, rows, used, score, config.fit.per_device_eval_batch_size)
 
     def with_margin(metrics: dict[str, float]) -> dict[str, float]:
         if not {"chosen_reward", "rejected_reward"} <= metrics.keys():  # answers of one kind only

@@ -3,8 +3,7 @@ optimizer step."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from dschat_ppo.common.progress import Progress, report_phase
 from dschat_ppo.common.seeding import seed_this_rank
 from dschat_ppo.config.batch_plan import batch_text, times
 from dschat_ppo.config.supervised_config import FitConfig
-from dschat_ppo.config.supervised_flags import LOWEST_LOSS, BestMetric, SupervisedFlags
+from dschat_ppo.config.supervised_flags import SupervisedFlags
 from dschat_ppo.data.batches import chunked_order, optimizer_steps
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.data.streaming import StreamedRows, rows_at_hand
@@ -48,7 +47,8 @@ from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.run.output_folder import KeptModels, best_is_lost
 from dschat_ppo.run.run_models import model_card
 from dschat_ppo.run.start_and_end import show_plan
-from dschat_ppo.supervised.objective import Batch, Objective, collated
+from dschat_ppo.supervised.best_evaluation import BestEvaluation
+from dschat_ppo.supervised.objective import Batch, Objective, UsedRows, collated
 from dschat_ppo.types import Engine
 
 COLUMNS = {
@@ -69,58 +69,6 @@ OF_EACH_STEP = (
 def supervised_columns(headline: Iterable[str]) -> list[Column]:
     """The columns of the step line; `headline` names the objective's metrics."""
     return [*(COLUMNS.get(name, Column(name, name, "7.4g")) for name in headline), *OF_EACH_STEP]
-
-
-class BestEvaluation:
-    """Remembers the best evaluation during training, as (value of `metric`, optimizer steps done);
-    the one before the first step does not count. Of equal values the first is the best; NaN and
-    infinity never are."""
-
-    def __init__(self, metric: BestMetric = LOWEST_LOSS):
-        self.metric = metric
-        self.found: tuple[float, int] | None = None
-
-    def require_metric(self, names: Mapping[str, float]) -> None:
-        """Check that evaluations have the metric; `names` is {} where there are none."""
-        if names and self.metric.name not in names:
-            raise UserError(
-                f"--metric_for_best: the evaluation has no {self.metric.name}; it has"
-                f" {', '.join(sorted(names))}"
-            )
-
-    def consider(self, metrics: Mapping[str, float], step: int) -> None:
-        """Compare the evaluation after `step` steps."""
-        value = metrics.get(self.metric.name, math.nan)
-        if math.isfinite(value) and (
-            self.found is None or self.metric.is_better(value, self.found[0])
-        ):
-            self.found = (value, step)
-
-    def result(self) -> dict[str, float]:
-        """For `result.json`."""
-        return (
-            {}
-            if self.found is None
-            else {f"best_{self.metric.name}": self.found[0], "best_step": self.found[1]}
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Entries of a checkpoint."""
-        return {
-            "best": self.found,
-            "best_metric": self.metric.name,
-            "best_higher": self.metric.higher,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the entries of a checkpoint, unless they are about another metric."""
-        name = state.get("best_metric", LOWEST_LOSS.name)
-        if BestMetric(name, state.get("best_higher", self.metric.higher)) == self.metric:
-            self.found = None if state["best"] is None else tuple(state["best"])
-        else:
-            logger().info(
-                f"--metric_for_best: the run looks for the best {self.metric.name} from here on"
-            )
 
 
 @dataclass(frozen=True)
@@ -263,7 +211,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.rows = rows
         if objective.prepare is not None:
             with self.clock.phase("prepare"):
-                self.rows = objective.prepare(self.engine, rows)
+                self.rows = objective.prepare(self.engine, rows, self._used_rows())
         seed_this_rank(run.seed)
 
     def run(
@@ -357,6 +305,25 @@ class SupervisedTrainer(Generic[Batch]):
                     else micro_batches
                 )
             done = 0
+
+    def _used_rows(self) -> UsedRows:
+        """The rows that the run uses, for what is computed before training. In the order of
+        training, and up to the end of a batch of `score_rows`: so the batches, and with them the
+        last bits, do not change if the run is made longer."""
+        fit = self.fit
+        batch = fit.per_device_eval_batch_size * dist.data_ranks()
+        steps = 0 if fit.validate_only else min(self.plan.total_steps, self.plan.steps_per_epoch)
+        taken = steps * self.plan.global_batch
+        if self.packing is None:
+            order = list(chunked_order(self.rows.train, self.seed, 0))
+        else:
+            packed_rows = self.packing.epoch(self.seed, 0)
+            order = [sample for samples in packed_rows for sample in samples]
+            taken = sum(map(len, packed_rows[:taken]))
+        evaluated = None
+        if self.rows.eval is not None and fit.eval_iters:
+            evaluated = range(min(len(self.rows.eval), fit.eval_iters * batch))
+        return UsedRows(order[: -(-taken // batch) * batch], evaluated)
 
     def train_step(
         self, micro_batches: list[list[int]], batches: list[Batch] | None = None

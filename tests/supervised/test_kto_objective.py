@@ -11,6 +11,7 @@ from dschat_ppo.data.batches import PADDING_ROW
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.objective import UsedRows
 from dschat_ppo.supervised.policy_objectives import kto_objective, log_balance, with_baseline
 
 ROWS = Dataset.from_list(
@@ -39,7 +40,7 @@ OBJECTIVE = kto_objective(0, CPU, CONFIG)
 def referred_to(reference) -> TokenRows:
     """The rows and two held-out ones with the log-probs of the model before training."""
     return OBJECTIVE.prepare(
-        PolicyModel(reference), TokenRows(ROWS, ROWS.select([3, 1]), ("a", "b", "c"))
+        PolicyModel(reference), TokenRows(ROWS, ROWS.select([3, 1]), ("a", "b", "c")), UsedRows()
     )
 
 

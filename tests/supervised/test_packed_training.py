@@ -33,6 +33,7 @@ from dschat_ppo.models.loading import load_causal_lm
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.writers import MetricsWriter
+from dschat_ppo.supervised.objective import UsedRows
 from dschat_ppo.supervised.policy_objectives import answer_logprobs, dpo_objective
 from dschat_ppo.supervised.reward_objectives import reward_objective
 from dschat_ppo.supervised.sft import sft_objective
@@ -131,7 +132,7 @@ def test_dpo_on_packed_pairs_has_the_loss_and_gradients_of_pairs_alone():
     config = config_of("--objective", "dpo_nll", "--packing")
     rows = (
         dpo_objective(0, CPU, config)
-        .prepare(PolicyModel(new_model("qwen2")), TokenRows(ROWS, None))
+        .prepare(PolicyModel(new_model("qwen2")), TokenRows(ROWS, None), UsedRows())
         .train
     )
     assert_equal(*packed_and_alone(module, lambda _: dpo_objective(0, CPU, config), rows, 25))

@@ -26,6 +26,7 @@ from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
+from dschat_ppo.supervised.objective import UsedRows
 from dschat_ppo.supervised.policy_objectives import dpo_objective, reference_free_objective
 from dschat_ppo.supervised.sft import SFTTeacher, sft_objective, with_perplexity
 
@@ -127,7 +128,9 @@ def rows():
     objective = dpo_objective(
         0, CPU, config_of("--objective", "dpo", "--per_device_eval_batch_size", "2")
     )
-    return objective.prepare(PolicyModel(language_model(2)), TokenRows(ROWS, ROWS.select([3, 1])))
+    return objective.prepare(
+        PolicyModel(language_model(2)), TokenRows(ROWS, ROWS.select([3, 1])), UsedRows()
+    )
 
 
 def test_the_reference_log_probs_match_a_forward_pass_per_answer(rows):
@@ -233,7 +236,7 @@ def test_the_prompt_of_a_pair_is_run_once_with_the_same_loss_and_gradients():
         trained = PolicyModel(language_model(1), Layout(packed=True, shares=shares))
         objective = dpo_objective(0, CPU, config_of("--objective", "dpo"))
         before = PolicyModel(reference, Layout(shares=shares))
-        rows = objective.prepare(before, TokenRows(LONG_PROMPTS, None)).train
+        rows = objective.prepare(before, TokenRows(LONG_PROMPTS, None), UsedRows()).train
         tokens = tokens_run(trained)
         loss, metrics = run_loss(objective, trained, rows, (2, 0, 1))
         loss.backward()

@@ -14,9 +14,9 @@ from dschat_ppo.models.adapters import adapter_settings
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.output_folder import best_is_lost
 from dschat_ppo.supervised import supervised_run
+from dschat_ppo.supervised.best_evaluation import BestEvaluation
 from dschat_ppo.supervised.supervised_run import report_learning_rate
 from dschat_ppo.supervised.train_preference import load_trained_model
-from dschat_ppo.supervised.trainer import BestEvaluation
 
 
 def test_a_policy_has_no_dropout_unless_the_flag_is_given(tmp_path):
