@@ -1,5 +1,30 @@
-"""The real loop of step 3 on tiny models, in this process: its order, stops and resumes, limits,
-bad numbers."""
+"""The real loop of step 3 on tiny models, in this process. The behaviours that are locked here:
+
+1. A PPO step takes prompts, generates, rewards, scores, adds the rows, computes advantages, and
+   then updates. An evaluation comes before the first step and at its interval. After each update
+   and each step there is a point where a checkpoint may be saved (`test_the_order_of_a_run`).
+2. Actor and critic train in the same update; in the critic's warm-up the critic trains alone.
+   Texts of the PTX loss are taken, and the moving average follows, once for each update of the
+   actor (`test_the_order_of_a_run`).
+3. A line of metrics belongs to each PPO step. The first update of a step has a ratio of 1; the
+   coefficients of KL and entropy adapt from one step to the next, and not in the warm-up
+   (`test_the_metrics_of_a_run`).
+4. A run on the CPU of a machine with GPUs calls no function of `torch.cuda` (the fixture `whole`).
+5. A run that is stopped at a save point and resumed equals the whole run to the last bit: events,
+   metrics, weights, result. That holds between steps, inside a step, and behind a step's last
+   update (`test_a_run_that_is_stopped_and_resumed_equals_the_whole_run`).
+6. A stop during a rollout discards the rollout; the resumed run samples it again
+   (`test_a_stop_during_a_rollout_discards_it_and_the_resumed_run_samples_it_again`).
+7. A limit on KL or on the log-ratio ends the updates of its own step alone, and a resumed run makes
+   no further update in that step.
+8. The reference moves after the last update of a step and before its evaluation, and a resumed run
+   has it where it was.
+9. Numbers that are not finite stop the run by default. With `--on_nonfinite skip` the step makes no
+   update, and counts; a skipped update of the actor changes neither average nor metrics nor the
+   entropy coefficient.
+10. A resumed run in another output folder looks for its best model again.
+11. A trace of a step is kept if the run stops inside the step.
+"""
 
 import inspect
 import math
