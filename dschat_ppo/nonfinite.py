@@ -26,7 +26,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.config.run_flags import SafetyFlags
 from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.engine.optimizer_step import Fault, StepResult, loss_scale
-from dschat_ppo.errors import NonFiniteError, StorageError
+from dschat_ppo.errors import NonFiniteError, StorageError, UserError
 from dschat_ppo.models.backbone import unwrap
 from dschat_ppo.models.saving import save_model
 from dschat_ppo.monitor.metric_sums import read
@@ -37,6 +37,7 @@ from dschat_ppo.types import Engine, Experience, tensors_of
 # of the recorded log-probs is in `old_logprobs` or in the weights of the importance correction.
 # Rows without `old_logprobs` use them.
 UNUSED = ("source_scores", "rollout_logprobs")
+MOST_UNSCORED = 3  # PPO steps in a row without a score, the last of which ends the run
 
 
 class NonFinitePolicy:
@@ -90,6 +91,21 @@ class NonFinitePolicy:
         )
         self._fail("rows", f"{problem}; its updates are skipped", "")
         return False
+
+    def count_unscored(self, unscored: bool, step: int) -> None:
+        """Count a PPO step whose answers all lack a score, or end the run at the third in a row."""
+        if not unscored:
+            self._in_a_row["scores"] = 0
+            return
+        self._in_a_row["scores"] += 1
+        problem = f"PPO step {step}: no answer has a score, so it makes no update"
+        if self._in_a_row["scores"] == MOST_UNSCORED:
+            raise UserError(
+                f"{problem}, the third step in a row: a reward source or the environment failed on"
+                " every answer; correct what the warnings above name (also in logs/rank_R.log), and"
+                " run the same command again to resume"
+            )
+        logger().warning(problem)
 
     def _fail(self, role: str, problem: str, replay: str) -> None:
         """Count a failure of `role`, or stop the run."""

@@ -26,6 +26,8 @@ PER_ROW = (
     "teachers",
     "episode_lengths",
     "finish_reason",
+    "failed",
+    "left",
     "source_scores",
     "scores",
     "baselines",
@@ -79,6 +81,8 @@ class Rollout:
     episode_lengths: Tensor | None = field(default=None, kw_only=True)
     # (B, R) fp32, on the last token of each action
     turn_rewards: Tensor | None = field(default=None, kw_only=True)
+    # (B,) bool, True where the environment failed
+    failed: Tensor | None = field(default=None, kw_only=True)
     # (B, P) as `prompt_ids` and `prompt_mask`: what a teacher reads in their place, where it reads
     # something else
     teacher_prompt_ids: Tensor | None = field(default=None, kw_only=True)
@@ -126,6 +130,17 @@ class ScoredRollout(Rollout):
     teachers: Tensor | None = field(default=None, kw_only=True)
     # (B, R) fp32, log-probs under the teacher
     teacher_logprobs: Tensor | None = field(default=None, kw_only=True)
+    # (B,) bool, True for rows without a score, which leave their group; None: there are none
+    left: Tensor | None = field(default=None, kw_only=True)
+    # (B, R) bool, `response_mask` before rows left; None if none did
+    sampled_mask: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def kept(self) -> Tensor:
+        """(B,) bool, True for rows that have a score."""
+        if self.left is None:
+            return torch.ones_like(self.groups, dtype=torch.bool)
+        return ~self.left
 
     @property
     def policy_logprobs(self) -> Tensor:

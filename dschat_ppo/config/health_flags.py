@@ -100,10 +100,21 @@ PPO_RULES: tuple[Rule, ...] = (
         "reward/function_faults",
         "at least this share of the answers",
         0.1,
-        "a reward function raises an exception or exceeds --reward_timeout; such answers get"
-        " --reward_default",
+        "a reward function raises an exception or exceeds --reward_timeout; what such answers get"
+        " is --reward_default",
         "read the first traceback in logs/rank_R.log and correct the function or raise"
         " --reward_timeout",
+    ),
+    Rule(
+        "answers_left",
+        "warning",
+        "rollout/left_share",
+        "above it",
+        0.1,
+        "many answers have no score and leave their groups, so that failing costs the policy less"
+        " than a bad score",
+        "let the environment or the reward function catch what the model's text can cause, and"
+        " score it; or give such answers a score with --reward_default NUMBER",
     ),
     Rule(
         "duplicate_answers",

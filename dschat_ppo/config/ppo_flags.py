@@ -363,8 +363,10 @@ class RewardSourceFlags:
         2, "number of worker processes on each rank, for each reward function"
     )
     reward_timeout: float = positive(10.0, "timeout of a reward function call, in seconds")
-    reward_default: float = finite(
-        0.0, "score of a row whose reward function call failed, or that no source scores"
+    reward_default: str = flag(
+        "leave",
+        "score of an answer on which a reward source with a weight or its environment failed, or"
+        " that no source scores; leave: such an answer leaves its group and trains nothing",
     )
     allow_weak_sandbox: bool = flag(
         False,
@@ -387,12 +389,16 @@ class RewardSourceFlags:
 
     def __post_init__(self) -> None:
         without, remote = not self.use_reward_model, self.remote_reward_url is not None
+        score = self.default_score
         refuse(
             {
                 (
                     "--reward_timeout and --remote_reward_timeout must be at most 10^6 seconds, "
                     "eleven days"
                 ): (max(self.reward_timeout, self.remote_reward_timeout) > 10**6),
+                (f"--reward_default {self.reward_default}: expected 'leave' or a finite number"): (
+                    score is not None and not math.isfinite(score)
+                ),
                 "--reward_function must not be an empty string": not all(self.reward_function),
                 "--remote_reward_url contains an empty URL": not all(self.remote_urls),
             }
@@ -408,6 +414,17 @@ class RewardSourceFlags:
                 (remote, "--remote_reward_url", "remote_reward_sources"),
             ],
         )
+
+    @property
+    def default_score(self) -> float | None:
+        """The score of an answer without one; None: it leaves its group. NaN for a text that is no
+        number, which is refused."""
+        if self.reward_default == "leave":
+            return None
+        try:
+            return float(self.reward_default)
+        except ValueError:
+            return math.nan
 
     @property
     def has_functions(self) -> bool:

@@ -190,9 +190,9 @@ class EpisodeRollouts:
         return ids
 
     def end(self, rollout: Rollout, turns: EpisodeTurns, cancelled: bool, counts: bool) -> Rollout:
-        """The rollout with the rewards of its turns, each on the last token of its action. Its
-        episodes enter the metrics if it `counts`. `UserError` if all environments of the first
-        rollout failed, on any rank. Collective."""
+        """The rollout with the rewards of its turns, each on the last token of its action, and the
+        rows whose environment failed. Its episodes enter the metrics if it `counts`. `UserError` if
+        all environments of the first rollout failed, on any rank. Collective."""
         if not cancelled:
             turns.finish()
         self.episodes.end_all()
@@ -220,7 +220,13 @@ class EpisodeRollouts:
                 raise UserError(
                     f"{self._flags}: all environments of the first rollout failed: {problems[0]}"
                 )
-        return replace(rollout, episode_lengths=rollout.response_lengths, turn_rewards=rewards)
+        failed = [bool(record.problem) for record in turns.records]
+        return replace(
+            rollout,
+            episode_lengths=rollout.response_lengths,
+            turn_rewards=rewards,
+            failed=torch.tensor(failed, device=rewards.device),
+        )
 
     def _forget(self) -> None:
         """Let the next start ask again what failed."""

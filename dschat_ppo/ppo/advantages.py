@@ -4,6 +4,7 @@ loss."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from dschat_ppo.algorithms.advantage_estimators import (
     overlong_penalty,
     token_rewards,
 )
-from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten
+from dschat_ppo.algorithms.aggregation import masked_sum, masked_whiten, zero_outside
 from dschat_ppo.algorithms.controllers import AdaptiveKL, FixedCoefficient
 from dschat_ppo.algorithms.correction import (
     clip_cov_tokens,
@@ -39,7 +40,30 @@ from dschat_ppo.types import Experience, RewardedRollout, ScoredRollout
 CLIP_COV_BOUNDS = (1.0, 5.0)  # covariances that clip_cov acts on (Cui et al. 2025)
 # the others follow the rewards of tokens
 _OF_WHOLE_ROWS = set(ESTIMATORS) - {"gae", "reinforce_plus_plus"}
+# (N, R) numbers that scoring gives
+_OF_TOKENS = ("old_logprobs", "entropies", "ref_logprobs", "kl", "values", "teacher_logprobs")
 SELECTION = 3  # separates the random stream of `selected` from others of the same seed and step
+
+
+def kept_rows(rows: ScoredRollout) -> ScoredRollout:
+    """The rows, where those without a score have left their group: their `response_mask` is empty,
+    so they are in no baseline, mean, whitening or loss. They keep their length and `sampled_mask`,
+    for samples. Without such rows, the same object."""
+    if rows.left is None or not rows.left.any():
+        return rows
+    mask = rows.response_mask & rows.kept.unsqueeze(1)  # (N, R)
+    numbers = {
+        name: zero_outside(getattr(rows, name), mask)
+        for name in _OF_TOKENS
+        if getattr(rows, name) is not None
+    }
+    return replace(
+        rows,
+        response_mask=mask,
+        sampled_mask=rows.response_mask,
+        episode_lengths=rows.response_lengths,
+        **numbers,
+    )
 
 
 class AdvantageComputation:
@@ -81,11 +105,13 @@ class AdvantageComputation:
 
     def with_rewards(self, rows: ScoredRollout) -> RewardedRollout:
         """The score of each answer on its last token minus the KL penalty at each token; the mask
-        of the policy loss. The running scale adapts to the scores first."""
+        of the policy loss. Rows without a score leave, and the running scale adapts to the scores
+        of the others, first."""
+        rows = kept_rows(rows)
         flags, mask = self.flags, rows.response_mask
         self.before = self.state_dict()
         if flags.normalize_rewards == "running":
-            self.running.update(rows.scores)
+            self.running.update(rows.scores[rows.kept])
         kl = torch.zeros_like(rows.rollout_logprobs) if rows.kl is None else rows.kl  # (N, R)
         self.used_kl_coef = self.kl_coef.value
         # (N,)
@@ -188,7 +214,7 @@ class AdvantageComputation:
             mean_kl = masked_sum(
                 kl_k1(rows.policy_logprobs, rows.ref_logprobs), mask
             ) / mask.sum().clamp_min(1)
-            self.kl_coef.update(float(mean_kl), len(rows.groups))
+            self.kl_coef.update(float(mean_kl), int(rows.kept.sum()))
         return Experience(
             **vars(rows),
             advantages=advantages,
@@ -200,7 +226,8 @@ class AdvantageComputation:
     def _at_turns(self, rows: ScoredRollout) -> Tensor:
         """(N, R) fp32, the part of the scores that is received at the ends of turns."""
         assert self.to_go_weight is not None and rows.turn_rewards is not None
-        return self.scaled(self.to_go_weight * rows.turn_rewards)
+        at_turns = self.scaled(self.to_go_weight * rows.turn_rewards)
+        return zero_outside(at_turns, rows.kept.unsqueeze(1).expand_as(at_turns))
 
     def undo(self) -> None:
         """Restore the state before the last `with_rewards`."""

@@ -353,6 +353,4 @@ def evaluation_reward(config: PPOConfig) -> FunctionReward:
             f"{spec.flag} {text}: it alone scores the evaluation, so it takes no weight and no"
             " route"
         )
-    return FunctionReward(
-        spec, rewards.reward_workers, rewards.reward_timeout, rewards.reward_default
-    )
+    return FunctionReward(spec, rewards.reward_workers, rewards.reward_timeout)

@@ -292,6 +292,7 @@ class ExperienceCollection:
         self.metrics: dict[str, float] = {}  # of the last collection
         self._untaught = set[str]()  # data sources without a teacher that are named already
         self._round = self._faults = 0
+        self._answers = self._left = 0  # of all rounds; those of them without a score
         self._numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
 
     @contextmanager
@@ -303,6 +304,7 @@ class ExperienceCollection:
         discarded too, and a failed reward is treated as part of the stop."""
         before = self.state_dict()
         self._round = self._faults = 0
+        self._answers = self._left = 0
         self._numbers = []
         try:
             yield
@@ -359,7 +361,7 @@ class ExperienceCollection:
         """Let functions and services begin to score the answers; the function that is returned lets
         the learned reward score them and waits for the others. With ReMax (Li et al. 2024), the
         greedy answer to each prompt is scored as well. Collective, as is the function."""
-        requests, baselines = self.requests, None
+        requests, baselines, unpaired = self.requests, None, None
         if self.config.algorithm.advantage_estimator == "remax":
             with self.clock.phase("rollout"):
                 config = replace(greedily(self.generator.config), samples=1)
@@ -367,8 +369,10 @@ class ExperienceCollection:
                 self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
             with self.clock.phase("reward"):
                 request = requests.request(greedy, prompts.rows, step - 1)
-                greedy_scores = requests.mixture(request, greedy).total  # (count,)
-                baselines = greedy_scores.repeat_interleave(self.plan.samples)  # (B,)
+                greedy_scores = requests.mixture(request, greedy)
+                baselines = greedy_scores.total.repeat_interleave(self.plan.samples)  # (B,)
+                if greedy_scores.left is not None:  # without a baseline, all answers leave
+                    unpaired = greedy_scores.left.repeat_interleave(self.plan.samples)  # (B,)
         with self.clock.phase("reward"):
             pending = requests.mixture.begin(
                 requests.request(rollout, prompts.rows, step - 1), rollout
@@ -380,6 +384,8 @@ class ExperienceCollection:
                 found = pending()
                 self._faults += requests.count_failed_rows()
                 self._numbers.append(found.numbers)
+            if found.left is not None and unpaired is not None:
+                found = replace(found, left=found.left | unpaired)
             return replace(found, baselines=baselines)
 
         return scores
@@ -409,7 +415,11 @@ class ExperienceCollection:
             )
         found = scores()
         return replace(
-            scored, scores=found.total, source_scores=found.by_source, baselines=found.baselines
+            scored,
+            scores=found.total,
+            source_scores=found.by_source,
+            baselines=found.baselines,
+            left=found.left,
         )
 
     def _teachers(self, prompts: Prompts) -> Tensor | None:
@@ -443,13 +453,18 @@ class ExperienceCollection:
         """Add the rows of a round, of all ranks. Returns those of the PPO step once it has enough,
         or after the last round, and prints their answers if asked to. Collective."""
         self._round += 1
+        self._answers += len(rows.groups)
+        self._left += int((~rows.kept).sum())
         if isinstance(self.stream, OwnSampler):
-            self.stream.update(rows.groups, rows.scores)
+            self.stream.update(rows.groups[rows.kept], rows.scores[rows.kept])
         if self.pool is not None:
             self.pool.add(rows)
             if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:
                 return None
-        self.metrics = {"reward/function_faults": float(self._faults)}
+        self.metrics = {
+            "reward/function_faults": float(self._faults),
+            "rollout/left_share": self._left / self._answers,
+        }
         if self.generator.episodes is not None:
             self.metrics |= self.generator.episodes.take_metrics()
         self.metrics |= {
@@ -501,9 +516,10 @@ class GroupPool:
     """Collects the rows of a PPO step from several rounds of sampling: dynamic sampling (Yu et al.
     2025, DAPO).
 
-    It replaces prompts whose answers all have the same score, so advantage 0, and those whose mean
-    score is not within `score_range`. Every rank holds the rows of all ranks, so every rank makes
-    the same decision. Accepted rows beyond what the step needs are kept for the next one.
+    It replaces prompts whose answers all have the same score, so advantage 0, those of which fewer
+    than two answers have a score, and those whose mean score is not within `score_range`. Every
+    rank holds the rows of all ranks, so every rank makes the same decision. Accepted rows beyond
+    what the step needs are kept for the next one.
     """
 
     rows_needed: int  # of a PPO step over all ranks, whole groups
@@ -529,12 +545,15 @@ class GroupPool:
 
     def add(self, rows: ScoredRollout) -> None:
         """Sort the rows of a round (whole groups) into accepted and dropped ones."""
-        kept = groups_that_differ(self.shaped(rows.scores), rows.groups)  # (N,) bool
+        scored = rows.kept  # (N,) bool; a group is judged by these answers, and stays whole
+        scores, groups = rows.scores[scored], rows.groups[scored]  # (n,) each
+        differ = groups_that_differ(self.shaped(scores), groups)  # (n,) bool
         for weight, column in zip(self.source_weights, rows.source_scores.T, strict=False):
             if weight != 0:
-                kept = kept | groups_that_differ(column.nan_to_num(), rows.groups)
+                differ = differ | groups_that_differ(column[scored].nan_to_num(), groups)
         if self.score_range:
-            kept = kept & groups_within(rows.scores, rows.groups, *self.score_range)
+            differ = differ & groups_within(scores, groups, *self.score_range)
+        kept = torch.isin(rows.groups, groups[differ])  # (N,) bool
         self.sampled += len(kept)
         self.kept += int(kept.sum())
         for parts, chosen in ((self.accepted, kept), (self.dropped, ~kept)):

@@ -64,33 +64,47 @@ def final_answer(text: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
+def majority_passes(row: Answered, pass_score: float) -> bool | None:
+    """Whether the most frequent final answer among those with a score passes; of equally frequent
+    ones the first counts. None if no answer has a score."""
+    scored = [number for number, score in enumerate(row.scores) if not math.isnan(score)]
+    if not scored:
+        return None
+    finals = [final_answer(row.answers[number]) for number in scored]
+    most_frequent = Counter(finals).most_common(1)[0][0]
+    return row.scores[scored[finals.index(most_frequent)]] >= pass_score
+
+
 def summary(rows: list[Answered], pass_score: float) -> dict[str, float]:
     """Metrics over all prompts (at least one), each with n answers; `pass@k` for powers of two up
     to n answers, `majority@n` where n is above 1. An answer passes with a score of `pass_score` or
-    more.
+    more. Answers without a score count in lengths and in `unscored_share` alone: a prompt with
+    fewer than k scored answers is not in `pass@k`.
 
     With several reward sources also `reward/NAME_mean`, the mean score of a source over the answers
     that it scores, and `reward/NAME_share`, their share, if it is below 1.
     """
     scores = torch.tensor([row.scores for row in rows], dtype=torch.float64)  # (prompts, n)
     lengths = torch.tensor([row.lengths for row in rows], dtype=torch.float64)
-    passed, samples = scores >= pass_score, scores.shape[1]
+    samples = scores.shape[1]
+    unscored = scores.isnan()  # (prompts, n)
     metrics = {
-        "eval/score": float(scores.mean()),
+        "eval/score": float(scores[~unscored].mean()),
+        "eval/unscored_share": float(unscored.double().mean()),
         "eval/length_mean": float(lengths.mean()),
         "eval/ended_share": sum(reason != CUT for row in rows for reason in row.ended)
         / scores.numel(),
     }
+    passed = [own[~own.isnan()] >= pass_score for own in scores]  # of each prompt: (scored,) bool
     for k in (2**power for power in range(samples.bit_length())):
-        metrics[f"eval/pass@{k}"] = float(pass_at_k(passed, k).mean())
-    # whether the most frequent final answer passes; of equally frequent ones the first counts
+        shares = [pass_at_k(own.unsqueeze(0), k) for own in passed if len(own) >= k]
+        if shares:
+            metrics[f"eval/pass@{k}"] = float(torch.cat(shares).mean())
     if samples > 1:
-        finals = [[final_answer(answer) for answer in row.answers] for row in rows]
-        first = [own.index(Counter(own).most_common(1)[0][0]) for own in finals]
-        voted = sum(
-            row.scores[number] >= pass_score for row, number in zip(rows, first, strict=True)
-        )
-        metrics[f"eval/majority@{samples}"] = voted / len(rows)
+        votes = [majority_passes(row, pass_score) for row in rows]
+        counted = [vote for vote in votes if vote is not None]
+        if counted:
+            metrics[f"eval/majority@{samples}"] = sum(counted) / len(counted)
     if rows[0].kl is not None:
         total = sum(value for row in rows for value in row.kl or [])
         metrics["eval/kl_ref_k1"] = total / max(1.0, float(lengths.sum()))

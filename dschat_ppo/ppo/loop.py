@@ -50,7 +50,7 @@ def make_experience(
     ppo: PPOComponents, step: int, checkpointer: CheckpointManager
 ) -> Experience | None:
     """Sample responses with the current policy and score them; the same rows on every rank. None if
-    a number is not finite and the updates of this PPO step are skipped."""
+    no response has a score or a number is not finite: then this PPO step has no updates."""
     collection = ppo.collection
     rows = None
     with collection.cancelled_on_stop(checkpointer):
@@ -68,6 +68,8 @@ def make_experience(
 
             # (N, R), of all ranks; None: too few rows, another round follows
             rows = collection.add(gather_rows(scored), step)
+    if ppo.is_unscored(rows, step):
+        return None
 
     # clipped score on the last token, KL penalty on each: (N, R)
     rewarded = ppo.shaping.with_rewards(rows)

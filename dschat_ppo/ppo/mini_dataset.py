@@ -58,7 +58,7 @@ class MiniDataset:
         self, rows: Rewarded, ppo_epochs: int, step: int
     ) -> Iterator[MiniBatch[Rewarded]]:
         """This rank's share of each mini-batch of `rows`, shuffled again in each of `ppo_epochs`
-        passes.
+        passes. A mini-batch whose rows all have left their groups is left out.
 
         Args:
             rows: (N, ...), those of all ranks, a multiple of `rows_per_update`.
@@ -77,7 +77,9 @@ class MiniDataset:
             order = torch.randperm(count, generator=shared_generator(self.seed, step, epoch))
             order = order.to(rows.response_ids.device)
             for row_indices in order.split(self.rows_per_update):
-                yield self._minibatch(select_rows(rows, row_indices))
+                update_rows = select_rows(rows, row_indices)
+                if update_rows.kept.any():
+                    yield self._minibatch(update_rows)
 
     def _minibatch(self, rows: Rewarded) -> MiniBatch[Rewarded]:
         """This rank's share of one optimizer step's rows (n, ...), which are those of all ranks.
@@ -106,7 +108,7 @@ class MiniDataset:
         counts = torch.stack([loss_tokens.sum(), (loss_tokens > 0).sum(), rows.response_mask.sum()])
         at_least_one = [max(1.0, float(count)) for count in counts.tolist()]
         policy_tokens, policy_rows, value_tokens = at_least_one
-        longest_possible = float(len(loss_tokens) * self.max_length)
+        longest_possible = float(rows.kept.sum() * self.max_length)
         return MiniBatch(
             micro_batches,
             Denominators(policy_tokens, policy_rows, constant=longest_possible),

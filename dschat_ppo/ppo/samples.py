@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,10 @@ class Samples:
         does anything."""
         if not dist.is_main():
             return []
-        index = shown_rows(rows.groups.tolist(), rows.scores.tolist(), self.count)
+        if rows.sampled_mask is not None:  # those that left their group too
+            rows = replace(rows, response_mask=rows.sampled_mask)
+        scores = rows.scores.nan_to_num(nan=-math.inf)  # without a score: below the others
+        index = shown_rows(rows.groups.tolist(), scores.tolist(), self.count)
         shown = to_device(select_rows(rows, torch.tensor(index, device=rows.groups.device)), "cpu")
         lines = sample_lines(shown, self.tokenizer, self.sources, self.data_sources)
         self.lines.append({"step": step, **line} for line in lines)
@@ -70,7 +73,7 @@ def sample_lines(
     data_sources: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """What `samples.jsonl` says of each row (on the CPU), without the step; for the names, see
-    `Samples`."""
+    `Samples`. The score of a row that left its group is NaN, and its KL None."""
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
     answers = answers_of(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
@@ -91,7 +94,7 @@ def sample_lines(
             "tokens": int(tokens[row]),
             "score": float(rows.scores[row]),
             "scores": by_source,
-            "kl": kl[row],
+            "kl": None if math.isnan(rows.scores[row]) else kl[row],
             "length": int(lengths[row]),
             "ended": FinishReason(int(rows.finish_reason[row])).name.lower(),
         }
@@ -113,7 +116,9 @@ def printed_answers(step: int, lines: Sequence[dict[str, Any]]) -> str:
     parts = [f"PPO step {step}: {len(lines)} answers"]
     for number, line in enumerate(lines, start=1):
         by_source = ", ".join(f"{name} {score:.3f}" for name, score in line["scores"].items())
-        score = f"{line['score']:.3f}" + (f" ({by_source})" if len(line["scores"]) > 1 else "")
+        score = "none" if math.isnan(line["score"]) else f"{line['score']:.3f}"
+        if len(line["scores"]) > 1:
+            score += f" ({by_source})"
         parts.append(f"[{number}] score {score}, {line['length']} tokens, {ended[line['ended']]}")
         parts.append(_indented("prompt", line["prompt"]))
         turns = [_indented(heading(turn), turn["text"]) for turn in line.get("turns", ())]

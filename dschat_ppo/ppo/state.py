@@ -41,7 +41,16 @@ from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.ppo.teaching import teachers_of
 from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens
 from dschat_ppo.rewards.reward_source import RewardMixture
-from dschat_ppo.types import Engine, Experience, RewardedRollout, record_of, tensors_of, to_device
+from dschat_ppo.types import (
+    Engine,
+    Experience,
+    RewardedRollout,
+    ScoredRollout,
+    record_of,
+    select_rows,
+    tensors_of,
+    to_device,
+)
 
 # of `PPOState`, as they are
 SAVED = "steps", "updates", "applied", "ended", "metrics", "evaluated", "first", "last"
@@ -235,26 +244,34 @@ class PPOComponents:
         self.state.critic_pass = replace(objective, gradients=gradients)
         return replace(rows, values=values.gathered(rows))
 
+    def is_unscored(self, rows: ScoredRollout, step: int) -> bool:
+        """Whether no row of a PPO step has a score; then the step has no updates. `UserError` at
+        the third such step in a row."""
+        unscored = not bool(rows.kept.any())
+        self.nonfinite.count_unscored(unscored, step)
+        if unscored:
+            self.state.begin_updates(None, dict(self.collection.metrics))
+        return unscored
+
     def keep_if_finite(self, experience: Experience, step: int) -> Experience | None:
         """Start the updates of a PPO step, with the metrics of its experience, which is returned.
         None if a number is not finite: then the step has no updates, or the run stops
         (`NonFiniteError`), and nothing adapts to its rows. Collective in that case."""
-        metrics, kept = dict(self.collection.metrics), None
-        if self.nonfinite.is_finite(experience, step):
-            kl_coef, names, clip = (
-                self.shaping.used_kl_coef,
-                self.collection.requests.mixture.names,
-                None,
-            )
+        metrics = dict(self.collection.metrics)
+        kept = None
+        counted = experience  # the rows that have not left their groups
+        if experience.sampled_mask is not None:
+            counted = select_rows(experience, experience.kept.nonzero().squeeze(1))
+        if self.nonfinite.is_finite(counted, step):
+            kl_coef = self.shaping.used_kl_coef
+            names = self.collection.requests.mixture.names
+            clip = None
             if self.shaping.score_clip:
-                clip = (
-                    self.shaping.scaled(experience.scores),
-                    self.shaping.shaped(experience.scores),
-                )
-            metrics |= experience_metrics(experience, kl_coef, names, self.data_sources, clip) | {
-                "kl/coef": kl_coef
-            }
-            metrics |= own_metrics(self.config.ppo.metrics, experience)
+                clip = self.shaping.scaled(counted.scores), self.shaping.shaped(counted.scores)
+            metrics |= experience_metrics(counted, kl_coef, names, self.data_sources, clip)
+            metrics["rollout/count"] = len(experience.scores)
+            metrics["kl/coef"] = kl_coef
+            metrics |= own_metrics(self.config.ppo.metrics, counted)
             for role, engine in self.engines.trained.items():
                 metrics |= {
                     f"optim/{name}/{role}": rate for name, rate in learning_rates(engine).items()

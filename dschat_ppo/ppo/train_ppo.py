@@ -233,7 +233,7 @@ def evaluation_of(
     rows = rows.select(range(min(flags.eval_max_prompts or len(rows), len(rows))))
     mixture = collection.requests.mixture
     if flags.eval_reward_function:
-        mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.reward_default)
+        mixture = RewardMixture([(evaluation_reward(config), 1.0)], config.rewards.default_score)
     scorer = None
     if collection.passes.reference is not None:
         old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"

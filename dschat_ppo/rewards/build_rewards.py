@@ -24,7 +24,7 @@ def check_sources(flags: RewardSourceFlags) -> None:
     usable_urls(flags.remote_urls)
     specs = [parse_function(text) for text in flags.reward_function]
     for spec in specs:
-        function = FunctionReward(spec, 1, flags.reward_timeout, flags.reward_default)
+        function = FunctionReward(spec, 1, flags.reward_timeout)
         function.close()
         if spec.rule is None:
             logger().info(f"{spec}: {function.signature.call.description}")
@@ -114,9 +114,7 @@ def build_sources(
     if model_source is not None:
         sources.append((model_source, flags.reward_model_weight))
     for spec in map(parse_function, flags.reward_function):
-        function = FunctionReward(
-            spec, flags.reward_workers, flags.reward_timeout, flags.reward_default
-        )
+        function = FunctionReward(spec, flags.reward_workers, flags.reward_timeout)
         sources.append((function, spec.weight))
     if flags.remote_urls:
         remote = RemoteReward(
@@ -125,4 +123,4 @@ def build_sources(
         sources.append((remote, flags.remote_reward_weight))
     sources += others
     routes = {"model": flags.reward_model_sources, RemoteReward.name: flags.remote_reward_sources}
-    return RewardMixture(sources, flags.reward_default, routes)
+    return RewardMixture(sources, flags.default_score, routes)

@@ -136,16 +136,15 @@ def _remedy(cause: str) -> str:
 
 
 class FunctionReward:
-    """Scores responses with a function that runs in `workers` processes. A failed call costs a
-    response, never the run. Such a response gets the score `default`. `timeout`: seconds for each
-    call."""
+    """Scores responses with a function that runs in `workers` processes. A failed call costs the
+    score of a response, never the run. `timeout`: seconds for each call."""
 
     scores_elsewhere = True
 
-    def __init__(self, spec: FunctionSpec, workers: int, timeout: float, default: float):
+    def __init__(self, spec: FunctionSpec, workers: int, timeout: float):
         self.spec = spec
-        self.default = default
         self.counts = CallCounts()
+        self.failed = torch.zeros(0, dtype=torch.bool)  # (B,) of the last call
         # name -> (B,) fp64 of the last call; NaN where it returned none
         self.numbers: dict[str, Tensor] = {}
         # arguments without a column, for which a warning was printed
@@ -164,11 +163,11 @@ class FunctionReward:
         return self.spec.name
 
     def __call__(self, request: RewardRequest, rollout: Rollout) -> Tensor:
-        """(B,) fp32 on the CPU; NaN where the function returned None or its route names other data
-        sources. A response gets the default score if its call raises, times out, crashes its
-        process, or returns no finite fp32 number. A failed call for the whole batch is repeated row
-        by row: at most `(1 + ceil(B / workers)) * timeout`, plus one start of a worker for each
-        call that has to be killed."""
+        """(B,) fp32 on the CPU; NaN where the function returned None, its route names other data
+        sources, or it `failed`: its call raised, timed out, crashed its process, or returned no
+        finite fp32 number. A failed call for the whole batch is repeated row by row: at most
+        `(1 + ceil(B / workers)) * timeout`, plus one start of a worker for each call that has to be
+        killed."""
         rows = [
             number
             for number, row in enumerate(request.rows)
@@ -178,29 +177,30 @@ class FunctionReward:
         columns = list(dict.fromkeys(name for answer in answers for name in answer.row))
         self._warn_of_missing(answers, columns)
         results = self._results(answers, columns, request.step)
-        scores, self.numbers = torch.full((len(request),), math.nan), {}
+        scores = torch.full((len(request),), math.nan)
+        self.failed = torch.zeros(len(request), dtype=torch.bool)
+        self.numbers = {}
         causes: dict[int, str] = {}  # row -> why it has no score
-        for row, found in zip(rows, results, strict=True):
-            if isinstance(found.score, str):
-                causes[row] = found.score
-            if found.score is not None:
-                scores[row] = self.default if isinstance(found.score, str) else found.score
-            for name, number in found.numbers.items():
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result.score, str):
+                causes[row] = result.score
+                self.failed[row] = True
+            elif result.score is not None:
+                scores[row] = result.score
+            for name, number in result.numbers.items():
                 column = self.numbers.setdefault(
                     name, torch.full((len(request),), math.nan, dtype=torch.float64)
                 )
                 column[row] = number
         for row, cause in list(causes.items())[:MOST_WARNINGS]:
-            self._warn(f"row {row}: {cause}; its score is {self.default:g} (--reward_default)")
+            self._warn(f"row {row}: {cause} (what it costs: --reward_default)")
         if len(causes) > MOST_WARNINGS:
-            self._warn(
-                f"{len(causes) - MOST_WARNINGS} more of {len(rows)} rows got {self.default:g}"
-            )
+            self._warn(f"{len(causes) - MOST_WARNINGS} more of {len(rows)} rows failed")
         first = next(iter(causes.values()), None)
         if first is not None and self.missing:
             first += f" (no row has a column {_either(self.missing)})"
         self.counts = self.counts.plus(
-            sum(found.score is not None for found in results), len(causes), first
+            sum(result.score is not None for result in results), len(causes), first
         )
         return scores
 

@@ -123,14 +123,14 @@ def is_routed_to(sources: Sequence[str], row: dict[str, Any]) -> bool:
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """A reward source with worker processes. A failed call gives its response a default score and
-    is counted.
+    """A reward source with worker processes, whose calls may fail.
 
-    NaN in its scores means that it leaves the response to other sources, and it does not count such
-    a response. From any other source NaN is a numerical fault.
+    NaN in its scores means that it leaves the response to other sources, which it does not count,
+    or that its call failed, which it does. From any other source NaN is a numerical fault.
     """
 
     spec: object  # the source as the user named it
+    failed: Tensor  # (B,) bool, on the CPU: the responses on which its last call failed
     numbers: dict[str, Tensor]  # other numbers of its last call, see `Scores`
     counts: CallCounts  # of this rank; whoever reads them resets them
 
@@ -142,13 +142,14 @@ class HasWorkers(Protocol):
 class Scores:
     """Scores of B responses, on the device of the rollout."""
 
-    total: Tensor  # (B,) fp32, the weighted sum of the sources
+    total: Tensor  # (B,) fp32, the weighted sum of the sources; NaN for rows that left
     by_source: Tensor  # (B, K) fp32, unweighted; NaN where the source does not score the response
     # (B,) fp32, the score of the greedy answer to the same prompt (ReMax)
     baselines: Tensor | None = None
     # "SOURCE/NAME" -> (B,) fp64 on the CPU, other numbers that functions returned; NaN where they
     # returned none
     numbers: dict[str, Tensor] = field(default_factory=dict)
+    left: Tensor | None = None  # (B,) bool, the rows without a score; None: there are none
 
 
 def _in_thread(call: Callable[[], Tensor]) -> Future[Tensor]:
@@ -166,16 +167,20 @@ def _in_thread(call: Callable[[], Tensor]) -> Future[Tensor]:
 
 
 class RewardMixture:
-    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i, else `default`.
-    `sources`: (source, weight). A source of weight 0 is called and reported, but never enters the
-    sum. The second source of a name is `name_2`, as is the first one of a name that the run's own
-    metrics have. `routes`: its own name -> the data sources of which it scores rows, for sources
-    without workers."""
+    """`scores_i = sum_k w_k r_k(i)` over the sources k that score response i. `sources`: (source,
+    weight). A source of weight 0 is called and reported, but never enters the sum. The second
+    source of a name is `name_2`, as is the first one of a name that the run's own metrics have.
+    `routes`: its own name -> the data sources of which it scores rows, for sources without workers.
+
+    With `default` None, a response has no score if no source scores it, if a source with a weight
+    failed on it, or if its environment failed: a sum without one part is no fair rival of others.
+    With a number, a source gives that to a response on which it failed, and a response that no
+    source scores has it in place of the sum."""
 
     def __init__(
         self,
         sources: Sequence[tuple[RewardSource, float]],
-        default: float = 0.0,
+        default: float | None = None,
         routes: Mapping[str, Sequence[str]] | None = None,
     ):
         self.sources = list(sources)
@@ -213,63 +218,74 @@ class RewardMixture:
     def _scores(
         self, request: RewardRequest, rollout: Rollout, calls: Mapping[str, Callable[[], Tensor]]
     ) -> Scores:
-        device, problem, found = rollout.response_ids.device, None, dict[str, Tensor]()
+        device = rollout.response_ids.device
+        left = torch.zeros(len(request), dtype=torch.bool, device=device)
+        if rollout.failed is not None and self.default is None:
+            left = rollout.failed.clone()
         if not self.sources:  # distillation alone
-            return Scores(
-                torch.zeros(len(request), device=device),
-                torch.zeros(len(request), 0, device=device),
-            )
+            no_scores = torch.zeros(len(request), 0, device=device)
+            return Scores(torch.zeros(len(request), device=device), no_scores, left=left)
+        problem = None
+        results = dict[str, Tensor]()
         for name, call in calls.items():
             try:
-                found[name] = call()
+                results[name] = call()
             except RewardServiceError as failure:
                 problem = problem or str(failure)
         raise_on_any_rank(problem)
-        # (B,) fp32 each; NaN where the source does not score the response
-        columns: list[Tensor] = []
+        columns: list[Tensor] = []  # (B,) fp32 each; NaN where the source gives no score
         weighted = [torch.zeros(len(request), device=device)]
-        # by a source with a weight, if one has any
-        scored = torch.zeros(len(request), dtype=torch.bool, device=device)
+        scored = torch.zeros_like(left)  # by a source with a weight, if one has any
         numbers: dict[str, Tensor] = {}
         any_weight = any(weight != 0 for _, weight in self.sources)
         for name, (source, weight) in zip(self.names, self.sources, strict=True):
-            column = found[name].to(device=device, dtype=torch.float32)
+            column = results[name].to(device=device, dtype=torch.float32)
             if isinstance(source, HasWorkers):
-                own = ~column.isnan()  # (B,) bool
+                failed = source.failed.to(device)  # (B,) bool
+                if self.default is not None:
+                    column = column.masked_fill(failed, self.default)
+                elif weight != 0:
+                    left |= failed
+                has_score = ~column.isnan()  # (B,) bool
                 numbers |= {f"{name}/{key}": values for key, values in source.numbers.items()}
             else:
                 route = self.routes.get(source.name, ())
-                own = torch.tensor(
-                    [is_routed_to(route, row) for row in request.rows],
-                    dtype=torch.bool,
-                    device=device,
-                )
-            columns.append(column.where(own, torch.nan))
+                routed = [is_routed_to(route, row) for row in request.rows]
+                has_score = torch.tensor(routed, dtype=torch.bool, device=device)
+            columns.append(column.where(has_score, torch.nan))
             if weight != 0:
-                weighted.append((weight * column).where(own, 0.0))
+                weighted.append((weight * column).where(has_score, 0.0))
             if weight != 0 or not any_weight:
-                scored |= own
-        rows = [
-            row
-            for row, is_scored in zip(request.rows, scored.tolist(), strict=True)
-            if not is_scored
-        ]
-        where = ", ".join(sorted({repr(row.get(DATA_SOURCE)) for row in rows})[:MOST_NAMES])
+                scored |= has_score
+        self._count_unscored(request, ~(scored | left))
+        total = torch.stack(weighted[1:] or weighted).sum(dim=0)
+        if self.default is None:
+            left |= ~scored
+            total = total.masked_fill(left, torch.nan)
+        else:
+            total = total.where(scored, self.default)
+        return Scores(total, torch.stack(columns, dim=1), numbers=numbers, left=left)
+
+    def _count_unscored(self, request: RewardRequest, unscored: Tensor) -> None:
+        """Count the responses that no source scored, (B,) bool, and warn of them."""
+        flags = zip(request.rows, unscored.tolist(), strict=True)
+        rows = [row for row, is_unscored in flags if is_unscored]
+        cause = None
         if rows:
+            names = sorted({repr(row.get(DATA_SOURCE)) for row in rows})[:MOST_NAMES]
+            cause = f"data_source {', '.join(names)}"
+            consequence = "they leave their groups"
+            if self.default is not None:
+                consequence = f"their score is {self.default:g}"
             print_line(
                 f"warning: rank {dist.rank()}: no reward source scored {len(rows)} of"
-                f" {len(request)} responses (data_source {where}); their score is {self.default:g}"
-                " (--reward_default)"
+                f" {len(request)} responses ({cause}); {consequence} (--reward_default)"
             )
-        self.unscored = self.unscored.plus(
-            len(request), len(rows), f"data_source {where}" if rows else None
-        )
-        total = torch.stack(weighted[1:] or weighted).sum(dim=0).where(scored, self.default)
-        return Scores(total, torch.stack(columns, dim=1), numbers=numbers)
+        self.unscored = self.unscored.plus(len(request), len(rows), cause)
 
     def count_failed_rows(self, refuse_all: bool) -> int:
-        """Responses of all ranks that got the default score since the last count, because a
-        function failed or no source scored them. Collective. With `refuse_all` every rank raises
+        """Failed calls of functions, and responses that no source scored, of all ranks since the
+        last count. Collective. With `refuse_all` every rank raises
         `RewardFunctionError` if a function failed on every response that it did not leave to other
         sources, or if no source scored any."""
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]

@@ -126,9 +126,16 @@ def evaluate(wanted: Wanted) -> Evaluated:
     firsts = {result.decoding: result for result in reversed(results)}
     for result in results if rewards is not None else []:  # paired by prompt; a tie counts half
         if result is not firsts[result.decoding]:
-            shares = win_shares(result.scores, firsts[result.decoding].scores)
-            share = float(shares.mean())
-            result.wins = Share(share, *wilson_interval(share, len(shares)), len(shares))
+            pairs = zip(result.scores, firsts[result.decoding].scores, strict=True)
+            scored = [(ours[~ours.isnan()], theirs[~theirs.isnan()]) for ours, theirs in pairs]
+            shares = [
+                float(win_shares(ours.unsqueeze(0), theirs.unsqueeze(0)))
+                for ours, theirs in scored
+                if len(ours) and len(theirs)
+            ]
+            if shares:
+                share = sum(shares) / len(shares)
+                result.wins = Share(share, *wilson_interval(share, len(shares)), len(shares))
     flags = {
         name: without_credentials(str(value))
         for name, value in vars(words).items()
@@ -268,7 +275,7 @@ def _results_of(  # noqa: PLR0915
                 means = {name: float(of_source.nanmean()) for name, of_source in scored.items()}
             if failed:
                 logger().warning(
-                    f"{checked.label}: {failed} answers have the default score (--reward_default)"
+                    f"{checked.label}: {failed} answers were not scored (--reward_default)"
                 )
             metrics |= {} if episodes is None else episodes.take_metrics()
             results.append(
@@ -372,7 +379,10 @@ def training_rows(found: Evaluated, is_pair: bool) -> str:
     rows = list[dict[str, Any]]()
     for asked, answered in zip(found.asked, own.prompts, strict=True):
         answers = list(zip(answered.scores, answered.answers, answered.ended, strict=True))
-        answers = answers if is_pair else [answer for answer in answers if answer[2] != CUT]
+        if found.scored:
+            answers = [answer for answer in answers if not math.isnan(answer[0])]
+        if not is_pair:
+            answers = [answer for answer in answers if answer[2] != CUT]
         if not answers:
             continue
         (best, chosen, end), (worst, rejected, _) = (
