@@ -106,6 +106,7 @@ CASES = {
     "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "times 3"]),
     "scores_equal": (*at_once("reward/score_std", 0.0009, 0.0011), ["0.0009", "0.001", "score 1"]),
     "reward_faults": (*at_once("reward/function_faults", 7, 6), ["7", "64"]),
+    "answers_left": (*at_once("rollout/left_share", 0.11, 0.1), ["0.11", "0.1"]),
     "duplicate_answers": (
         *at_once("rollout/distinct_share", 0.49, 0.51),
         ["0.49", "0.5", "40 tokens"],

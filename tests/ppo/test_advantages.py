@@ -7,8 +7,11 @@ import pytest
 import torch
 from tiny_experience import record
 
+from dschat_ppo.algorithms.advantage_estimators import ESTIMATORS
+from dschat_ppo.algorithms.aggregation import aggregate
 from dschat_ppo.config.algorithm_flags import AlgorithmFlags
-from dschat_ppo.ppo.advantages import AdvantageComputation
+from dschat_ppo.ppo.advantages import AdvantageComputation, kept_rows
+from dschat_ppo.ppo.mini_dataset import MiniDataset
 from dschat_ppo.types import FinishReason, ScoredRollout, select_rows
 
 LENGTHS = (3, 1, 0, 4, 2, 4)
@@ -330,3 +333,112 @@ def test_equal_rewards_of_another_order_or_in_other_turns_teach_nothing(name):
         compute = AdvantageComputation(flags, LONGEST, 0, 0.0, to_go_weight=to_go_weight)
         advantages = compute.advantages(compute.with_rewards(rows), 1).advantages
         assert advantages.abs().max() < 1e-6
+
+
+# Rows without a score, which leave their group
+
+
+def groups_of_four(scores, baselines=None) -> ScoredRollout:
+    """Answers of 1 to 3 tokens, four to each prompt; None: without a score."""
+    flat = torch.tensor([float("nan") if score is None else score for score in scores])
+    rows = len(scores)
+    generator = torch.Generator().manual_seed(5)
+    mask = torch.arange(3) < (torch.arange(rows) % 3 + 1).unsqueeze(1)
+    log_probs = torch.where(mask, -torch.rand(rows, 3, generator=generator), 0.0)
+    return record(
+        ScoredRollout,
+        mask,
+        scores=flat,
+        source_scores=torch.stack([flat, flat**2], dim=1),
+        left=flat.isnan(),
+        groups=torch.arange(rows) // 4,
+        old_logprobs=log_probs,
+        rollout_logprobs=log_probs,
+        ref_logprobs=log_probs - 0.1 * torch.rand(rows, 3, generator=generator) * mask,
+        kl=0.1 * mask.float(),
+        values=torch.where(mask, torch.randn(rows, 3, generator=generator), 0.0),
+        baselines=baselines,
+        turn_rewards=0.25 * mask.float(),
+    )
+
+
+ESTIMATED = [
+    *({"advantage_estimator": name} for name in ESTIMATORS),
+    {"advantage_estimator": "grpo", "group_std": "batch"},
+    {"advantage_estimator": "grpo", "loss_aggregation": "constant"},
+    {"advantage_estimator": "dr_grpo", "normalize_rewards": "running"},
+    {"advantage_estimator": "rloo", "to_go": True},
+    {"advantage_estimator": "gae", "to_go": True},
+    {"kl_target": 0.1},
+]
+
+
+@pytest.mark.parametrize("flags", ESTIMATED, ids=lambda flags: "-".join(map(str, flags.values())))
+def test_rows_that_stay_train_as_in_a_run_without_the_others(flags):
+    """Advantages, loss, gradient and what adapts; two answers to the first prompt and three to the
+    second are without a score."""
+    scores = [1.0, None, 0.0, None, None, None, 2.0, None, 0.5, 3.0, -1.0, 0.5]
+    rows = groups_of_four(scores, torch.linspace(-1, 1, 12))
+    flags = dict(flags)
+    weight = 0.5 if flags.pop("to_go", False) else None
+
+    def trained(rows: ScoredRollout):
+        algorithm = AlgorithmFlags(**flags)
+        made = Computation(algorithm, 3, 0, 5.0, to_go_weight=weight, source_weights=[1.0, 0.0])
+        experience = made(rows, step=1)
+        dataset = MiniDataset(len(scores), 1000, 3, seed=0)
+        dataset = replace(dataset, rows_per_update=len(experience.scores))
+        [minibatch] = dataset.minibatches(experience, 1, step=1)
+        table = torch.zeros(12, requires_grad=True)  # a parameter for each answer
+        loss = torch.zeros(())
+        for part in minibatch.micro_batches:
+            terms = -part.advantages * part.loss_weights * table[part.response_ids[:, :1]]
+            loss = loss + aggregate(
+                terms, part.loss_mask, algorithm.aggregation, minibatch.denominators
+            )
+        loss.backward()
+        state = made.kl_coef.value, made.running.state_dict(), minibatch.value_tokens
+        return experience, loss, table.grad, state
+
+    rows = replace(rows, response_ids=torch.arange(12).unsqueeze(1).expand(12, 3).clone())
+    kept = rows.kept.nonzero().squeeze(1)
+    found, loss, gradient, state = trained(rows)
+    expected, true_loss, true_gradient, true_state = trained(
+        replace(select_rows(rows, kept), left=None)
+    )
+    torch.testing.assert_close(found.advantages[kept], expected.advantages, rtol=0, atol=1e-7)
+    torch.testing.assert_close(found.returns[kept], expected.returns, rtol=0, atol=1e-7)
+    assert not found.advantages[~rows.kept].any() and not found.rewards[~rows.kept].any()
+    torch.testing.assert_close(loss, true_loss)
+    torch.testing.assert_close(gradient, true_gradient)
+    assert not gradient[~rows.kept].any() and state == true_state
+
+
+def test_advantages_of_groups_with_missing_scores_by_hand():
+    plain = {"kl_coef": 0.0, "reward_clip": 0.0}
+    third = 1 / 3  # the mean of 1, 0, 0, whose deviation is 1 / sqrt(3)
+    for scores, name, expected in (
+        ([1.0, None, 0.0, 0.0], "dr_grpo", [2 * third, 0, -third, -third]),
+        ([1.0, None, 0.0, 0.0], "grpo", [2 / 3**0.5, 0, -1 / 3**0.5, -1 / 3**0.5]),
+        ([1.0, None, 0.0, 0.0], "rloo", [1, 0, -0.5, -0.5]),
+        ([1.0, None, None, None], "grpo", [0, 0, 0, 0]),
+        ([1.0, None, None, None], "rloo", [0, 0, 0, 0]),
+        ([1.0, None, None, None], "reinforce_plus_plus_baseline", [0, 0, 0, 0]),
+        ([1.0, None, None, None], "remax", [0.75, 0, 0, 0]),
+        ([1.0, None, 1.0, 1.0], "grpo", [0, 0, 0, 0]),  # an environment failed once: no advantage
+        ([None] * 4, "grpo", [0, 0, 0, 0]),
+    ):
+        rows = groups_of_four(scores, torch.full((4,), 0.25))
+        found = computation(advantage_estimator=name, **plain)(rows, step=1)
+        assert found.advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+    whole = groups_of_four([1.0, 0.0, 0.0, 0.0])
+    assert kept_rows(whole) is whole
+
+
+def test_rows_that_left_keep_their_length_and_their_sampled_tokens():
+    rows = groups_of_four([1.0, None, 0.0, 0.0])
+    found = kept_rows(rows)
+    assert found.response_mask.sum(dim=1).tolist() == [1, 0, 3, 1]
+    assert found.response_lengths.tolist() == rows.response_lengths.tolist() == [1, 2, 3, 1]
+    assert torch.equal(found.sampled_mask, rows.response_mask)
+    assert not found.values[1].any() and torch.equal(found.values[0], rows.values[0])

@@ -348,7 +348,7 @@ def test_prompts_answers_scores_and_groups_stay_together():
     taken = [row for call in collection.generator.asked for row in call[0]]
     assert len(set(taken)) == 8, "each prompt once an epoch"
     assert collection.passes.actor.modes == ["eval"] * 2
-    assert collection.metrics == {"reward/function_faults": 2.0}
+    assert collection.metrics == {"reward/function_faults": 2.0, "rollout/left_share": 0.0}
 
 
 def test_rows_carry_the_number_of_their_data_set_if_there_are_several():
@@ -428,6 +428,7 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     assert found.groups.tolist() == [0, 0, 1, 1, 5, 5, 6, 6]
     assert collection.metrics == {
         "reward/function_faults": 4.0,
+        "rollout/left_share": 0.0,
         "rollout/dynamic_sampling_rounds": 2.0,
         "rollout/dynamic_sampling_kept_share": 5 / 8,
         "rollout/dynamic_sampling_filled_rows": 0.0,
@@ -440,6 +441,48 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     assert asked == [(3, 2, 0), (4, 2, 1), (4, 2, 2)]
     assert collection.metrics["rollout/dynamic_sampling_rounds"] == 3
     assert collection.metrics["reward/function_faults"] == 6
+
+
+def test_dynamic_sampling_judges_a_group_by_its_scored_answers_and_keeps_it_whole():
+    """Of groups 0 to 3, only the scored answers to the first differ; a mean over the others, or a
+    comparison with NaN, would keep all."""
+    nan = float("nan")
+    scores = [[1, nan, 0, 0], [1, nan, 1, 1], [1, nan, nan, nan], [nan] * 4]
+    total = torch.tensor(scores).flatten()
+    mask = torch.ones(16, 1, dtype=torch.bool)
+    rows = record(
+        ScoredRollout,
+        mask,
+        scores=total,
+        source_scores=total.unsqueeze(1),
+        left=total.isnan(),
+        groups=torch.arange(4).repeat_interleave(4),
+    )
+    pool = GroupPool(4, clipped)
+    pool.add(rows)
+    assert pool.accepted[0].groups.tolist() == [0] * 4 and pool.kept_share == 1 / 4
+    assert pool.accepted[0].left.tolist() == [False, True, False, False]
+    ranged = GroupPool(4, clipped, score_range=(0.3, 0.35))  # 1 / 3, not 1 / 4
+    ranged.add(rows)
+    assert ranged.kept == 4
+
+
+def test_remax_leaves_a_prompt_whose_greedy_answer_has_no_score():
+    class Scorer(RewardRequests):
+        def __call__(self, request, rollout):
+            scores = super().__call__(request, rollout)
+            is_greedy = len(rollout.response_ids) == len(request.indices)
+            left = torch.zeros_like(scores.total, dtype=torch.bool)
+            left[1] = True
+            if is_greedy:
+                left = scores.total == 10.0 * request.indices[2]
+            return replace(scores, left=left, total=scores.total.masked_fill(left, torch.nan))
+
+    collection = collection_of("--advantage_estimator remax")
+    collection.requests = Scorer()
+    rows = collect(collection)
+    assert rows.left.tolist() == [False, True, False, False, True, True, False, False]
+    assert collection.metrics["rollout/left_share"] == 3 / 8
 
 
 def test_dynamic_sampling_ends_after_its_rounds_with_rows_that_score_alike(said):

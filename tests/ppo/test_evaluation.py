@@ -57,6 +57,7 @@ def test_summary_by_hand():
             "eval/score": 0.5,
             "eval/length_mean": 2.5,
             "eval/ended_share": 7 / 8,
+            "eval/unscored_share": 0.0,
             "eval/pass@1": 0.5,
             "eval/pass@2": 5 / 6,  # two of four pass: 1 - C(2, 2) / C(4, 2)
             "eval/pass@4": 1.0,
@@ -102,8 +103,30 @@ def test_mean_scores_by_source_by_hand():
         "eval/score": 0.7,
         "eval/length_mean": 4.0,
         "eval/ended_share": 0.0,
+        "eval/unscored_share": 0.0,
         "eval/pass@1": 1.0,
     }
+
+
+def test_answers_without_a_score_count_in_none_of_the_scores():
+    nan = math.nan
+    rows = [
+        answered(0, ["b", "b", "a", "a"], [nan, nan, 1.0, 0.0], [1, 1, 1, 1], ["eos"] * 4),
+        answered(1, ["a", "a", "b", "b"], [nan] * 4, [3, 3, 3, 3], ["eos"] * 4),
+        answered(2, ["a", "b", "c", "d"], [nan, 0.0, 0.0, 1.0], [2, 2, 2, 2], ["eos"] * 4),
+    ]
+    found = summary(rows, 1.0)
+    assert found == pytest.approx(
+        {
+            "eval/score": (1 + 0 + 0 + 0 + 1) / 5,
+            "eval/unscored_share": 7 / 12,
+            "eval/length_mean": 2.0,
+            "eval/ended_share": 1.0,
+            "eval/pass@1": (1 / 2 + 1 / 3) / 2,
+            "eval/pass@2": (1 + (1 - 1 / 3)) / 2,  # no prompt has four scored answers
+            "eval/majority@4": 1 / 2,  # "a" wins and its first passes; "b" is first, and does not
+        }
+    )
 
 
 class Generator:
@@ -198,6 +221,7 @@ def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
             "eval/score": 0.25,
             "eval/length_mean": 2.0,
             "eval/ended_share": 0.5,
+            "eval/unscored_share": 0.0,
             "eval/pass@1": 0.0,
             "eval/pass@2": 0.0,
             "eval/majority@2": 0.0,
@@ -235,11 +259,13 @@ def test_each_data_set_has_its_own_summary_beside_that_of_all_prompts(tmp_path):
             "eval/score/maths": 0.1,
             "eval/length_mean/maths": 2.0,
             "eval/ended_share/maths": 0.0,
+            "eval/unscored_share/maths": 0.0,
             "eval/pass@1/maths": 0.0,
             "eval/f/odd/maths": 1.0,
             "eval/score/chat": 0.1,
             "eval/length_mean/chat": 2.0,
             "eval/ended_share/chat": 1.0,
+            "eval/unscored_share/chat": 0.0,
             "eval/pass@1/chat": 0.5,
         }
     )

@@ -37,8 +37,9 @@ from plain_ppo import EVERYTHING, STEPS, UPDATES, PlainRun, StopAt, watch
 
 from dschat_ppo.checkpoint.manager import capture_rng_state
 from dschat_ppo.engine.optimizer_step import random_state as optimizer_random_state
-from dschat_ppo.errors import NonFiniteError, StopRequested
+from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.monitor.step_trace import StepTrace
+from dschat_ppo.rewards.reward_source import CallCounts
 
 WHOLE = [f"evaluate {step} eval" for step in range(STEPS + 1)]
 SKIP = "--on_nonfinite skip --max_nonfinite_skips 9"
@@ -301,13 +302,83 @@ def test_rows_that_are_not_finite_make_no_update_but_a_step(assets, tmp_path):
     line = run.lines[2]
     assert (line["step"], line["eval/score"], line["optim/nonfinite_skipped"]) == (2, 3.0, 1)
     assert not any(
-        name.startswith(("policy/", "reward/score", "optim/lr/", "kl/", "rollout/"))
+        name.startswith(("policy/", "reward/score", "optim/lr/", "kl/", "rollout/c"))
         for name in line
     )
     assert (
         run.lines[3]["policy/updates_done_share"] == 1.0
         and run.lines[3]["policy/entropy_coef"] == 0.01
     )
+
+
+class Fails:
+    """The reward of a run as a source whose calls fail: on all answers in some PPO steps, and on
+    those with an odd second token in all."""
+
+    name, spec, numbers, counts = "fails", "--reward_function fails", {}, CallCounts()
+
+    def __init__(self, run: PlainRun, steps=()):
+        self.run, self.steps = run, steps
+
+    def __call__(self, request, rollout):
+        odd = rollout.response_ids[:, 1] % 2 == 1
+        self.failed = odd | (self.run.ppo.state.steps + 1 in self.steps)
+        return self.run.reward(request, rollout).masked_fill(self.failed, math.nan)
+
+    def close(self):
+        pass
+
+
+def let_fail(run: PlainRun, *steps: int) -> None:
+    run.ppo.collection.requests.mixture.sources = [(Fails(run, steps), 1.0)]
+
+
+def test_a_run_in_which_answers_leave_is_resumed_exactly(assets, tmp_path):
+    words = f"{EVERYTHING} --advantage_estimator gae"
+    runs = []
+    for name, position in (("whole", None), ("before", (1, 2)), ("after", None)):
+        saved = tmp_path / "saved" if name == "after" else None
+        run, checkpointer, _ = started(assets, tmp_path / "run", words, saved, position=position)
+        let_fail(run)
+        if name == "whole":
+            result = run.run(checkpointer)
+            lines = run.lines
+        elif name == "before":
+            with pytest.raises(StopRequested):
+                run.run(checkpointer)
+            assert 0 < int(run.ppo.state.experience.left.sum()) < 8
+            run.save(tmp_path / "saved")
+        else:
+            length = (tmp_path / "run/metrics.jsonl").stat().st_size
+            assert run.run(checkpointer, (length, 2)) == result
+        runs.append(run)
+    whole, _, after = runs
+    assert after.lines == lines and 0 < lines[2]["rollout/left_share"] < 1
+    for name, weight in whole.weights.items():
+        assert torch.equal(after.weights[name], weight), name
+
+
+def test_a_step_without_a_score_makes_no_update_and_three_in_a_row_end_the_run(assets, tmp_path):
+    run, checkpointer, did = started(assets, tmp_path / "run")
+    let_fail(run, 2)
+    run.run(checkpointer)
+    line = run.lines[2]
+    assert line["rollout/left_share"] == 1 and "reward/score_mean" not in line
+    assert not any(what[:1] == (2,) for what in did), "no update"
+    assert run.lines[3]["policy/updates_done_share"] == 1.0
+
+    words = "--num_train_epochs 2"
+    run, checkpointer, _ = started(assets, tmp_path / "ends", words, position=(2, 0))
+    let_fail(run, 1, 2, 3)
+    with pytest.raises(StopRequested):
+        run.run(checkpointer)
+    run.save(tmp_path / "saved")
+    resumed, checkpointer, _ = started(assets, tmp_path / "ends", words, tmp_path / "saved")
+    let_fail(resumed, 3)
+    with pytest.raises(
+        UserError, match="PPO step 3: no answer has a score, .* third step in a row"
+    ):
+        resumed.run(checkpointer)
 
 
 @pytest.mark.parametrize(

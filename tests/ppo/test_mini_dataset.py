@@ -177,6 +177,26 @@ def test_denominators_count_the_whole_update():
 # Numbers of micro-batches return to the places of their tokens
 
 
+def test_rows_that_left_are_in_no_denominator_and_alone_make_no_update():
+    dataset, rows = collected(rows_per_update=2)
+    order = [row for update in dataset.minibatches(rows, 1, step=3) for row in served([update])]
+    left = torch.isin(rows.scores, torch.tensor(order[:3]).float())  # a whole update, and a half
+    mask = rows.response_mask & ~left.unsqueeze(1)
+    gone = replace(
+        rows,
+        left=left,
+        response_mask=mask,
+        loss_mask=rows.loss_mask & mask,
+        episode_lengths=rows.response_lengths,
+    )
+    updates = list(dataset.minibatches(gone, 1, step=3))
+    assert [sorted(served([update])) for update in updates] == [
+        sorted(order[start : start + 2]) for start in (2, 4, 6)
+    ]
+    constants = [update.denominators.constant for update in updates]
+    assert constants == [LONGEST, 2 * LONGEST, 2 * LONGEST]
+
+
 def test_numbers_of_the_parts_of_two_ranks_add_up(monkeypatch):
     """Rows of 2 to 8 tokens: one share has fewer micro-batches, and a row that fills it up counts
     nothing."""

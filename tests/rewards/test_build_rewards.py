@@ -3,6 +3,7 @@ failure on one rank that stops all, and means of the numbers that they return.""
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,32 +65,32 @@ def test_all_sources_with_their_weights():
         reward_function=["exact_match:2", f"{FILE}:lengths:0.5"],
         reward_workers=3,
         reward_timeout=9.0,
-        reward_default=-7.0,
+        reward_default="-7",
     )
     mixture = build_sources(wanted, Model())
     assert mixture.names == ["model", "exact_match", "lengths", "remote"]
     assert [weight for _, weight in mixture.sources] == [0.1, 2.0, 0.5, 3.0]
     function, remote = mixture.sources[1][0], mixture.sources[3][0]
-    assert (len(function.pool.workers), function.pool.workers[0].seconds, function.default) == (
-        3,
-        9.0,
-        -7.0,
-    )
+    assert (len(function.pool.workers), function.pool.workers[0].seconds) == (3, 9.0)
+    assert mixture.default == -7.0
     assert (remote.urls, remote.timeout) == (["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"], 4.0)
     assert (remote.retries, remote.batch_size) == (5, 64)
     mixture.close()
 
 
 def test_functions_without_a_learned_reward():
-    mixture = build_sources(
-        flags(reward_function=["exact_match:2", "code_tests", "numeric_match"]), None
-    )
+    wanted = flags(reward_function=["exact_match:2", "code_tests", "numeric_match"])
+    mixture = build_sources(wanted, None)
     mixed = mixture(REQUEST, ROLLOUT)
     # "yes" is no program that runs; the second test of "x = 1" divides by 0; no answer here is a
-    # number: the default
-    assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
-    assert mixed.total.tolist() == [2, 0.5]
+    # number, so numeric_match fails on both
+    assert mixed.by_source[:, :2].tolist() == [[1, 0], [0, 0.5]]
+    assert mixed.by_source[:, 2].isnan().all() and mixed.total.isnan().all() and mixed.left.all()
     assert mixture.count_failed_rows(refuse_all=False) == 2
+    mixture.default = 0.0
+    mixed = mixture(REQUEST, ROLLOUT)
+    assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
+    assert mixed.total.tolist() == [2, 0.5] and not mixed.left.any()
     mixture.close()
 
 
@@ -191,7 +192,7 @@ def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
         use_reward_model=True,
         reward_model_sources=["chat", "math"],
         reward_model_weight=0.5,
-        reward_default=-1.0,
+        reward_default="-1",
         remote_reward_url="http://a/b",
         remote_reward_sources=["code", "math"],
     )
@@ -296,8 +297,8 @@ def test_sources_of_one_name_are_numbered():
 
 def test_failed_calls_are_counted_and_close_ends_the_workers():
     spec = parse_function("exact_match:2")
-    sources = [(FunctionReward(spec, 1, 5.0, 0.25), spec.weight), (Fixed("b", [1, 2, 3]), 1.0)]
-    mixture = RewardMixture(sources)
+    sources = [(FunctionReward(spec, 1, 5.0), spec.weight), (Fixed("b", [1, 2, 3]), 1.0)]
+    mixture = RewardMixture(sources, default=0.25)
     # the last row has no answer: the default
     assert mixture(THREE, THREE_ROWS).total.tolist() == [3, 2, 3.5]
     assert mixture.count_failed_rows(refuse_all=True) == 1
@@ -307,11 +308,12 @@ def test_failed_calls_are_counted_and_close_ends_the_workers():
 
 
 class Function(Fixed):
-    """A source with workers whose scores (NaN: not its response), other numbers and counts are
-    given."""
+    """A source with workers whose scores (NaN: not its response), other numbers, counts and rows
+    on which it failed are given."""
 
-    def __init__(self, name, scores=(0, 0, 0), numbers=None, counts=None):
+    def __init__(self, name, scores=(0, 0, 0), numbers=None, counts=None, failed=()):
         super().__init__(name, scores)
+        self.failed = torch.tensor([row in failed for row in range(len(scores))])
         self.spec, self.counts = f"--reward_function {name}", counts or CallCounts()
         self.numbers = {key: torch.tensor(values) for key, values in (numbers or {}).items()}
 
@@ -403,6 +405,37 @@ def test_the_sum_is_over_the_sources_that_score_a_response(capsys):
         " is -3"
     )
     assert warning in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sources", "total", "left"),
+    [
+        # None beside a number: the number counts; a failure beside it: the row leaves
+        ([([1, NAN, 3], (), 1), ([10, 20, NAN], (2,), 1)], [11, 20, NAN], [2]),
+        ([([1, 2, 3], (), 1), ([NAN, NAN, NAN], (0, 1), 0)], [1, 2, 3], []),  # of weight 0
+        ([([NAN, 2, NAN], (0,), 1)], [NAN, 2, NAN], [0, 2]),  # failed, and left by every source
+        ([([NAN, 2, 3], (0,), 0)], [NAN, 0, 0], [0]),  # without any weight
+    ],
+)
+def test_a_failure_of_a_source_with_a_weight_costs_the_score(sources, total, left):
+    functions = [
+        (Function(f"f{n}", scores, failed=failed), weight)
+        for n, (scores, failed, weight) in enumerate(sources)
+    ]
+    mixed = RewardMixture(functions)(THREE, THREE_ROWS)
+    assert mixed.total.tolist() == pytest.approx(total, nan_ok=True)
+    assert mixed.left.nonzero().flatten().tolist() == left
+
+
+def test_rows_whose_environment_failed_leave_unless_they_have_a_default(monkeypatch):
+    rollout = replace(THREE_ROWS, failed=torch.tensor([False, True, False]))
+    monkeypatch.setattr(Fixed, "__call__", lambda self, request, rollout: torch.ones(3))
+    for default, left in ((None, [1]), (0.0, [])):
+        mixed = RewardMixture([(Fixed("environment", [1, 1, 1]), 1.0)], default)(THREE, rollout)
+        assert mixed.left.nonzero().flatten().tolist() == left
+        assert mixed.total.isnan().nonzero().flatten().tolist() == left
+    alone = RewardMixture([])(THREE, rollout)  # distillation alone
+    assert alone.left.tolist() == [False, True, False]
 
 
 def test_a_nan_of_another_source_is_no_absence_but_a_fault():

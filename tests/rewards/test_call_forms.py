@@ -28,11 +28,13 @@ NAN = float("nan")
 
 
 def ask(name, request, rollout=None, workers=1, **settings):
-    """(scores, other numbers, counts) of a function of `functions_of_others.py`."""
+    """(scores, with -9 for those that failed; other numbers; counts) of a function of
+    `functions_of_others.py`."""
     spec = FunctionSpec(FILE, name, 1.0, tuple(settings.items()))
-    reward = FunctionReward(spec, workers, 60.0, -9.0)  # one imports torch
+    reward = FunctionReward(spec, workers, 60.0)  # one imports torch
     try:
-        scores = reward(request, rollout).tolist()
+        scores = reward(request, rollout)
+        scores = scores.masked_fill(reward.failed, -9.0).tolist()
         return (
             scores,
             {name: values.tolist() for name, values in reward.numbers.items()},
@@ -156,7 +158,7 @@ def test_a_truth_that_no_row_has_is_reported_once_and_its_other_name_pointed_out
         ("a", "b", False),
     ):
         path.write_text(f"def f(response, {lacking}): return 1.0")
-        reward = FunctionReward(FunctionSpec(str(path), "f"), 1, 10.0, 0.0)
+        reward = FunctionReward(FunctionSpec(str(path), "f"), 1, 10.0)
         for _ in range(2):
             reward(RewardRequest.of(["", ""], ["a", "b"], [{other: "4"}, {other: None}]), None)
         reward.close()

@@ -40,13 +40,15 @@ ROWS = [
 REQUEST = RewardRequest.of(PROMPTS, RESPONSES, ROWS)
 
 
-def ask(name, request=REQUEST, workers=2, timeout=10.0, default=-9.0, settings=()):
-    """(scores, number of failed calls) of a function of `reward_functions.py`."""
-    reward = FunctionReward(FunctionSpec(FILE, name, 1.0, settings), workers, timeout, default)
+def ask(name, request=REQUEST, workers=2, timeout=10.0, settings=()):
+    """(scores, with -9 for those that failed; number of failed calls) of a function of
+    `reward_functions.py`."""
+    reward = FunctionReward(FunctionSpec(FILE, name, 1.0, settings), workers, timeout)
     try:
         scores = reward(request, None)
         assert scores.dtype == torch.float32
-        return scores.tolist(), reward.counts.failed
+        assert scores[reward.failed].isnan().all()
+        return scores.masked_fill(reward.failed, -9.0).tolist(), reward.counts.failed
     finally:
         reward.close()
 
@@ -75,7 +77,7 @@ def test_what_functions_get_and_return(name, scores):
 
 
 def test_rows_are_distributed_over_the_workers():
-    reward = FunctionReward(FunctionSpec(FILE, "who"), 2, 10.0, 0.0)
+    reward = FunctionReward(FunctionSpec(FILE, "who"), 2, 10.0)
     # a busy machine may start the second worker late
     processes, deadline = set(), time.monotonic() + 60
     while len(processes) < 2 and time.monotonic() < deadline:
@@ -181,9 +183,7 @@ def test_a_function_with_a_route_is_called_only_for_its_rows(capsys):
         ["aa", "raise", "b", "raise", "", "none"],
         routed("math", "code", "gsm8k", None, "math", "maths"),
     )
-    reward = FunctionReward(
-        FunctionSpec(FILE, "faulty_row", sources=("math", "gsm8k")), 2, 10.0, -9.0
-    )
+    reward = FunctionReward(FunctionSpec(FILE, "faulty_row", sources=("math", "gsm8k")), 2, 10.0)
     scores = reward(request, None)
     nan = float("nan")
     assert (
@@ -202,7 +202,7 @@ def test_a_rule_reads_the_correct_answer_and_not_the_column_that_holds_it():
         {"answer": "2"},
         {"answer": "2", "_truth": "3"},
     ]
-    rule = FunctionReward(parse_function("exact_match"), 1, 10.0, 0.0)
+    rule = FunctionReward(parse_function("exact_match"), 1, 10.0)
     assert rule(RewardRequest.of([""] * 3, ["2"] * 3, rows), None).tolist() == [1.0, 1.0, 0.0]
     rule.close()
     own = RewardRequest.of([""], ["a"], [{"answer": 3, "_truth": "9"}])

@@ -20,7 +20,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def ask_for_ever(files: list[str]) -> None:
-    reward = FunctionReward(FunctionSpec(FILE, "never_releases_the_lock"), 2, 60.0, 0.0)
+    reward = FunctionReward(FunctionSpec(FILE, "never_releases_the_lock"), 2, 60.0)
     reward(RewardRequest.of(["", ""], files, [{}, {}]), None)
 
 
@@ -131,7 +131,7 @@ def test_a_call_whose_process_ends_is_repeated_once_in_a_new_one(tmp_path):
 
 def test_a_worker_killed_between_calls_costs_no_row():
     """As the kernel does when memory runs out: its process is not the one to blame."""
-    reward = FunctionReward(FunctionSpec(FILE, "who"), 1, 20.0, -1.0)
+    reward = FunctionReward(FunctionSpec(FILE, "who"), 1, 20.0)
     try:
         before = reward.pool.workers[0].process.pid
         assert reward(of_responses(""), None).tolist() == [before]
@@ -156,7 +156,7 @@ def test_heartbeats_are_sent_while_a_call_runs(monkeypatch):
 
 def test_close_after_an_interrupt_waits_only_for_calls_in_progress():
     rows = of_responses(*["late"] * 40)
-    started = FunctionReward(FunctionSpec(FILE, "waits"), 2, 10.0, 0.0)
+    started = FunctionReward(FunctionSpec(FILE, "waits"), 2, 10.0)
     threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         started(rows, None)
@@ -192,7 +192,7 @@ def test_where_a_function_may_be(tmp_path, monkeypatch):
         ("only_here:half", [1.5, 1, 0, 3, 0.5]),
         ("mine/with_neighbour.py:f", [2.5] * 5),
     ):
-        reward = FunctionReward(parse_function(name), 1, 10.0, 0.0)
+        reward = FunctionReward(parse_function(name), 1, 10.0)
         assert reward(REQUEST, None).tolist() == scores
         reward.close()
 
@@ -216,7 +216,7 @@ def test_a_cause_names_the_innermost_line_of_the_functions_file(tmp_path, monkey
         (f"{mine}:judge", f" ({mine}:15)"),
         ("numeric_match", missing),
     ):
-        reward = FunctionReward(parse_function(name), 1, 10.0, 0.0)
+        reward = FunctionReward(parse_function(name), 1, 10.0)
         reward(of_responses("{"), None)
         assert reward.counts.cause.endswith(ending), name
         reward.close()
