@@ -117,7 +117,7 @@ def save_model(
     weights: Mapping[str, Tensor] | None = None,
     ends: Sequence[int] = (),
     merge: bool = True,
-    card: str = "",
+    card: Callable[[bool, bool], str] | None = None,
 ) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the
     generation config.
@@ -128,11 +128,15 @@ def save_model(
     Collective: every rank calls it; rank 0 writes, and all raise a `StorageError`. Existing files
     are replaced only by complete ones.
 
-    Args: described: numbers and texts to store in the model's config under these names; None
-    removes an entry. weights: whole tensors, on rank 0, that replace the engine's weights of these
-    names. ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain
-    transformers stops at them. merge: merge an adapter instead of writing its folder; never done
-    with quantised weights. card: the text of `README.md`; "": none.
+    Args:
+        described: numbers and texts to store in the model's config under these names; None removes
+            an entry.
+        weights: whole tensors, on rank 0, that replace the engine's weights of these names.
+        ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain
+            transformers stops at them.
+        merge: merge an adapter instead of writing its folder; never done with quantised weights.
+        card: makes the text of `README.md` from whether an adapter is written and whether the
+            tokenizer has a chat template; None: there is none.
     """
     model: PreTrainedModel = engine.module.pretrained
     as_adapter = bool(adapter_layers(model)) and (
@@ -157,7 +161,7 @@ def write_model(
     described: Mapping[str, float | str | None] | None,
     ends: Sequence[int],
     merge: bool,
-    card: str = "",
+    card: Callable[[bool, bool], str] | None = None,
 ) -> str | None:
     """Write a model whose weights are `state`, not those of `module`; returns why it cannot be
     written, or None. `state` has the names of the transformers model in `module`; for an adapter
@@ -194,8 +198,9 @@ def write_model(
                     not isinstance(module, ScalarModel),
                 )
             tokenizer.save_pretrained(unfinished)
-            if card:
-                (unfinished / "README.md").write_text(card, encoding="utf-8")
+            if card is not None:
+                text = card(as_adapter, tokenizer.chat_template is not None)
+                (unfinished / "README.md").write_text(text, encoding="utf-8")
         # as the umask permits; safetensors lets only the owner read
         readable = unfinished.stat().st_mode & 0o666
         for file in unfinished.iterdir():

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from dschat_ppo.ppo.step_report import PPOReport
 from dschat_ppo.rewards.build_rewards import build_sources
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS, ModelReward, model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
+from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints
-from dschat_ppo.run.run_models import model_card
 from dschat_ppo.run.start_and_end import (
     changes_of,
     show_end,
@@ -160,7 +161,9 @@ def save_models(
     folders; nothing if a weight is not finite (`NonFiniteError`). Collective."""
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
-    ends, merge, card = answer_ends(tokenizer), engines.saves_merged, model_card(config, "actor")
+    ends = answer_ends(tokenizer)
+    merge = engines.saves_merged
+    card = partial(model_card, config, "actor")
     save_model(engines.actor, tokenizer, output / "actor", ends=ends, merge=merge, card=card)
     if engines.actor_average is not None:
         average = engines.actor_average.gathered()
@@ -177,7 +180,7 @@ def save_models(
             None,
             ends,
             merge,
-            model_card(config, "critic"),
+            partial(model_card, config, "critic"),
         )
 
 

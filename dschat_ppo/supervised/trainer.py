@@ -44,8 +44,8 @@ from dschat_ppo.monitor.step_line import Column, show_step
 from dschat_ppo.monitor.step_trace import NO_TRACE, StepTrace
 from dschat_ppo.monitor.writers import MetricsWriter
 from dschat_ppo.nonfinite import NonFinitePolicy
+from dschat_ppo.run.model_card import model_card
 from dschat_ppo.run.output_folder import KeptModels, best_is_lost
-from dschat_ppo.run.run_models import model_card
 from dschat_ppo.run.start_and_end import show_plan
 from dschat_ppo.supervised.best_evaluation import BestEvaluation
 from dschat_ppo.supervised.objective import Batch, Objective, UsedRows, collated
@@ -184,7 +184,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.objective = objective
         self.fit, self.console, self.seed = fit, config.console, run.seed
         # else an adapter folder is saved
-        self.card = model_card(config, "model")
+        self.card = partial(model_card, config, "model")
         self.saves_whole_model = (
             config.adapters.lora_merge or not config.adapters.only_optimize_lora
         )

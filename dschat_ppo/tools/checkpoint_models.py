@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from dschat_ppo.models.saving import is_in_adapter_folder, write_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
-from dschat_ppo.run.run_models import model_card
+from dschat_ppo.run.model_card import model_card
 
 ROLES = ("model", "actor", "critic", "actor_ema")
 
@@ -182,7 +183,7 @@ def export_role(
     if not merge:
         state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
     module, ends = module.to(number_format), answer_ends(tokenizer)
-    card = model_card(run.config, trained)
+    card = partial(model_card, run.config, trained)
     problem = write_model(module, state, tokenizer, place, described, ends, merge, card)
     if problem is not None:
         raise StorageError(problem)
