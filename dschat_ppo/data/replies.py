@@ -101,3 +101,11 @@ def opens_thought(before: str) -> bool:
     """Whether the text before a message ends with the mark that begins a thought, as some chat
     templates open answers."""
     return before.rstrip().endswith(tuple(MARKS))
+
+
+def without_open_thought(before: str) -> str:
+    """The text before a message without the mark at its end that begins a thought."""
+    for mark in MARKS:
+        if before.rstrip().endswith(mark):
+            return before.rstrip().removesuffix(mark)
+    return before

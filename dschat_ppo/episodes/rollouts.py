@@ -26,6 +26,7 @@ from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
 from dschat_ppo.episodes.observations import ObservationTokens
+from dschat_ppo.episodes.tool_calls import check_calls_read_back
 from dschat_ppo.episodes.turns import MALFORMED, WAIT_SECONDS, EpisodeTurns, Record, ends_in_thought
 from dschat_ppo.errors import UserError, printable_line
 from dschat_ppo.models.tokenizers import filler_id
@@ -91,6 +92,8 @@ class EpisodeRollouts:
                 " --chat_template"
             )
         try:
+            if self.tools:
+                check_calls_read_back(tokenizer, self.tools)
             self.observations = ObservationTokens(
                 tokenizer, self.tools, flags.max_observation_tokens, flags.observation_truncation
             )

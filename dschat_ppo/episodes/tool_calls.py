@@ -7,12 +7,16 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.examples import Message, functions_of
-from dschat_ppo.data.replies import Reply, read_reply
+from dschat_ppo.data.rendered import check_calls
+from dschat_ppo.data.replies import Reply, read_reply, without_open_thought
+from dschat_ppo.data.templates import render, turn_end, without_final
+from dschat_ppo.errors import UserError
 
 # What follows these marks is one call, or (Mistral) a list of calls; a mark without its end is a
 # call that was cut.
@@ -67,6 +71,49 @@ def parse_action(
     else:
         message["content"] = reply.rest
     return _shallow(message)
+
+
+def check_calls_read_back(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> None:
+    """Render a call of the first tool and read it back. `UserError` if the chat template leaves out
+    the tool or its call, or writes the call in a form that `parse_action` does not read: no call of
+    the model would ever be carried out."""
+    [schema, *_] = functions_of([{"tool_calls": tools}])
+    arguments = _example_arguments(schema)
+    function = {"name": schema["name"], "arguments": arguments}
+    call = {"type": "function", "id": "call00000", "function": function}
+    ask: Message = {"role": "user", "content": "A question."}
+    answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    check_calls(tokenizer, [ask], answer, tools)
+    opening = without_open_thought(render(tokenizer, [ask], open_answer=True, tools=tools))
+    whole = render(tokenizer, [ask, answer], open_answer=False, tools=tools)
+    turn = whole[len(commonprefix([opening, whole])) :].removesuffix(turn_end(tokenizer).dropped)
+    text, _ = without_final(tokenizer, turn)
+    problem = "no call is found in it"
+    try:
+        for found in parse_action(tokenizer, text, tools).get("tool_calls") or ():
+            read = found["function"]
+            problem = f"it is read as {read['name']} {json.dumps(read['arguments'])}"
+            if (read["name"], read["arguments"]) == (schema["name"], arguments):
+                return
+    except MalformedCallError as error:
+        problem = str(error)
+    raise UserError(
+        f"a call that the chat template writes cannot be read back ({problem}): {turn!r}; give the"
+        " tokenizer a `response_template` that reads it (docs/environments.md, Tokens), or take a"
+        " template that writes calls as Hermes, Qwen, Llama 3 or Mistral do (--chat_template FILE)"
+    )
+
+
+def _example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """Values for the arguments of a tool that are plain texts, numbers or booleans."""
+    values = {"string": "x", "integer": 1, "number": 1, "boolean": True}
+    parameters = (schema.get("parameters") or {}).get("properties") or {}
+    kinds = {name: parameter.get("type") for name, parameter in parameters.items()}
+    return {
+        name: values[kind]
+        for name, kind in kinds.items()
+        if isinstance(kind, str) and kind in values
+    }
 
 
 def said_and_called(text: str, is_opened: bool = False) -> tuple[str, str]:

@@ -1,17 +1,30 @@
 """Tool calls beside thoughts and JSON, in the one reading of a reply."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
-from chat_tokenizers import shaped
+from chat_tokenizers import EACH, EVERY, WITH_TOOLS, opened_by, shaped, special_tokenizer
 from tiny_tokenizers import tokenizer_of
 
+from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.encode import encode_after
 from dschat_ppo.episodes.environments import _Agent, _Gym
+from dschat_ppo.episodes.rollouts import described_tools
 from dschat_ppo.episodes.shown_turns import turns_of
-from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action, said_and_called
+from dschat_ppo.episodes.tool_calls import (
+    MalformedCallError,
+    check_calls_read_back,
+    parse_action,
+    said_and_called,
+)
 from dschat_ppo.episodes.turns import ends_in_thought, read_action
+from dschat_ppo.errors import UserError
 from dschat_ppo.types import Rollout
 
+DOCS = Path(__file__).parents[2] / "docs/environments.md"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 JSON = '{"name": "add", "arguments": {"a": 1}}'
 CALL = f"<tool_call>{JSON}</tool_call>"
@@ -169,3 +182,111 @@ def test_what_precedes_an_action_opens_its_thought(opening, is_opened):
     )
     first = {"role": "model" if is_opened else "call", "text": CALL}
     assert turns_of(tokenizer, rollout)[0][0] == first
+
+
+# Calls that the template writes
+
+NAMED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "To add.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "to": {"type": ["string", "null"]}},
+            },
+        },
+    }
+]
+LISTED = "{% if tools %}{{ tools | tojson }}{% endif %}"
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n"
+OPENED = opened_by("<|im_start|>assistant\n")
+
+
+def calling(calls, turn=TURN, opened=OPENED):
+    """A tokenizer whose template writes `calls` for the calls of a message."""
+    template = LISTED + EACH + turn.replace("CALLS", calls) + EVERY + opened
+    return special_tokenizer(template, "</s>", ("<|im_start|>", "<|im_end|>"))
+
+
+QWEN = (
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+)
+CODER = (
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}"
+)
+GRANITE = (
+    "{% if m.tool_calls %}<|tool_call|>"
+    "{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
+)
+GLM = (
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}\n"
+    "{% for k, v in c.function.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+)
+KIMI = (
+    "{% for c in m.tool_calls or [] %}<|tool_call_begin|>functions.{{ c.function.name }}:0"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+)
+DEEPSEEK = (
+    "{% for c in m.tool_calls or [] %}<|tool_call_begin|>function<|tool_sep|>{{ c.function.name }}"
+    "\n```json\n{{ c.function.arguments | tojson }}\n```<|tool_call_end|>{% endfor %}"
+)
+HARMONY = (
+    "{% for c in m.tool_calls or [] %}<|channel|>commentary to=functions.{{ c.function.name }}"
+    "<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
+)
+PHI = GRANITE.replace("{% endif %}", "<|/tool_call|>{% endif %}")
+THINKS = TURN.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
+)
+OPEN = opened_by("<|im_start|>assistant\n<think>\n")
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        *(shaped(name, WITH_TOOLS)[0] for name in WITH_TOOLS),
+        calling(QWEN),
+        calling(CODER),
+        calling(QWEN, THINKS, OPEN),  # Qwen3
+        calling(QWEN, TURN, OPEN),  # as that of QwQ, whose history has no thoughts
+    ],
+)
+def test_calls_that_can_be_read_back(tokenizer):
+    check_calls_read_back(tokenizer, NAMED)
+
+
+@pytest.mark.parametrize("calls", [GRANITE, GLM, KIMI, DEEPSEEK, HARMONY, PHI])
+def test_calls_that_cannot_be_read_back(calls):
+    with pytest.raises(UserError, match=r"cannot be read back.*response_template.*--chat_template"):
+        check_calls_read_back(calling(calls), NAMED)
+
+
+def test_a_template_without_calls():
+    with pytest.raises(UserError, match="leaves out the tool call 'add'"):
+        check_calls_read_back(calling(""), NAMED)
+
+
+def test_the_response_template_of_the_documentation_reads_the_calls_of_kimi_k2():
+    tokenizer = calling(KIMI)
+    text = DOCS.read_text(encoding="utf-8")
+    [written] = re.findall(r"```json\n(\{\n  \"response_template\".*?)```", text, re.DOTALL)
+    tokenizer.response_template = json.loads(written)["response_template"]
+    check_calls_read_back(tokenizer, NAMED)
+    call = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    assert content_and_calls(f"<think>{call}</think>Sum:{call}", tokenizer=tokenizer) == ("Sum:", 1)
+
+
+def test_it_is_said_before_the_processes_of_a_run_begin(tmp_path):
+    file = tmp_path / "own.py"
+    described = '    """Add.\n\n    Args:\n        a: the number.\n    """\n'
+    file.write_text(f"def add(a: int) -> int:\n{described}    return a\n")
+    flags = EnvironmentFlags(tools=[f"{file}:add"])
+    with pytest.raises(UserError, match=r"--tools .*own.py:add.*cannot be read back"):
+        described_tools(flags, calling(GRANITE), 100)
+    assert described_tools(flags, calling(QWEN), 100)[0]["function"]["name"] == "add"
