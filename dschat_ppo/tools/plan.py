@@ -3,7 +3,7 @@ with which it fits.
 
     python -m dschat_ppo.tools.plan --actor M --critic R --devices 8 --device_memory 80GiB
         --host_memory 1TiB
-        [--devices_per_node 8] [flags of step 3]
+        [--devices_per_node 8] [--json] [flags of step 3]
     python -m dschat_ppo.tools.plan --step 1 --model M --devices 8 [flags of step 1]
 
 --step is 1 (SFT), 2 (reward model), dpo or 3 (PPO, the default). A model is a folder that holds at
@@ -15,6 +15,7 @@ table.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -85,6 +86,7 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="SIZE",
         help="memory of a machine, such as 1TiB (default: this one)",
     )
+    add("--json", action="store_true", help="print the plan as JSON, for scripts; sizes are bytes")
     words, rest = parser.parse_known_args(argv)
     for name, flag in _MODELS.items():
         if getattr(words, name) is not None:
@@ -132,6 +134,9 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
 
     plan = plan_with([])
     proposal = flags_that_fit(config, plan_with) if plan.missing else None
+    if words.json:
+        print(json.dumps(json_of(plan, proposal), indent=2))
+        return
     where = f"{plan.ranks} x " + (
         f"GPU of {plan.device_memory / GIB:.0f} GiB" if plan.device_memory else "CPU"
     )
@@ -161,6 +166,37 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
             f"\nNo flags of the planner make it fit: use {others}more devices, a smaller model, or"
             " shorter rows."
         )
+
+
+def json_of(plan: Plan, proposal: tuple[list[str], Plan] | None) -> dict[str, Any]:
+    """A plan for scripts. Sizes are bytes: of one rank in `held`, of one device and of one host in
+    `needs`. `proposal`: the flags with which it fits, and their plan; None if it fits as it is, or
+    with no flags of the planner."""
+    phases = []
+    for phase in plan.phases:
+        device, host = plan.needs(phase)
+        held = [
+            {"role": role, "part": part, "on_host": on_host, "bytes": size}
+            for (role, part, on_host), size in phase.held.items()
+        ]
+        phases.append(
+            {"phase": phase.name, "needs": {"device": device, "host": host}, "held": held}
+        )
+    proposed = None
+    if proposal is not None:
+        flags, proposed_plan = proposal
+        proposed = {"flags": flags, **json_of(proposed_plan, None)}
+    return {
+        "fits": not plan.missing,
+        "shortages": [str(shortage) for shortage in plan.shortages()],
+        "phases": phases,
+        "rows": plan.rows,
+        "ranks": plan.ranks,
+        "ranks_per_node": plan.ranks_per_node,
+        "device_memory": plan.device_memory,
+        "host_memory": plan.host_memory,
+        "proposal": proposed,
+    }
 
 
 def table(plan: Plan, parts: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """The command: models without weights, flags of step 3, and its errors."""
 
+import json
+
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,6 +57,29 @@ def test_what_does_not_fit_has_a_proposal(models, capsys):
     names = ("--per_device_training_batch_size", "--gradient_accumulation_steps")
     size, accumulation = (int(flags[flags.index(name) + 1]) for name in names)
     assert size < 64 and size * accumulation == 64, "an optimizer step has as many rows as before"
+
+
+def test_json_has_the_plan_and_the_proposal_of_the_text(models, capsys):
+    words = ["--actor", models["actor"], "--critic", models["critic"], "--device_memory", "1300MiB"]
+    words += ["--per_device_training_batch_size", "64", "--per_device_generation_batch_size", "64"]
+    words += ["--host_memory", "64GiB"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["fits"], plan["ranks"], plan["device_memory"]) == (False, 1, 1300 * 2**20)
+    assert all(shortage in text for shortage in plan["shortages"])
+    assert " ".join(plan["proposal"]["flags"]) in text and plan["proposal"]["fits"]
+    assert plan["proposal"]["proposal"] is None
+    for phase in plan["phases"]:
+        needs = phase["needs"]
+        of_device = sum(part["bytes"] for part in phase["held"] if not part["on_host"])
+        assert of_device < needs["device"] and phase["phase"] in text
+        assert f"{needs['device'] / 2**30:.2f} {needs['host'] / 2**30:9.2f}" in text
+    fits = [*words[:4], "--host_memory", "64GiB", "--json"]
+    assert main(fits) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["fits"], plan["shortages"], plan["proposal"]) == (True, [], None)
 
 
 def test_a_model_that_the_planner_does_not_understand_is_an_error(models, capsys, monkeypatch):
