@@ -48,7 +48,7 @@ class NonFinitePolicy:
         self.flags = flags
         self.bundles = bundles
         self._in_a_row = Counter[str]()
-        self._skipped = 0
+        self.skipped = 0  # updates of the run
         self._overflows = Counter[str]()
 
     def handle(
@@ -110,7 +110,7 @@ class NonFinitePolicy:
     def _fail(self, role: str, problem: str, replay: str) -> None:
         """Count a failure of `role`, or stop the run."""
         self._in_a_row[role] += 1
-        self._skipped += 1
+        self.skipped += 1
         if self.flags.on_nonfinite == "stop":
             advice = "Lower the learning rate, use --dtype fp32, or --on_nonfinite skip."
             raise NonFiniteError(f"{problem}. {advice}{replay}")
@@ -124,20 +124,20 @@ class NonFinitePolicy:
     def metrics(self, *roles: str) -> dict[str, float]:
         """Counts since the start of the run: skipped updates, and fp16 overflows of each role."""
         counts = {f"optim/overflow/{role}": float(self._overflows[role]) for role in roles}
-        return {"optim/nonfinite_skipped": float(self._skipped), **counts}
+        return {"optim/nonfinite_skipped": float(self.skipped), **counts}
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, for a resumed run."""
         return {
             "in_a_row": dict(self._in_a_row),
-            "skipped": self._skipped,
+            "skipped": self.skipped,
             "overflows": dict(self._overflows),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`."""
         self._in_a_row = Counter(state["in_a_row"])
-        self._skipped = state["skipped"]
+        self.skipped = state["skipped"]
         self._overflows = Counter(state["overflows"])
 
 

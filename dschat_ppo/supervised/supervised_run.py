@@ -221,6 +221,8 @@ def train_and_save(
         for name in ("divergence", "loss", "perplexity", "accuracy", "margin")
     }
     steps = counted(int(result["optimizer_steps"]), "optimizer step")
+    if "skipped_steps" in result:
+        steps += f" ({result['skipped_steps']} more were skipped: NaN or infinity)"
     is_resumed, changes = session.checkpoint is not None, changes_of(result, names)
     show_end(run.name, steps, result["seconds"], changes, [output], next_command, is_resumed)
     return result

@@ -33,7 +33,13 @@ from dschat_ppo.data.supervised_batches import PackingPlan, plan_packing, sample
 from dschat_ppo.data.templates import answer_ends
 from dschat_ppo.engine.build_engine import optimizer_settings, train_engine
 from dschat_ppo.engine.ds_config import Config, check_zero_plus_plus, config_of_run
-from dschat_ppo.engine.optimizer_step import accumulate, apply, learning_rates
+from dschat_ppo.engine.optimizer_step import (
+    StepResult,
+    accumulate,
+    apply,
+    learning_rates,
+    loss_scale,
+)
 from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
@@ -329,8 +335,9 @@ class SupervisedTrainer(Generic[Batch]):
         self, micro_batches: list[list[int]], batches: list[Batch] | None = None
     ) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches, which are row numbers; without their
-        `batches` the rows are collated here. `NonFiniteError` if a loss or gradient is not finite,
-        and the run stops. Collective."""
+        `batches` the rows are collated here. Where fp16 gradients overflow, it is repeated with
+        the lower loss scale, so that each step of the plan trains the model. `NonFiniteError` if a
+        loss or gradient is not finite, and the run stops. Collective."""
         objective = self.objective
         if batches is None:
             batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
@@ -340,19 +347,14 @@ class SupervisedTrainer(Generic[Batch]):
         counted = dist.all_reduce(counts) // dist.sequence_ranks()  # each row once
         total, samples, tokens = counted.unbind()
         total = total.clamp_min(1)
-        sums = MetricSums(self.rows.sources)
-
-        def loss(batch: Batch, sums: MetricSums) -> Tensor:
-            return objective.loss(self.engine, batch, total, sums)
-
-        loss_of: Callable[[Batch], Tensor] = partial(loss, sums=sums)
-        if self.router is not None:
-            loss_of = with_router_term(
-                self.router, "router_loss", batches, loss, objective.real_rows, sums
-            )
-        result = apply(accumulate(self.engine, batches, loss_of))
         constants = {"total": total, "rows": micro_batches}
-        self.nonfinite.handle("model", self.steps + 1, result, self.engine, batches, constants)
+        result, sums = self._update(batches, constants)
+        while result.overflow:  # ends, because an overflow at the smallest scale is a fault
+            logger().info(
+                f"step {self.steps + 1}: the fp16 gradients overflowed, so the update is made"
+                f" again, with a loss scale of {loss_scale(self.engine):g}"
+            )
+            result, sums = self._update(batches, constants)
         metrics = {
             **objective.summary(sums.reduce()),
             "grad_norm": result.grad_norm,
@@ -360,6 +362,25 @@ class SupervisedTrainer(Generic[Batch]):
         }
         metrics |= {"samples": float(samples), "tokens": float(tokens)}
         return metrics | self.nonfinite.metrics("model")
+
+    def _update(
+        self, batches: list[Batch], constants: dict[str, Any]
+    ) -> tuple[StepResult, MetricSums]:
+        """Forward, backward and update over this rank's micro-batches, with the metrics of the
+        passes; `constants` are for `NonFinitePolicy.handle`. Collective."""
+        sums = MetricSums(self.rows.sources)
+
+        def loss(batch: Batch, sums: MetricSums) -> Tensor:
+            return self.objective.loss(self.engine, batch, constants["total"], sums)
+
+        loss_of: Callable[[Batch], Tensor] = partial(loss, sums=sums)
+        if self.router is not None:
+            loss_of = with_router_term(
+                self.router, "router_loss", batches, loss, self.objective.real_rows, sums
+            )
+        result = apply(accumulate(self.engine, batches, loss_of))
+        self.nonfinite.handle("model", self.steps + 1, result, self.engine, batches, constants)
+        return result, sums
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -428,7 +449,13 @@ class SupervisedTrainer(Generic[Batch]):
         result |= {
             f"{name}_after": value for name, value in (self.after or before).items()
         } | self.best.result()
-        return result | {"optimizer_steps": self.plan.total_steps, "world_size": dist.world_size()}
+        skipped = self.nonfinite.skipped
+        if skipped:
+            result["skipped_steps"] = skipped
+        return result | {
+            "optimizer_steps": self.plan.total_steps - skipped,
+            "world_size": dist.world_size(),
+        }
 
     @property
     def engines_to_save(self) -> dict[str, Engine]:

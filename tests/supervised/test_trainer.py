@@ -10,6 +10,7 @@ import torch
 from checkpoints import NO_CHECKPOINTS
 from conftest import tiny_config
 from datasets import Dataset
+from deepspeed.accelerator import get_accelerator
 from one_rank import one_rank  # noqa: F401
 from pairs_of_answers import ROWS as PAIRS
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -81,10 +82,9 @@ class Seen:
 
 
 def config_of(output, *more: str):
-    words = (
-        "--model_name_or_path m --data_path d --dtype fp32 --zero_stage 0"
-        " --per_device_train_batch_size 1"
-    )
+    words = "--model_name_or_path m --data_path d --per_device_train_batch_size 1"
+    if "--dtype" not in more:
+        words += " --dtype fp32 --zero_stage 0"
     words += (
         " --gradient_accumulation_steps 2 --num_train_epochs 2 --eval_interval 3"
         " --num_warmup_steps 3"
@@ -201,6 +201,8 @@ def test_a_nan_loss_skips_the_update_and_is_written_for_replay(tmp_path, assets)
     lines = lines_of(tmp_path)[1:]
     assert [line["optim/nonfinite_skipped"] for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert [line["optim/overflow/model"] for line in lines] == [0] * LAST
+    result = trainer.save(tmp_path / "saved", AutoTokenizer.from_pretrained(assets / "lm"))
+    assert (result["optimizer_steps"], result["skipped_steps"]) == (LAST - 1, 1)
     assert [line["grad_norm"] is None for line in lines] == [step == 2 for step in range(LAST)], (
         "infinite: null"
     )
@@ -235,13 +237,36 @@ def test_a_nan_loss_stops_the_run_before_the_update(tmp_path):
     )
 
 
-@pytest.mark.parametrize("at", [4, 5])
-def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at):
+@pytest.fixture
+def fp16(monkeypatch):
+    """An accelerator that multiplies fp16 numbers."""
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+
+
+FP16 = ("--dtype", "fp16", "--zero_stage", "2", "--learning_rate", "1e-2")
+
+
+def test_an_fp16_update_that_overflows_is_made_again_with_a_lower_scale(tmp_path, fp16):
+    """The run makes each update that its schedule plans, on each row."""
+    seen = Seen()
+    config = config_of(tmp_path, *FP16)
+    run(make(config, seen), tmp_path)
+    lines = lines_of(tmp_path)[1:]
+    overflows = lines[-1]["optim/overflow/model"]
+    assert overflows >= 2 and lines[0]["optim/overflow/model"] > 0
+    assert all(0 < line["grad_norm"] < math.inf for line in lines)
+    factors = [0, 1 / 3, 2 / 3, 1, 0.8, 0.6, 0.4, 0.2]
+    assert [line["lr"] for line in lines] == pytest.approx([1e-2 * each for each in factors])
+    assert len(seen.of_training) == 2 * (LAST + overflows), "two micro-batches in each pass"
+
+
+@pytest.mark.parametrize(("at", "words"), [(4, ()), (5, ()), (2, FP16)])
+def test_a_resumed_run_makes_the_steps_that_are_left(tmp_path, at, words, fp16):
     """The same numbers as of a run that was not stopped."""
     whole = Seen()
-    run(make(config_of(tmp_path), whole), tmp_path)
+    run(make(config_of(tmp_path, *words), whole), tmp_path)
     lines = lines_of(tmp_path)
-    best, config = best_steps(lines), config_of(tmp_path)
+    best, config = best_steps(lines), config_of(tmp_path, *words)
     stopped, left = Seen(), Seen()
     before = make(config, stopped)
     with pytest.raises(StopRequested):
