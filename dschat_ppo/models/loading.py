@@ -52,16 +52,20 @@ from dschat_ppo.models.model_folders import (
     SCORE,
     base_folder,
     check_settings,
-    checkpoint_shapes,
     files_of,
     is_adapter_folder,
-    is_old_buffer,
     saves_head,
     wants_settings_only,
-    weight_files,
     without_code,
 )
 from dschat_ppo.models.tokenizers import load_tokenizer, read_tokenizer
+from dschat_ppo.models.weight_headers import (
+    checkpoint_headers,
+    checkpoint_shapes,
+    is_old_buffer,
+    require_floating_point,
+    weight_files,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCORE_WEIGHT, DEEPSPEED_CHAT_HEAD = f"{SCORE}.weight", "v_head.weight"
@@ -467,7 +471,7 @@ def check_weights(
             watchdog_paused(),
             reading(f"{folder}: its weights cannot be read as those of a {type(config).__name__}"),
         ):
-            _, info = kind.from_pretrained(
+            model, info = kind.from_pretrained(
                 folder,
                 config=config,
                 device_map="meta",
@@ -477,6 +481,8 @@ def check_weights(
             )
     finally:
         transformers.logging.set_verbosity(verbosity)
+    integers = [name for name, value in model.named_buffers() if not value.is_floating_point()]
+    require_floating_point(folder, checkpoint_headers(folder), integers)
     missing = set(info["missing_keys"])
     unexpected = {
         name for name in info["unexpected_keys"] if not name.startswith(LM_HEADS)

@@ -13,18 +13,16 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import huggingface_hub
-import torch
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -32,6 +30,12 @@ from transformers import PretrainedConfig
 from dschat_ppo.common.dist import main_rank_of_node_first
 from dschat_ppo.common.logging import log_once
 from dschat_ppo.errors import UserError, in_one_line, nearest_path, reading
+from dschat_ppo.models.weight_headers import (
+    WeightHeader,
+    format_of,
+    load_pickled,
+    require_floating_point,
+)
 
 SCORE = "score"  # name of the scalar head in the classifiers of decoders
 KERNELS = ("attn_implementation", "experts_implementation")
@@ -147,75 +151,10 @@ def wants_settings_only() -> bool:
     return _SETTINGS_ONLY[0]
 
 
-def weight_files(folder: str) -> list[Path]:
-    """The safetensors files of a model folder, or else its `pytorch_model*.bin` files."""
-    root = Path(folder)
-    return sorted(root.glob("*.safetensors")) or sorted(root.glob("pytorch_model*.bin"))
-
-
 def files_of(folder: str) -> tuple[Any, ...]:
     """A key for what is kept of a folder while its files stay as they are."""
     found = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
     return folder, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
-
-
-def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights in a checkpoint, without reading the weights."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        with reading(f"{file}: cannot be read, copy the model again"):
-            if file.suffix == ".bin":
-                shapes |= {
-                    name: tuple(x.shape)
-                    for name, x in load_pickled(file, "meta", mmap=True).items()
-                }
-            else:
-                with safe_open(file, framework="pt") as weights:
-                    shapes |= {
-                        name: tuple(weights.get_slice(name).get_shape())
-                        for name in list(weights.keys())
-                    }
-    return shapes
-
-
-def load_pickled(file: Path, device: str, mmap: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a `.bin` file, by torch's reader that runs no code."""
-    try:
-        loaded = torch.load(file, map_location=device, weights_only=True, mmap=mmap)
-    except UnpicklingError as problem:
-        named = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(problem))
-        if named:
-            what = f"holds more than weights (it calls {named[1]})"
-        else:
-            what = "holds more than weights, or is damaged"
-        raise UserError(
-            f"{file}: {what}, so it is not loaded; get the model as model.safetensors, or, only if"
-            ' you trust its author, convert it, which runs its code: python -c "import torch,'
-            f" safetensors.torch as s; s.save_file(torch.load('{file}', weights_only=False),"
-            " 'model.safetensors')\""
-        ) from problem
-    if not isinstance(loaded, dict) or not all(
-        isinstance(weight, torch.Tensor) for weight in loaded.values()
-    ):
-        raise UserError(f"{file}: must hold tensors by name; save the model's state_dict()")
-    return loaded
-
-
-def is_old_buffer(name: str, shape: Sequence[int]) -> bool:
-    """Whether an unexpected entry is a buffer that files of 2019 to 2023 store and today's models
-    compute. The name and the shape identify it; a weight with such a name has another shape.
-
-    - `attn.bias`, `attn.attention.bias`, `attention.bias`, `causal_mask`: the causal mask, (1, 1,
-      n, n)
-    - `masked_bias`: the value of masked scores, one number
-    - `rotary_emb.inv_freq`: frequencies of the rotary positions, one dimension
-    """
-    *ones, rows, columns = shape if len(shape) == 4 else (0, 0, 0)
-    if re.search(r"(^|\.)(attn|attention)\.(bias|causal_mask)$", name):
-        return ones == [1, 1] and rows == columns
-    if re.search(r"(^|\.)(attn|attention)\.masked_bias$", name):
-        return len(shape) == 0
-    return re.search(r"(^|\.)rotary_emb\.inv_freq$", name) is not None and len(shape) == 1
 
 
 ADAPTER = "default"  # peft's name of a model's only adapter
@@ -381,6 +320,15 @@ def read_adapter_config(folder: str, flag: str) -> dict[str, Any]:
                 f"{flag} {folder}: holds {what}; merge it into its base with peft"
                 " (merge_and_unload) and save that"
             )
+    scales = {"lora_alpha": config.get("lora_alpha", 1)}
+    if isinstance(config.get("alpha_pattern"), dict):
+        scales |= config["alpha_pattern"]
+    for name, scale in scales.items():
+        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise UserError(
+                f"{flag} {file}: the scale {name} must be a finite number and is {scale!r}; copy"
+                " the file again, or write the lora_alpha that the adapter was trained with"
+            )
     return {name: value for name, value in config.items() if name in _USED}
 
 
@@ -396,7 +344,13 @@ def adapter_weights(folder: str) -> dict[str, Tensor]:
         if file.is_file():
             saved = load_file(file)
         else:
-            saved = load_pickled(Path(folder) / _OLD_WEIGHTS, "cpu")
+            file = Path(folder) / _OLD_WEIGHTS
+            saved = load_pickled(file, "cpu")
+    headers = {
+        name: WeightHeader(file, tuple(weight.shape), format_of(weight.dtype))
+        for name, weight in saved.items()
+    }
+    require_floating_point(folder, headers)
     return {_loaded_name(key.removeprefix(_PREFIX)): weight for key, weight in saved.items()}
 
 

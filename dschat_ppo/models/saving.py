@@ -36,8 +36,8 @@ from dschat_ppo.models.model_folders import (
     ADAPTER_WEIGHTS,
     SCORE,
     saved_name,
-    weight_files,
 )
+from dschat_ppo.models.weight_headers import weight_files
 from dschat_ppo.models.wrapped_models import ScalarModel, WrappedModel
 from dschat_ppo.types import Engine
 

@@ -35,8 +35,9 @@ from dschat_ppo.models.loading import (
     load_config,
     require_length,
 )
-from dschat_ppo.models.model_folders import base_folder, checkpoint_shapes, model_folder, with_bases
+from dschat_ppo.models.model_folders import base_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.monitor.writers import write_result
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.run.output_folder import KeptModels, remove_checkpoints

@@ -2,6 +2,7 @@
 model folders."""
 
 import json
+import math
 import re
 import shutil
 from types import SimpleNamespace
@@ -282,6 +283,15 @@ REFUSED = [
         None,
         r"fit LlamaForCausalLM: wrong shape: model\.layers\.0\.mlp\.down_proj",
     ),
+    *(
+        (entries, None, "the scale .* must be a finite number and is " + said)
+        for entries, said in (
+            ({"lora_alpha": math.nan}, "nan"),
+            ({"lora_alpha": -math.inf}, "-inf"),
+            ({"lora_alpha": "8"}, "'8'"),
+            ({"alpha_pattern": {"up_proj": math.inf}}, "inf"),
+        )
+    ),
     ({"peft_type": "IA3"}, None, f"ADAPTER: holds an adapter of type IA3{MERGE}"),
     ({"bias": "all"}, None, f"holds LoRA with trained biases{MERGE}"),
     ({"target_parameters": ["mlp.experts"]}, None, f"holds LoRA with target_parameters{MERGE}"),
@@ -325,6 +335,19 @@ def test_adapters_that_cannot_be_used_are_refused(once, folder, tmp_path, entrie
         message = message.replace(name, re.escape(path))
     with pytest.raises(UserError, match=message):
         check_causal_lm(changed(folder, **entries), asked)
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_matrices_that_are_no_floating_point_numbers_are_refused(folder, is_pickled):
+    file = folder / "adapter_model.safetensors"
+    matrices = {name: weight.to(torch.int8) for name, weight in load_file(file).items()}
+    file.unlink()
+    if is_pickled:
+        torch.save(matrices, folder / "adapter_model.bin")
+    else:
+        save_file(matrices, file)
+    with pytest.raises(UserError, match=r"lora_A.* holds numbers of the format (I8|int8)"):
+        check_causal_lm(str(folder))
 
 
 def test_broken_files_are_refused(folder):

@@ -3,6 +3,7 @@ fit; classifiers; QLoRA as far as a machine without a GPU can test it."""
 
 import importlib.util
 import json
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -161,6 +162,46 @@ def damaged(folder, change):
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "written"),
+    [
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.int64, "I64"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.complex64, "C64"),
+    ],
+)
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    tmp_path, dtype, written, is_pickled
+):
+    """No scale says what they stand for, so a cast would train other numbers."""
+    folder = damaged(tmp_path / "lm", lambda weights: weights.update({UP: weights[UP].to(dtype)}))
+    file = "model.safetensors"
+    if is_pickled:
+        file = "pytorch_model.bin"
+        torch.save(load_file(tmp_path / "lm/model.safetensors"), tmp_path / "lm" / file)
+        (tmp_path / "lm/model.safetensors").unlink()
+        written = str(dtype).removeprefix("torch.")
+    said = f"{UP} in {file} holds numbers of the format {written}, which cannot be trained"
+    for check in (check_causal_lm, lambda path: check_sequence_classifier(path, new_head=True)):
+        with pytest.raises(UserError, match=re.escape(said)):
+            check(folder)
+
+
+def test_weights_in_each_floating_point_format_are_loaded(tmp_path):
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        value = torch.linspace(0, 1, 64 * 32).view(64, 32).to(dtype)
+
+        def change(weights, value=value):
+            weights[UP] = value
+
+        weight = load_causal_lm(damaged(tmp_path / str(dtype), change), "fp32", None)
+        torch.testing.assert_close(weight.get_parameter(UP).to(dtype), value)
 
 
 @pytest.mark.parametrize(

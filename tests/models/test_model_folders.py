@@ -33,14 +33,12 @@ from dschat_ppo.models.loading import (
 from dschat_ppo.models.model_folders import (
     OF_A_RUN,
     adapter_weights,
-    checkpoint_shapes,
-    is_old_buffer,
     model_folder,
     settings_only,
     wanted_files,
-    weight_files,
 )
 from dschat_ppo.models.tokenizers import load_tokenizer
+from dschat_ppo.models.weight_headers import checkpoint_shapes, is_old_buffer, weight_files
 
 
 def test_the_output_folder_of_step_3_names_the_models_inside(tmp_path):

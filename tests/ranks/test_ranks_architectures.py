@@ -28,7 +28,7 @@ from dschat_ppo.engine.router_term import router_top_k
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.adapters import lora_targets
 from dschat_ppo.models.loading import load_sequence_classifier
-from dschat_ppo.models.model_folders import checkpoint_shapes
+from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.tools import toy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.release]
