@@ -70,9 +70,19 @@ def advice_for(columns: list[str], rows: list[Row]) -> Advice:
     """What these columns and first rows may be."""
     known = [name for name, one in SETS.items() if set(one.columns.split()) <= set(columns)]
     sets = tuple(name for name in known if SETS[name].columns != _PAIR)
-    spaced = tuple(name for name in known if name not in sets and SETS[name].chosen == " {chosen}")
-    pairs, labels = _of_pairs(columns, rows), _of_labels(columns, rows)
-    return Advice(sets, spaced, pairs, labels, has_steps="steps" in columns)
+    labels = {str(row.get("label")).strip().lower() for row in rows}
+    if labels <= set(LABELS):  # and no answers
+        sets = tuple(name for name in sets if SETS[name].columns != "prompt label")
+    spaced: tuple[str, ...] = ()
+    if all(isinstance(row.get(column), str) for row in rows for column in _PAIR.split()):
+        spaced = tuple(name for name in known if SETS[name].chosen == " {chosen}")
+    return Advice(
+        sets,
+        spaced,
+        pairs=_of_pairs(columns, rows),
+        labels=_of_labels(columns, rows),
+        has_steps="steps" in columns,
+    )
 
 
 def _of_pairs(columns: list[str], rows: list[Row]) -> str:

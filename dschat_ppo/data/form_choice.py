@@ -91,16 +91,17 @@ def detect_form(
     chosen = _chosen(name, columns, rows, flags, of_content, advice)
     kind = chosen.form.kind
     rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags, advice)
+    row_way = ""
     if not chosen.fits:
         if advice.sets and not of_content:
             raise UserError(
                 f"{name}: has the columns {_listed(columns)}, which do not fit the form"
                 f" {kind.name}; {as_known_set(advice.sets)}"
             )
-        warning = (
-            f"most of the first rows do not fit the form {kind.name}; --prompt_column, ... name"
-            " other columns"
-        )
+        way = "--prompt_column, ... name other columns"
+        warning = f"most of the first rows do not fit the form {kind.name}; {way}"
+        if kind.name == "ranked" and advice.pairs:  # answers without scores
+            row_way = advice.pairs
 
     # Columns besides prompt and answers
     by_name = () if flags.system_column is not None or kind.is_known_set else SYSTEM_COLUMNS
@@ -117,6 +118,7 @@ def detect_form(
         system_message=flags.system_message if rendering == "chat" else None,
         names=names,
         advice=advice,
+        row_way=row_way,
         warning=warning,
         about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
     )
@@ -151,7 +153,8 @@ def _watched(
     choose how to read the rows, beside prompts alone, and beside texts, which may have classes."""
     kind = form.kind
     only_prompts = form.uses == ("prompt",)
-    chosen_by_columns = of_content and kind.by_flag and not only_prompts
+    of_texts = set(of_content) - {"label", *VERDICT_ROLES}
+    chosen_by_columns = of_texts and kind.by_flag and not only_prompts
     watched = CONTENT
     if kind.is_known_set:
         watched = set()
@@ -359,7 +362,7 @@ def _rendering(
             f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
         )
     asks = kind.rendering == "content" or (
-        kind.name in ("preference", "better_of_two", "prompt_response", "ranked")
+        kind.name in ("preference", "better_of_two", "prompt_response", "ranked", "kto")
         and chosen.form.columns.get("prompt") in _QUESTIONS
         and flags.prompt_column is None
     )

@@ -71,8 +71,9 @@ _DETECTED = (
     Kind(
         "kto",
         {
-            "prompt": "prompt",
-            "response": "completion response",
+            "prompt": "prompt question query instruction",
+            "input": "input",
+            "response": "completion response answer output",
             "messages": "messages conversations",
             "label": "label",
         },

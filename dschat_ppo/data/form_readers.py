@@ -426,7 +426,14 @@ def read_ranked(cells: Cells, use: Use) -> Found:
 
 def read_kto(cells: Cells, use: Use) -> Found:
     """A prompt and an answer, or a conversation, and whether the answer is good."""
-    prompt, answers = read_columns(cells, "sft" if use == "unpaired" else use)
+    reader = read_columns
+    if cells.has("input"):
+        if cells.columns.get("prompt") == "instruction":
+            reader = read_alpaca
+        elif cells.known("input"):
+            way = f"--ignore_columns {cells.columns['input']} leaves it out"
+            raise UserError(f"{cells.called('input')} holds content beside the prompt; {way}")
+    prompt, answers = reader(cells, "sft" if use == "unpaired" else use)
     if use == "prompt":
         return prompt, []
     label = value_at(cells.row, cells.columns["label"])

@@ -102,6 +102,7 @@ class Form:
     warning: str = field(default="", repr=False)  # what may be wrong with it
     names: tuple[str, ...] = field(default=(), repr=False)  # all columns of the data set
     advice: Advice = field(default=Advice(), repr=False)  # for messages
+    row_way: str = field(default="", repr=False)  # for messages about rows
 
     @property
     def name(self) -> str:
@@ -137,7 +138,11 @@ class Form:
         self.require(use)
         found = list[Example]()
         for made in [row] if self.function is None else rows_made(self.function, row):
-            examples = self.examples_of(made, use)
+            try:
+                examples = self.examples_of(made, use)
+            except UserError as problem:
+                way = f"; {self.row_way}" if self.row_way else ""
+                raise UserError(f"{problem}{way}") from None
             if examples:
                 prompt, context = self._rendered(examples[0].prompt, made), tuple[int, ...]()
                 if isinstance(prompt, list):

@@ -137,21 +137,22 @@ def lead_of_first(value: Any, column: str, scale: Scale, answers: Answers, row: 
     `UserError` if it says none of these."""
     number = number_in(value)
     lead: int | None
-    if number is None:
+    if value is None:
+        lead = None
+    elif number is None:
         lead = _lead_by_word(str(value).strip().strip("[]").lower(), answers, row)
     elif scale == "strength":
         lead = (number < 0) - (number > 0)
     else:
-        places = [0.0, 1.0] if scale == "place from 0" else [1.0, 2.0]
-        if scale == "ends":
-            places = _numbers_at_ends(answers)
-        lead = {places[0]: 1, places[1]: -1}.get(number)
+        known = {"place from 0": [0.0, 1.0], "place from 1": [1.0, 2.0]}
+        places = known.get(scale) or _numbers_at_ends(answers)
+        lead = dict(zip(places, (1, -1), strict=False)).get(number)
     if lead is None:
         given = "null" if value is None else repr(str(value).strip().lower())
         numbers = "1 or 2" if scale == "place from 1" else "0 or 1"
         raise UserError(
             f"'{column}' is {given}; expected {numbers} (the place), '{answers[0]}' or"
-            f" '{answers[1]}', or tie"
+            f" '{answers[1]}', or tie; {OWN_FUNCTION} can read others"
         )
     return lead
 

@@ -168,6 +168,15 @@ def test_numbers_that_say_nothing_are_refused_without_flags_of_columns(numbers):
     assert "_column" not in str(caught.value)
 
 
+@pytest.mark.parametrize("verdict", [None, "", "unknown", 2, "c", True])
+def test_a_row_whose_verdict_says_nothing_is_bad(verdict):
+    rows = [sides(*RAB, True, winner="a"), sides(*RAB, True, winner=verdict)]
+    form = form_of(rows[:1] * 20, **CHAT)
+    with pytest.raises(UserError, match="^'winner' is .*; expected .*'answer_a' or 'answer_b', or"):
+        form.read(rows[1], "preference")
+    assert form.read(rows[1], "prompt")[0].prompt == [ASK]
+
+
 def flags_in(message: str) -> dict:
     """The flags of columns that a message names."""
     return dict(re.findall(r"--(\w+_column) ([^ ;]+)", message))
@@ -196,6 +205,7 @@ THREE = {"instruction": Q, "input": "", "output": [GOOD, BAD, "No.", "So?"]}
         ([sides(*RAB, False, liked="b")], {}, "preference", {"COLUMN": "liked"}),
         ([{"instruction": Q, "output": [GOOD, BAD]}], {}, "preference", {}),
         ([THREE], {}, "preference", {}),
+        ([{"question": Q, "answers": [GOOD, BAD]}], {}, "preference", {}),
         ([{"instruction": Q, "output": [GOOD, BAD]}], {}, "sft", {}),
         ([{"prompt": Q, "response": GOOD, "thumbs_up": "👍"}], {}, "unpaired", {}),
     ],
@@ -274,3 +284,32 @@ def test_a_set_of_deepspeed_chat_in_another_file_is_read_or_its_name_is_said(nam
             return
     [named] = re.findall(r"--data_format (\S+)(?: or (\S+))? reads", said)
     assert name in named
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": Q, "completion": GOOD}, Q),
+        ({"question": Q, "answer": GOOD}, Q),
+        ({"instruction": "Where is", "input": "it?", "output": GOOD}, "Where is\n\nit?"),
+        ({"messages": talk(GOOD)}, Q),
+    ],
+)
+@pytest.mark.parametrize("good", [True, "safe", "Thumbs_Up", 1, "👍"])
+def test_a_flag_names_the_label_of_single_answers(row, prompt, good):
+    row = {**row, "liked": good}
+    with pytest.raises(UserError, match="if 'liked' says .*--label_column liked"):
+        form_of([row], **CHAT).require("unpaired")
+    [example] = read([row], "unpaired", label_column="liked", **CHAT)
+    assert example.prompt == [user(prompt)]
+    assert (example.answers, example.labels) == ([GOOD], (1.0,))
+    bad = {**row, "liked": "Thumbs_down"}
+    assert read([bad], "unpaired", label_column="liked", **CHAT)[0].labels == (0.0,)
+    assert read([bad], "sft", label_column="liked", **CHAT) == []
+
+
+def test_an_input_beside_a_labelled_prompt_is_not_dropped():
+    row = {"prompt": Q, "completion": GOOD, "label": True, "input": "Hm."}
+    with pytest.raises(UserError, match="'input' holds content"):
+        read([row], "unpaired", **CHAT)
+    assert read([row], "unpaired", ignore_columns=["input"], **CHAT)[0].answers == [GOOD]
