@@ -309,6 +309,6 @@ def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
         lines.append("")
     lines += [
         f"all {len(flags)} flags: --help all; those with a word in their name: --help lora",
-        "flags in a YAML file: --config FILE; details: docs/flags-and-data.md",
+        "flags in a YAML file: --config FILE; details: docs/your-data.md",
     ]
     return "\n".join(lines)

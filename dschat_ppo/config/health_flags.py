@@ -39,7 +39,7 @@ _SKIPPED = Rule(
     None,
     "a NaN or an infinity in a loss, gradient, reward or advantage; the update is skipped"
     " (--on_nonfinite skip)",
-    "replay the batch that the warning names (docs/numbers.md); lower the learning rate, or use"
+    "replay the batch that the warning names (docs/reliability.md); lower the learning rate, or use"
     " --dtype fp32",
 )
 PPO_RULES: tuple[Rule, ...] = (

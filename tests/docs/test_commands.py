@@ -25,7 +25,8 @@ from dschat_ppo.tools.plan import step_config
 
 RUN = ("README.md", "docs/your-data.md")
 VARIANTS = r".*--output_dir out/(grpo|dpo)\b"  # of README.md
-NOT_RUN = r"bash |source |python benchmarks/"  # scripts and benchmarks have tests of their own
+# scripts, benchmarks, installed commands and dry runs have tests of their own
+NOT_RUN = r"bash |source |python benchmarks/|dschat-|.*-m(odule)? dschat_ppo sft|.*--dry_run"
 SHORT = {"README.md": "--dtype fp32", "docs/your-data.md": ""}
 FIRST = r".*step1_sft.*out/sft$"  # of README.md: under the launcher
 MORE = {
