@@ -163,6 +163,7 @@ class TurnEnd:
     # `<|end|>` for gpt-oss, the next turn's `<|user|>` for GLM; "" if that is `kept` too
     earlier: str = ""
     lead: str = ""  # before the content of an earlier answer, such as a space or a channel's name
+    called: str = ""  # as `earlier`, after a call whose result follows: `<|observation|>` for GLM
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd:
@@ -190,12 +191,25 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     )
     kept, _, dropped = closing.partition(token) if token else ("", "", closing)
     kept += token
-    names = [name for name, _, _ in _added_tokens(tokenizer) if between.lstrip().startswith(name)]
-    if names and not (kept and between.startswith(kept)):
-        first = max(names, key=len)
-        earlier = between[: between.index(first) + len(first)]
+    if not (kept and between.startswith(kept)):
+        earlier = _first_token(tokenizer, between)
     lead = before[len(opening) :] if before.startswith(opening) else ""
-    return TurnEnd(kept, dropped, number, earlier, lead)
+    called = "" if kept else _end_of_call(tokenizer, ask)
+    return TurnEnd(kept, dropped, number, earlier, lead, called)
+
+
+def _end_of_call(tokenizer: PreTrainedTokenizerBase, ask: Message) -> str:
+    """What follows a call of a tool up to and including the token that begins the result."""
+    call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
+    talk: Messages = [ask, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": _EXAMPLE}
+    with suppress(UserError):
+        called = render(tokenizer, talk, open_answer=False)
+        whole = render(tokenizer, [*talk, result], open_answer=True)
+        result_turn = whole.removeprefix(called)
+        if whole.startswith(called) and _EXAMPLE in result_turn:
+            return _first_token(tokenizer, result_turn)
+    return ""
 
 
 @lru_cache(maxsize=16)
@@ -218,7 +232,7 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bo
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it
-    differs."""
+    differs, and the one that ends a call if the result's turn begins with it."""
     return tuple(
         _answer_ends(tokenizer, str(tokenizer.chat_template), int(tokenizer.eos_token_id)).values()
     )
@@ -227,7 +241,10 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def _answer_ends(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) -> dict[str, int]:
     """Text -> id of the tokens that end an answer, EOS first; cached as `_turn_end`."""
-    ends = (eos_id, _turn_end(tokenizer, template, eos_id).token)
+    end = _turn_end(tokenizer, template, eos_id)
+    ends = [eos_id, end.token]
+    if end.called:
+        ends.append(int(tokenizer.convert_tokens_to_ids(end.called.lstrip())))
     return {str(tokenizer.convert_ids_to_tokens(number)): number for number in ends}
 
 
@@ -287,6 +304,8 @@ def render_answer(
             " or reasoning cannot be told from the prompt; give the answer as text, or take another"
             " template (--chat_template)"
         )
+    if end.called and message.get("tool_calls"):
+        return turn + end.called, int(tokenizer.convert_tokens_to_ids(end.called.lstrip()))
     if is_ended:
         return turn, end.token
     # some templates end tool calls with another token
@@ -363,7 +382,9 @@ def turn_spans(
     for find in (_marked, _probed):
         with suppress(UserError):
             found = find(tokenizer, prompt, turns, opening, tools) if turns else []
-            spans = [(start, _to_end(opening, start, stop, end)) for start, stop in found]
+            spans = [
+                (start, _to_end(tokenizer, opening, start, stop, end)) for start, stop in found
+            ]
             texts = [opening[start:stop] for start, stop in spans]
             is_held = all(
                 _holds(text, prompt[turn], end) for text, turn in zip(texts, turns, strict=False)
@@ -434,14 +455,28 @@ def _probed(
     return spans
 
 
-def _to_end(text: str, start: int, stop: int, end: TurnEnd) -> int:
+def _to_end(
+    tokenizer: PreTrainedTokenizerBase, text: str, start: int, stop: int, end: TurnEnd
+) -> int:
     """Where an answer ends that begins at `start` and reaches about to `stop`: after its
-    end-of-turn token."""
+    end-of-turn token. Where templates have none, the first token of the next turn ends it, such as
+    `<|observation|>` after a call of a tool."""
     for kept, closing in ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier)):
         for back in range(min(len(closing), stop - start), -1, -1) if kept else ():
             if text.startswith(kept, stop - back) and closing.startswith(text[stop - back : stop]):
                 return stop - back + len(kept)
+    if end.earlier and not end.kept:
+        return stop + len(_first_token(tokenizer, text[stop:]))
     return stop
+
+
+def _first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The start of a text up to and including the added token that begins it, perhaps after white
+    space; "" if none does."""
+    bare = text.lstrip()
+    names = [name for name, _, _ in _added_tokens(tokenizer) if bare.startswith(name)]
+    token = max(names, key=len, default="")
+    return text[: len(text) - len(bare) + len(token)] if token else ""
 
 
 def _holds(text: str, answer: Message, end: TurnEnd) -> bool:

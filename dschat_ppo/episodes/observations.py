@@ -40,6 +40,7 @@ class ObservationTokens:
         self.tokenizer, self.tools = tokenizer, list(tools)
         self.most, self.truncation = most, truncation
         self.before = turn_end(tokenizer).kept
+        self.end = turn_end(tokenizer).token
         if tokenizer.chat_template is not None:
             role = "tool" if tools else "user"
             seen = self.between(
@@ -51,9 +52,11 @@ class ObservationTokens:
                     " (--chat_template)"
                 )
 
-    def __call__(self, turn: Turn, ended: bool = True) -> list[int]:
-        """The tokens that follow an action, with the opening of the model's next turn. Unless the
-        action `ended` with the end-of-turn token, what ends a turn in the template comes first."""
+    def __call__(self, turn: Turn, last: int | None = None) -> list[int]:
+        """The tokens that follow an action, with the opening of the model's next turn. Unless
+        `last`, the last token of the action (None: as the template ends it), is the end-of-turn
+        token, what ends a turn in the template comes first. Where the next turn begins with the
+        token that ended the action, it is there already."""
         if turn.text is not None:
             return self._cut(self._encoded(turn.text))
         messages = [
@@ -63,7 +66,11 @@ class ObservationTokens:
         if self.tokenizer.chat_template is None:
             return self._encoded("".join(message["content"] for message in messages))
         ids = self._encoded(self.between(messages))
-        return ids if ended else [*encode_after(self.tokenizer, "", self.before), *ids]
+        if last is None or last == self.end:
+            return ids
+        if not self.before and ids[:1] == [last]:
+            return ids[1:]
+        return [*encode_after(self.tokenizer, "", self.before), *ids]
 
     def plain(self, said: str) -> list[int]:
         """The tokens of a text after a prompt that is text."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.data.encode import decoded
 from dschat_ppo.data.examples import Message
 from dschat_ppo.data.replies import Reply, opens_thought, read_reply
-from dschat_ppo.data.templates import turn_end, without_final
+from dschat_ppo.data.templates import without_final
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.journal import JournalledEpisodes
@@ -105,9 +105,7 @@ class EpisodeTurns:
         self._finishing = set[int]()
         # without a process
         self.gone = {number for number, record in enumerate(records) if record.problem}
-        # whether the last action of a sequence has an end-of-turn token
-        self._ended = dict[int, bool]()
-        self._end = turn_end(tokenizer).token
+        self._last = dict[int, int]()  # the last token of the last action of a sequence
 
     def end_turn(self, sequence: int, ids: list[int], end: int) -> None:
         """The model has ended an action of tokens `ids`, the last of which is response token
@@ -116,7 +114,7 @@ class EpisodeTurns:
         if sequence in self.gone:
             self._answers.append((sequence, CallError(record.problem)))
             return
-        self._ended[sequence] = ids[-1] == self._end
+        self._last[sequence] = ids[-1]
         action, answer = read_action(self.tokenizer, ids, tools, record.is_opened)
         record.messages.append(action)
         if answer is not None:
@@ -179,7 +177,7 @@ class EpisodeTurns:
         tokens = list[int]()
         if not turn.done and len(record.ends) < self.most:
             try:
-                tokens = self.observations(turn, self._ended.get(sequence, True))
+                tokens = self.observations(turn, self._last.get(sequence))
             except UserError as problem:  # of the template or the tokenizer; other ranks go on
                 record.problem = f"answered what cannot be rendered: {problem}"
         if tokens:

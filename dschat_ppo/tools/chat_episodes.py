@@ -14,7 +14,7 @@ from datasets import Dataset
 from dschat_ppo.common.seeding import row_seeds
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.examples import MESSAGES, TOOLS
-from dschat_ppo.data.templates import Messages, turn_end
+from dschat_ppo.data.templates import Messages
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens, observed_text
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
@@ -54,7 +54,7 @@ class EpisodeModel(ChatModel):
                 yield Token("", "", aside=f"[environment] {opening}")
         # what the model drew is not encoded again; an environment that failed starts again
         if before is not None:
-            ids = [*before, *self.messages(Turn([messages[-1]]), self._has_ended(before))]
+            ids = [*before, *self.messages(Turn([messages[-1]]), before[-1])]
         left, text, remark, reward = settings.max_tokens, "", "", 0.0
         try:
             for turn in range(self.flags.max_turns):
@@ -83,9 +83,7 @@ class EpisodeModel(ChatModel):
                     break
                 reward += seen.reward
                 tokens = (
-                    self.rollouts.observations(seen, self._has_ended(ids))
-                    if seen.messages or seen.text
-                    else []
+                    self.rollouts.observations(seen, ids[-1]) if seen.messages or seen.text else []
                 )
                 if tokens:
                     yield Token(
@@ -153,6 +151,3 @@ class EpisodeModel(ChatModel):
         [(_, turn)] = found
         self.is_waiting = isinstance(turn, Turn)
         return turn
-
-    def _has_ended(self, ids: list[int]) -> bool:
-        return ids[-1] == turn_end(self.tokenizer).token

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from dschat_ppo.config.data_flags import DataFlags
 from dschat_ppo.data.encode import encode_after, encode_example, encode_prompt
 from dschat_ppo.data.examples import Example
-from dschat_ppo.data.templates import render
+from dschat_ppo.data.templates import answer_ends, render
 from dschat_ppo.data.tokenise import row_text
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.observations import ObservationTokens
@@ -238,6 +238,41 @@ def test_a_conversation_with_tools(name, spaces):
         assert (tokenizer.convert_tokens_to_ids("\n\n\n") in ids) == (
             talk is hostile and name != "Llama-3"
         )
+
+
+def glm_tokenizer():
+    """As that of GLM-4.5: the token of the next role ends a turn."""
+    template = (
+        "{% if tools %}<|system|>{{ tools | tojson }}{% endif %}"
+        + EACH
+        + "<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+        "{% endfor %}" + EVERY + opened_by("<|assistant|>\n")
+    )
+    tokens = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    return special_tokenizer(template, "<|endoftext|>", tokens)
+
+
+def test_the_next_turn_ends_a_call():
+    tokenizer = glm_tokenizer()
+    talk = TALKS["Hermes"]
+    ids, trained = as_data(tokenizer, talk, [LOOK])
+    ends = [n for n in range(1, len(ids)) if trained[n - 1] and not trained[n]] + [len(ids)]
+    last = [tokenizer.decode(ids[end - 1]) for end in ends]
+    assert last == ["<|observation|>", "<|user|>", "<|observation|>", "<|endoftext|>"]
+    [call] = encode_example(tokenizer, Example(talk[:1], [talk[1]], tools=[LOOK])).answers
+    assert tokenizer.decode(call[-1]) == "<|observation|>"
+    assert {tokenizer.decode(end) for end in answer_ends(tokenizer)} == {
+        "<|endoftext|>",
+        "<|observation|>",
+    }
+    read, heard = ObservationTokens(tokenizer, [LOOK], 100), Turn([seen("a", "no")])
+    (after_end, after_role, after_text) = (
+        tokenizer.decode([last, *read(heard, last)])
+        for last in (tokenizer.eos_token_id, call[-1], call[0])
+    )
+    assert after_end == f"<|endoftext|>{after_role}" and after_role.count("<|observation|>") == 1
+    assert after_role == "<|observation|>\nno<|assistant|>\n" and after_role in after_text
 
 
 @pytest.mark.parametrize("name", SHAPES)
