@@ -230,6 +230,11 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, bo
     return [entry for entry in added if entry[0].strip()]
 
 
+def _id_of(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    """The id of an added token."""
+    return next(number for name, number, _ in _added_tokens(tokenizer) if name == token)
+
+
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of the tokens that end an answer: EOS, and the chat template's end-of-turn token if it
     differs, and the one that ends a call if the result's turn begins with it."""
@@ -244,7 +249,7 @@ def _answer_ends(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int)
     end = _turn_end(tokenizer, template, eos_id)
     ends = [eos_id, end.token]
     if end.called:
-        ends.append(int(tokenizer.convert_tokens_to_ids(end.called.lstrip())))
+        ends.append(_id_of(tokenizer, end.called.lstrip()))
     return {str(tokenizer.convert_ids_to_tokens(number)): number for number in ends}
 
 
@@ -305,7 +310,7 @@ def render_answer(
             " template (--chat_template)"
         )
     if end.called and message.get("tool_calls"):
-        return turn + end.called, int(tokenizer.convert_tokens_to_ids(end.called.lstrip()))
+        return turn + end.called, _id_of(tokenizer, end.called.lstrip())
     if is_ended:
         return turn, end.token
     # some templates end tool calls with another token
