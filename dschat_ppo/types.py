@@ -27,6 +27,7 @@ PER_ROW = (
     "episode_lengths",
     "finish_reason",
     "failed",
+    "episodes",
     "left",
     "source_scores",
     "scores",
@@ -83,6 +84,8 @@ class Rollout:
     turn_rewards: Tensor | None = field(default=None, kw_only=True)
     # (B,) bool, True where the environment failed
     failed: Tensor | None = field(default=None, kw_only=True)
+    # (B,) int64, number of the row's episode, by which `EpisodeRollouts` knows its messages
+    episodes: Tensor | None = field(default=None, kw_only=True)
     # (B, P) as `prompt_ids` and `prompt_mask`: what a teacher reads in their place, where it reads
     # something else
     teacher_prompt_ids: Tensor | None = field(default=None, kw_only=True)

@@ -21,7 +21,7 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_after
-from dschat_ppo.data.examples import MESSAGES, TOOLS, Row
+from dschat_ppo.data.examples import MESSAGES, TOOLS, Message, Row
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
@@ -106,6 +106,10 @@ class EpisodeRollouts:
         weight = flags.environment_reward_weight
         self.reward_sources = [(EnvironmentReward(), weight)] if flags.gives_reward else []
         self._numbers = list[dict[str, float]]()
+        # number of an episode -> its messages, of the last two rollouts: ReMax scores two together
+        self.messages = dict[int, list[Message]]()
+        self._last_messages = dict[int, list[Message]]()
+        self._count = 0  # episodes so far
         self._flags = " ".join(f"--{name}" for name in flags.given)
         self._has_told = self._has_counted = False
 
@@ -224,11 +228,22 @@ class EpisodeRollouts:
                     f"{self._flags}: all environments of the first rollout failed: {problems[0]}"
                 )
         failed = [bool(record.problem) for record in turns.records]
+        numbers = range(self._count, self._count + len(turns.records))
+        self._count = numbers.stop
+        said = {
+            number: [{key: message[key] for key in message if key != "text"} for message in episode]
+            for number, episode in zip(
+                numbers, (record.messages for record in turns.records), strict=True
+            )
+        }
+        self.messages = self._last_messages | said
+        self._last_messages = said
         return replace(
             rollout,
             episode_lengths=rollout.response_lengths,
             turn_rewards=rewards,
             failed=torch.tensor(failed, device=rewards.device),
+            episodes=torch.tensor(list(numbers), device=rewards.device),
         )
 
     def _forget(self) -> None:

@@ -24,6 +24,7 @@ from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.ppo.collect import RolloutGenerator, greedily
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
+from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.rewards.rules import last_boxed
 from dschat_ppo.run.output_folder import BEST, best_is_lost
@@ -52,6 +53,8 @@ class Answered:
     data_source: str | None = None  # name of the prompt's data set; None if there is only one
     # `turns_of` the answers; [] if none has several
     turns: list[list[dict[str, Any]]] = field(default_factory=list)
+    # the last message of each answer without thoughts and calls; [] if these are the answers
+    finals: list[str] = field(default_factory=list)
 
 
 def final_answer(text: str) -> str:
@@ -70,7 +73,8 @@ def majority_passes(row: Answered, pass_score: float) -> bool | None:
     scored = [number for number, score in enumerate(row.scores) if not math.isnan(score)]
     if not scored:
         return None
-    finals = [final_answer(row.answers[number]) for number in scored]
+    texts = row.finals or row.answers
+    finals = [final_answer(texts[number]) for number in scored]
     most_frequent = Counter(finals).most_common(1)[0][0]
     return row.scores[scored[finals.index(most_frequent)]] >= pass_score
 
@@ -146,7 +150,7 @@ def answered_rows(
     requests: RewardRequests,
     indices: Sequence[int],
     rollout: Rollout,
-    responses: Sequence[str],
+    responses: Sequence[ResponseText],
     scores: Scores,
     data_sources: Sequence[str],
     kl: list[float] | None = None,
@@ -154,10 +158,10 @@ def answered_rows(
     """One record for each of the prompts at `indices`, whose column `source` numbers the
     `data_sources`. `rollout` has the n answers to a prompt one after another; `kl` is that of each
     answer, see `Answered`."""
-    samples, prompts = (
-        len(rollout.response_ids) // len(indices),
-        requests.shown_prompts(rollout, len(indices)),
-    )
+    samples = len(rollout.response_ids) // len(indices)
+    prompts = requests.shown_prompts(rollout, len(indices))
+    answers = [response.spoken for response in responses]
+    finals = [response.final for response in responses]
     names: list[str | None] = [None] * len(indices)
     if len(data_sources) > 1:
         names = [data_sources[number] for number in requests.prompts[indices]["source"]]
@@ -171,7 +175,7 @@ def answered_rows(
         Answered(
             index,
             prompt,
-            list(responses[own]),
+            answers[own],
             totals[own],
             lengths[own],
             ended[own],
@@ -180,6 +184,7 @@ def answered_rows(
             {key: values[own].tolist() for key, values in scores.numbers.items()},
             name,
             turns[own] if any(turns[own]) else [],
+            finals[own] if finals[own] != answers[own] else [],
         )
         for index, prompt, own, name in zip(indices, prompts, parts, names, strict=True)
     ]
@@ -283,7 +288,7 @@ class Evaluation:
             # one sum per answer
             kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()
         return answered_rows(
-            self.requests, indices, rollout, request.responses, scores, self.data_sources, kl
+            self.requests, indices, rollout, request.texts, scores, self.data_sources, kl
         )
 
     def _write(self, rows: list[Answered], step: int) -> str | None:
@@ -301,6 +306,6 @@ class Evaluation:
 def json_line(row: Answered) -> str:
     """One line of JSON, without what only some rows have where it is empty. NaN and infinity become
     null, as in metrics.jsonl."""
-    sometimes = ("data_source", "numbers", "turns")
+    sometimes = ("data_source", "numbers", "turns", "finals")
     line = {name: value for name, value in asdict(row).items() if value or name not in sometimes}
     return json.dumps(finite_or_null(line), allow_nan=False)

@@ -15,7 +15,7 @@ from dschat_ppo.algorithms.kl import kl_k1
 from dschat_ppo.common import dist
 from dschat_ppo.episodes.shown_turns import heading, turns_of
 from dschat_ppo.monitor.writers import JsonLines
-from dschat_ppo.ppo.score import answers_of, texts_of
+from dschat_ppo.ppo.response_texts import episode_texts, texts_of
 from dschat_ppo.types import FinishReason, ScoredRollout, row_lengths, select_rows, to_device
 
 
@@ -75,7 +75,7 @@ def sample_lines(
     """What `samples.jsonl` says of each row (on the CPU), without the step; for the names, see
     `Samples`. The score of a row that left its group is NaN, and its KL None."""
     prompts = texts_of(tokenizer, rows.prompt_ids, rows.prompt_mask, skip_special_tokens=True)
-    answers = answers_of(tokenizer, rows)
+    answers = episode_texts(tokenizer, rows)
     lengths = rows.response_mask.sum(dim=1)  # (B,)
     tokens = row_lengths(rows)
     kl: list[float | None] = [None] * len(answers)

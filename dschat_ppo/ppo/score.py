@@ -19,13 +19,16 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.config.on_policy import OldLogprobs
+from dschat_ppo.data.examples import TOOLS, Message
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.models.micro_batches import even_passes, share_prompts
 from dschat_ppo.models.wrapped_models import Teaching, response_logprobs, response_values
 from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
+from dschat_ppo.ppo.response_texts import response_texts, texts_of
 from dschat_ppo.ppo.teaching import Teachers
+from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest, Scores
 from dschat_ppo.types import (
-    FinishReason,
     LateEnds,
     Model,
     Rollout,
@@ -36,41 +39,6 @@ from dschat_ppo.types import (
     tensors_of,
 )
 
-_CONTEXT = 16  # tokens of a prompt before which its answer is decoded
-
-
-def texts_of(
-    tokenizer: PreTrainedTokenizerBase, ids: Tensor, mask: Tensor, skip_special_tokens: bool
-) -> list[str]:
-    """The real tokens of each row, `ids` and `mask` (B, T), as text."""
-    ids, mask = ids.cpu(), mask.cpu()  # at once, not two waits for each row
-    rows = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
-    return list(tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens))
-
-
-def answers_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The text of each answer, without special tokens and without the EOS that ended it. It is
-    decoded where it stands: tokenizers such as Llama's drop the space with which a text begins."""
-    lengths = rollout.response_lengths - (rollout.finish_reason == FinishReason.EOS).long()  # (B,)
-    is_text = torch.arange(
-        rollout.response_mask.shape[1], device=lengths.device
-    ) < lengths.unsqueeze(1)  # (B, R)
-    # prompts are padded on the left
-    near = slice(max(0, rollout.prompt_ids.shape[1] - _CONTEXT), None)
-    ids, mask = rollout.prompt_ids[:, near], rollout.prompt_mask[:, near]
-    before = texts_of(tokenizer, ids, mask, skip_special_tokens=True)
-    both = texts_of(
-        tokenizer,
-        torch.cat([ids, rollout.response_ids], dim=1),
-        torch.cat([mask, is_text], dim=1),
-        True,
-    )
-    alone = texts_of(tokenizer, rollout.response_ids, is_text, skip_special_tokens=True)
-    return [
-        whole.removeprefix(prompt) if whole.startswith(prompt) else text
-        for prompt, whole, text in zip(before, both, alone, strict=True)
-    ]
-
 
 @dataclass(eq=False)
 class RewardRequests:
@@ -79,6 +47,7 @@ class RewardRequests:
     mixture: RewardMixture  # scores them
     prompts: Dataset  # token rows, with the data row of each as JSON
     tokenizer: PreTrainedTokenizerBase
+    episodes: EpisodeRollouts | None = None  # whose messages TRL's functions read
     _has_counted: bool = False
 
     def request(self, rollout: Rollout, indices: list[int], steps_done: int) -> RewardRequest:
@@ -90,16 +59,20 @@ class RewardRequests:
         """
         samples = len(rollout.response_ids) // len(indices)
         data: list[dict[str, Any]] = [json.loads(self.prompts[index]["row"]) for index in indices]
+        rows = [row for row in data for _ in range(samples)]
+        messages = list[list[Message] | None]()
+        if self.episodes is not None and rollout.episodes is not None:
+            messages = [self.episodes.messages.get(number) for number in rollout.episodes.tolist()]
 
-        def decode() -> tuple[list[str], list[str]]:
+        def decode() -> tuple[list[str], list[ResponseText]]:
             ids, mask, bos = rollout.prompt_ids, rollout.prompt_mask, self.tokenizer.bos_token_id
             if bos is not None:  # with it, tokenizers such as Llama's put a space before the text
                 mask = mask & ~((ids == bos) & (mask.cumsum(dim=1) == 1))
-            return texts_of(self.tokenizer, ids, mask, skip_special_tokens=False), answers_of(
-                self.tokenizer, rollout
-            )
+            prompts = texts_of(self.tokenizer, ids, mask, skip_special_tokens=False)
+            tools = [row.get(TOOLS) or [] for row in rows]
+            return prompts, response_texts(self.tokenizer, rollout, tools, messages)
 
-        return RewardRequest([row for row in data for _ in range(samples)], decode, steps_done)
+        return RewardRequest(rows, decode, steps_done)
 
     def shown_prompts(self, rollout: Rollout, count: int) -> list[str]:
         """The `count` prompts of a rollout, without special tokens."""

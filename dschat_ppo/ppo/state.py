@@ -202,7 +202,7 @@ class PPOComponents:
             config,
             plan,
             generator,
-            RewardRequests(rewards, rows.train, tokenizer),
+            RewardRequests(rewards, rows.train, tokenizer, episodes),
             passes,
             pool,
             self.clock,

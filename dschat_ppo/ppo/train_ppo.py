@@ -242,7 +242,7 @@ def evaluation_of(
         old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
         scorer = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
 
-    requests = RewardRequests(mixture, rows, tokenizer)
+    requests = RewardRequests(mixture, rows, tokenizer, collection.generator.episodes)
     return Evaluation(
         flags, collection.generator, requests, scorer, kept.output, kept.save_best, data_sources
     )

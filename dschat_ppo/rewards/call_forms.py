@@ -24,13 +24,36 @@ _LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
+class ResponseText:
+    """One response, as the texts that a reward may read."""
+
+    spoken: str  # all that the model wrote, its thoughts too; its turns are joined by line breaks
+    final: str  # its last message without thoughts and calls; "" if that ends inside a thought
+    thoughts: str
+    episode: str  # everything, with observations
+    turns: list[dict[str, Any]]  # the parts, as in samples
+    messages: list[dict[str, Any]] | None = None  # of an episode
+
+    @classmethod
+    def of(cls, text: str) -> ResponseText:
+        """A response of one turn without thoughts."""
+        return cls(text, text, "", text, [{"role": "model", "text": text}])
+
+
+TEXTS = ("final", "spoken", "thoughts", "episode")  # values of the setting `text`
+_READABLE = (*TEXTS, "turns")  # arguments of these names, if no column has the name
+
+
+@dataclass(frozen=True)
 class Answer:
     """One response to score; `row`: columns of its data row; `token_ids`: to its end, if the
     function takes them."""
 
     prompt: str
-    response: str
+    response: str  # the text that the function reads
     row: dict[str, Any]
+    texts: ResponseText
+    is_text: bool = False  # the function asked for a text, in place of messages
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -58,9 +81,38 @@ def _messages(answer: Answer) -> Any:
     return answer.prompt if answer.row.get(MESSAGES) is None else answer.row[MESSAGES]
 
 
+class Completion(list[dict[str, Any]]):
+    """The messages of a completion, as TRL gives them. What reads text, as functions of ms-swift
+    do, would find no text in a list: it raises instead."""
+
+    def __contains__(self, item: object) -> bool:
+        self._refuse(item)
+        return super().__contains__(item)
+
+    def __eq__(self, other: object) -> bool:
+        self._refuse(other)
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
+    def _refuse(self, text: object) -> None:
+        if isinstance(text, str):
+            raise TypeError(
+                "a completion of chat data is a list of messages here, as in TRL, and is compared"
+                " with a text: read completion[-1]['content'], or let completions be text, as in"
+                " ms-swift, with the setting ?text=spoken"
+            )
+
+
 def _reply(answer: Answer) -> Any:
-    chat = answer.row.get(MESSAGES) is not None
-    return [{"role": "assistant", "content": answer.response}] if chat else answer.response
+    if answer.is_text or answer.row.get(MESSAGES) is None:
+        return answer.response
+    if answer.texts.messages is not None:
+        return Completion(answer.texts.messages)
+    return Completion([{"role": "assistant", "content": answer.response}])
 
 
 def _extra_info(answer: Answer) -> Any:
@@ -123,6 +175,7 @@ class Signature:
     needs: Sequence[str]  # those without a default
     any: bool  # it has a `**` argument
     settings: dict[str, Any]  # converted to the types of the defaults that they replace
+    text: str | None = None  # the setting `text`: which one of `TEXTS` the function reads
 
     @property
     def call(self) -> CallForm:
@@ -173,6 +226,12 @@ def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signatur
     }
     form, takes_any = form_of(defaults), len(defaults) < len(parameters)
     call = CALL_FORMS[form]
+    text = None
+    if "text" in settings and "text" not in defaults:
+        text = settings["text"]
+        settings = {name: value for name, value in settings.items() if name != "text"}
+        if text not in TEXTS:
+            raise ValueError(f"its setting text must be one of {', '.join(TEXTS)}, not '{text}'")
     given = {*_NO_SETTINGS, *call.texts, *call.columns, *call.of_call}
     for name in settings:
         if name in given or (name not in defaults and not takes_any):
@@ -181,7 +240,7 @@ def describe(function: Callable[..., Any], settings: dict[str, str]) -> Signatur
     converted = {
         name: _converted(name, text, defaults.get(name)) for name, text in settings.items()
     }
-    return Signature(form, list(defaults), needs, takes_any, converted)
+    return Signature(form, list(defaults), needs, takes_any, converted, text)
 
 
 def _converted(name: str, text: str, default: Any) -> Any:
@@ -219,6 +278,9 @@ def arguments_of(
     }
     texts = {name: text for name, text in form.texts.items() if signature.wants(name)}
     values |= {name: [text(answer) for answer in answers] for name, text in texts.items()}
+    for name in _READABLE:
+        if name in signature.takes and name not in values:
+            values[name] = [getattr(answer.texts, name) for answer in answers]
     values |= {
         name: [None] * count
         for name in signature.needs
@@ -236,7 +298,7 @@ def missing_columns(signature: Signature, columns: Iterable[str]) -> set[str]:
     """Columns for arguments without a default that no row has, and that are neither texts nor
     settings."""
     form = signature.call
-    given = {*form.texts, *form.of_call, *signature.settings}
+    given = {*form.texts, *form.of_call, *_READABLE, *signature.settings}
     return {form.columns.get(name, name) for name in signature.needs if name not in given} - set(
         columns
     )

@@ -31,6 +31,8 @@ _IN_RULES = (
 RULES = dict.fromkeys(_IN_RULES, "dschat_ppo.rewards.rules") | {
     "code_tests": "dschat_ppo.rewards.sandbox"
 }
+# rules that read the last message without thoughts; the others read all that the model wrote
+READ_FINAL = {"exact_match", "numeric_match", "boxed_math", "code_tests", "json_valid"}
 MODULES = {"boxed_math": "math_verify"}  # rule -> module of an extra that it imports
 MOST_WARNINGS = 3
 
@@ -156,6 +158,8 @@ class FunctionReward:
             cause = in_one_line(problem)
             raise UserError(f"{spec}: cannot be used: {cause}{_remedy(cause)}") from None
         self.signature = Signature(**self.pool.ready)
+        # the text of a response that the function reads
+        self.text = self.signature.text or ("final" if spec.rule in READ_FINAL else "spoken")
 
     @property
     def name(self) -> str:
@@ -211,7 +215,15 @@ class FunctionReward:
             row = row | {"answer": row[TRUTH]}
         if self.signature.takes_token_ids:
             ids = rollout.response_ids[number][rollout.real_mask[number]].tolist()
-        return Answer(request.prompts[number], request.responses[number], row, ids)
+        texts = request.texts[number]
+        return Answer(
+            prompt=request.prompts[number],
+            response=getattr(texts, self.text),
+            row=row,
+            texts=texts,
+            is_text=self.signature.text is not None,
+            token_ids=ids,
+        )
 
     def _warn_of_missing(self, answers: list[Answer], columns: list[str]) -> None:
         """Warn once of each argument without a column: most often a misspelt column."""

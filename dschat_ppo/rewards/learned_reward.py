@@ -93,7 +93,8 @@ class ModelReward:
         final token if the length limit cut it. Chat messages of the row (`_messages`, which data
         preparation adds) are rendered by the template of the reward model's tokenizer, if it has
         one; otherwise the prompt's text is used."""
-        rows = zip(request.prompts, request.responses, request.rows, strict=True)
+        episodes = [text.episode for text in request.texts]
+        rows = zip(request.prompts, episodes, request.rows, strict=True)
         sequences, answers, too_long, problem = list[list[int]](), list[list[int]](), 0, None
         for (prompt, response, row), ended in zip(rows, rollout.ended.tolist(), strict=True):
             try:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.errors import UserError, attempt
+from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.types import Rollout
 
 DATA_SOURCE = "data_source"  # column: the row's own, otherwise the name of its data set
@@ -29,22 +30,23 @@ TAKEN_ALONE, TAKEN = ("equal_groups", "clipped"), ("equal_groups", "clipped", "s
 @dataclass(frozen=True)
 class RewardRequest:
     """B responses to score. `rows`: for each the row of the data set that its prompt comes from,
-    with all columns. `decode` gives texts once a source reads them: prompts, and responses without
-    special tokens. `step`: finished PPO steps."""
+    with all columns. `decode` gives texts once a source reads them: of prompts, and of responses
+    without special tokens. `step`: finished PPO steps."""
 
     rows: list[dict[str, Any]]
-    decode: Callable[[], tuple[list[str], list[str]]]
+    decode: Callable[[], tuple[list[str], list[ResponseText]]]
     step: int = 0
 
     @classmethod
     def of(
         cls, prompts: list[str], responses: list[str], rows: list[dict[str, Any]], step: int = 0
     ) -> RewardRequest:
-        """A request whose texts are known."""
-        return cls(rows, lambda: (prompts, responses), step)
+        """A request whose texts are known, for responses of one turn without thoughts."""
+        texts = [ResponseText.of(response) for response in responses]
+        return cls(rows, lambda: (prompts, texts), step)
 
     @cached_property
-    def _texts(self) -> tuple[list[str], list[str]]:
+    def _texts(self) -> tuple[list[str], list[ResponseText]]:
         return self.decode()
 
     @property
@@ -53,21 +55,24 @@ class RewardRequest:
         return self._texts[0]
 
     @property
-    def responses(self) -> list[str]:
-        """B texts."""
+    def texts(self) -> list[ResponseText]:
+        """The B responses in all of their texts."""
         return self._texts[1]
+
+    @property
+    def responses(self) -> list[str]:
+        """B texts, of all that the model wrote."""
+        return [text.spoken for text in self.texts]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def select(self, numbers: Sequence[int]) -> RewardRequest:
         """The responses with these numbers."""
-        return RewardRequest.of(
-            [self.prompts[number] for number in numbers],
-            [self.responses[number] for number in numbers],
-            [self.rows[number] for number in numbers],
-            self.step,
-        )
+        prompts = [self.prompts[number] for number in numbers]
+        texts = [self.texts[number] for number in numbers]
+        rows = [self.rows[number] for number in numbers]
+        return RewardRequest(rows, lambda: (prompts, texts), self.step)
 
 
 class RewardSource(Protocol):

@@ -231,7 +231,7 @@ def _results_of(  # noqa: PLR0915
         others = [] if episodes is None else episodes.reward_sources
         mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([])
         requests = RewardRequests(
-            at_end.enter_context(closing(mixture)), prompts, checked.tokenizer
+            at_end.enter_context(closing(mixture)), prompts, checked.tokenizer, episodes
         )
         for decoding in configs if words.decoding == "both" else [words.decoding]:
             config, every, rows = configs[decoding], list(range(len(prompts))), list[Answered]()
@@ -259,7 +259,7 @@ def _results_of(  # noqa: PLR0915
                 scores = mixture(request, rollout)
                 if rewards is None:
                     scores = replace(scores, total=torch.full_like(scores.total, torch.nan))
-                rows += answered_rows(requests, indices, rollout, request.responses, scores, names)
+                rows += answered_rows(requests, indices, rollout, request.texts, scores, names)
             metrics = summary(rows, words.pass_score) | summary_by_source(rows, words.pass_score)
             metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
             failed, means = requests.count_failed_rows(), dict[str, float]()

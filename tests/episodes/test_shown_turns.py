@@ -19,6 +19,7 @@ from dschat_ppo.episodes.tool_calls import said_and_called
 from dschat_ppo.episodes.turns import EpisodeTurns, Record
 from dschat_ppo.errors import UserError
 from dschat_ppo.ppo.evaluation import answered_rows, json_line
+from dschat_ppo.ppo.response_texts import response_texts
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.reward_source import Scores
@@ -107,7 +108,9 @@ def test_samples_printed_answers_and_held_out_answers_have_turns():
     ]
     requests = RewardRequests(SimpleNamespace(names=["environment"]), None, tokenizer)
     scores = Scores(torch.ones(2), torch.ones(2, 1))
-    one, two = answered_rows(requests, [4, 5], rows, ["One.", "First."], scores, [])
+    texts = response_texts(tokenizer, rows)
+    one, two = answered_rows(requests, [4, 5], rows, texts, scores, [])
+    assert (one.answers, two.answers) == (["One."], [f"First.\n{CALL}"]), "without observations"
     assert "turns" not in json.loads(json_line(one)) and json.loads(json_line(two))["turns"] == [
         turns
     ]
@@ -303,6 +306,7 @@ def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
 def test_environments_that_all_fail_at_first_end_the_run():
     rollouts = object.__new__(EpisodeRollouts)
     rollouts._has_told = rollouts._has_counted = False
+    rollouts._count, rollouts._last_messages = 0, {}
     forgotten = []
     rollouts.journalled = SimpleNamespace(
         journal=SimpleNamespace(forget=lambda: forgotten.append(1))

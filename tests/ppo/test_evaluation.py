@@ -13,6 +13,7 @@ from datasets import Dataset
 from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, summary, summary_by_source
+from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardFunctionError, Scores
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -171,7 +172,8 @@ class RewardRequests:
         texts = [f"answer {number}" for number in rollout.response_ids[:, 0].tolist()]
         samples = len(texts) // len(indices)
         return SimpleNamespace(
-            prompts=[f"prompt {i}" for i in indices for _ in range(samples)], responses=texts
+            prompts=[f"prompt {i}" for i in indices for _ in range(samples)],
+            texts=[ResponseText.of(text) for text in texts],
         )
 
     def shown_prompts(self, rollout, count):

@@ -2,6 +2,7 @@
 for TRL, verl and OpenRLHF run as they are."""
 
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from dschat_ppo.errors import UserError
 from dschat_ppo.rewards.call_forms import (
     NO_NUMBER,
     Answer,
+    ResponseText,
     Returned,
     Signature,
     arguments_of,
@@ -206,9 +208,16 @@ ANSWERS = [
             "data_source": "a",
             "extra_info": {"index": 3},
         },
-        [5, 6],
+        ResponseText.of("r0"),
+        token_ids=[5, 6],
     ),
-    Answer("p1", "r1", {"number": 2, "completion": "c", "ground_truth": "t"}, [7]),
+    Answer(
+        "p1",
+        "r1",
+        {"number": 2, "completion": "c", "ground_truth": "t"},
+        ResponseText.of("r1"),
+        token_ids=[7],
+    ),
 ]
 COLUMNS = [
     "_messages",
@@ -307,6 +316,62 @@ def test_what_a_function_receives(wanted, rows, expected):
     assert found == expected
     assert (state is not None and state.global_step == 4) is (wanted.form == "trl" and wanted.any)
     assert wanted.takes_token_ids is (wanted.form == "trl")
+
+
+EPISODE = ResponseText(
+    spoken="Let me see.\nIt is 42.",
+    final="It is 42.",
+    thoughts="a thought",
+    episode="Let me see. 41 It is 42.",
+    turns=[{"role": "model", "text": "It is 42."}],
+    messages=[
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "name": "add", "content": "42"},
+        {"role": "assistant", "content": "It is 42."},
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "takes", "changes", "expected"),
+    [
+        ("trl", "completions", {}, {"completions": [EPISODE.messages]}),
+        ("trl", "completions", {"is_text": True}, {"completions": ["the text"]}),
+        ("trl", "completions", {"row": {}}, {"completions": ["the text"]}),  # of a text prompt
+        ("response", "response thoughts", {}, {"response": "the text", "thoughts": "a thought"}),
+        (
+            "responses",
+            "episode turns final",
+            {},
+            {"episode": [EPISODE.episode], "turns": [EPISODE.turns], "final": ["It is 42."]},
+        ),
+        # a column of the data keeps its name
+        ("response", "turns", {"row": {"turns": 3}}, {"turns": 3}),
+    ],
+)
+def test_what_functions_read_of_an_episode(form, takes, changes, expected):
+    answer = Answer(
+        **{
+            "prompt": "p",
+            "response": "the text",
+            "row": {"_messages": CHAT},
+            "texts": EPISODE,
+            **changes,
+        }
+    )
+    assert arguments_of(signature(form, takes), [answer], answer.row, 0) == expected
+
+
+@pytest.mark.parametrize(
+    "reads_text", [lambda c: "42" in c, lambda c: c == "42", lambda c: c != "42"]
+)
+def test_messages_that_are_compared_with_a_text_raise(reads_text):
+    """`"42" in` a list of messages is False, whatever they say."""
+    [completion] = arguments_of(signature("trl", "completions"), ANSWERS[:1], [], 0)["completions"]
+    completion = pickle.loads(pickle.dumps(completion))  # as a worker receives it
+    assert completion == REPLY and REPLY[0] in completion and completion[0]["content"] == "r0"
+    with pytest.raises(TypeError, match=r"list of messages .* \?text=spoken"):
+        reads_text(completion)
 
 
 @pytest.mark.parametrize(

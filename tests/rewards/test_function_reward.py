@@ -12,6 +12,7 @@ import torch
 
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import function_reward
+from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.function_reward import RULES, FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.reward_source import CallCounts, RewardRequest
 from dschat_ppo.rewards.rules import (
@@ -209,6 +210,36 @@ def test_a_rule_reads_the_correct_answer_and_not_the_column_that_holds_it():
     assert ask("per_row", own) == ([3 - 1], 0), "other functions see the columns as they are"
 
 
+@pytest.mark.parametrize(
+    ("spec", "score"),
+    [
+        ("numeric_match", 0),  # the number is in the thoughts alone
+        ("numeric_match?text=spoken", 1),
+        ("numeric_match?text=thoughts", 1),
+        ("exact_match", 0),
+        ("length", len("<think>42</think>None.")),
+        ("length?text=final", len("None.")),
+        ("format_match?pattern=<think>.*</think>.*", 1),
+        ("format_match?pattern=<think>.*</think>.*&text=final", 0),
+        (f"{FILE}:lengths", len("<think>42</think>None.")),
+        (f"{FILE}:lengths?text=final", len("None.")),
+    ],
+)
+def test_rules_of_answers_read_what_follows_the_thoughts(spec, score):
+    spoken = "<think>42</think>None."
+    text = ResponseText(spoken, "None.", "42", spoken, [])
+    request = RewardRequest([{"answer": "42"}], lambda: ([""], [text]))
+    reward = FunctionReward(parse_function(spec), 1, 10.0)
+    assert reward(request, None).tolist() == [score]
+    reward.close()
+
+
+def test_an_unknown_text_is_refused_by_name():
+    message = "exact_match: cannot be used: .*text must be one of final, spoken, .* not 'last'"
+    with pytest.raises(UserError, match=message):
+        FunctionReward(parse_function("exact_match?text=last"), 1, 10.0)
+
+
 # as GSM8K's own files name the answer; verl's hold the number
 SOLUTION = "48 / 2 = 24, and 48 + 24 = 72\n#### 72"
 
@@ -401,7 +432,7 @@ def test_a_file_that_imports_a_trainer_is_answered_with_the_rule_that_is_here(tm
     file = tmp_path / "math_reward_func.py"
     file.write_text(f"from {module} import grade_answer\n\n\ndef reward_func(queries): ...\n")
     with pytest.raises(UserError, match=f"No module named '{module.partition('.')[0]}'") as problem:
-        FunctionReward(FunctionSpec(str(file), "reward_func"), 1, 10.0, 0.0)
+        FunctionReward(FunctionSpec(str(file), "reward_func"), 1, 10.0)
     named = re.findall(r"--reward_function (\w+)", str(problem.value).partition("; ")[2])
     assert named == ([] if module == "nowhere" else ["boxed_math", "numeric_match"])
     assert set(named) <= set(RULES)
