@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -107,7 +108,14 @@ def isolation() -> Isolation:
             words = bwrap_words(Limits(), found) if bwrap else []
             words += [sys.executable, "-I", "-c", "pass"]
             try:
-                subprocess.run(words, check=True, capture_output=True, text=True, **_user(found))
+                subprocess.run(
+                    words,
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    env=_ENVIRONMENT,  # as later: a bwrap that needs more variables does not work
+                    **_user(found),
+                )
             except (OSError, subprocess.CalledProcessError) as problem:
                 reason = str(getattr(problem, "stderr", problem)).strip()
                 old = "; 0.8 or newer is needed" if "Unknown option" in reason else ""
@@ -126,7 +134,8 @@ def bwrap_words(limits: Limits, how: Isolation) -> list[str]:
         word for name in _DEVICES for word in ("--dev-bind-try", f"/dev/{name}", f"/dev/{name}")
     ]
     return [
-        "bwrap",
+        # its path, since programs get no PATH
+        os.path.abspath(shutil.which("bwrap") or "bwrap"),
         "--unshare-all",
         "--unshare-user",
         "--disable-userns",
@@ -181,12 +190,17 @@ def run_tests(
     how, token = how or isolation(), secrets.token_hex(16)
     job = {**asdict(limits), **asdict(how), "program": program, "tests": tests, "token": token}
     job["cpu_seconds"] = math.ceil(limits.cpu_seconds)
-    words, user = [sys.executable, "-I", "-c", CHILD.read_text()], _user(how)
-    with tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True) as folder:
+    words = [sys.executable, "-I", "-c", CHILD.read_text()]
+    if how.bwrap:
+        words = [*bwrap_words(limits, how), *words]
+    user = _user(how)
+    with _empty_folder() as folder:
         if user:
             os.chown(folder, user["user"], user["group"])
-        process = subprocess.Popen(
-            [*bwrap_words(limits, how), *words] if how.bwrap else words,
+        if not how.bwrap:  # the watcher stays root, so that the program cannot signal it
+            job["user"], user = user.get("user"), {}
+        watcher = subprocess.Popen(
+            words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_ENVIRONMENT,
@@ -194,23 +208,17 @@ def run_tests(
             start_new_session=True,
             **user,
         )
-        assert process.stdin is not None and process.stdout is not None
+        report = _Report(limits.wall_seconds)
         try:
+            assert watcher.stdin is not None and watcher.stdout is not None
             with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(job).encode() + b"\n")
-                process.stdin.flush()
-            text = _report(process.stdout.fileno(), limits.wall_seconds)
+                watcher.stdin.write(json.dumps(job).encode() + b"\n")
+                watcher.stdin.flush()
+            report.read(watcher.stdout.fileno(), has_pid=not how.bwrap)
         finally:
-            # its watcher then kills the program with all that it started, and ends
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-            process.stdout.close()
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # the program too
-                process.wait()
-    lines = [line for line in text.decode(errors="replace").splitlines() if line.startswith(token)]
+            report.end_program()
+            _end(watcher)
+    lines = [line for line in report.lines() if line.startswith(token)]
     if not lines:
         raise RuntimeError(
             "the sandbox could not run the program (too little memory or time, or see above)"
@@ -218,14 +226,70 @@ def run_tests(
     return [f"{token} {number}" in lines for number in range(len(tests))]
 
 
-def _report(number: int, seconds: float) -> bytes:
-    """What arrives at a descriptor until its end, the time limit or the size limit."""
-    poll, end, text = select.poll(), time.monotonic() + seconds, b""
-    poll.register(number, select.POLLIN)
-    while len(text) < _MOST_REPORT_BYTES and (left := end - time.monotonic()) > 0:
-        if poll.poll(1000 * left):
-            part = os.read(number, _MOST_REPORT_BYTES)
-            if not part:
-                break
-            text += part
-    return text
+@contextmanager
+def _empty_folder() -> Iterator[str]:
+    """A temporary folder, which is removed however deeply the program has nested folders in it."""
+    folder = tempfile.TemporaryDirectory(prefix="code_", ignore_cleanup_errors=True)
+    try:
+        yield folder.name
+    finally:
+        try:
+            folder.cleanup()
+        except RecursionError:
+            subprocess.run(["rm", "-rf", "--", folder.name], check=False, capture_output=True)
+
+
+class _Report:
+    """What a program writes within `seconds`, and the program itself, which this process can end
+    without its watcher: where nothing isolates them, a program can kill or stop that."""
+
+    def __init__(self, seconds: float):
+        self.ends_at = time.monotonic() + seconds
+        self.text = b""
+        self.program: int | None = None  # a descriptor of the process (pidfd)
+
+    def read(self, descriptor: int, has_pid: bool) -> None:
+        """Read until the other end closes, the time limit or the size limit. `has_pid`: the first
+        line ends with the program's process id, and not with one of another namespace."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while len(self.text) < _MOST_REPORT_BYTES:
+            seconds_left = self.ends_at - time.monotonic()
+            if seconds_left <= 0:
+                return
+            if not poll.poll(1000 * seconds_left):
+                continue
+            written = os.read(descriptor, _MOST_REPORT_BYTES)
+            if not written:
+                return
+            self.text += written
+            if has_pid and self.program is None and b"\n" in self.text:
+                with suppress(ProcessLookupError):  # it has ended
+                    pid = self.text.partition(b"\n")[0].split()[-1]
+                    self.program = os.pidfd_open(int(pid))
+
+    def end_program(self) -> None:
+        if self.program is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.program, signal.SIGKILL)
+            os.close(self.program)
+
+    def lines(self) -> list[str]:
+        return self.text.decode(errors="replace").splitlines()
+
+
+def _end(watcher: subprocess.Popen[bytes]) -> None:
+    """Let the watcher kill what the program has started, and end; then kill what is left in their
+    process group, if a program has killed or stopped its watcher."""
+    assert watcher.stdin is not None and watcher.stdout is not None
+    with suppress(BrokenPipeError):
+        watcher.stdin.close()  # its order to end
+    watcher.stdout.close()
+    poll = select.poll()
+    ended = os.pidfd_open(watcher.pid)
+    poll.register(ended, select.POLLIN)
+    poll.poll(1000 * _END_SECONDS)
+    os.close(ended)
+    with suppress(ProcessLookupError):
+        os.killpg(watcher.pid, signal.SIGKILL)  # before `wait`: no other process has this id yet
+    watcher.wait()

@@ -2,9 +2,9 @@
 `sandbox.py`.
 
 `python -I -c SOURCE`, with the job as JSON on standard input. It writes lines to standard output
-that start with the job's token: one when the program starts, then one with the number of each test
-that passed. Without the token, the program could forge these lines. What the program prints goes
-nowhere.
+that start with the job's token: one with the process id when the program starts, then one with the
+number of each test that passed. Without the token, the program could forge these lines. What the
+program prints goes nowhere.
 
 The script imports only the standard library and nothing of this project: it must start fast and not
 read the run's files. With bwrap, it is process 1 of a namespace: programs cannot signal it, and all
@@ -22,11 +22,14 @@ import sys
 import types
 
 SET_DUMPABLE, SET_SUBREAPER, SET_NO_NEW_PRIVILEGES = 4, 36, 38  # prctl(2)
-WATCH_MILLISECONDS = 100
+WATCH_MILLISECONDS = 20
+REAPED_AT_ONCE = 1000  # a program that forks without end must not keep its watcher busy
 PROCESS_EVENTS = (
     "os.exec",
     "os.fork",
     "os.forkpty",
+    "os.kill",
+    "os.killpg",
     "os.posix_spawn",
     "os.spawn",
     "os.system",
@@ -59,8 +62,20 @@ def is_within_limits(job: dict) -> bool:
     if not job["has_proc"]:
         return True
     inside = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-    total = sum(map(memory_of, inside)) if len(inside) > 1 else 0
-    return len(inside) <= job["processes"] and total <= job["memory_mb"] * 1024
+    if len(inside) > job["processes"]:
+        return False  # at once: adding up the memory of a thousand processes takes seconds
+    if len(inside) <= 1:
+        return True  # the kernel limits the memory of one
+    return sum(map(memory_of, inside)) <= job["memory_mb"] * 1024
+
+
+def reap() -> None:
+    """Forget programs that have ended. They count until their parent asks for them, which is now
+    this process: a subreaper."""
+    with contextlib.suppress(ChildProcessError):  # none is left
+        for _ in range(REAPED_AT_ONCE):
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                return
 
 
 def watch(child: int, job: dict) -> None:
@@ -70,22 +85,26 @@ def watch(child: int, job: dict) -> None:
     poll.register(program, select.POLLIN)
     poll.register(0, 0)  # without events `poll` reports only that the other end closed
     while not poll.poll(WATCH_MILLISECONDS) and is_within_limits(job):
-        with contextlib.suppress(ChildProcessError):  # none is left
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                # programs that end count until their parent asks, which is now this process: a
-                # subreaper
-                pass
+        reap()
     if job["bwrap"]:
         os._exit(0)  # ends the namespace
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(program, signal.SIGKILL)
-    # none is left: the children of what ends become this process's own
+    # until none is left: the children of what ends become this process's own
     with contextlib.suppress(ChildProcessError):
         while True:
             with open("/proc/thread-self/children") as file:
                 for process in file.read().split():
                     os.kill(int(process), signal.SIGKILL)
             os.waitpid(-1, 0)
+
+
+def leave_root(user: int) -> None:
+    """Become another user, whose processes can still read what /proc has about themselves."""
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    prctl(SET_DUMPABLE, 1)
 
 
 def set_limits(job: dict) -> None:
@@ -148,6 +167,8 @@ def main() -> None:
         watch(child, job)
         os._exit(0)
     os.register_at_fork(after_in_child=restore_signals)
+    if job.get("user") is not None:
+        leave_root(job["user"])
     prctl(SET_NO_NEW_PRIVILEGES, 1)
     report, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for number in range(3):
@@ -156,7 +177,7 @@ def main() -> None:
     set_limits(job)
     if not job["bwrap"]:
         sys.addaudithook(refuse)
-    os.write(report, f"{job['token']}\n".encode())
+    os.write(report, f"{job['token']} starts as {os.getpid()}\n".encode())
     try:
         run(job["program"], job["tests"], job.pop("token"), report)
     finally:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from sandboxes import (
 
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
-from dschat_ppo.rewards import build_rewards, sandbox
+from dschat_ppo.rewards import build_rewards, sandbox, sandbox_child
 from dschat_ppo.rewards.sandbox import Isolation, Limits, isolation, others_may_run, run_tests
 
 LIMITS = Limits(cpu_seconds=5, wall_seconds=30.0)
@@ -250,6 +251,68 @@ def test_a_program_that_gives_up_its_parent_ends(how, ended, tmp_path, monkeypat
     assert left_of(mark, seconds=0.0 if ended == "at its time limit" else 3.0) == []
 
 
+ATTACK_ON_WATCHER = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)  # past the hook of Python
+{first}
+libc.kill(os.getppid(), {signal})
+while True: time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("first", ["", "libc.setsid()", "libc.prctl(1, 0); libc.fork()"])
+@pytest.mark.parametrize("signal", [9, 19])
+def test_without_bubblewrap_a_program_ends_without_its_watcher(
+    first, signal, tmp_path, monkeypatch
+):
+    """A program kills or stops its watcher, which has its user number where root cannot leave
+    it."""
+    mark = str(tmp_path)
+    mark_sandboxes(monkeypatch, mark)
+    monkeypatch.setattr(sandbox, "_END_SECONDS", 0.5)
+    how = Isolation(bwrap=False, has_proc=False, leaves_root=False)
+    program = ATTACK_ON_WATCHER.format(first=first, signal=signal)
+    assert run_tests("", [program], Limits(wall_seconds=1.0), how) == [False]
+    assert left_of(mark, seconds=0.3) == []
+
+
+def test_without_bubblewrap_python_refuses_signals():
+    tests = [refusal("os.kill(os.getppid(), 0)"), refusal("os.killpg(0, 0)")]
+    how = Isolation(bwrap=False, has_proc=False, leaves_root=False)
+    assert passed(*tests, how=how) == [True, True]
+
+
+@needs_bwrap
+def test_bubblewrap_is_found_where_path_has_it(isolation_with, tmp_path, monkeypatch):
+    """Also by a relative path: programs start in another folder and without a PATH."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "bwrap").symlink_to(shutil.which("bwrap"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "bin")
+    assert isolation_with("bin").bwrap
+    assert sandbox.bwrap_words(LIMITS, FOUND)[0] == str(tmp_path / "bin" / "bwrap")
+
+
+def test_many_processes_are_counted_before_their_memory_is_added_up(monkeypatch):
+    """To add it up takes milliseconds for each."""
+    monkeypatch.setattr(sandbox_child.os, "listdir", lambda _: list(map(str, range(1, 19))))
+    monkeypatch.setattr(sandbox_child, "memory_of", lambda _: pytest.fail("added up"))
+    job = {"has_proc": True, "processes": 16, "memory_mb": 1}
+    assert not sandbox_child.is_within_limits(job)
+
+
+@everywhere
+def test_deeply_nested_folders_are_removed(how, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tmp_path.chmod(0o711)
+    nest = "import os\nfor n in range(3000):\n    os.mkdir('folder')\n    os.chdir('folder')"
+    try:
+        assert passed(nest, how=how) == [True]
+        assert list(tmp_path.iterdir()) == []
+    finally:  # pytest cannot remove them either
+        subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+
+
 def test_the_memory_of_the_trainer_is_closed():
     """A process that is not dumpable belongs to root in /proc; asked in one that ends."""
     script = (
@@ -295,15 +358,18 @@ assert len(children) < 20, len(children)
 )
 @pytest.mark.parametrize("bwrap", [pytest.param(True, marks=needs_bwrap), False])
 def test_root_gives_up_its_user_number(bwrap, monkeypatch):
-    """Where other users can read Python: its files are closed, and the kernel counts processes."""
+    """Where other users can read Python: its files are closed, the kernel counts processes, and no
+    signal reaches the watcher."""
     monkeypatch.setattr(sandbox.sys, "executable", OPEN)
     how = Isolation(bwrap, bwrap and FOUND.has_proc, leaves_root=True)
     tests = [
         f"import os; assert os.getuid() {'== 1000' if bwrap else '> 2**29'}",
         "open('own', 'w').write('x')",
         FORKS,
+        "import ctypes, os; assert os.getpid() == 2 or ctypes.CDLL(None).kill(os.getppid(), 19)",
+        "import os\nif os.path.exists('/proc/self'): open('/proc/self/environ').read()",
     ]
-    assert passed(*tests, refusal("open('/etc/shadow')"), how=how) == [True] * 4
+    assert passed(*tests, refusal("open('/etc/shadow')"), how=how) == [True] * 6
     assert passed(refusal("open('/etc/shadow')"), how=replace(how, leaves_root=False)) == [False]
 
 
