@@ -24,6 +24,7 @@ from dschat_ppo.common import stop_requests
 from dschat_ppo.common.exit_codes import INTERRUPTED, exit_code
 from dschat_ppo.common.host_memory import lasting_objects
 from dschat_ppo.common.logging import logger, set_verbose
+from dschat_ppo.common.processes import open_closed_streams
 from dschat_ppo.common.ranks import is_main, local_world_size, world_size
 from dschat_ppo.config.cli import notes, parse
 from dschat_ppo.config.flag_parser import FlagParser
@@ -107,6 +108,7 @@ def take_num_accelerators(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 def start(step: str, argv: Sequence[str]) -> int:
     """Run a step (of `TRAINERS`) on as many ranks as `argv` or the devices say; returns the exit
     code. Replaces this process by DeepSpeed's launcher if there are several."""
+    open_closed_streams()
     try:
         count, words = take_num_accelerators(argv)
         if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":

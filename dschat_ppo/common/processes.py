@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,21 @@ def ancestor(word: str) -> int | None:
             return pid
         pid = process.parent
     return None
+
+
+def open_closed_streams() -> None:
+    """Let each standard stream that the caller has closed (`>&-`) lead nowhere. Otherwise Python
+    has None in its place, on which every method fails, and the next file that is opened gets its
+    number, so that what a library prints ends up in that file."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def leave_dead_terminal(numbers: Sequence[int] = (1, 2)) -> None:

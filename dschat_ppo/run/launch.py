@@ -23,6 +23,7 @@ from dschat_ppo.common.exit_codes import (
 )
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import logger
+from dschat_ppo.common.processes import open_closed_streams
 from dschat_ppo.errors import (
     NonFiniteError,
     StopRequested,
@@ -79,6 +80,7 @@ def run_step(
     For any other the first rank that fails prints its rank, phase, step and traceback. Ranks that
     fail later write theirs to their log file alone, and end with the same exit code.
     """
+    open_closed_streams()
     phases.reset_phases()
     faulthandler.enable(2)
     try:

@@ -2,6 +2,9 @@
 memory, and the variables of the launcher."""
 
 import errno
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -275,3 +278,22 @@ def error_after(first: Exception, then: Exception) -> Exception:
 )
 def test_a_lack_of_memory_is_known_by_class_or_message(problem, expected):
     assert ran_out_of_memory(problem) is expected
+
+
+CLOSED = """
+import os
+from dschat_ppo.run.launch import leave, run_step
+def train(config):
+    assert os.open("{file}", os.O_CREAT) > 2, "what a library prints would go to this file"
+    print("progress")
+leave(run_step(lambda words: None, train, []))
+"""
+CLOSED_TOOL = "from dschat_ppo.tools import exit_code_of; raise SystemExit(exit_code_of(lambda: 0))"
+
+
+@pytest.mark.parametrize("script", [CLOSED, CLOSED_TOOL])
+@pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&-", "2>&-"])
+def test_closed_streams_do_not_end_a_run(script, closed, tmp_path):
+    command = f'"{sys.executable}" -c "$SCRIPT" {closed}'
+    environment = {**os.environ, "SCRIPT": script.replace("{file}", str(tmp_path / "log"))}
+    assert subprocess.run(command, shell=True, env=environment).returncode == 0
