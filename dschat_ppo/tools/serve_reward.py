@@ -5,8 +5,9 @@
 POST /get_reward takes `{"query": [text, ...]}` and replies `{"rewards": [number, ...]}`. As in
 OpenRLHF's API, the request may also hold "prompts" and "labels"; they have no effect. Each text is
 scored at its final token: the chat template's end-of-turn token if the text contains one, otherwise
-EOS. GET /health replies `{"status": "ok"}`. Errors are FastAPI's: status 422 (invalid request), 400
-(another host), 404 (another path) or 500 (the model failed).
+EOS. GET /health replies `{"status": "ok"}`. Errors are FastAPI's: status 422 (invalid request, or a
+text that the tokenizer does not take, such as one above 16 MiB), 400 (no JSON, or another host),
+404 (another path) or 500 (the model failed).
 
 There is no authentication and no encryption: anyone who can reach the port can use the model. The
 server therefore listens only on this machine unless `--host` names another address.
@@ -59,17 +60,28 @@ def server_of(app: Any) -> Any:
 
 def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0.0.1") -> Any:
     """The ASGI application of the server, which listens on `host`. `score` is called in one thread
-    at a time. If it raises, the reply is status 500, and the log has the traceback."""
+    at a time. A `UserError` of it is status 422 with the message: a text that the tokenizer does
+    not take. If it raises anything else, the reply is status 500, and the log has the traceback."""
     from fastapi import Body, FastAPI, HTTPException
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    # without its pages of documentation, which load scripts from the network
-    app = FastAPI(openapi_url=None)
-    turn, texts = asyncio.Lock(), Body(embed=True)
-    # a web site can give its name the address of this machine, to read scores
+    app = FastAPI(openapi_url=None)  # without its documentation, which loads scripts from the net
+    turn = asyncio.Lock()
+    texts = Body(embed=True)
     if host in _OWN_NAMES:
-        # as a Host header has it
+        # A web site can give its name the address of this machine, to read scores. These are the
+        # names as a Host header has them.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_OWN_NAMES, "[::1]"])
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Any, problem: RequestValidationError) -> JSONResponse:
+        # FastAPI would quote the input, which JSON cannot hold if it is NaN or half a surrogate
+        shown = [
+            {name: fault[name] for name in ("type", "loc", "msg")} for fault in problem.errors()
+        ]
+        return JSONResponse({"detail": shown}, status_code=422)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -78,7 +90,10 @@ def reward_app(score: Callable[[Sequence[str]], list[float]], host: str = "127.0
     @app.post("/get_reward")
     async def get_reward(query: list[str] = texts) -> dict[str, list[float]]:
         async with turn:
-            scores = await asyncio.to_thread(score, query) if query else []
+            try:
+                scores = await asyncio.to_thread(score, query) if query else []
+            except UserError as problem:
+                raise HTTPException(422, str(problem)) from None
         if not all(map(math.isfinite, scores)):
             raise HTTPException(500, "a score is not finite")
         return {"rewards": scores}

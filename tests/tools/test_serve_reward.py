@@ -164,6 +164,23 @@ def test_a_name_that_was_rebound_to_this_machine_is_refused(address):
         assert send(other + "/health", Host="reward.example")[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"query": [NaN]}', "valid string"),
+        (b'{"query": 1e999}', "valid list"),
+        (b'{"query": [{"\\ud800": "\\udfff"}]}', "valid string"),
+        (b'{"query": ["\\ud800"]}', "rejects this text"),
+        (b'{"query": ["' + b"x" * 17_000_000 + b'"]}', "too long"),
+    ],
+    ids=["NaN", "infinity", "half pairs in an object", "half a pair", "17 MB"],
+)
+def test_what_cannot_be_scored_is_refused_with_its_reason(address, body, words):
+    status, answer = send(f"{address}/get_reward", body)
+    assert status == 422
+    assert words in str(answer["detail"])
+
+
 def test_a_request_that_a_browser_sends_for_any_page_is_invalid(address):
     """It asks the server before it sends JSON to another site."""
     assert send(f"{address}/get_reward", b'{"query": []}', Content_Type="text/plain")[0] == 422
