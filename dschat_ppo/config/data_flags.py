@@ -196,6 +196,12 @@ class DataFlags:
     def __post_init__(self) -> None:
         parse_data_split(self.data_split)
         template = self.input_template
+        better = self.better_column
+        if better:
+            require(
+                all(name.strip() for name in better.split(",")) and better.count(",") < 2,
+                f"--better_column '{better}': expected a column, or two with a comma between them",
+            )
         refuse(
             {
                 "--data_path is required: name at least one data set": not self.data_path,

@@ -245,6 +245,11 @@ def test_flags_of_columns_beside_a_verdict_are_refused():
     assert [list(pair.answers) for pair in found] == [[GOOD, BAD]] * 3
     with pytest.raises(UserError, match="--better_column other: d.jsonl has no such column"):
         form_of(rows, better_column="winner_model_a,other", **CHAT, **flags)
+    for names in ("winner_model_a,", "a,b,c"):
+        with pytest.raises(
+            UserError, match=f"--better_column '{names}': expected a column, or two"
+        ):
+            form_of(rows, better_column=names)
 
 
 def test_each_rejected_answer_makes_a_pair_and_a_bad_answer():
