@@ -30,7 +30,7 @@ def record(kind, mask: torch.Tensor, **changes):
         "entropies selected baselines data_sources numbers answer_scores episode_lengths"
         " turn_rewards".split()
     )
-    absent += ["failed", "left", "sampled_mask"]
+    absent += ["failed", "episodes", "left", "sampled_mask"]
     absent += ["teachers", "teacher_logprobs", "teacher_prompt_ids", "teacher_prompt_mask"]
     made |= dict.fromkeys(absent) | changes
     return kind(**{field.name: made[field.name] for field in fields(kind)})

@@ -40,7 +40,13 @@ from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokeniz
 from dschat_ppo.ppo.collect import check_stop_ids
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.own_algorithms import check_own_functions
-from dschat_ppo.rewards.build_rewards import check_routes, check_sandbox, check_sources
+from dschat_ppo.rewards.build_rewards import (
+    CheckedFunction,
+    check_columns,
+    check_routes,
+    check_sandbox,
+    check_sources,
+)
 from dschat_ppo.rewards.function_reward import FunctionReward, function_files, parse_function
 from dschat_ppo.rewards.learned_reward import saved_separator, saved_statistics
 from dschat_ppo.run.run_models import check_language_model, check_same_tokens
@@ -187,6 +193,8 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
     was asked to stop, or is already complete."""
     ppo, algorithm, validate_only = config.ppo, config.algorithm, config.validate_only
 
+    functions, held_out_functions = list[CheckedFunction](), list[CheckedFunction]()
+
     def check_functions() -> None:
         logger().info(
             f"step 3: --advantage_estimator {algorithm.advantage_estimator}, --policy_loss"
@@ -198,11 +206,12 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
             )
         )
         check_own_functions(config)
-        check_sources(config.rewards)
+        functions.extend(check_sources(config.rewards))
         if config.validation.eval_reward_function:
             reward = evaluation_reward(config)  # fails here if it cannot be used
             reward.close()
             check_sandbox(config.rewards, [reward.spec])
+            held_out_functions.append((reward.spec, reward.signature))
 
     device, output = begin_run(config, check_functions)
     require_agreement(config, dist.world_size())
@@ -230,6 +239,10 @@ def begin_ppo(config: PPOConfig) -> BegunPPO:
         len(rows.at_hand) == len(rows.train),
         config.teacher.routes,
     )
+    if len(rows.at_hand) == len(rows.train):  # not with --streaming
+        check_columns(functions, "--data_path", rows.at_hand["row"])
+    if rows.eval is not None:
+        check_columns(held_out_functions or functions, "--eval_data_path", rows.eval["row"])
     plan = plan_ppo(
         ppo,
         len(rows.train),

@@ -4,31 +4,85 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NoReturn
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.processes import deny_access_to_memory
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
+from dschat_ppo.data.examples import TRUTH
 from dschat_ppo.errors import UserError
+from dschat_ppo.rewards.call_forms import Signature, missing_columns
 from dschat_ppo.rewards.function_reward import FunctionReward, FunctionSpec, parse_function
 from dschat_ppo.rewards.remote_reward import RemoteReward, usable_urls
-from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource
+from dschat_ppo.rewards.reward_source import DATA_SOURCE, RewardMixture, RewardSource, is_routed_to
 from dschat_ppo.rewards.sandbox import Limits, isolation
 
 MOST_ROWS, MOST_SHOWN = 2000, 8
 
 
-def check_sources(flags: RewardSourceFlags) -> None:
-    """Check the reward sources before any model is loaded; warn about what the sandbox lacks. Each
-    function is imported once in a worker process that ends again. Remote services are not
-    contacted."""
+CheckedFunction = tuple[FunctionSpec, Signature]
+
+
+def check_sources(flags: RewardSourceFlags) -> list[CheckedFunction]:
+    """Check the reward sources before any model is loaded, and return the functions; warn about
+    what the sandbox lacks. Each function is imported once in a worker process that ends again.
+    Remote services are not contacted."""
     usable_urls(flags.remote_urls)
     specs = [parse_function(text) for text in flags.reward_function]
+    functions = list[CheckedFunction]()
     for spec in specs:
         function = FunctionReward(spec, 1, flags.reward_timeout)
         function.close()
+        functions.append((spec, function.signature))
         if spec.rule is None:
             logger().info(f"{spec}: {function.signature.call.description}")
     check_sandbox(flags, specs)
+    return functions
+
+
+def check_columns(functions: Sequence[CheckedFunction], flag: str, rows: Sequence[str]) -> None:
+    """Check that the data have a column for each argument without a default. `rows`: all data rows
+    that the functions score, as JSON, which `flag` names."""
+    for spec, signature in functions:
+        missing = missing_columns(signature, ())
+        if signature.form == "openrlhf":  # `labels` belong to the form, and may be None
+            missing.discard("ground_truth")
+        columns = dict[str, None]()
+        for text in rows:
+            if not missing:
+                break
+            row = json.loads(text)
+            if not is_routed_to(spec.sources, row):
+                continue
+            columns |= dict.fromkeys(row)
+            missing -= row.keys()
+            if spec.rule is not None and TRUTH in row:
+                missing.discard("answer")
+        if missing and columns:
+            shown = [name for name in columns if not name.startswith("_")]
+            _refuse_missing(spec, flag, min(missing), shown)
+
+
+def _refuse_missing(spec: FunctionSpec, flag: str, name: str, columns: Sequence[str]) -> NoReturn:
+    """Refuse a function whose argument `name` has no column."""
+    if name == "environments":
+        raise UserError(
+            f"{spec}: its argument 'environments' are TRL's environment objects, which live in"
+            " processes of their own here; compute the score in the environment's get_reward(),"
+            " which --environment_reward_weight weighs, and omit this function"
+        )
+    remedy = f"rename the argument, give it a default, or set it with ?{name}=VALUE"
+    if spec.rule is not None:
+        remedy = "give the rows this column"
+    if name == "answer" and spec.rule is not None:
+        remedy = "name the column of the correct answer with --answer_column"
+    for other in ("answer", "ground_truth"):
+        if {name, other} == {"answer", "ground_truth"} and other in columns:
+            remedy = f"--answer_column {other} passes the column '{other}' under both names"
+    raise UserError(
+        f"{spec}: no row of {flag} has a column '{name}' for its argument, which has no default;"
+        f" the columns are: {', '.join(columns)}; {remedy}"
+    )
 
 
 def check_sandbox(flags: RewardSourceFlags, specs: Sequence[FunctionSpec]) -> None:

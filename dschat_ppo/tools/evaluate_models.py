@@ -42,7 +42,7 @@ from dschat_ppo.ppo.evaluation import (
     summary_by_source,
 )
 from dschat_ppo.ppo.score import RewardRequests
-from dschat_ppo.rewards.build_rewards import build_sources, check_sources
+from dschat_ppo.rewards.build_rewards import build_sources, check_columns, check_sources
 from dschat_ppo.rewards.learned_reward import model_reward
 from dschat_ppo.rewards.reward_source import RewardMixture
 from dschat_ppo.rollout.continuous_batching import never
@@ -104,8 +104,7 @@ def evaluate(wanted: Wanted) -> Evaluated:
     """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if
     the log-probs of a model are not finite."""
     words, rewards = wanted.words, wanted.rewards
-    if rewards is not None:
-        check_sources(rewards)
+    functions = [] if rewards is None else check_sources(rewards)
     models = check_models([("--model", name) for name in words.model], wanted.prompts)
     longest = words.max_prompt_seq_len + wanted.settings.max_tokens
     for model in models:
@@ -113,6 +112,7 @@ def evaluate(wanted: Wanted) -> Evaluated:
     name = None if rewards is None else rewards.reward_model_name_or_path
     reward = check_models([(REWARD_FLAG, name)], wanted.prompts, True)[0] if name else None
     prompts, names = _prompts(wanted, models)
+    check_columns(functions, "--data_path", prompts[0]["row"])
 
     scorer: ScalarModel | None = None
     if reward is not None:

@@ -14,7 +14,12 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import build_rewards, remote_reward
-from dschat_ppo.rewards.build_rewards import build_sources, check_routes, check_sources
+from dschat_ppo.rewards.build_rewards import (
+    build_sources,
+    check_columns,
+    check_routes,
+    check_sources,
+)
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
 from dschat_ppo.rewards.reward_source import (
     CallCounts,
@@ -139,6 +144,41 @@ def test_invalid_sources_are_rejected_before_models_load(changes, problem):
     with pytest.raises(UserError, match="^--") as refused:
         check_sources(flags(**{"reward_function": ["exact_match"], **changes}))
     assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "row", "problem"),
+    [
+        ("response, gold", {"answer": 1}, "has a column 'gold' .* set it with \\?gold=VALUE"),
+        ("completions, solution, **kwargs", {"problem": 1}, "'solution'"),
+        ("responses, ground_truth", {"answer": 1}, "--answer_column answer passes"),
+        ("completions, environments, **kwargs", {}, "get_reward\\(\\), which --environment_rew"),
+        ("data_source, solution_str, ground_truth", {}, "'ground_truth'"),
+        ("response, gold=None", {}, None),
+        ("responses, thoughts, turns, **columns", {}, None),
+        ("queries, prompts, labels", {}, None),  # labels may be None, as in OpenRLHF
+        ("completions, completion_ids, trainer_state, log_metric", {}, None),
+    ],
+)
+def test_an_argument_without_a_column_is_refused_by_name(tmp_path, head, row, problem):
+    """The last of three rows has the columns; the second is of another route."""
+    path = tmp_path / "f.py"
+    path.write_text(f"def f({head}): return 1.0")
+    functions = check_sources(flags(reward_function=[f"a={path}:f"]))
+    rows = [{"data_source": "a"}, {"data_source": "b", "gold": 2, "solution": 2}]
+    texts = [json.dumps(each) for each in [*rows, {"data_source": "a", **row}]]
+    if problem is None:
+        check_columns(functions, "--data_path", texts)
+        return
+    with pytest.raises(UserError, match=f"^--reward_function a={path}:f: .*{problem}"):
+        check_columns(functions, "--data_path", texts)
+
+
+def test_rules_find_the_correct_answer_under_its_column():
+    functions = check_sources(flags(reward_function=["exact_match"]))
+    check_columns(functions, "--data_path", ['{"_truth": 1, "label": 1}'])
+    with pytest.raises(UserError, match="exact_match: .* 'answer' .* --answer_column$"):
+        check_columns(functions, "--data_path", ['{"label": 1}'])
 
 
 def rows_of(*sources) -> list[str]:
