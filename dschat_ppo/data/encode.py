@@ -87,7 +87,10 @@ def encode_example(
     else:
         prompt = [
             (
-                {**message, "content": divided(tokenizer, message["content"])}
+                {
+                    **message,
+                    "content": divided(tokenizer, _result_of(tokenizer, message["content"])),
+                }
                 if message["role"] in SAID_BY_TOOLS
                 else message
             )
@@ -212,6 +215,16 @@ def _encode_divided(
         ids += more[len(first) :]
         place += len(part) + len(SPLIT)
     return ids, found
+
+
+def _result_of(tokenizer: PreTrainedTokenizerBase, content: str) -> str:
+    """What a tool said, without the marks of Hermes around it if the chat template writes them."""
+    begin, end = "<tool_response>", "</tool_response>"
+    bare = content.strip()
+    has_marks = bare.startswith(begin) and bare.endswith(end)
+    if not has_marks or begin not in str(tokenizer.chat_template):
+        return content
+    return bare.removeprefix(begin).removesuffix(end).strip("\n")
 
 
 def divided(tokenizer: PreTrainedTokenizerBase, content: str) -> str:

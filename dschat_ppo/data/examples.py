@@ -231,13 +231,6 @@ def from_json(value: Any) -> Any:
     return found if parts and isinstance(found, list) + has_texts + has_roles >= 2 else value
 
 
-def without_nulls(value: Any) -> Any:
-    """A nested value without the keys that are null."""
-    if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
 # Messages
 
 
@@ -326,7 +319,7 @@ def read_messages(value: Any, column: str, role_names: dict[str, str] | None = N
                 f"{name} has {'no role' if given is None else f'role {given!r}'}; expected"
                 f" {_EXPECTED}"
             )
-        calls = without_nulls(rest.pop("tool_calls", None))
+        calls = rest.pop("tool_calls", None)
         if given.strip().lower() in _CALLS:
             calls, content = json_value(content), ""
             calls = [
@@ -382,8 +375,10 @@ def without_context(messages: Messages) -> Messages:
 
 def read_tools(value: Any, column: str) -> list[Any] | None:
     """The tool descriptions of a row, given as a list or as JSON; None if there are none."""
-    # JSON means its nulls, Arrow does not
-    value = json_value(value.strip() or None) if isinstance(value, str) else without_nulls(value)
+    if isinstance(value, str):
+        value = json_value(value.strip() or None)
+    else:
+        value = _without_nulls(value)
     # and not what holds messages too
     way = "; --ignore_columns tools leaves it out" if column == "tools" else ""
     expected = f"a list of tool descriptions or its JSON{way}"
@@ -392,6 +387,17 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
         checked(json_value(tool), dict, f"a tool of '{column}'", f"an object{way}")
         for tool in found
     ] or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Nested tools without the keys that are null, such as `strict`, but for values of a schema."""
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(inner)
+            for key, inner in value.items()
+            if inner is not None or key in ("default", "const")
+        }
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def tools_beside(value: Any) -> Any:
@@ -408,19 +414,25 @@ def tools_beside(value: Any) -> Any:
 def _with_parsed_arguments(call: Any, name: str) -> Any:
     """A tool call whose arguments are an object: templates write them as JSON, and would quote a
     text."""
-    inner = call.get("function", call) if isinstance(call, dict) else call
+    call = _without_null_keys(call)
+    inner = call
+    if isinstance(call, dict) and "function" in call:
+        inner = call["function"] = _without_null_keys(call["function"])
     if "name" not in checked(inner, dict, f"a tool call of {name}", "an object with 'name'"):
         raise UserError(f"a tool call of {name} has no 'name'")
-    if not isinstance(inner.get("arguments"), str):
-        return call
-    arguments = json_value(inner["arguments"] or "{}")
-    inner = {
-        **inner,
-        "arguments": checked(
-            arguments, dict, f"'arguments' of a tool call of {name}", "a JSON object"
-        ),
-    }
-    return {**call, "function": inner} if "function" in call else inner
+    if isinstance(inner.get("arguments"), str):
+        arguments = json_value(inner["arguments"] or "{}")
+        where = f"'arguments' of a tool call of {name}"
+        inner["arguments"] = checked(arguments, dict, where, "a JSON object")
+    return call
+
+
+def _without_null_keys(value: Any) -> Any:
+    """A copy of an object without its keys that are null; what is inside of others stays, such as
+    an argument that is null. Any other value as it is."""
+    if not isinstance(value, dict):
+        return value
+    return {key: inner for key, inner in value.items() if inner is not None}
 
 
 def functions_of(messages: Messages) -> Iterator[dict[str, Any]]:

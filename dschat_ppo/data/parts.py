@@ -36,6 +36,7 @@ KINDS = {
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 SUPPORTED = f"{', '.join(KINDS)} (also with {' or '.join(COMPRESSED)})"
 BATCH_ROWS = 1000
+_OF_TOOLS = ("tools", "tool_calls", "functions", "function_call")  # keys of objects
 _AROUND = 40  # characters before and after a place in a file that a message quotes
 
 Row = dict[str, Any]
@@ -281,10 +282,24 @@ def _rows_of_table(table: pa.Table) -> list[Row]:
     table.validate(full=True)  # the only check that its text is UTF-8
     if len(set(table.column_names)) < table.num_columns:
         raise UserError(f"several columns have the same name: {', '.join(table.column_names)}")
-    values = table.to_pylist()
+    values = [_without_padding(row) for row in table.to_pylist()]
     return json.loads(
         json.dumps(values, default=lambda v: {"bytes": len(v)} if isinstance(v, bytes) else str(v))
     )
+
+
+def _without_padding(value: Any, is_of_tools: bool = False) -> Any:
+    """The value without the null keys inside tools and their calls: Arrow gives each object all
+    keys of its column, so a call would have the arguments of all other calls."""
+    if isinstance(value, dict):
+        return {
+            key: _without_padding(inner, is_of_tools or key in _OF_TOOLS)
+            for key, inner in value.items()
+            if inner is not None or not is_of_tools
+        }
+    if isinstance(value, list):
+        return [_without_padding(inner, is_of_tools) for inner in value]
+    return value
 
 
 # JSON

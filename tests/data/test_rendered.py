@@ -160,3 +160,23 @@ def test_remarks_are_counted_in_the_log(rows, tmp_path, said):
     found = prepare(StepData(use="sft", flags=flags, limit=100, eval_fraction=0.0), tokenizer_of())
     assert len(found.train) == (rows or 3) and found.train[0]["prompt_ids"]
     assert any("2" in line and "the thoughts in 'thinking'" in line for line in said)
+
+
+RESULT = "<tool_response>\n{{ m.content }}\n</tool_response>"
+
+
+@pytest.mark.parametrize("content", ["hall", "<tool_response>\nhall\n</tool_response>", "a\n\nb"])
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_the_marks_of_a_result_stand_once(content, is_marked):
+    """Hermes' data have them in the content; a template that writes none keeps them."""
+    turn = TURN.replace(
+        "{{ m.content }}", "{% if m.role == 'tool' %}RESULT{% else %}{{ m.content }}{% endif %}"
+    )
+    turn = turn.replace("RESULT", RESULT if is_marked else "{{ m.content }}")
+    tokenizer = tokenizer_of(WRITTEN["Qwen3"], turn=turn)
+    prompt = [ASK, CALL, {**SEEN, "content": content}]
+    text = tokenizer.decode(encoded(tokenizer, prompt, "There.").prompt)
+    marked = f"<tool_response>\n{content}\n</tool_response>"
+    is_wrapped = content.startswith("<") or not is_marked
+    assert (content if is_wrapped else marked) in text
+    assert text.count("<tool_response>") == (is_marked or content.startswith("<"))
