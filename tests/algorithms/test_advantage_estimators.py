@@ -578,6 +578,25 @@ def test_turns_are_credited_with_the_rewards_from_them_on_by_hand():
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        # 1, 7, 13 with deviation 6; the second turns are worth 0, 2 and 4, with deviation 2
+        ("grpo", [-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]),
+        ("grpo_pass_at_k", [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]),
+        # means 7 and 2
+        ("maxrl", [-6 / 7, 0.0, 6 / 7], [-1.0, 0.0, 1.0]),
+    ],
+)
+def test_the_score_of_a_turn_leaves_out_the_rewards_before_it_by_hand(name, first, second):
+    mask = torch.tensor([[1, 1, 0, 1]]).bool().repeat(3, 1)
+    at_turns = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 5.0, 0.0, 2.0], [0.0, 9.0, 0.0, 4.0]])
+    inputs = inputs_of(mask, at_turns, [3, 3, 3], scores=at_turns.sum(dim=1), epsilon=0.0)
+    advantages, _ = by_turn(ESTIMATORS[name], inputs, at_turns)
+    expected = [[a, a, 0.0, b] for a, b in zip(first, second, strict=True)]
+    np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", sorted(set(WITHIN_A_GROUP) - {"gdpo"}))
 def test_turns_of_equal_episodes_have_advantage_zero(name):
     """Four episodes of three turns score 3 x 100.3, or 0 with another sign in one turn; what is

@@ -85,23 +85,30 @@ def test_blocks_give_the_dense_divergence_and_its_gradients(kind, beta, head):
             )
 
 
+def buckets_of(log_p, log_q, top_k):
+    """Log-probs (N, K + 1) of the teacher's most likely tokens and of all others together, by a
+    loop over rows."""
+    rows = []
+    for p, q in zip(log_p, log_q, strict=True):
+        order = q.argsort(descending=True)
+        top, rest = order[:top_k], order[top_k:]
+        least = torch.tensor([module.LEAST_TAIL]).double().log()
+        rows.append(
+            [
+                torch.cat([x[top], x[rest].logsumexp(0, keepdim=True) if len(rest) else least])
+                for x in (p, q)
+            ]
+        )
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
 @pytest.mark.parametrize("top_k", [1, 3, 300, V + 9])
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 def test_top_tokens_and_their_tail_are_the_divergence_of_buckets(kind, beta, top_k):
     """The buckets are made by a loop over rows from whole distributions, with autograd."""
     student, teacher = layers(1)
     log_p, log_q = log_probs(*student), log_probs(*teacher)
-    rows = []
-    for p, q in zip(log_p, log_q, strict=True):
-        order = q.argsort(descending=True)
-        top, rest = order[:top_k], order[top_k:]
-        least = torch.tensor([module.LEAST_TAIL]).double().log()
-        of = [
-            torch.cat([x[top], x[rest].logsumexp(0, keepdim=True) if len(rest) else least])
-            for x in (p, q)
-        ]
-        rows.append(dense_divergence(*of, kind, beta))
-    dense = torch.stack(rows)
+    dense = dense_divergence(*buckets_of(log_p, log_q, top_k), kind, beta)
     fused = fused_divergence(
         *student,
         OutputLayer(*teacher),
@@ -153,7 +160,11 @@ def test_rows_that_one_vocabulary_lacks_are_in_neither_distribution(width, teach
 
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("top_k", [0, 5])
-def test_tokens_that_cannot_be_drawn_and_logits_of_minus_infinity_add_nothing(kind, beta, top_k):
+@pytest.mark.parametrize("block_bytes", [None, 2 * 256 * 8], ids=["one block", "three blocks"])
+def test_tokens_that_cannot_be_drawn_and_logits_of_minus_infinity_add_nothing(
+    kind, beta, top_k, block_bytes
+):
+    """Tokens 7 and 599 are in the first and in the last block."""
     student, teacher = layers(4)
     with torch.no_grad():
         student[2][3] = teacher[2][3] = -torch.inf
@@ -163,16 +174,20 @@ def test_tokens_that_cannot_be_drawn_and_logits_of_minus_infinity_add_nothing(ki
         OutputLayer(*teacher),
         Divergence(kind, beta, top_k),
         TEMPERATURE,
+        block_bytes=block_bytes,
         forbidden=forbidden,
     )
-    if not top_k:
-        log_p, log_q = (
-            log_probs(*each, forbidden=forbidden).clamp_min(-1e4) for each in (student, teacher)
-        )
-        torch.testing.assert_close(
-            fused, dense_divergence(log_p, log_q, kind, beta), rtol=1e-9, atol=1e-12
-        )
+    log_p, log_q = (
+        log_probs(*each, forbidden=forbidden).clamp_min(-1e4) for each in (student, teacher)
+    )
+    if top_k:
+        log_p, log_q = buckets_of(log_p, log_q, top_k)
+    dense = dense_divergence(log_p, log_q, kind, beta)
+    torch.testing.assert_close(fused, dense, rtol=1e-6 if top_k else 1e-9, atol=1e-9)
+    expected = torch.autograd.grad(dense.sum(), student[:2])
     gradients = torch.autograd.grad(fused.sum(), student)
+    for found, wanted in zip(gradients, expected, strict=False):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)
     assert all(each.isfinite().all() for each in gradients) and NEVER < -1e4
     assert gradients[1][3].abs().max() == 0 and gradients[1][8].abs().max() > 0
 

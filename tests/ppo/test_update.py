@@ -133,6 +133,18 @@ def test_the_kl_loss_of_sampled_tokens_is_added(loss_of):
         assert sums.reduce()["policy/kl_loss"] == pytest.approx(k3 / 0.25, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "denominator"),
+    [("token_mean", 6), ("seq_mean_token_sum", 4), ("constant", 12)],
+)
+def test_the_entropy_bonus_is_over_the_counted_tokens(loss_of, aggregation, denominator):
+    """The cut answer, which `--mask_truncated_answers` leaves out, has entropies of 4 and 5."""
+    loss, _, asked = loss_of(entropy_coef=0.1, loss_aggregation=aggregation)
+    policy = sum(TOKEN_LOSSES) / denominator
+    assert loss == pytest.approx(policy - 0.1 * (1 + 2 + 3) / denominator)
+    assert asked == [("actor", 0.7, True)]
+
+
 def test_divergences_from_the_reference_and_from_teachers_are_added_over_the_counted_tokens(
     loss_of,
 ):
