@@ -41,7 +41,6 @@ from dschat_ppo.algorithms.fused_logprobs import (
 )
 
 SHARE_OF_BLOCK = 0.5  # of the logits of one model: those of two exist at a time
-LEAST_TAIL = 1e-6  # probability of the tail, which is 1 less a sum and known up to rounding
 
 
 @dataclass(frozen=True)
@@ -233,60 +232,66 @@ def _gradient_of_all_tokens(
 
 
 def _of_top_tokens(ctx: Any, student: OutputLayer, piece: slice) -> tuple[Tensor, ...]:
-    """Of a piece of the rows: the divergence (rows,), the student's log of the sum of exponentials
-    (rows,), the teacher's tokens (rows, k) int64, and the parts of the gradient (rows, k) and
-    (rows,): see `_gradient_of_top_tokens`."""
+    """Of a piece of the rows: the divergence (rows,), and what `_gradient_of_top_tokens` needs: the
+    student's log of the sum of exponentials of all tokens and of the tail, (rows,) each, the
+    teacher's tokens (rows, k) int64, and the slopes (rows, k + 1).
+
+    The tail is summed by itself, and not as 1 less the top tokens: a teacher that is very sure
+    leaves it less than the rounding of 1, and a student may not be as sure."""
     teacher, top_k = ctx.teacher, min(ctx.divergence.top_k, ctx.width)
-    lse_p = torch.full(
-        (len(student.hidden[piece]),),
-        -torch.inf,
-        dtype=_dtype(student),
-        device=student.hidden.device,
-    )
-    lse_q, top_p = lse_p.clone(), lse_p.new_empty(len(lse_p), 0)
+    hidden = student.hidden[piece]
+    top_p = torch.empty(len(hidden), 0, dtype=_dtype(student), device=hidden.device)
     top_q, tokens = top_p.clone(), top_p.long()
+    tail_p = top_p.new_full((len(hidden),), -torch.inf)  # log of the sum of exponentials
+    tail_q = tail_p.clone()
     for block in _blocks(ctx):
-        z_p, z_q = (_logits(ctx, layer, block, piece)[0] for layer in (student, teacher))
-        lse_p, lse_q = (
-            torch.logaddexp(a, z.logsumexp(dim=1)) for a, z in ((lse_p, z_p), (lse_q, z_q))
-        )
-        best, columns = z_q.topk(min(top_k, z_q.shape[1]), dim=1)  # (rows, up to k) each
-        top_q, chosen = torch.cat([top_q, best], dim=1).topk(min(top_k, block.stop), dim=1)
-        top_p = torch.cat([top_p, z_p.gather(1, columns)], dim=1).gather(1, chosen)
-        tokens = torch.cat([tokens, columns + block.start], dim=1).gather(1, chosen)
-    log_q, log_p = (
-        _with_tail(top_q - lse_q.unsqueeze(1)),
-        (top_p - lse_p.unsqueeze(1)).requires_grad_(),
-    )
+        z_p = _logits(ctx, student, block, piece)[0]
+        z_q = _logits(ctx, teacher, block, piece)[0]
+        columns = z_q.topk(min(top_k, z_q.shape[1]), dim=1).indices  # (rows, up to k)
+        top_p = torch.cat([top_p, z_p.gather(1, columns)], dim=1)
+        top_q = torch.cat([top_q, z_q.gather(1, columns)], dim=1)
+        tokens = torch.cat([tokens, columns + block.start], dim=1)
+        # into the tail go the other tokens of the block, and those that are now beyond the first k
+        chosen = top_q.topk(min(top_k, block.stop), dim=1).indices
+        tail_p = _log_sum(tail_p, z_p.scatter_(1, columns, -torch.inf))
+        tail_q = _log_sum(tail_q, z_q.scatter_(1, columns, -torch.inf))
+        tail_p = _log_sum(tail_p, top_p.scatter(1, chosen, -torch.inf))
+        tail_q = _log_sum(tail_q, top_q.scatter(1, chosen, -torch.inf))
+        top_p, top_q = top_p.gather(1, chosen), top_q.gather(1, chosen)
+        tokens = tokens.gather(1, chosen)
+    lse_p, lse_q = _log_sum(tail_p, top_p), _log_sum(tail_q, top_q)
+    log_p = torch.cat([top_p, tail_p.unsqueeze(1)], dim=1) - lse_p.unsqueeze(1)  # (rows, k + 1)
+    log_q = torch.cat([top_q, tail_q.unsqueeze(1)], dim=1) - lse_q.unsqueeze(1)
+    log_p.clamp_(min=LOWEST).requires_grad_()  # without a tail its probability is 0
     with torch.enable_grad():
-        buckets = _with_tail(log_p)  # (rows, k + 1)
-        values = dense_divergence(buckets, log_q, ctx.divergence.kind, ctx.divergence.beta)
+        kind, beta = ctx.divergence.kind, ctx.divergence.beta
+        values = dense_divergence(log_p, log_q.clamp_(min=LOWEST), kind, beta)
         # d divergence / d log-prob of each bucket
-        [slopes] = torch.autograd.grad(values.sum(), buckets)
-    share, tail = log_p.detach().exp(), buckets[:, -1].detach().exp()
-    slopes[:, -1].masked_fill_(tail <= 1.001 * LEAST_TAIL, 0.0)  # there it is a constant
-    of_tail = slopes[:, -1] / tail
-    common = of_tail - slopes.sum(dim=1)  # (rows,)
-    return values.detach(), lse_p, tokens, slopes[:, :-1] - share * of_tail.unsqueeze(1), common
+        [slopes] = torch.autograd.grad(values.sum(), log_p)
+    return values.detach(), lse_p, tail_p, tokens, slopes
 
 
-def _with_tail(log_top: Tensor) -> Tensor:
-    """Log-probs (rows, k) -> (rows, k + 1), with that of all other tokens together."""
-    tail = (1 - log_top.exp().sum(dim=1, keepdim=True)).clamp_min(LEAST_TAIL).log()
-    return torch.cat([log_top, tail], dim=1)
+def _log_sum(so_far: Tensor, logits: Tensor) -> Tensor:
+    """The log of the sum of exponentials of `so_far` (rows,), itself such a log, and `logits`
+    (rows, columns)."""
+    return torch.logaddexp(so_far, logits.logsumexp(dim=1))
 
 
 def _gradient_of_top_tokens(
     ctx: Any, z_p: Tensor, kept: list[Tensor], block: slice, piece: slice
 ) -> Tensor:
     """d divergence / d z_p, (rows, columns) fp32. With s_b the slope for log P_b of bucket b, a
-    token v of the bucket gets `s_b p_v / P_b - p_v sum_c s_c`. For the tail that is p_v times a
-    number of the row, and for each of the top tokens, whose p_v / P_b is 1, a number of its own is
-    added to the same."""
-    lse_p, tokens, own, common = kept
-    grad = z_p.sub_(lse_p.unsqueeze(1)).exp_().mul_(common.unsqueeze(1))
-    columns, inside = in_block(tokens, block.start, z_p.shape[1])  # (rows, k) each
-    return grad.scatter_add_(1, columns, torch.where(inside, own, 0.0))
+    token v of the bucket gets `s_b p_v / P_b - p_v sum_c s_c`. p_v / P_b is 1 for each of the top
+    tokens; in the tail it is computed from logits, as both may be too small for fp32."""
+    lse_p, tail_p, tokens, slopes = kept
+    width = z_p.shape[1]
+    columns, inside = in_block(tokens, block.start, width)  # (rows, k) each
+    is_top = inside.new_zeros(len(z_p), width + 1)  # the last column is of tokens of other blocks
+    is_top.scatter_(1, torch.where(inside, columns, width), True)
+    of_tail = (z_p - tail_p.unsqueeze(1)).exp_().masked_fill_(is_top[:, :width], 0.0)
+    grad = z_p.sub_(lse_p.unsqueeze(1)).exp_().mul_(-slopes.sum(dim=1, keepdim=True))
+    grad.addcmul_(of_tail, slopes[:, -1:])
+    return grad.scatter_add_(1, columns, torch.where(inside, slopes[:, :-1], 0.0))
 
 
 def _dtype(layer: OutputLayer) -> torch.dtype:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_ppo.algorithms import divergence as module
 from dschat_ppo.algorithms.divergence import (
     Divergence,
     OutputLayer,
@@ -92,7 +91,7 @@ def buckets_of(log_p, log_q, top_k):
     for p, q in zip(log_p, log_q, strict=True):
         order = q.argsort(descending=True)
         top, rest = order[:top_k], order[top_k:]
-        least = torch.tensor([module.LEAST_TAIL]).double().log()
+        least = torch.tensor([-1e4]).double()  # of probability 0
         rows.append(
             [
                 torch.cat([x[top], x[rest].logsumexp(0, keepdim=True) if len(rest) else least])
@@ -126,6 +125,37 @@ def test_top_tokens_and_their_tail_are_the_divergence_of_buckets(kind, beta, top
         assert (fused.detach().numpy() <= whole + 1e-9).all(), (
             "merging tokens never adds to a divergence"
         )
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_the_tail_of_a_very_sure_teacher_is_as_small_as_it_is(kind, beta, dtype, top_k):
+    """By hand: token 2 has the logit 40 and the 599 others 0, so the teacher's tail has less than
+    599 e^-40 = 2.5e-15, which fp32 cannot tell from 0 beside 1. The student is uniform, or has its
+    own weight on token 5, of the tail."""
+    hidden = torch.eye(2, dtype=dtype)
+    teacher = torch.zeros(V, 2, dtype=dtype)
+    teacher[2] = 40.0
+    student = torch.zeros(V, 2, dtype=dtype)
+    student[5, 1] = 30.0
+    student.requires_grad_()
+    log_q = torch.log_softmax(teacher.detach().double().T, dim=1)
+    exact = student.detach().double().requires_grad_()
+    buckets = buckets_of(torch.log_softmax(exact.T, dim=1), log_q, top_k)
+    expected = dense_divergence(*buckets, kind, beta)
+    layer = OutputLayer(hidden, teacher, None)
+    found = fused_divergence(
+        hidden, student, None, layer, Divergence(kind, beta, top_k), block_bytes=2 * 256 * 8
+    )
+    if kind == "reverse_kl" and top_k == 1:
+        share = 599 / 600  # of the tail, under a uniform student
+        by_hand = share * (np.log(share) - (np.log(599) - 40)) + np.log(1 / 600) / 600
+        assert float(found[0]) == pytest.approx(by_hand, rel=1e-6) and by_hand > 30
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    [slope] = torch.autograd.grad(found.sum(), student)
+    [wanted] = torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(slope.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_are_finite_differences():
