@@ -203,7 +203,12 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  #
 
     # outside of the block: ranks read their first rows of a stream at the same time
     check_flags_used(list(forms.values()), flags)
-    eval_rows, eval_names = joined(evaluation, [len(part.order) for part in evaluation])
+    # `@ROWS` of a data set that trains is about training, not about the rows held out of it
+    eval_counts = [len(part.order) for part in evaluation]
+    for position, part in enumerate(evaluation):
+        if part.source.flag in (EVAL_FLAG, step.whole_flag) and part.source.samples is not None:
+            eval_counts[position] = min(eval_counts[position], part.source.samples)
+    eval_rows, eval_names = joined(evaluation, eval_counts)
     if streams:
         names = tuple(dict.fromkeys(source.name for source in streams))
         return TokenRows(start(streams, step), eval_rows or None, names, eval_names)

@@ -221,6 +221,19 @@ def test_held_out_rows_are_not_trained_on_and_evaluation_paths_replace_them(tmp_
         assert len(rows.train) == 8 and sorted(prompts_of(rows.eval)) == ["prompt 6", "prompt 7"]
 
 
+def test_a_number_of_rows_limits_an_evaluation_but_not_the_rows_held_out(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", ROWS)
+    flags = flags_for(tmp_path, path)
+    evaluated = prompts_of(rows_for("sft", flags, eval_paths=[f"{path}@3"]).eval)
+    assert len(evaluated) == 3 and evaluated == sorted(set(evaluated)), "in the order of the file"
+    assert len(rows_for("sft", flags, eval_paths=[f"{path}@99"]).eval) == len(ROWS)
+    held_out = rows_for("sft", flags_for(tmp_path, f"{path}@1"), eval_fraction=0.5)
+    assert (len(held_out.train), len(held_out.eval)) == (1, 4)
+    whole = flags_for(tmp_path, f"{path}@3", use="prompt")
+    step = StepData("prompt", whole, 64, whole_flag="--data_path")
+    assert len(prepare(step, TOKENIZER).eval) == 3, "of tools.evaluate"
+
+
 @pytest.mark.parametrize(
     ("use", "fraction", "with_paths", "used", "logged"),
     [
