@@ -60,17 +60,21 @@ def fused_token_scores(  # noqa: PLR0913
     """`token_logprobs` and `token_entropy` of the logits that a language model's head computes from
     `hidden`.
 
-    Args: hidden: (N, H), any floating dtype; N may be 0. weight: (V, H) of the head, same dtype;
-    `bias` (V,) or None. tokens: (N,) int64, the token sampled at each position, at `temperature`.
-    head: transform of the product into logits. entropy_grad: compute the gradient of the entropy
-    too, which makes the backward pass slower. block_bytes: largest size of one block of fp32
-    logits, of which up to three exist at a time, or in the backward pass of a soft cap five. None:
-    by device. forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids;
-    the distribution is over the other tokens there.
+    Args:
+        hidden: (N, H), any floating dtype; N may be 0.
+        weight: (V, H) of the head, same dtype; `bias` (V,) or None.
+        tokens: (N,) int64, the token sampled at each position, at `temperature`.
+        head: transform of the product into logits.
+        entropy_grad: compute the gradient of the entropy too, which makes the backward pass slower.
+        block_bytes: largest size of one block of fp32 logits, of which up to three exist at a time,
+            or in the backward pass of a soft cap five. None: by device.
+        forbidden: positions (N,) bool at which some tokens cannot be drawn, and their ids; the
+            distribution is over the other tokens there.
 
-    Returns: (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient
-    for hidden, weight and bias. A logit of -inf adds 0 to the entropy, and 0 to every gradient but
-    that of this token's log-prob.
+    Returns:
+        (logprobs, entropy), each (N,) fp32, or fp64 if `hidden` is. The first has a gradient
+            for hidden, weight and bias. A logit of -inf adds 0 to the entropy, and 0 to every
+            gradient but that of this token's log-prob.
     """
     columns, rows = block_shape(hidden, block_bytes)
     scores: tuple[Tensor, Tensor] = _FusedTokenScores.apply(  # type: ignore[no-untyped-call]

@@ -23,9 +23,11 @@ class Fault:
     """A NaN or infinity in an optimizer step. The same on every rank, except for `random_state`,
     which is this rank's at the start of the step.
 
-    Attributes: kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their
-    norm over all ranks is not). rank: the rank that computed it; for "norm" the rank of the largest
-    gradient. numbers: `numbers[rank][micro_batch]` is the loss, or the largest absolute gradient.
+    Attributes:
+        kind: "loss", "gradient", or "norm" (each rank's gradients are finite, but their norm over
+            all ranks is not).
+        rank: the rank that computed it; for "norm" the rank of the largest gradient.
+        numbers: `numbers[rank][micro_batch]` is the loss, or the largest absolute gradient.
     """
 
     kind: Literal["loss", "gradient", "norm"]

@@ -202,11 +202,13 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """A checked causal language model, ready for `deepspeed.initialize` with the same `ds_config`.
 
-    Args: dtype: "bf16", "fp16" or "fp32". dropout: overrides every dropout of the config; no layer
-    is then skipped in training. resize: add rows for tokens of the folder's tokenizer that have
-    none (`grow_vocabulary`). adapter: add a LoRA adapter; if `folder` is an adapter folder,
-    continue that one. Without it an adapter folder is merged into the weights of its base. device:
-    "meta" builds the model without its weights; None loads them.
+    Args:
+        dtype: "bf16", "fp16" or "fp32".
+        dropout: overrides every dropout of the config; no layer is then skipped in training.
+        resize: add rows for tokens of the folder's tokenizer that have none (`grow_vocabulary`).
+        adapter: add a LoRA adapter; if `folder` is an adapter folder, continue that one. Without it
+            an adapter folder is merged into the weights of its base.
+        device: "meta" builds the model without its weights; None loads them.
     """
     check_causal_lm(folder)
     config = _with_dropout(load_config(folder, "model"), dropout)

@@ -114,12 +114,16 @@ class PolicyModel(WrappedModel):
         from, (N) fp32, row after row; then, where they are asked for, the N hidden states that the
         head takes, and the divergence from each teacher, (N) fp32.
 
-        Args: input_ids: (B, T) int64, right-padded. wanted: (B, T) bool, True on tokens whose
-        log-prob is wanted; the first column is ignored. entropy_grad: keep the gradient of the
-        entropies. forbidden: (B, T) bool, True on tokens that were drawn without some others, and
-        the ids of these. states: give the hidden states (N, H), if `compares_distributions`.
-        teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
-        `compares_distributions`.
+        Args:
+            input_ids: (B, T) int64, right-padded.
+            wanted: (B, T) bool, True on tokens whose log-prob is wanted; the first column is
+                ignored.
+            entropy_grad: keep the gradient of the entropies.
+            forbidden: (B, T) bool, True on tokens that were drawn without some others, and the ids
+                of these.
+            states: give the hidden states (N, H), if `compares_distributions`.
+            teachings: give the divergence from each of these at its tokens, and 0 elsewhere, if
+                `compares_distributions`.
         """
         # (B,) int64: the tokens of each row up to the one whose state predicts the last wanted
         # token, at least 1

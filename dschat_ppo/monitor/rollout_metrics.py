@@ -24,11 +24,14 @@ def experience_metrics(  # noqa: C901
 ) -> dict[str, float]:
     """Metrics of the experience of all ranks.
 
-    Args: sources: names of the reward sources, in the order of `source_scores`; without any there
-    are no metrics of scores. The mean of a source is over the rows that it scores; their share is
-    reported if it is below 1. data_sources: names of the data sets, in the order of their numbers
-    in `data_sources` of the rows. With more than one, scores, lengths and KL are also those of each
-    data set that has rows. clip: scores (B,) before and after they are clipped; None: they are not.
+    Args:
+        sources: names of the reward sources, in the order of `source_scores`; without any there are
+            no metrics of scores. The mean of a source is over the rows that it scores; their share
+            is reported if it is below 1.
+        data_sources: names of the data sets, in the order of their numbers in `data_sources` of the
+            rows. With more than one, scores, lengths and KL are also those of each data set that
+            has rows.
+        clip: scores (B,) before and after they are clipped; None: they are not.
     """
     mask = rows.response_mask
     kept = _real_tokens(mask)
