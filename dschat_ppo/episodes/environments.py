@@ -16,7 +16,6 @@ import asyncio
 import importlib
 import inspect
 import json
-import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from typing import Any, Protocol, SupportsFloat
 
 from dschat_ppo.common.own_functions import cause_of, load
 from dschat_ppo.errors import attempt
-from dschat_ppo.rewards.call_forms import clean_name
+from dschat_ppo.rewards.call_forms import LARGEST, clean_name
 
 Message = dict[str, Any]
 Row = dict[str, Any]
@@ -46,6 +45,19 @@ class Turn:
     done: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)  # to be logged
     failed_calls: int = 0  # tool calls that raised, or named no tool
+
+    def __post_init__(self) -> None:
+        for message in self.messages:
+            texts = [message.get(name, "") for name in ("role", "content", "name", "tool_call_id")]
+            if not message.get("role") or not all(isinstance(text, str) for text in texts):
+                raise TypeError(
+                    f"it answered with the message {str(message)[:80]}, not with one whose 'role'"
+                    " and 'content' are texts"
+                )
+        if not isinstance(self.text, str | None) or not isinstance(self.done, bool):
+            raise TypeError("its text must be a text, and whether it is done true or false")
+        if not abs(self.reward) <= LARGEST:
+            raise ValueError(f"its reward is {self.reward}, which is not a finite fp32 number")
 
 
 class Environment(Protocol):
@@ -181,22 +193,20 @@ def _content(value: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    """A finite number, also of NumPy or PyTorch; `TypeError` or `ValueError` for anything else."""
+    """A number, also of NumPy or PyTorch; `TypeError` for anything else."""
     if value is None:
         return 0.0
     if not isinstance(value, SupportsFloat):
         raise TypeError(f"its reward is {type(value).__name__}, not a number")
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"its reward is {number}")
-    return number
+    return float(value)
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    """The finite numbers of a record."""
+    """The numbers of a record that are finite in fp32."""
     numbers = dict[str, float]()
     for key, value in values.items() if isinstance(values, Mapping) else ():
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # of arrays
-            if isinstance(value, SupportsFloat) and math.isfinite(float(value)):
+            if isinstance(value, SupportsFloat) and abs(float(value)) <= LARGEST:
                 numbers[clean_name(key)] = float(value)
     return numbers
 
@@ -301,6 +311,12 @@ class _Gym:
         return Turn()
 
 
+def _with_text(message: Mapping[str, Any]) -> Message:
+    """A message whose content is text; no content is an empty one."""
+    content = message.get("content")
+    return {**message, "content": "" if content is None else _content(content)}
+
+
 def _read(observation: Any) -> list[Message]:
     """Messages, or another observation as a message of the user."""
     if observation is None or (isinstance(observation, str) and not observation):
@@ -308,7 +324,7 @@ def _read(observation: Any) -> list[Message]:
     if isinstance(observation, list) and all(
         isinstance(part, Mapping) and "role" in part for part in observation
     ):
-        return [dict(part) for part in observation]
+        return [_with_text(part) for part in observation]
     return [{"role": "user", "content": _content(observation)}]
 
 
@@ -338,6 +354,11 @@ class _Agent:
         text = str(action.get("text", action.get("content") or ""))
         states = {"observation_text": self.read, "action_text": text, "label": self.label}
         found = _result(self.instance.step(states))
+        if not isinstance(found, Mapping):
+            raise TypeError(
+                f"step returned {type(found).__name__}, not a dict with 'rewards',"
+                " 'environment_feedback' and 'done'"
+            )
         feedback = str(found.get("environment_feedback") or "")
         self.read += text + feedback
         numbers = _numbers(found.get("extra_logs"))

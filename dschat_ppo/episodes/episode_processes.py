@@ -221,12 +221,19 @@ class Episodes:
 
     def _fail(self, number: int, cause: str) -> CallError:
         self._end_call(number)
-        group = self._groups.get(number)
+        self._kill(number)
         self.end(number)
-        if group is not None:
+        return CallError(cause)
+
+    def _kill(self, number: int) -> None:
+        """Kill the processes of an episode that lives. The number of one that has ended may be
+        another's by now; the server kills what that one has started."""
+        group = self._groups.get(number)
+        lives = select.poll()
+        lives.register(self._sockets[number], 0)  # tells whether the other end is closed
+        if group is not None and not lives.poll(0):
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-        return CallError(cause)
 
     def end(self, number: int) -> None:
         """End the process of an episode that has answered."""
@@ -295,9 +302,13 @@ def main(control: int, names: str) -> None:
     begun = set[int]()
 
     def reap(*_: Any) -> None:
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):  # there is none
-            while ended := os.waitpid(-1, os.WNOHANG)[0]:
-                begun.discard(ended)
+            while (ended := os.waitid(os.P_ALL, 0, how)) is not None:
+                with suppress(ProcessLookupError):  # what it has started; its number is still taken
+                    os.killpg(ended.si_pid, signal.SIGKILL)
+                os.waitpid(ended.si_pid, 0)
+                begun.discard(ended.si_pid)
 
     signal.signal(signal.SIGCHLD, reap)
     while True:
@@ -307,21 +318,32 @@ def main(control: int, names: str) -> None:
                 with suppress(ProcessLookupError):
                     os.killpg(process, signal.SIGKILL)  # with all that the environment has started
             return None
-        try:
-            process = os.fork()
-        except OSError:  # its episode finds the socket closed
-            process = -1
-        if process == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            parent.close()
-            # a stop of all processes leaves the episode alone
-            os.register_at_fork(after_in_child=restore_signals)
-            signal_when_parent_ends(signal.SIGKILL)
-            os.setsid()
-            _serve(form, socket.socket(fileno=numbers[0]), own)
-            os.killpg(0, signal.SIGKILL)  # with all that the environment has started
-        begun |= {process} if process > 0 else set()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # until `begun` knows it
+        process = _fork_episode(form, parent, numbers[0], own)
+        if process > 0:
+            begun.add(process)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.close(numbers[0])
+
+
+def _fork_episode(form: Form, parent: socket.socket, number: int, own: str | None) -> int:
+    """The id of a new process, which runs one episode at the socket `number`; -1 if there can be
+    none: its episode finds the socket closed."""
+    try:
+        process = os.fork()
+    except OSError:
+        return -1
+    if process == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        parent.close()
+        # a stop of all processes leaves the episode alone
+        os.register_at_fork(after_in_child=restore_signals)
+        signal_when_parent_ends(signal.SIGKILL)
+        os.setsid()
+        _serve(form, socket.socket(fileno=number), own)
+        os.killpg(0, signal.SIGKILL)  # with all that the environment has started
+    return process
 
 
 def _serve(form: Form, trainer: socket.socket, own: str | None) -> None:

@@ -110,7 +110,7 @@ class EpisodeRollouts:
         self.messages = dict[int, list[Message]]()
         self._last_messages = dict[int, list[Message]]()
         self._count = 0  # episodes so far
-        self._flags = " ".join(f"--{name}" for name in flags.given)
+        self._flags = given
         self._has_told = self._has_counted = False
 
     def begin(
@@ -258,10 +258,11 @@ class EpisodeRollouts:
             if record.problem:
                 causes[record.problem].append(row)
         for cause, rows in list(causes.items())[:MOST_WARNINGS]:
-            failed = (
-                f"{len(rows)} of {len(records)} environments failed, which ended their episodes"
+            print_line(
+                f"warning: rank {dist.rank()}: {len(rows)} of {len(records)} environments"
+                f" ({self._flags}) failed, which ended their episodes (row {rows[0]} first):"
+                f" {cause}"
             )
-            print_line(f"warning: rank {dist.rank()}: {failed} (row {rows[0]} first): {cause}")
         if len(causes) > MOST_WARNINGS:
             more = sum(map(len, list(causes.values())[MOST_WARNINGS:]))
             print_line(

@@ -19,6 +19,7 @@ from dschat_ppo.episodes.journal import JournalledEpisodes
 from dschat_ppo.episodes.observations import ObservationTokens
 from dschat_ppo.episodes.tool_calls import MalformedCallError, parse_action
 from dschat_ppo.errors import UserError
+from dschat_ppo.rewards.call_forms import LARGEST
 from dschat_ppo.rewards.worker_pool import CallError
 
 WAIT_SECONDS = 1.0
@@ -164,7 +165,10 @@ class EpisodeTurns:
             if not is_last:
                 found.append((sequence, []))
             return
-        record.rewards[-1] += turn.reward
+        if sum(map(abs, record.rewards)) + abs(turn.reward) <= LARGEST:
+            record.rewards[-1] += turn.reward
+        else:
+            record.problem = "its rewards add up to more than fp32 holds"
         record.numbers |= turn.numbers
         record.failed_calls += turn.failed_calls
         if is_last:

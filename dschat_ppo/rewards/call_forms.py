@@ -7,7 +7,6 @@ large library.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -368,7 +367,7 @@ def _returned(value: Any) -> Returned:
         number = f"returned {number}, which is not a finite fp32 number"
     others = {clean_name(key): _number(other) for key, other in value.items() if key != "score"}
     finite = {
-        name: other for name, other in others.items() if other is not None and math.isfinite(other)
+        name: other for name, other in others.items() if other is not None and abs(other) <= LARGEST
     }
     return Returned(NO_NUMBER if number is None and score is not None else number, finite)
 

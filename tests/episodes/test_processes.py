@@ -174,6 +174,78 @@ def test_a_call_that_goes_wrong_costs_its_episode_at_most(episodes, how, expecte
                 time.sleep(0.02)
 
 
+def test_an_episode_that_has_ended_kills_no_group_but_what_it_has_started(tmp_path, monkeypatch):
+    """Its number may be another process's by now. What it has started ends all the same, and an
+    episode that hangs is killed."""
+    (tmp_path / "mine.py").write_text(
+        "import os, subprocess, time\n"
+        "class Env:\n"
+        "    def reset(self):\n"
+        "        self.child = subprocess.Popen(['sleep', '600'])\n"
+        "        return str(self.child.pid), {}\n"
+        "    def step(self, text):\n"
+        "        time.sleep(600) if text == 'hang' else os._exit(1)\n"
+    )
+    killed, kill = [], os.killpg
+    episodes = Episodes({"environment": f"{tmp_path}/mine.py:Env"}, 5.0, 4)
+    monkeypatch.setattr(os, "killpg", lambda *group: killed.append(group[0]) or kill(*group))
+    for action, kills in (("die", 0), ("hang", 1)):
+        episodes.start(0, {}, 7)
+        child = int(answers_of(episodes, 1)[0].messages[0]["content"])
+        episodes.seconds = 1.0
+        episodes.step(0, {"role": "assistant", "content": action})
+        assert isinstance(answers_of(episodes, 1)[0], CallError)
+        wait_until(lambda child=child: not psutil.pid_exists(child), 10)
+        assert len(killed) == kills
+    monkeypatch.undo()
+    episodes.close()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("'', 1e300, True, False, {}", "its reward is 1e+300, which is not a finite fp32 number"),
+        ("'', float('nan'), True, False, {}", "its reward is nan"),
+        ("'', 'much', True, False, {}", "its reward is str, not a number"),
+        ("[{'role': 3, 'content': 'a'}], 0, False, False, {}", "not with one whose 'role'"),
+        ("[{'role': 'user', 'content': 'a', 'name': 3}], 0, False, {}", "not with one whose"),
+        ("3, 4", "step returned tuple, not observation, reward and whether it is done"),
+        ("None", "step returned NoneType"),
+    ],
+)
+def test_a_reply_of_another_type_fails_the_episode_in_one_line(tmp_path, returned, message):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Env:\n"
+        "    def reset(self): return '', {}\n"
+        f"    def step(self, text): return {returned}\n"
+    )
+    episodes = Episodes({"environment": f"{file}:Env"}, 20.0, 4)
+    episodes.start(0, {}, 7)
+    assert answers_of(episodes, 1)[0] == Turn()
+    episodes.step(0, {"role": "assistant", "content": "x"})
+    failure = answers_of(episodes, 1)[0]
+    episodes.close()
+    assert isinstance(failure, CallError) and message in str(failure)
+    assert len(str(failure).splitlines()) == 1
+
+
+def test_content_that_is_no_text_becomes_one_that_can_be_encoded(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Env:\n"
+        "    def reset(self): return [{'role': 'user', 'content': None}, "
+        "{'role': 'user', 'content': 7}, {'role': 'user', 'content': 'a\\ud800'}], {}\n"
+        "    def step(self, text): return '', 0, True, False, {'huge': 1e300, 'small': 1}\n"
+    )
+    episodes = Episodes({"environment": f"{tmp_path}/mine.py:Env"}, 20.0, 4)
+    episodes.start(0, {}, 7)
+    messages = answers_of(episodes, 1)[0].messages
+    assert [message["content"] for message in messages] == ["", "7", "a?"]
+    episodes.step(0, {"role": "assistant", "content": "x"})
+    assert answers_of(episodes, 1)[0].numbers == {"small": 1}
+    episodes.close()
+
+
 def test_a_failure_names_the_line_of_the_file(episodes):
     episodes.start(0, {"start": "three"}, 0)
     answers(episodes, 1)

@@ -288,6 +288,7 @@ def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
         )
 
     rollouts = object.__new__(EpisodeRollouts)
+    rollouts._flags = "--environment e.py:E"
     rollouts._has_told = False
     records = [
         Record(),
@@ -301,6 +302,17 @@ def test_the_log_says_why_environments_failed_and_once_how_a_tool_did(capsys):
     assert [(line.split()[3], line[-16:]) for line in warnings[:3]] == told
     assert "2 more environments failed" in warnings[3] and len(warnings) == 4
     assert "the model reads: error: ValueError: no (said once" in note
+
+
+def test_rewards_that_add_up_to_more_than_fp32_holds_fail_the_episode():
+    tokenizer, _ = shaped("ChatML")
+    process = SimpleNamespace(finish=lambda number: None, end=lambda number: None)
+    record = Record(ends=[0], rewards=[0.0])
+    turns = EpisodeTurns(process, None, tokenizer, 9, [record])
+    turns._read(0, Turn(reward=3e38, done=True), [])
+    assert (record.rewards, record.problem) == ([3e38], "")
+    turns._read(0, Turn(reward=3e38), [])  # of the end
+    assert record.rewards == [3e38] and "more than fp32" in record.problem
 
 
 def test_environments_that_all_fail_at_first_end_the_run():
