@@ -118,7 +118,6 @@ STILL_LONGER = {
     "models/loading.py",
     "planner/plan_step.py",
     "ppo/collect.py",
-    "rollout/attention.py",
     "rollout/running_batches.py",
     "supervised/trainer.py",
 }

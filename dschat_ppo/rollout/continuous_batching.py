@@ -16,8 +16,9 @@ from dschat_ppo.common.exit_codes import ran_out_of_memory
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.progress import report_phase
 from dschat_ppo.models.backbone import has_states, last_logits_argument, position_arguments
-from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, flash_decode, installed
+from dschat_ppo.rollout.attention import RolloutAttention, installed
 from dschat_ppo.rollout.cuda_graphs import GraphedDecoder, StaticMemory
+from dschat_ppo.rollout.decode_kernels import CPUDecode, flash_decode
 from dschat_ppo.rollout.kv_cache import (
     DecodeMetadata,
     KVCache,

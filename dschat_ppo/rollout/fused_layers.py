@@ -25,7 +25,7 @@ from dschat_ppo.algorithms.fused_logprobs import fp32_product
 from dschat_ppo.errors import attempt
 from dschat_ppo.models.backbone import check_attention_call, forward_replaced, unfit
 from dschat_ppo.models.fast_layers import kernels_for
-from dschat_ppo.rollout.attention import causal_attention, installed
+from dschat_ppo.rollout.attention import installed, prefill_attention
 
 # The children of a layer of Llama's form. A layer with others (norms of queries, four norms) does
 # not have that form.
@@ -183,7 +183,7 @@ class _Seen:
         check_attention_call(module, mask, {})
         self.states = [query, key, value]
         self.settings = settings
-        return causal_attention(query, key, value, query.shape[3] ** -0.5, None, None).transpose(
+        return prefill_attention(query, key, value, query.shape[3] ** -0.5, None, None).transpose(
             1, 2
         ), None
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.rollout import (
-    attention,
     continuous_batching,
     cuda_graphs,
+    decode_kernels,
     generator,
     running_batches,
 )
@@ -468,7 +468,7 @@ def test_graphs_stay_right_while_rows_move_and_the_pool_grows(
         monkeypatch.setattr(
             continuous_batching, "flash_decode", lambda device: flash_with(looping_kernel)
         )
-        attention._agrees.cache_clear()
+        decode_kernels._agrees.cache_clear()
     monkeypatch.setattr(generator, "pool_limits", lambda *_: (6, LITTLE[slots]))
     growths, moves, original = [], [], KVCache.move_slots
 

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from dschat_ppo.models import fast_layers
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.wrapped_models import vocabulary_size
-from dschat_ppo.rollout import attention, fused_layers
-from dschat_ppo.rollout.attention import FlashDecode, _products, installed, varlen_kernel
+from dschat_ppo.rollout import decode_kernels, fused_layers
+from dschat_ppo.rollout.attention import installed
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.cuda_graphs import Bucket, StaticMemory
+from dschat_ppo.rollout.decode_kernels import FlashDecode, _products, flash_segments
 from dschat_ppo.rollout.kv_cache import KVCache, PrefillMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.rollout.sequence_buffers import SequenceBuffers
@@ -65,7 +66,7 @@ def counts_of(
         for name, value in vars(holder).items():
             if isinstance(value, torch.Tensor):
                 setattr(holder, name, value.to("meta"))
-    engine.attention._kernel = FlashDecode(varlen_kernel) if flash else None
+    engine.attention._kernel = FlashDecode(flash_segments) if flash else None
     columns = torch.arange(ROWS, device="meta")
     with installed(model, engine.attention), torch.no_grad(), fused_layers.fused(model):
         engine.attention.metadata = PrefillMetadata(memory.pool, *[columns] * 4)
@@ -132,7 +133,7 @@ def kernels_run(monkeypatch) -> Counter[str]:
 @pytest.fixture(autouse=True)
 def without_numbers(monkeypatch) -> None:
     """Kernels and layers cannot be compared without numbers."""
-    monkeypatch.setattr(attention, "_agrees", lambda *_: True)
+    monkeypatch.setattr(decode_kernels, "_agrees", lambda *_: True)
     monkeypatch.setattr(fused_layers, "_close", lambda *_: True)
 
 

@@ -8,14 +8,19 @@ from generation import assert_same, run
 from tiny_models import LENGTHS
 from torch import Tensor
 
-from dschat_ppo.rollout import attention, continuous_batching
-from dschat_ppo.rollout.attention import CPUDecode, FlashDecode, decode_attention, varlen_kernel
+from dschat_ppo.rollout import continuous_batching, decode_kernels
+from dschat_ppo.rollout.decode_kernels import (
+    CPUDecode,
+    FlashDecode,
+    flash_segments,
+    products_attention,
+)
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PooledMetadata
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 
 
 class LoopingKernel:
-    """`varlen_kernel`, one query after another in fp64; `calls` holds (starts, used, longest) of
+    """`flash_segments`, one query after another in fp64; `calls` holds (starts, used, longest) of
     each call."""
 
     def __init__(self):
@@ -98,9 +103,9 @@ def test_it_equals_products_over_own_tokens_and_a_shared_prompt(window, shares):
 
 
 def check(batch, query: Tensor, window: int | None) -> tuple[list[int], list[int], int]:
-    """Compare it and the kernel of a CPU with `decode_attention`; returns what the kernel was asked
-    for."""
-    kernel, expected = LoopingKernel(), decode_attention(batch, 3, query, 0.3, window, None)
+    """Compare it and the kernel of a CPU with `products_attention`; returns what the kernel was
+    asked for."""
+    kernel, expected = LoopingKernel(), products_attention(batch, 3, query, 0.3, window, None)
     found = flash_with(kernel)(batch, 3, query, query, query, 0.3, window)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     # which it writes again
@@ -152,13 +157,13 @@ def test_a_kernel_that_fails_or_gives_other_numbers_is_not_used(kernel, words, c
 
 
 def test_a_cpu_and_an_old_gpu_have_no_kernel(monkeypatch):
-    assert attention.flash_decode(torch.device("cpu")) is None
+    assert decode_kernels.flash_decode(torch.device("cpu")) is None
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     for capability, expected in (((7, 5), False), ((8, 0), True), ((12, 0), True)):
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device, answer=capability: answer
         )
-        assert (attention.flash_decode(torch.device("cuda")) is not None) is expected
+        assert (decode_kernels.flash_decode(torch.device("cuda")) is not None) is expected
 
 
 def test_the_operator_of_this_torch_takes_the_arguments():
@@ -167,7 +172,7 @@ def test_the_operator_of_this_torch_takes_the_arguments():
         torch.empty(60, 1, 8, device="meta").bfloat16(),
     )
     query = torch.empty(6, 2, 8, dtype=torch.bfloat16, device="meta")
-    output, log_sums = varlen_kernel(query, keys, keys, numbers, numbers, numbers[:6], 10, 0.3)
+    output, log_sums = flash_segments(query, keys, keys, numbers, numbers, numbers[:6], 10, 0.3)
     assert output.shape == query.shape
     assert (log_sums.shape, log_sums.dtype) == ((2, 6), torch.float32)
 
@@ -199,7 +204,7 @@ def test_answers_are_those_of_products(name, flash, how, monkeypatch):
     }
     kernel, expected = LoopingKernel(), run(name, rows=5, **settings)
     monkeypatch.setattr(continuous_batching, "flash_decode", lambda device: flash_with(kernel))
-    attention._agrees.cache_clear()
+    decode_kernels._agrees.cache_clear()
     assert_same(run(name, rows=5, **settings), expected)
     assert (len(kernel.calls) > 10) is flash
     if how["static"] and flash:  # lengths are no buckets: one graph for each number of rows

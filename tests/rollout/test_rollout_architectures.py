@@ -22,7 +22,7 @@ from tiny_models import (
     transformers_greedy,
 )
 
-from dschat_ppo.rollout import attention
+from dschat_ppo.rollout import decode_kernels
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import PromptBatch
 
@@ -40,13 +40,13 @@ TOLERANCE = dict.fromkeys(HYBRIDS, 1e-4)
 @pytest.fixture
 def prefix_uses(monkeypatch) -> list[int]:
     """Grows by the number of rows whenever a step reads keys of a shared prefix."""
-    uses, original = [], attention.by_prompt
+    uses, original = [], decode_kernels.by_prompt
 
     def counting(prefix, rows, *product):
         uses.append(len(rows))
         return original(prefix, rows, *product)
 
-    monkeypatch.setattr(attention, "by_prompt", counting)
+    monkeypatch.setattr(decode_kernels, "by_prompt", counting)
     return uses
 
 

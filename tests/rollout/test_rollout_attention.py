@@ -8,7 +8,8 @@ import torch
 
 from dschat_ppo.cpu_kernels import operations
 from dschat_ppo.models.backbone import UnsupportedAttentionError
-from dschat_ppo.rollout.attention import CPUDecode, RolloutAttention, causal_attention
+from dschat_ppo.rollout.attention import RolloutAttention, prefill_attention
+from dschat_ppo.rollout.decode_kernels import CPUDecode
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, KVCache, PrefillMetadata
 
 MODULE = SimpleNamespace(layer_idx=0)
@@ -21,7 +22,7 @@ def random(*shape, seed: int) -> torch.Tensor:
 def test_causal_attention_in_half_precision_does_not_overflow():
     """Products of 300 x 300 x 8 are beyond fp16, their scaled sums are not."""
     query = torch.full((1, 2, 3, 8), 300.0, dtype=torch.float16)
-    found = causal_attention(query, query, torch.ones_like(query), 1 / 1024, None, 50.0)
+    found = prefill_attention(query, query, torch.ones_like(query), 1 / 1024, None, 50.0)
     assert torch.equal(found, torch.ones_like(found))
 
 
@@ -31,7 +32,7 @@ def test_a_sink_is_one_more_score_of_each_softmax(window, dtype, atol):
     """GPT-OSS; on a CPU in bf16 by the compiled kernel."""
     query, sinks = random(2, 4, 9, 8, seed=0).to(dtype), random(4, seed=3).to(dtype)
     key, value = (random(2, 2, 9, 8, seed=seed).to(dtype) for seed in (1, 2))
-    found = causal_attention(query, key, value, 0.3, window, None, sinks)
+    found = prefill_attention(query, key, value, 0.3, window, None, sinks)
     scores = query.double() @ key.double().repeat_interleave(2, dim=1).transpose(2, 3) * 0.3
     for row in range(9):
         for column in range(9):
@@ -58,10 +59,10 @@ def test_tokens_after_others_see_what_they_see_in_a_whole_row(window, softcap, h
     them are not seen."""
     query, sinks = random(2, 4, 9, 8, seed=0), random(4, seed=3) if has_sinks else None
     key, value = (random(2, 2, 9, 8, seed=seed) for seed in (1, 2))
-    whole = causal_attention(query, key, value, 0.3, window, softcap, sinks)
+    whole = prefill_attention(query, key, value, 0.3, window, softcap, sinks)
     newest = torch.tensor([[5, 6, 7], [2, 2, 2]])
     chosen = newest.view(2, 1, 3, 1).expand(2, 4, 3, 8)
-    found = causal_attention(
+    found = prefill_attention(
         query.gather(2, chosen), key, value, 0.3, window, softcap, sinks, newest
     )
     torch.testing.assert_close(found, whole.gather(2, chosen), atol=2e-6, rtol=0)

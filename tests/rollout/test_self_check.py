@@ -10,7 +10,7 @@ from generation import warnings_of
 from tiny_models import HYBRIDS, model_of, new_model
 
 from dschat_ppo.errors import NonFiniteError, UserError
-from dschat_ppo.rollout import attention, continuous_batching, self_check
+from dschat_ppo.rollout import attention, continuous_batching, decode_kernels, self_check
 from dschat_ppo.rollout.continuous_batching import ContinuousBatching
 from dschat_ppo.rollout.generator import ENGINES, GenerationConfig
 from dschat_ppo.rollout.kv_cache import DecodeMetadata, PooledMetadata, RowStates
@@ -114,7 +114,7 @@ def test_log_probs_that_are_not_finite_are_an_error():
 
 def test_padded_batches_are_kept_and_checked(monkeypatch):
     padded = replace(HOW, engine="padded")
-    monkeypatch.setattr(attention, "causal_attention", None)  # it is not called
+    monkeypatch.setattr(attention, "prefill_attention", None)  # it is not called
     assert choose_engine(model_of("llama"), padded) == padded
     right = self_check.plain_logits
     # a little beside them
@@ -132,7 +132,8 @@ def without_mask(query, key, value, scale, *others):
     )
 
 
-PREFILL, STEP = (attention, "causal_attention"), (attention, "decode_attention")
+PREFILL = (attention, "prefill_attention")
+STEP = (attention, "products_attention")
 POSITIONS = continuous_batching, "position_arguments"
 MISTAKES = [  # name of a model, what is wrong, and how it replaces an attribute of an object
     (
@@ -162,7 +163,7 @@ MISTAKES = [  # name of a model, what is wrong, and how it replaces an attribute
     (
         "llama",
         "prompts that samples share",
-        (attention, "by_prompt"),
+        (decode_kernels, "by_prompt"),
         lambda right: lambda *args: right(*args) * 0,
     ),
     (
@@ -218,7 +219,7 @@ def test_a_mistake_of_continuous_batching_is_found(
 
 
 def seen_after_others(change):
-    """A mistake of `causal_attention` where tokens come after cached ones, whose keys are number
+    """A mistake of `prefill_attention` where tokens come after cached ones, whose keys are number
     `newest`."""
     return lambda right: (
         lambda *args: right(*args[:7], None if args[7] is None else change(args[7]))
