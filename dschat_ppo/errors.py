@@ -1,6 +1,7 @@
 """The exceptions of the package, and parts of their messages. `common/exit_codes.py` maps them to
 exit codes."""
 
+import base64
 import difflib
 import os
 import re
@@ -9,33 +10,76 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 _JOINERS = "\u200c\u200d"  # invisible, but part of ordinary text in several scripts
 HIDDEN = "***"  # in place of credentials
+# The name of a setting whose value is a credential, such as `x-api-key`, `hf_token` and `pass`
 _SECRETS = (
-    "(?:api|access|secret|private)_?key|(?:api|access|auth|hf|bearer)_?token|(?:client_?)?secret"
-    "|password|passwd"
+    r"[\w.-]*(?:api|access|secret|private|auth)[-_]?key"
+    r"|[\w.-]*(?:api|access|auth|hf|bearer)[-_]?token"
+    r"|[\w.-]*(?:secret|password|passwd|passphrase|credentials?)"
+    r"|(?:[\w.-]*[-_.])?(?:pass|pwd)"
 )
-_USER = re.compile(r"(://)[^/\s?#]*@")
-# the weight of a reward function stays
-_VALUE_END = r"=)[^&\s#,]*?(?=(?::[-+.\de]+)?(?:[&\s#,]|$))"
-_SETTING = re.compile(rf"([?&](?:{_SECRETS}){_VALUE_END}", re.IGNORECASE)
-_URL_SETTING = re.compile(
-    rf"([?&](?:{_SECRETS}|key|token|auth|sig|signature){_VALUE_END}", re.IGNORECASE
-)
+# Only in URLs, since `key=answer` may be any setting of a function
+_URL_SECRETS = r"(?:[\w.-]*[-_.])?(?:key|token|auth|authorization|sig|signature)"
+# The weight of a reward function stays, and so does another URL after a comma
+_VALUE = r"=)([^&\s]*?)(?=(?::[-+.\de]+)?(?:[&\s]|,(?:\s|\w+://|$)|$))"
+_SETTING = re.compile(rf"([?&](?:{_SECRETS}){_VALUE}", re.IGNORECASE)
+_URL_SETTING = re.compile(rf"([?&](?:{_SECRETS}|{_URL_SECRETS}){_VALUE}", re.IGNORECASE)
+# A password with a slash makes a URL invalid, and is one all the same: what follows a colon is
+# taken for it up to the last @
+_USER = re.compile(r"(://)([^/\s?#@:]*:(?:(?!://)[^\s\"'<>])*|[^/\s?#]*)@")
+_SHORTEST = 4  # characters of a credential that is looked for in other text
+_KNOWN: dict[str, None] = {}  # credentials that this process was given, and how others write them
 MOST_CHARACTERS = 400  # of a quoted message of another library; the log has the rest
 
 
 def without_credentials(value: Any) -> Any:
-    """A text with `***` for the user name and password of each URL in it, and for passwords and
-    keys after `?` or `&`; the items of a list likewise; another value as it is. What a run prints,
-    logs or saves passes through here."""
+    """A flag's text with `***` for the user name and password of each URL in it, and for passwords
+    and keys after `?` or `&`; the items of a list likewise; another value as it is. The flags that
+    a run saves pass through here; messages pass through `safe_text`."""
     if isinstance(value, list | tuple):
         return type(value)(map(without_credentials, value))
     if not isinstance(value, str) or not ("@" in value or "=" in value):
         return value
     setting = _URL_SETTING if "://" in value else _SETTING
     return setting.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", value))
+
+
+def remember_credentials(flag: str) -> None:
+    """Hide what `without_credentials` hides in this flag in every later message too, wherever it
+    stands: a service or a function may quote it, as it is, percent-encoded or in base64."""
+    secrets = [value for _, value in _URL_SETTING.findall(flag) if "://" in flag]
+    secrets += [value for _, value in _SETTING.findall(flag) if "://" not in flag]
+    for _, user in _USER.findall(flag):
+        secrets += [user, user.partition(":")[2]]
+    for secret in secrets:
+        remember_secret(secret)
+        remember_secret(unquote(secret))
+
+
+def remember_secret(secret: str) -> None:
+    """Hide this text in every later message of this process, if it is long enough to mean it."""
+    content = secret.encode(errors="surrogatepass")
+    written = (secret, quote(secret, safe="", errors="surrogatepass"))
+    encoded = (base64.b64encode(content), base64.urlsafe_b64encode(content))
+    for text in (*written, *(code.decode().rstrip("=") for code in encoded)):
+        if len(secret) >= _SHORTEST and secret != HIDDEN:
+            _KNOWN[text] = None
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the value of the setting `name` of a function is a credential."""
+    return re.fullmatch(_SECRETS, name, re.IGNORECASE) is not None
+
+
+def safe_text(text: str) -> str:
+    """`text` without the credentials in its URLs and settings, and without those that this process
+    was given. What a run prints or logs passes through here."""
+    for secret in sorted(_KNOWN, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return str(without_credentials(text))
 
 
 class UserError(ValueError):
@@ -47,7 +91,7 @@ class UserError(ValueError):
     """
 
     def __str__(self) -> str:
-        return str(without_credentials(escaped(super().__str__())))
+        return safe_text(escaped(super().__str__()))
 
 
 class StorageError(UserError):

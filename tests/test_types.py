@@ -1,6 +1,7 @@
 """Records: joining, selecting and padding rows, by hand; exceptions of libraries become a
 `UserError` of one line."""
 
+import base64
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from dschat_ppo import errors
 from dschat_ppo.errors import (
+    HIDDEN,
     MOST_CHARACTERS,
     NonFiniteError,
     StopRequested,
@@ -18,6 +20,8 @@ from dschat_ppo.errors import (
     in_one_line,
     nearest_path,
     reading,
+    remember_credentials,
+    safe_text,
     without_credentials,
 )
 from dschat_ppo.types import (
@@ -291,6 +295,16 @@ def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, mea
         ("judge.py:score?api_key=s3cret&n=2:0.5", "judge.py:score?api_key=***&n=2:0.5"),
         ("judge.py:score?api_key=s3cret:0.5", "judge.py:score?api_key=***:0.5"),
         (["http://a:b@c", 3], ["http://***@c", 3]),
+        ("http://alice:12/34@host/a", "http://***@host/a"),
+        ("http://alice:s3?c#r@et/@host/a http://b", "http://***@host/a http://b"),
+        ("http://h/r?x-api-key=s3cret&n=1", "http://h/r?x-api-key=***&n=1"),
+        ("http://h/r?X-Amz-Signature=s3cret", "http://h/r?X-Amz-Signature=***"),
+        ("judge.py:score?api-key=s3,cr#et:0.5", "judge.py:score?api-key=***:0.5"),
+        ("judge.py:score?n=2&pass=s3cret", "judge.py:score?n=2&pass=***"),
+        (
+            "judge.py:score?openai_api_key=s3&dbPassword=s4",
+            "judge.py:score?openai_api_key=***&dbPassword=***",
+        ),
         *[
             (text, text)
             for text in (
@@ -304,6 +318,8 @@ def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, mea
                 "me@host:/x",
                 "organisation/model@main",
                 "http://h/r?monkey=1",
+                "mine.py:f?bypass=1&max_passes=2",
+                "http://host:5000/a,http://other:5000/b",
             )
         ],
     ],
@@ -311,3 +327,28 @@ def test_the_nearest_existing_path_is_suggested(tmp_path, monkeypatch, path, mea
 def test_credentials_are_hidden(text, shown):
     assert without_credentials(text) == shown
     assert str(UserError(text)) == str(shown) and without_credentials(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("flag", "quoted"),
+    [
+        ("http://me:s3cret%21@host/a", "s3cret! s3cret%21"),
+        ("http://me:s3cret@host/a", f"{base64.b64encode(b'me:s3cret').decode()} s3cret"),
+        ("http://me:s3c~~~t@host/a", base64.b64encode(b"s3c~~~t").decode()),
+        ("http://host/a?x-api-key=s3cret", "{'x-api-key': 's3cret'}"),
+        ("judge.py:f?api_key=s3cret%20b:0.5", "ValueError: s3cret b"),
+    ],
+)
+def test_credentials_of_a_flag_are_hidden_wherever_they_are_quoted(flag, quoted, monkeypatch):
+    monkeypatch.setattr(errors, "_KNOWN", {})
+    remember_credentials(flag)
+    shown = safe_text(f"no access with {quoted}")
+    assert shown.startswith("no access with ") and HIDDEN in shown
+    assert not any(part in shown for part in ("s3c", "czNj", "bWU6"))
+
+
+def test_short_values_are_not_looked_for(monkeypatch):
+    """`pass=1` would take each 1 out of the log."""
+    monkeypatch.setattr(errors, "_KNOWN", {})
+    remember_credentials("mine.py:f?pass=1")
+    assert safe_text("step 1") == "step 1"

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from dschat_ppo.common.processes import leave_dead_terminal
 from dschat_ppo.common.ranks import is_main
-from dschat_ppo.errors import escaped, without_credentials
+from dschat_ppo.errors import escaped, safe_text
 
 _HIDDEN: list[TextIO] = []  # where stdout leads outside of the `quiet_prints` blocks that are open
 _VERBOSE = [os.environ.get("DSCHAT_PPO_VERBOSE") == "1"]
@@ -34,7 +34,7 @@ def print_line(line: str) -> None:
     """Print a line: on a terminal above the progress line, in a log file without repeating that. It
     may quote data, so characters that a terminal obeys are escaped. If nobody reads any more (the
     terminal is closed), nothing is printed from then on, and the run continues."""
-    stdout, line = _HIDDEN[-1] if _HIDDEN else sys.stdout, without_credentials(escaped(line))
+    stdout, line = _HIDDEN[-1] if _HIDDEN else sys.stdout, safe_text(escaped(line))
     try:
         if sys.stderr.isatty():
             tqdm.write(line, file=stdout)

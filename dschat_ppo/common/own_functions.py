@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from dschat_ppo.config.schema import is_own_function
-from dschat_ppo.errors import UserError, attempt, printable_line
+from dschat_ppo.errors import UserError, attempt, printable_line, safe_text
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -95,7 +95,7 @@ def cause_of(problem: BaseException, file: str | None) -> str:
     """Type and text of an exception and the innermost line of `file` in its traceback, as one
     line."""
     kind = type(problem).__name__
-    text = printable_line(str(problem)[:_LONGEST_TEXT])
+    text = printable_line(safe_text(str(problem))[:_LONGEST_TEXT])
     lines = [
         number
         for frame, number in traceback.walk_tb(problem.__traceback__)

@@ -19,7 +19,15 @@ from torch import Tensor
 from dschat_ppo.common import dist
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.data.examples import TRUTH
-from dschat_ppo.errors import HIDDEN, UserError, printable_line, reading, without_credentials
+from dschat_ppo.errors import (
+    HIDDEN,
+    UserError,
+    printable_line,
+    reading,
+    remember_credentials,
+    safe_text,
+    without_credentials,
+)
 from dschat_ppo.rewards.call_forms import LARGEST
 from dschat_ppo.rewards.reward_source import RewardRequest, RewardServiceError, is_routed_to
 from dschat_ppo.types import Rollout
@@ -34,6 +42,7 @@ VARIABLE = "DSCHAT_PPO_REMOTE_REWARD_URL"  # addresses with their credentials
 LABELS = (TRUTH, "label", "answer")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _SHOWN = 200  # characters of what a service sends
+_READ = 10_000  # bytes of it in which credentials are hidden first: the cut may divide one
 _HEARTBEAT_SECONDS = 1.0
 # it logs addresses with their credentials
 logging.getLogger(httpx.__name__).setLevel(logging.WARNING)
@@ -61,6 +70,7 @@ def usable_urls(urls: list[str]) -> list[str]:
                 f"{FLAG} {url.rpartition('@')[2]}: must be an address such as"
                 " http://host:5000/get_reward (a Python file: --reward_function FILE.py:FUNCTION)"
             )
+        remember_credentials(url)
     return found
 
 
@@ -149,7 +159,9 @@ class RemoteReward:
             except asyncio.TimeoutError:
                 cause = f"no complete reply in {self.timeout:g} s (--remote_reward_timeout)"
             except httpx.RequestError as problem:
-                cause = f"{type(problem).__name__}: {printable_line(str(problem)[:_SHOWN])}"
+                cause = (
+                    f"{type(problem).__name__}: {printable_line(safe_text(str(problem))[:_SHOWN])}"
+                )
             else:
                 if reply.status_code == 200:
                     return read_rewards(reply.content, len(batch), url)
@@ -194,4 +206,4 @@ def read_rewards(content: bytes, rows: int, url: str) -> list[float]:
 
 
 def _start(content: bytes) -> str:
-    return printable_line(content[:_SHOWN].decode(errors="replace"))
+    return printable_line(safe_text(content[:_READ].decode(errors="replace"))[:_SHOWN])

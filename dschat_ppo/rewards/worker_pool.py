@@ -32,7 +32,7 @@ from typing import Any
 from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.own_functions import cause_of, load
 from dschat_ppo.common.processes import leave_dead_terminal, signal_when_parent_ends
-from dschat_ppo.errors import attempt
+from dschat_ppo.errors import attempt, is_secret_name, remember_secret
 from dschat_ppo.rewards.call_forms import LOGGERS, Returned, Signature, describe, returned_rows
 
 _HEARTBEAT_SECONDS = 1.0
@@ -203,6 +203,9 @@ def main(where: str, name: str, settings: str) -> None:
             os._exit(1)
         print(json.dumps({kind: value}), file=replies, flush=True)
 
+    for key, value in json.loads(settings).items():
+        if is_secret_name(key):
+            remember_secret(value)  # the function may quote it in an exception
     file = os.path.abspath(where)  # messages name its line
     with attempt(also_exits=True) as tried:
         function = load(where, name)

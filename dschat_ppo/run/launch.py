@@ -29,7 +29,7 @@ from dschat_ppo.errors import (
     StopRequested,
     UnhealthyRun,
     UserError,
-    without_credentials,
+    safe_text,
 )
 from dschat_ppo.run import watchdog
 from dschat_ppo.run.first_failure import NO_FOLDER, FirstFailureRecord, open_failure_record
@@ -178,7 +178,7 @@ def _print_error(text: str) -> None:
     with suppress(OSError):  # nobody reads any more (a closed pipe or terminal); the log has it
         print(end="", flush=True)
         start = "\n" if sys.stderr.isatty() else ""  # the cursor may be behind a progress bar
-        sys.stderr.write(f"{start}{without_credentials(text)}\n")
+        sys.stderr.write(f"{start}{safe_text(text)}\n")
         sys.stderr.flush()
 
 

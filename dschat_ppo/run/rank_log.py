@@ -14,7 +14,7 @@ from pathlib import Path
 from dschat_ppo.common.logging import logger
 from dschat_ppo.common.phases import where
 from dschat_ppo.common.ranks import rank, world_size
-from dschat_ppo.errors import UserError, without_credentials
+from dschat_ppo.errors import UserError, safe_text
 
 _FORMAT = "%(asctime)s %(levelname)s [%(where)s] %(message)s"
 # they print their records themselves
@@ -39,7 +39,7 @@ class _RankLog(logging.Handler):
         try:
             os.write(
                 self.descriptor,
-                f"{without_credentials(text)}\n".encode("utf-8", errors="backslashreplace"),
+                f"{safe_text(text)}\n".encode("utf-8", errors="backslashreplace"),
             )
         except OSError as problem:
             if not self.failed:

@@ -1,5 +1,6 @@
 """The remote reward against a local server with every kind of fault."""
 
+import base64
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from itertools import chain, repeat
 import pytest
 import torch
 
+from dschat_ppo import errors
 from dschat_ppo.errors import UserError
 from dschat_ppo.rewards import remote_reward
 from dschat_ppo.rewards.remote_reward import RemoteReward, label_of
@@ -121,6 +123,19 @@ def test_batches_keep_their_order_and_alternate_between_addresses(serve):
     assert ask(one.url, two.url, batch_size=1).tolist() == [2, 3, 5]
     assert [body["query"] for _, body in one.requests] == [["pr"], ["three"]]
     assert [body["query"] for _, body in two.requests] == [["two"]]
+
+
+def test_a_service_that_echoes_credentials_shows_none(serve, monkeypatch):
+    monkeypatch.setattr(errors, "_KNOWN", {})
+
+    def echo(handler):
+        basic = handler.headers["Authorization"].removeprefix("Basic ").encode()
+        handler.reply(401, b"x" * 190 + b" " + basic + b" " + base64.b64decode(basic))
+
+    service = serve(echo)
+    with pytest.raises(RewardServiceError, match="status 401: xxx") as refused:
+        ask(service.url.replace("http://", "http://me:s3cret@"))
+    assert not any(word in str(refused.value) for word in ("s3", "bWU"))
 
 
 FAULTS = {

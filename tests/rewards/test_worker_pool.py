@@ -37,6 +37,21 @@ def test_a_module_that_raises_exits_or_hangs_on_import(tmp_path, monkeypatch):
             WorkerPool((str(tmp_path / "bad.py"), "f", "{}"), 1, 1.0)
 
 
+def test_an_exception_that_quotes_a_credential_does_not_show_it(tmp_path, capsys):
+    """Nor the start of one where its text is cut."""
+    (tmp_path / "judge.py").write_text(
+        "def score(response, api_key='', n=1):\n"
+        "    raise ValueError(f'{response}key {api_key}, n {n}')\n"
+    )
+    spec = parse_function(f"{tmp_path}/judge.py:score?api_key=s3cret&n=12345")
+    function = FunctionReward(spec, 1, 10.0)
+    function(RewardRequest.of(["", ""], ["", "x" * 490 + " "], [{}, {}]), None)
+    function.close()
+    shown = capsys.readouterr().out
+    assert "key ***, n 12345" in shown and "xxx" in shown
+    assert "s3" not in shown
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
