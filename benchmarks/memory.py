@@ -167,6 +167,7 @@ def words_of(setting: Setting, models: Path, data: Path, output: Path) -> list[s
         f"{output}_data",
     ]
     words += ["--max_steps", 2, "--apply_chat_template", False, "--num_warmup_steps", 0]
+    words += ["--dtype", "bf16"]  # unless `flags` name another format
     if setting.step == "ppo":
         reward = models / ("adapter" if "--share_base" in setting.flags else "reward")
         words += [

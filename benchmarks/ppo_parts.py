@@ -85,6 +85,7 @@ def ppo_config(
         folder / "reward",
     ]
     words += ["--data_path", "unused", "--output_dir", "unused", "--num_warmup_steps", 0]
+    words += ["--dtype", "bf16"]  # unless `flags` name another format
     words += [
         "--max_prompt_seq_len",
         most[0],

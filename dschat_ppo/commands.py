@@ -60,19 +60,24 @@ def train(step: str, config: StepConfig) -> None:
         run = pkgutil.resolve_name(TRAINERS[step])
         from dschat_ppo.html_report.page import reporting
         from dschat_ppo.models.model_folders import settings_only
+        from dschat_ppo.planner.number_format import with_dtype
         from dschat_ppo.planner.plan_step import show_memory_plan
         from dschat_ppo.run.output_folder import push_to_hub
         from dschat_ppo.run.process_group import let_segments_grow
+        from dschat_ppo.run.session import join_ranks
     with ExitStack() as stack:
         stack.enter_context(_ranks_of(config.run))
         if config.run.dry_run:
             stack.enter_context(settings_only())
         if is_main():
             keep_early_lines()
+        join_ranks(config)
+        config = with_dtype(config)  # which part of the flags have an effect depends on it
+        if is_main():
             for line in notes(step, config):
                 logger().info(f"note: {line}")
             let_segments_grow()  # the plan asks for the size of the GPU
-            with settings_only():  # the ranks fetch the weights when all have joined
+            with settings_only():  # the ranks fetch the weights together, later
                 show_memory_plan(config)
             stack.enter_context(reporting(Path(config.run.folder)))
         run(config)

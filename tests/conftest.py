@@ -18,12 +18,14 @@ from dschat_ppo.common.host_memory import lasting_objects
 with lasting_objects():
     import pytest
     import torch
+    from fixed_dtype import use_bf16_by_default
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     from dschat_ppo.common import stop_requests
     from dschat_ppo.common.logging import logger
     from dschat_ppo.tools import toy
 
+use_bf16_by_default()
 torch.set_num_threads(1)
 # a shell lets what it starts with `&` ignore it
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,6 @@
 # Sourced by the scripts. Puts .venv first in PATH and sets RANKS (one per GPU; without a GPU two, or one on a single
-# core), OMP_NUM_THREADS (cores per rank: more threads than cores only spin), DTYPE (bf16, or fp32 on a processor that
-# does not multiply bf16 numbers) and a free MASTER_PORT. Values from the environment take precedence.
+# core), OMP_NUM_THREADS (cores per rank: more threads than cores only spin), DTYPE (auto: the faster number format) and
+# a free MASTER_PORT. Values from the environment take precedence.
 # `launch MAIN FLAGS...` runs a step on these ranks.
 top="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -d "$top/.venv" ] && export PATH="$top/.venv/bin:$PATH"
@@ -23,8 +23,7 @@ if [ "$gpus" -gt 0 ]; then default_ranks="$gpus"; elif [ "$cores" -gt 1 ]; then 
 export RANKS="${RANKS:-$default_ranks}"
 threads=$((cores / RANKS))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
-if [ "$gpus" -gt 0 ] || grep -qwE "avx512bw|bf16" /proc/cpuinfo 2>/dev/null; then dtype=bf16; else dtype=fp32; fi
-export DTYPE="${DTYPE:-$dtype}"
+export DTYPE="${DTYPE:-auto}"
 MASTER_PORT="${MASTER_PORT:-$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}"
 hostfile="${HOSTFILE:-/job/hostfile}" # DeepSpeed's default; it names the machines of a run on several
 launch() { # launch MAIN FLAGS...: like `deepspeed MAIN FLAGS...`, whose command imports torch before it starts anything

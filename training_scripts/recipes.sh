@@ -100,5 +100,5 @@ train() { # train STEP OUTPUT_DIR [flags]
         *) echo "error: SIZE $size: set it to small (up to 1.5 B parameters) or large" >&2 && return 2 ;;
     esac
     if [ "$place $size" = "single_gpu large" ]; then lora=1; else lora=""; fi
-    "$step" --dtype bf16 --output_dir "$2" "${@:3}"
+    "$step" --output_dir "$2" "${@:3}"
 }

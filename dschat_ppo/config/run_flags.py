@@ -33,8 +33,11 @@ class RunFlags:
         " slower, and an operation without such an algorithm stops the run (not needed on a CPU)",
     )
     local_rank: int = flag(-1, "set by the deepspeed launcher")
-    dtype: Literal["bf16", "fp16", "fp32"] = flag(
-        "bf16", "number format of weights and activations"
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = flag(
+        AUTO,
+        "number format of weights and activations. auto: on a GPU bf16, or fp16 where it has no"
+        " bf16 arithmetic; on a CPU the faster of bf16 and fp32, which is measured at the start; a"
+        " run that resumes keeps its format",
     )
     resize_vocabulary: bool = flag(
         False,

@@ -11,6 +11,7 @@ from dschat_ppo.config.batch_plan import times
 from dschat_ppo.config.data_flags import DataFlags, StepData
 from dschat_ppo.config.health_flags import HealthFlags
 from dschat_ppo.config.run_flags import (
+    AUTO,
     AdapterFlags,
     ConsoleFlags,
     MemoryFlags,
@@ -131,7 +132,7 @@ class StepConfig(ABC):
                         self.run.dtype == "fp16"
                         or group.offload
                         or flags.offload_optimizer
-                        or max(stages.values()) > (self.run.dtype == "bf16")
+                        or max(stages.values()) > (self.run.dtype in (AUTO, "bf16"))
                     )
                 ),
             }

@@ -22,7 +22,7 @@ import yaml
 from huggingface_hub import HfApi
 
 from dschat_ppo.checkpoint.identity import differences, format_diff, is_inside
-from dschat_ppo.checkpoint.store import CheckpointFolder, checkpoint_name
+from dschat_ppo.checkpoint.store import CheckpointFolder, Manifest, checkpoint_name, damage
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import (
     OLD,
@@ -208,6 +208,26 @@ def check_earlier_outputs(folder: Path, config: StepConfig) -> None:
             f"{refusal} of a finished run with other settings, and no checkpoint to continue from "
             f"(--keep_final_checkpoint); {ways_out}. What changed:\n{format_diff(changes)}"
         )
+
+
+def earlier_dtype(config: StepConfig) -> tuple[str, str] | None:
+    """(number format, where it is from) of the run that this one continues, or that has finished in
+    its folder; None: it starts from scratch, or `find_checkpoint` will refuse it. On rank 0."""
+    folder, resume = Path(config.run.folder), config.safety.resume
+    if config.validate_only or resume == NEVER:
+        return None
+    if resume != AUTO:
+        checkpoints = [Path(resume)]
+    elif is_finished(folder):
+        saved = {} if config.run.overwrite_output_dir else read_config(folder) or {}
+        return (saved["dtype"], f"as the run in {folder}") if "dtype" in saved else None
+    else:
+        store = CheckpointFolder(folder)
+        checkpoints = [store.root / name for name in reversed(store.names())]
+    for checkpoint in checkpoints:
+        if damage(checkpoint, checksums=False) is None:
+            return str(Manifest.read(checkpoint).config["dtype"]), f"as in {checkpoint.name}"
+    return None
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:

@@ -45,36 +45,47 @@ from dschat_ppo.run.process_group import init_process_group
 from dschat_ppo.run.rank_log import open_log
 
 
-def begin_run(
-    config: StepConfig, check: Callable[[], None] = lambda: None
-) -> tuple[torch.device, Path]:
-    """Lock the output folder, join the ranks, check the folder and seed; returns this rank's device
-    and the output folder. Collective. `StopRequested`: the same run has finished in the folder.
-
-    If the run trains nothing, it writes to a folder inside `--output_dir`, in place of an earlier
-    validation. `check` checks flags of the step before the folder is compared with them: else a
-    mistake in a flag would be a setting that has changed. `--dry_run` joins no ranks and touches no
-    folder.
-    """
-    run, validate_only = config.run, config.validate_only
-    folder = Path(run.folder) / VALIDATION if validate_only else Path(run.folder)
+def join_ranks(config: StepConfig) -> None:
+    """Lock the output folder and join the ranks. Collective. `--dry_run` joins no ranks and touches
+    no folder."""
+    run, folder = config.run, folder_of(config)
     refuse_model_folders(folder, [name for _, name in config.models.values()])
     quiet_libraries()
     check_sequence_parallel_size(config.memory, dist.world_size())
     if run.dry_run:
-        check()
-    else:
-        set_deterministic(run.deterministic)  # before anything runs on a GPU
-        lock_folder(folder)
-        init_process_group(run.folder)
-        watchdog.start(config.safety.collective_timeout)
-        dist.share_rows(config.memory.sequence_parallel_size)
-        check_shared_folder(folder)
-        open_log(folder)
-        check()
-        begin = prepare_output_folder if validate_only else check_earlier_outputs
+        return
+    set_deterministic(run.deterministic)  # before anything runs on a GPU
+    lock_folder(folder)
+    init_process_group(run.folder)
+    watchdog.start(config.safety.collective_timeout)
+    dist.share_rows(config.memory.sequence_parallel_size)
+    check_shared_folder(folder)
+    open_log(folder)
+
+
+def folder_of(config: StepConfig) -> Path:
+    """The folder that a run writes to. If it trains nothing, that is one inside `--output_dir`, in
+    place of an earlier validation."""
+    folder = Path(config.run.folder)
+    return folder / VALIDATION if config.validate_only else folder
+
+
+def begin_run(
+    config: StepConfig, check: Callable[[], None] = lambda: None
+) -> tuple[torch.device, Path]:
+    """Check the folder and seed, after `join_ranks` and with a number format in place of `--dtype
+    auto`; returns this rank's device and the output folder. Collective. `StopRequested`: the same
+    run has finished in the folder.
+
+    `check` checks flags of the step before the folder is compared with them: else a mistake in a
+    flag would be a setting that has changed.
+    """
+    run, folder = config.run, folder_of(config)
+    check()
+    if not run.dry_run:
+        begin = prepare_output_folder if config.validate_only else check_earlier_outputs
         dist.on_main(writing(folder)(lambda: begin(folder, config)))
-        if not validate_only:
+        if not config.validate_only:
             dist.on_main(lambda: check_trackers(run.trackers))
             if (repository := run.push_to_hub) is not None:
                 dist.on_main(lambda: make_repository(repository))

@@ -144,7 +144,7 @@ def ppo_words(config: PreferenceConfig, model: str, reward: str) -> list[str]:
         }
     for name, value in values.items():
         words += [] if value == vars(own)[name] else [f"--{name}", str(value)]
-    return words if config.run.dtype == "bf16" else [*words, "--dtype", config.run.dtype]
+    return [*words, "--dtype", config.run.dtype]
 
 
 def data_words(flags: DataFlags) -> list[str]:

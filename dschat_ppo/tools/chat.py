@@ -55,9 +55,10 @@ def read_arguments(
     )
     parser.add_argument(
         "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        default="bf16",
-        help="number format of the weights (default: bf16)",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="number format of the weights; auto: bf16 on a GPU, the faster of bf16 and fp32 on a"
+        " CPU (default: auto)",
     )
     parser.add_argument(
         "--chat_template",
@@ -97,6 +98,7 @@ def chat(
     # else DeepSpeed searches for a device, and prints a warning to the output
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from dschat_ppo.common.logging import quiet_libraries
+    from dschat_ppo.planner.number_format import dtype_for_tool
     from dschat_ppo.tools.chat_model import ChatModel, Terminal, check_models
 
     quiet_libraries()
@@ -107,6 +109,7 @@ def chat(
             "--system needs a chat template, but a tokenizer has none; name one with"
             " --chat_template"
         )
+    dtype = dtype_for_tool(words.dtype, [model.folder for model in checked])
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  `input` then has a history and arrow keys
@@ -122,11 +125,11 @@ def chat(
                 for model in checked
             ]
             models: list[ChatModel] = [
-                EpisodeModel(model, words.dtype, environment, own)
+                EpisodeModel(model, dtype, environment, own)
                 for model, own in zip(checked, rollouts, strict=True)
             ]
         else:
-            models = [ChatModel(model, words.dtype) for model in checked]
+            models = [ChatModel(model, dtype) for model in checked]
         Terminal(models, settings, words.system, interactive).run()
 
 

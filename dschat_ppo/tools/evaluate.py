@@ -59,7 +59,10 @@ class EvaluationFlags:
     max_prompt_seq_len: int = positive(PROMPT_TOKENS, "maximum tokens of a prompt")
     batch_size: int = positive(64, "prompts at a time")
     max_batch_tokens: int = positive(16384, "maximum tokens of a forward pass of the reward model")
-    dtype: Literal["bf16", "fp16", "fp32"] = flag("bf16", "number format of the weights")
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = flag(
+        "auto",
+        "number format of the weights; auto: bf16 on a GPU, the faster of bf16 and fp32 on a CPU",
+    )
     show: int = not_negative(0, "print the answers to the first N prompts")
     json: str | None = flag(None, "file for metrics, answers and scores as JSON")
     write_best: str | None = flag(

@@ -32,6 +32,7 @@ from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier, 
 from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.writers import finite_or_null
+from dschat_ppo.planner.number_format import dtype_for_tool
 from dschat_ppo.ppo.collect import end_ids, greedily
 from dschat_ppo.ppo.evaluation import (
     CUT,
@@ -113,16 +114,15 @@ def evaluate(wanted: Wanted) -> Evaluated:
     reward = check_models([(REWARD_FLAG, name)], wanted.prompts, True)[0] if name else None
     prompts, names = _prompts(wanted, models)
     check_columns(functions, "--data_path", prompts[0]["row"])
+    dtype = dtype_for_tool(words.dtype, [model.folder for model in (*models, reward) if model])
 
     scorer: ScalarModel | None = None
     if reward is not None:
-        scorer = ScalarModel(
-            load_sequence_classifier(reward.folder, words.dtype, None, new_head=False)
-        )
+        scorer = ScalarModel(load_sequence_classifier(reward.folder, dtype, None, new_head=False))
         scorer.to(dist.device()).eval()
     results: list[Result] = []
     for model, rows in zip(models, prompts, strict=True):
-        results += _results_of(model, rows, names, wanted, reward, scorer)
+        results += _results_of(model, dtype, rows, names, wanted, reward, scorer)
     firsts = {result.decoding: result for result in reversed(results)}
     for result in results if rewards is not None else []:  # paired by prompt; a tie counts half
         if result is not firsts[result.decoding]:
@@ -183,6 +183,7 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
 
 def _results_of(  # noqa: PLR0915
     checked: CheckedModel,
+    dtype: str,
     prompts: Dataset,
     names: Sequence[str],
     wanted: Wanted,
@@ -192,7 +193,7 @@ def _results_of(  # noqa: PLR0915
     """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on
     seed and prompt alone, not on batches; step 3 evaluates with the same seeds."""
     words, settings, rewards = wanted.words, wanted.settings, wanted.rewards
-    loaded: Any = load_causal_lm(checked.folder, words.dtype, None)
+    loaded: Any = load_causal_lm(checked.folder, dtype, None)
     model = loaded.to(dist.device()).eval()
     use_fast_layers(model)
     stopping = StoppingCriteria(settings.max_tokens, end_ids(checked.tokenizer, model))

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.flag_parser import flag_parser
+from dschat_ppo.config.run_flags import AUTO
 from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.errors import UserError, counted
 from dschat_ppo.tools import exit_code_of
@@ -115,22 +116,32 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
     from dschat_ppo.common.logging import quiet_hugging_face
     from dschat_ppo.models.model_folders import settings_only
     from dschat_ppo.planner.model_parts import read_model_configs
+    from dschat_ppo.planner.number_format import dtype_for_plan
     from dschat_ppo.planner.plan_step import PARTS, plan_step
 
     quiet_hugging_face()
     with settings_only():
         models = read_model_configs(config)
 
-    def plan_with(more: list[str]) -> Plan:
-        changed = step_config(words.step, [*rest, *more])
+    def plan_of(config: StepConfig) -> Plan:
         return plan_step(
-            changed,
+            config,
             models,
             words.devices,
             words.device_memory,
             words.host_memory,
             words.devices_per_node,
         )
+
+    if config.run.dtype == AUTO:
+        model, on_gpu = next(iter(models.values())), words.device_memory > 0
+        chosen = dtype_for_plan(config, model, on_gpu, lambda each: not plan_of(each).missing)
+        print(f"{chosen}\n")
+        rest = [*rest, "--dtype", chosen.dtype]
+        config = step_config(words.step, rest)
+
+    def plan_with(more: list[str]) -> Plan:
+        return plan_of(step_config(words.step, [*rest, *more]))
 
     plan = plan_with([])
     proposal = flags_that_fit(config, plan_with) if plan.missing else None

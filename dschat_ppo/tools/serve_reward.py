@@ -166,7 +166,11 @@ def serve(argv: Sequence[str]) -> None:
         "--max_batch_tokens", type=int, default=16384, help="most tokens of a forward pass"
     )
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="format of the weights"
+        "--dtype",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="number format of the weights; auto: bf16 on a GPU, the faster of bf16 and fp32 on a"
+        " CPU (default: auto)",
     )
     arguments = parser.parse_args(argv)
     if arguments.max_batch_tokens < 1:
@@ -178,11 +182,12 @@ def serve(argv: Sequence[str]) -> None:
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.models.model_folders import model_folder
+    from dschat_ppo.planner.number_format import dtype_for_tool
 
     quiet_libraries()
-    scorer = text_scorer(
-        model_folder(arguments.model, "--model"), arguments.dtype, arguments.max_batch_tokens
-    )
+    folder = model_folder(arguments.model, "--model")
+    dtype = dtype_for_tool(arguments.dtype, [folder])
+    scorer = text_scorer(folder, dtype, arguments.max_batch_tokens)
     print_line(
         f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward"
     )

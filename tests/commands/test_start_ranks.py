@@ -29,6 +29,7 @@ from dschat_ppo.config.cli import parse
 from dschat_ppo.errors import UserError
 from dschat_ppo.models import loading, model_folders
 from dschat_ppo.planner import plan_step
+from dschat_ppo.run import session
 from dschat_ppo.supervised import sft, supervised_run
 
 TOOLS = Path(dschat_ppo.__file__).parent / "tools"
@@ -261,6 +262,7 @@ def test_before_a_run_the_plan_fetches_no_weights_and_gpu_memory_is_set_up_for_t
     def planned(config) -> None:
         seen.append((model_folders.wants_settings_only(), *map(os.environ.get, names)))
 
+    monkeypatch.setattr(session, "join_ranks", lambda config: None)
     monkeypatch.setattr(plan_step, "show_memory_plan", planned)
     monkeypatch.setattr(
         sft, "train_sft", lambda config: seen.append(model_folders.wants_settings_only())

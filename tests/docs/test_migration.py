@@ -11,6 +11,7 @@ from bash_blocks import ROOT, blocks_of
 from config.command_lines import NEEDED
 from config.deepspeed_chat_flags import DEEPSPEED_CHAT
 from config.deepspeed_chat_scripts import GENERATION_BATCHES, REFUSED, SCRIPTS
+from fixed_dtype import REAL_DEFAULT
 from tables import Row, flags_in, names_in, rows_of
 
 from dschat_ppo.commands import run_training
@@ -51,7 +52,7 @@ REQUIRED = {
     step: {word[2:] for word in words if word.startswith("--")} - {"critic_model_name_or_path"}
     for step, words in NEEDED_OF.items()
 }
-DEFAULTS = {step: flatten(parse(step, words)) for step, words in NEEDED_OF.items()}
+DEFAULTS = {step: flatten(parse(step, words)) | REAL_DEFAULT for step, words in NEEDED_OF.items()}
 # which `NEEDED` gives, although it may be omitted
 DEFAULTS["ppo"]["critic_model_name_or_path"] = None
 ALIASES = {

@@ -206,7 +206,8 @@ def test_changed_metrics_are_kept_under_another_name_and_restored_from_the_check
 
 @pytest.fixture
 def events(monkeypatch, tmp_path):
-    """The steps of `begin_run` in the order in which they run; the ranks do not join."""
+    """The steps of `join_ranks` and `begin_run` in the order in which they run; the ranks do not
+    join."""
     done = []
 
     def noted(name, result=None):
@@ -242,20 +243,22 @@ def test_a_validation_has_its_own_folder_whatever_training_left(events, tmp_path
     folder = tmp_path / "validation"
     folder.mkdir()
     (folder / "result.json").write_text("{}")
-    assert session.begin_run(config_of(tmp_path, "--validate_only", model=tmp_path))[1] == folder
+    config = config_of(tmp_path, "--validate_only", model=tmp_path)
+    session.join_ranks(config)
+    assert session.begin_run(config)[1] == folder
     assert "lock" in events and "check_earlier_outputs" not in events
     assert [path.name for path in folder.iterdir()] == ["config.yaml"], (
         "the result of an earlier one is removed"
     )
     with pytest.raises(UserError, match="would be written over a model"):
-        session.begin_run(config_of(tmp_path, model=tmp_path))
+        session.join_ranks(config_of(tmp_path, model=tmp_path))
 
 
 def test_ranks_that_cannot_share_rows_are_refused_before_they_join(events, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     config = config_of(tmp_path, "--sequence_parallel_size", "3")
     with pytest.raises(UserError, match="--sequence_parallel_size 3 does not divide the 4 ranks"):
-        session.begin_run(config)
+        session.join_ranks(config)
     assert "init_process_group" not in events
 
 
@@ -288,6 +291,7 @@ def test_the_folder_is_locked_before_anything_is_written_and_compared_once_the_f
     events, tmp_path, dry_run, deterministic
 ):
     config = config_of(tmp_path, "--dry_run", str(dry_run), "--deterministic", str(deterministic))
+    session.join_ranks(config)
     session.begin_run(config, check=lambda: events.append("flags"))
     joined = [
         f"deterministic {deterministic}",

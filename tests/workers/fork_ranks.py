@@ -27,6 +27,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from fixed_dtype import use_bf16_by_default
+
 from dschat_ppo.common.processes import signal_when_parent_ends
 
 IMPORTED = (
@@ -173,6 +175,7 @@ def import_libraries() -> TextIO:
     for name in IMPORTED:
         importlib.import_module(name)
     importlib.import_module("dschat_ppo.engine.build_engine")._import_muon()
+    use_bf16_by_default()
     gc.collect()
     gc.freeze()  # the ranks share these pages
     return answers

@@ -23,6 +23,7 @@ from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.config.cli import parse
 from dschat_ppo.data import streaming
 from dschat_ppo.errors import StopRequested, UnhealthyRun, UserError
+from dschat_ppo.planner.number_format import with_dtype
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.run import session
 from dschat_ppo.run.launch import leave
@@ -65,7 +66,9 @@ def start(step: str, words: list[str], place: int | str | None) -> dict:
     stop_requests.requested = StopAt(place)
     ends: dict = {"error": None, "stopped": None}
     try:
-        TRAIN[step](parse(step, words))
+        config = parse(step, words)
+        session.join_ranks(config)
+        TRAIN[step](with_dtype(config))
     except (UserError, UnhealthyRun) as problem:
         ends["error"] = str(problem)
     except StopRequested as reason:

@@ -31,6 +31,7 @@ def train(config) -> None:
     from dschat_ppo.run import session
 
     session.CheckpointManager = SlowManager
+    session.join_ranks(config)
     sft.train_sft(config)
 
 

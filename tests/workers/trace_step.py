@@ -20,6 +20,7 @@ from dschat_ppo.ppo import advantages, collect, loop, score, state, update
 from dschat_ppo.ppo.train_ppo import train_ppo
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.run.launch import leave
+from dschat_ppo.run.session import join_ranks
 from dschat_ppo.types import tensors_of
 from workers.quick import be_quick
 
@@ -159,7 +160,9 @@ def main() -> None:
     be_quick()
     note_everything()
     record_the_first_step()
-    train_ppo(parse("ppo", sys.argv[1:-1]))
+    config = parse("ppo", sys.argv[1:-1])
+    join_ranks(config)
+    train_ppo(config)
     if dist.is_main():
         Path(sys.argv[-1]).write_text(json.dumps({"rows": rows, "updates": updates}))
     dist.shutdown()
