@@ -50,6 +50,7 @@ HARMLESS = frozenset(
         "resume",
         "resume_force",
         "save_hf_steps",
+        "save_dtype",
         "metric_for_best",
         "lora_merge",
         "collective_timeout",

@@ -39,6 +39,11 @@ class RunFlags:
         " bf16 arithmetic; on a CPU the faster of bf16 and fp32, which is measured at the start; a"
         " run that resumes keeps its format",
     )
+    save_dtype: Literal["bf16", "fp16", "fp32"] | None = flag(
+        None,
+        "number format of saved models; not given: that of the model from which each starts,"
+        " whatever --dtype is",
+    )
     resize_vocabulary: bool = flag(
         False,
         "if the tokenizer has more tokens than the model has embeddings, add rows to the embedding"

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from dschat_ppo.common import dist
 from dschat_ppo.common.atomic_files import PARTIAL, empty_folder, move_files_up
 from dschat_ppo.common.heartbeat import heartbeat, watchdog_paused
+from dschat_ppo.common.logging import logger
 from dschat_ppo.errors import NonFiniteError, StorageError
 from dschat_ppo.models.adapters import (
     adapter_layers,
@@ -30,6 +31,7 @@ from dschat_ppo.models.adapters import (
     merged_weight,
 )
 from dschat_ppo.models.architectures import first_position
+from dschat_ppo.models.loading import DTYPES
 from dschat_ppo.models.model_folders import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -37,7 +39,7 @@ from dschat_ppo.models.model_folders import (
     SCORE,
     saved_name,
 )
-from dschat_ppo.models.weight_headers import weight_files
+from dschat_ppo.models.weight_headers import checkpoint_dtype, weight_files
 from dschat_ppo.models.wrapped_models import ScalarModel, WrappedModel
 from dschat_ppo.types import Engine
 
@@ -53,6 +55,64 @@ OF_WHOLE_MODELS = (
 # tokens
 _NOT_TEXT = re.compile(r"(^|\.)(mtp|visual|vision)|^model\.layers\.\d+\.")
 TRAINED, UNTRAINED = "model-trained.safetensors", "model-untrained.safetensors"
+
+
+@dataclass(frozen=True)
+class SavedForm:
+    """How a model is written.
+
+    Attributes:
+        ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain
+            transformers stops at them.
+        merge: merge an adapter instead of writing its folder.
+        card: makes the text of `README.md` from whether an adapter is written and whether the
+            tokenizer has a chat template; None: there is none.
+        dtype: number format; None: that of the weights.
+    """
+
+    ends: Sequence[int] = ()
+    merge: bool = True
+    card: Callable[[bool, bool], str] | None = None
+    dtype: torch.dtype | None = None
+
+
+def saved_dtype(module: WrappedModel, wanted: str | None) -> torch.dtype | None:
+    """The number format of a saved model: that which `--save_dtype` names, else that of the folder
+    from which `module` was loaded; None if that has no weights in such a format."""
+    if wanted is not None:
+        return DTYPES[wanted]
+    start = module.pretrained.name_or_path
+    return checkpoint_dtype(start) if start and Path(start).is_dir() else None
+
+
+def in_format(
+    state: dict[str, Tensor], dtype: torch.dtype | None, folder: str | Path
+) -> dict[str, Tensor]:
+    """The weights of a model in a number format (None: as they are). If a finite weight is beyond
+    its range, as in fp16, all stay as they are, and a warning says so: the model of a long run is
+    saved in any case. The tensors of `state` are replaced one by one, so that memory does not hold
+    all of them twice."""
+    if dtype is None:
+        return state
+    for name, weight in state.items():
+        if weight.is_floating_point() and not fits(weight, dtype):
+            logger().warning(
+                f"{folder}: saved in {weight.dtype}, because {name} has numbers beyond the range of"
+                f" {dtype} (--save_dtype)"
+            )
+            return state
+    for name, weight in state.items():
+        if weight.is_floating_point():
+            state[name] = weight.to(dtype)
+    return state
+
+
+def fits(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all numbers of a weight are within the range of a number format."""
+    if weight.numel() == 0:
+        return True
+    least, largest = torch.aminmax(weight)
+    return bool(torch.stack([least, largest]).to(dtype).isfinite().all())
 
 
 def require_finite_weights(role: str, engine: Engine) -> None:
@@ -115,9 +175,7 @@ def save_model(
     folder: str | Path,
     described: Mapping[str, float | str | None] | None = None,
     weights: Mapping[str, Tensor] | None = None,
-    ends: Sequence[int] = (),
-    merge: bool = True,
-    card: Callable[[bool, bool], str] | None = None,
+    form: SavedForm = SavedForm(),  # noqa: B008  it is immutable
 ) -> None:
     """Write safetensors, config, tokenizer with its template and, for language models, the
     generation config.
@@ -132,22 +190,18 @@ def save_model(
         described: numbers and texts to store in the model's config under these names; None removes
             an entry.
         weights: whole tensors, on rank 0, that replace the engine's weights of these names.
-        ends: tokens that end a response, besides the tokenizer's EOS; `generate` of plain
-            transformers stops at them.
-        merge: merge an adapter instead of writing its folder; never done with quantised weights.
-        card: makes the text of `README.md` from whether an adapter is written and whether the
-            tokenizer has a chat template; None: there is none.
+        form: how it is written. Quantised weights are never merged.
     """
     model: PreTrainedModel = engine.module.pretrained
     as_adapter = bool(adapter_layers(model)) and (
-        not merge or bool(getattr(model, "is_quantized", False))
+        not form.merge or bool(getattr(model, "is_quantized", False))
     )
     state = gather_state(model, is_in_adapter_folder if as_adapter else None) | dict(weights or {})
     problem = None
     if dist.is_main():
-        problem = write_model(
-            engine.module, state, tokenizer, folder, described, ends, not as_adapter, card
-        )
+        state = in_format(state, form.dtype, folder)
+        form = replace(form, merge=not as_adapter)
+        problem = write_model(engine.module, state, tokenizer, folder, described, form)
     problem = dist.broadcast_object(problem)
     if problem is not None:
         raise StorageError(problem)
@@ -159,15 +213,14 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
     described: Mapping[str, float | str | None] | None,
-    ends: Sequence[int],
-    merge: bool,
-    card: Callable[[bool, bool], str] | None = None,
+    form: SavedForm,
 ) -> str | None:
     """Write a model whose weights are `state`, not those of `module`; returns why it cannot be
     written, or None. `state` has the names of the transformers model in `module`; for an adapter
-    folder only the weights of the adapter and of a score head. The other arguments are those of
-    `save_model`."""
+    folder only the weights of the adapter and of a score head, all in the number format in which
+    they are written. The other arguments are those of `save_model`."""
     model: PreTrainedModel = module.pretrained
+    ends = form.ends
     model.config.dtype = next(iter(state.values())).dtype
     for name, value in (described or {}).items():
         if value is not None:
@@ -184,7 +237,7 @@ def write_model(
         pad = tokenizer.pad_token_id
         model.config.pad_token_id = None if pad in (tokenizer.eos_token_id, *ends) else pad
     folder = Path(folder)
-    as_adapter = not merge and bool(adapter_layers(model))
+    as_adapter = not form.merge and bool(adapter_layers(model))
     try:
         unfinished = empty_folder(folder / PARTIAL)
         with torch.no_grad(), watchdog_paused():
@@ -198,8 +251,8 @@ def write_model(
                     not isinstance(module, ScalarModel),
                 )
             tokenizer.save_pretrained(unfinished)
-            if card is not None:
-                text = card(as_adapter, tokenizer.chat_template is not None)
+            if form.card is not None:
+                text = form.card(as_adapter, tokenizer.chat_template is not None)
                 (unfinished / "README.md").write_text(text, encoding="utf-8")
         # as the umask permits; safetensors lets only the owner read
         readable = unfinished.stat().st_mode & 0o666

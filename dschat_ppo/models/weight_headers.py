@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,17 @@ def checkpoint_headers(folder: str) -> dict[str, WeightHeader]:
 def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights in a checkpoint, without reading the weights."""
     return {name: header.shape for name, header in checkpoint_headers(folder).items()}
+
+
+def checkpoint_dtype(folder: str) -> torch.dtype | None:
+    """The number format of the largest weight in a checkpoint, if it is one in which a run can
+    compute; else, and without weights, None."""
+    headers = checkpoint_headers(folder).values()
+    if not headers:
+        return None
+    largest = max(headers, key=lambda header: math.prod(header.shape))
+    usable = (torch.float32, torch.float16, torch.bfloat16)
+    return next((dtype for dtype in usable if FORMATS[dtype] == largest.number_format), None)
 
 
 def format_of(dtype: torch.dtype) -> str:

@@ -28,7 +28,8 @@ from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.engine.ds_config import read_overlay
 from dschat_ppo.errors import UserError, attempt
 from dschat_ppo.models.loading import DTYPES, load_config
-from dschat_ppo.models.model_folders import base_folder, checkpoint_shapes, settings_only
+from dschat_ppo.models.model_folders import base_folder, settings_only
+from dschat_ppo.models.weight_headers import checkpoint_shapes
 from dschat_ppo.planner.model_parts import read_model_configs
 from dschat_ppo.planner.plan_step import plan_step
 from dschat_ppo.run.output_folder import earlier_dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,12 @@ from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.episodes.rollouts import EpisodeRollouts
 from dschat_ppo.errors import counted
 from dschat_ppo.models.model_folders import model_folder
-from dschat_ppo.models.saving import require_finite_weights, save_model
+from dschat_ppo.models.saving import (
+    SavedForm,
+    require_finite_weights,
+    save_model,
+    saved_dtype,
+)
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.step_line import PPO_COLUMNS
 from dschat_ppo.monitor.writers import JsonLines, write_result
@@ -66,6 +71,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
     announce("load models")
     folders = begun.folders if session is not None else replace(begun.folders, critic=None)
     engines = RLHFEngine(config, plan, folders)
+    forms = saved_forms(config, engines, tokenizer)
     with ExitStack() as at_end:
         learned = learned_reward(config, engines, tokenizer, plan.micro_batch_tokens)
         episodes, flags = None, config.environment
@@ -84,7 +90,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
             output,
             config.safety.save_hf_steps,
             config.validation.save_best,
-            lambda folder: save_models(config, engines, tokenizer, folder),
+            lambda folder: save_models(engines, forms, tokenizer, folder),
         )
         if rows.eval is not None:
             held_out = evaluation_of(
@@ -120,7 +126,7 @@ def train_ppo(config: PPOConfig) -> dict[str, Any]:
         result = report.result()
 
     announce("save models")
-    save_models(config, engines, tokenizer, output)
+    save_models(engines, forms, tokenizer, output)
     result |= {
         "ppo_steps": plan.ppo_steps,
         "optimizer_steps": plan.total_updates,
@@ -154,34 +160,43 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
     show_models(roles, config.run.dtype, output, [rollout], trains=not config.validate_only)
 
 
+def saved_forms(
+    config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, SavedForm]:
+    """How the models that train are written, by role. Made before training, because it reads the
+    folders from which they start."""
+    ends = answer_ends(tokenizer)
+    return {
+        role: SavedForm(
+            ends,
+            engines.saves_merged,
+            partial(model_card, config, role),
+            saved_dtype(engine.module, config.run.save_dtype),
+        )
+        for role, engine in engines.trained.items()
+    }
+
+
 def save_models(
-    config: PPOConfig, engines: RLHFEngine, tokenizer: PreTrainedTokenizerBase, output: Path
+    engines: RLHFEngine,
+    forms: Mapping[str, SavedForm],
+    tokenizer: PreTrainedTokenizerBase,
+    output: Path,
 ) -> None:
     """Write the actor, its moving average and the critic, where they exist, as Hugging Face
     folders; nothing if a weight is not finite (`NonFiniteError`). Collective."""
     for role, engine in engines.trained.items():
         require_finite_weights(role, engine)
-    ends = answer_ends(tokenizer)
-    merge = engines.saves_merged
-    card = partial(model_card, config, "actor")
-    save_model(engines.actor, tokenizer, output / "actor", ends=ends, merge=merge, card=card)
+    save_model(engines.actor, tokenizer, output / "actor", form=forms["actor"])
     if engines.actor_average is not None:
         average = engines.actor_average.gathered()
-        save_model(engines.actor, tokenizer, output / "actor_ema", None, average, ends, merge, card)
+        place = output / "actor_ema"
+        save_model(engines.actor, tokenizer, place, weights=average, form=forms["actor"])
     if engines.critic is not None:
         # A critic that started from a reward model does not keep what describes that model's
         # scores.
         described = dict.fromkeys((*STATISTICS, SEPARATOR))
-        save_model(
-            engines.critic,
-            tokenizer,
-            output / "critic",
-            described,
-            None,
-            ends,
-            merge,
-            partial(model_card, config, "critic"),
-        )
+        save_model(engines.critic, tokenizer, output / "critic", described, form=forms["critic"])
 
 
 def show_result(result: dict[str, Any], output: Path, start: str, resumed: bool) -> None:

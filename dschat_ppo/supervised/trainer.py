@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -43,7 +43,12 @@ from dschat_ppo.engine.optimizer_step import (
 from dschat_ppo.engine.router_term import router_settings, with_router_term
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.kernel_selection import select_kernels
-from dschat_ppo.models.saving import require_finite_weights, save_model
+from dschat_ppo.models.saving import (
+    SavedForm,
+    require_finite_weights,
+    save_model,
+    saved_dtype,
+)
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.step_line import Column, show_step
@@ -189,10 +194,10 @@ class SupervisedTrainer(Generic[Batch]):
         )
         self.objective = objective
         self.fit, self.console, self.seed = fit, config.console, run.seed
-        # else an adapter folder is saved
-        self.card = partial(model_card, config, "model")
-        self.saves_whole_model = (
-            config.adapters.lora_merge or not config.adapters.only_optimize_lora
+        self.saved_form = SavedForm(
+            merge=config.adapters.lora_merge or not config.adapters.only_optimize_lora,
+            card=partial(model_card, config, "model"),
+            dtype=saved_dtype(model, run.save_dtype),
         )
         self.clock = PhaseClock()
         self.steps = 0  # optimizer steps done
@@ -432,16 +437,8 @@ class SupervisedTrainer(Generic[Batch]):
         require_finite_weights("model", self.engine)
         described = self.describe()
         with self.clock.phase("save"):
-            ends = answer_ends(tokenizer)
-            save_model(
-                self.engine,
-                tokenizer,
-                folder,
-                described,
-                ends=ends,
-                merge=self.saves_whole_model,
-                card=self.card,
-            )
+            form = replace(self.saved_form, ends=answer_ends(tokenizer))
+            save_model(self.engine, tokenizer, folder, described, form=form)
         before = self.before or {}
         result: dict[str, Any] = {
             f"{name}_before": value for name, value in before.items()

@@ -27,7 +27,13 @@ from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.models.adapters import AdapterSettings, adapter_settings
 from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
 from dschat_ppo.models.model_folders import model_folder
-from dschat_ppo.models.saving import is_in_adapter_folder, write_model
+from dschat_ppo.models.saving import (
+    SavedForm,
+    in_format,
+    is_in_adapter_folder,
+    saved_dtype,
+    write_model,
+)
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.rewards.learned_reward import SEPARATOR, STATISTICS
@@ -113,9 +119,7 @@ def export(words: argparse.Namespace) -> None:
         try:
             for name in wanted:
                 place = partial / name if role is None and run.manifest.kind == "ppo" else partial
-                export_role(
-                    run, name, place, words.dtype or run.config.run.dtype, given[name], tokenizer
-                )
+                export_role(run, name, place, words.dtype, given[name], tokenizer)
         except UserError:
             remove_folder(partial)
             raise
@@ -130,14 +134,14 @@ def export_role(
     run: SavedRun,
     role: str,
     place: Path,
-    dtype: str,
+    dtype: str | None,
     given: str | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write one model to the folder `place`; `given` is the model folder that the user names, or
-    None."""
+    """Write one model to the folder `place`. `dtype` None: as the run would save it. `given` is the
+    model folder that the user names, or None."""
     trained = role.removesuffix("_ema")  # the average is one of the actor's weights
-    states, number_format = run.folder / trained, DTYPES[dtype]
+    states, number_format = run.folder / trained, DTYPES[dtype or run.config.run.dtype]
     common = common_state(states)
     # weights that the checkpoint does not hold
     frozen, merge = common["frozen"], saves_merged(run, trained)
@@ -168,7 +172,7 @@ def export_role(
         }
         state |= {name: weight.to(number_format) for name, weight in weights.items()}
     buffers = common["buffers"]
-    if dtype != run.config.run.dtype:
+    if dtype not in (None, run.config.run.dtype):
         bad = [name for name, weight in state.items() if not weight.isfinite().all()]
         if bad:
             raise UserError(
@@ -184,7 +188,10 @@ def export_role(
         state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
     module, ends = module.to(number_format), answer_ends(tokenizer)
     card = partial(model_card, run.config, trained)
-    problem = write_model(module, state, tokenizer, place, described, ends, merge, card)
+    if dtype is None:
+        state = in_format(state, saved_dtype(module, run.config.run.save_dtype), place)
+    form = SavedForm(ends, merge, card)
+    problem = write_model(module, state, tokenizer, place, described, form)
     if problem is not None:
         raise StorageError(problem)
 

@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
         help="export only this model, to OUT itself (default: all)",
     )
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="number format (default: that of the run)"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="number format (default: as the run saves it)",
     )
     parser.add_argument(
         "--model",

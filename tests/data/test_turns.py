@@ -26,7 +26,7 @@ from dschat_ppo.data.encode import encode_example, encode_finished, encode_promp
 from dschat_ppo.data.examples import Example
 from dschat_ppo.data.templates import NAMED, TurnEnd, answer_ends, turn_end
 from dschat_ppo.errors import UserError
-from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.saving import SavedForm, save_model
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.ppo.collect import end_ids
 from dschat_ppo.run.start_and_end import MOST_CHARACTERS, log_samples, row_sample
@@ -410,7 +410,9 @@ def test_saved_models_list_every_final_token(assets, tmp_path, listed, after):
     lm = LlamaForCausalLM(tiny_config())
     lm.generation_config.eos_token_id = listed
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    save_model(SimpleNamespace(module=PolicyModel(lm)), tokenizer, tmp_path, ends=(1, 4))
+    save_model(
+        SimpleNamespace(module=PolicyModel(lm)), tokenizer, tmp_path, form=SavedForm(ends=(1, 4))
+    )
     assert LlamaForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == after
     # generation stops at these, too
     eos, end = shaped("Phi")[0].convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
@@ -425,7 +427,7 @@ def test_the_pad_token_of_a_saved_reward_model_is_no_final_token(assets, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(assets / "reward")
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     module = ScalarModel(LlamaForSequenceClassification(tiny_config(num_labels=1)))
-    save_model(SimpleNamespace(module=module), tokenizer, tmp_path, ends=(1, 4))
+    save_model(SimpleNamespace(module=module), tokenizer, tmp_path, form=SavedForm(ends=(1, 4)))
     assert LlamaForSequenceClassification.from_pretrained(tmp_path).config.pad_token_id == kept
 
 

@@ -31,14 +31,16 @@ from dschat_ppo.models.model_folders import (
     model_folder,
     read_adapter_config,
 )
-from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.saving import SavedForm, save_model
 from dschat_ppo.models.tokenizers import load_tokenizer
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 
 
 def saved(module, assets, folder, merge: bool, described=None):
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    save_model(SimpleNamespace(module=module), tokenizer, folder, described, merge=merge)
+    save_model(
+        SimpleNamespace(module=module), tokenizer, folder, described, form=SavedForm(merge=merge)
+    )
     return folder
 
 

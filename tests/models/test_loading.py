@@ -621,7 +621,7 @@ def quantised_lm(folder):
 def test_a_quantised_model_is_always_saved_as_an_adapter(assets, tmp_path):
     model = quantised_lm(assets / "lm")
     tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
-    save_model(SimpleNamespace(module=PolicyModel(model)), tokenizer, tmp_path, merge=True)
+    save_model(SimpleNamespace(module=PolicyModel(model)), tokenizer, tmp_path)
     assert (tmp_path / "adapter_config.json").exists() and not (
         tmp_path / "model.safetensors"
     ).exists()

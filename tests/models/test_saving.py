@@ -24,9 +24,10 @@ from transformers import (
 )
 
 from dschat_ppo.errors import NonFiniteError, UserError
-from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.saving import require_finite_weights, save_model
+from dschat_ppo.models.loading import DTYPES, load_causal_lm, load_sequence_classifier
+from dschat_ppo.models.saving import SavedForm, require_finite_weights, save_model, saved_dtype
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
+from dschat_ppo.models.weight_headers import checkpoint_dtype
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.tools import toy
 
@@ -278,3 +279,44 @@ def test_a_tokenizer_model_alone_asks_for_sentencepiece(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     with pytest.raises(UserError, match="--model .*needs the package sentencepiece"):
         load_tokenizer(str(tmp_path), "--model")
+
+
+@pytest.mark.parametrize("start", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("of_run", ["fp32", "bf16"])
+@pytest.mark.parametrize("wanted", [None, "fp32", "bf16"])
+def test_a_model_is_saved_in_the_format_of_its_start_or_the_wanted_one(
+    assets, tmp_path, start, of_run, wanted
+):
+    begin, end = tmp_path / "begin", tmp_path / "end"
+    LlamaForCausalLM.from_pretrained(assets / "lm", dtype=DTYPES[start]).save_pretrained(begin)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    tokenizer.save_pretrained(begin)
+    module = PolicyModel(load_causal_lm(str(begin), of_run, None))
+    form = SavedForm(dtype=saved_dtype(module, wanted))
+    save_model(SimpleNamespace(module=module), tokenizer, end, form=form)
+    expected = DTYPES[wanted or start]
+    assert checkpoint_dtype(str(end)) == expected
+    assert LlamaForCausalLM.from_pretrained(end, dtype="auto").dtype == expected
+    for name, saved in load_file(end / "model.safetensors").items():
+        weight = module.lm.get_parameter(name)
+        assert torch.equal(saved, weight.to(expected)), name
+        assert weight.dtype == DTYPES[of_run], "the run goes on"
+
+
+def test_a_model_that_does_not_fit_the_format_is_saved_as_it_is(assets, tmp_path, said):
+    module = PolicyModel(load_causal_lm(str(assets / "lm"), "bf16", None))
+    with torch.no_grad():
+        module.lm.model.norm.weight[0] = 1e5
+    tokenizer = AutoTokenizer.from_pretrained(assets / "lm")
+    form = SavedForm(dtype=torch.float16)
+    save_model(SimpleNamespace(module=module), tokenizer, tmp_path, form=form)
+    assert checkpoint_dtype(str(tmp_path)) == torch.bfloat16
+    assert "model.norm.weight has numbers beyond the range of torch.float16" in "".join(said)
+
+
+def test_the_format_of_a_checkpoint_is_that_of_its_largest_weight(tmp_path):
+    small, large = torch.ones(2), torch.ones(5, dtype=torch.bfloat16)
+    torch.save({"a": small, "b": large}, tmp_path / "pytorch_model.bin")
+    assert checkpoint_dtype(str(tmp_path)) == torch.bfloat16
+    torch.save({"a": small, "b": large.to(torch.int8)}, tmp_path / "pytorch_model.bin")
+    assert checkpoint_dtype(str(tmp_path)) is None, "the run's own is taken"

@@ -1,7 +1,9 @@
 """What `--dtype auto` chooses, with measured times that the tests set, and that a run keeps it."""
 
 import json
+import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import RunFlags
 from dschat_ppo.errors import UserError
+from dschat_ppo.models.weight_headers import checkpoint_dtype
 from dschat_ppo.planner import number_format
 from dschat_ppo.planner.number_format import (
     dtype_for_tool,
@@ -23,6 +26,7 @@ from dschat_ppo.planner.number_format import (
     with_dtype,
 )
 from dschat_ppo.run.output_folder import read_config
+from dschat_ppo.run.rank_log import close_log
 
 
 @pytest.fixture
@@ -178,7 +182,16 @@ def losses_of(folder):
     return [line["loss"] for line in metrics_of(folder) if "loss" in line]
 
 
+@pytest.fixture
+def own_process():
+    """What a run sets for its process ends with the test."""
+    with patch.dict(os.environ):
+        yield
+    close_log()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_process")
 def test_a_run_keeps_its_format_where_the_other_one_is_faster(assets, tmp_path, measured, said):
     straight, interrupted = tmp_path / "straight", tmp_path / "interrupted"
     assert run_training("sft", words_of(assets, straight, 4)) == 0
@@ -196,3 +209,7 @@ def test_a_run_keeps_its_format_where_the_other_one_is_faster(assets, tmp_path, 
     assert run_training("sft", words_of(assets, interrupted, 6, "--dtype", "bf16")) == 2
     never = words_of(assets, interrupted, 1, "--resume", "never", "--overwrite_output_dir")
     assert run_training("sft", never) == 0 and read_config(interrupted)["dtype"] == "bf16"
+    assert checkpoint_dtype(str(straight)) == checkpoint_dtype(str(interrupted)) == torch.float32
+    half = words_of(assets, tmp_path / "half", 1, "--dtype", "fp32", "--save_dtype", "bf16")
+    assert run_training("sft", half) == 0
+    assert checkpoint_dtype(str(tmp_path / "half")) == torch.bfloat16
