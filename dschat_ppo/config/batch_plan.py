@@ -18,6 +18,11 @@ from dschat_ppo.errors import counted
 CPU_TOKENS = 1024
 
 
+def tokens_on_cpu(longest: int, ranks: int) -> int:
+    """Most tokens of a micro-batch on a CPU, where the longest row has `longest`."""
+    return max(longest, CPU_TOKENS * min(ranks, 2))
+
+
 def times(count: int, factor: float) -> int:
     """`count` x `factor`, rounded up. `factor` is the decimal that was typed: 0.07 of 100 is 7, not
     above it."""
@@ -56,7 +61,7 @@ class PPOPlan:
         longest = self.flags.max_prompt_seq_len + self.flags.max_answer_seq_len
         rows = self.flags.per_device_training_batch_size * longest
         if not self.on_gpu:
-            rows = min(rows, max(longest, CPU_TOKENS * min(self.world_size, 2)))
+            rows = min(rows, tokens_on_cpu(longest, self.world_size))
         return self.flags.micro_batch_tokens or rows
 
     @property

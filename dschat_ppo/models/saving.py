@@ -305,7 +305,10 @@ def _write_whole(
     around = _config_around(model, source) if is_lm else None
     if around is None:
         model._weight_conversions = None  # type: ignore[assignment]
+    dtype = model.config.dtype  # in place of which transformers writes that of the model in memory
     model.save_pretrained(folder, state_dict=state)
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
     if is_lm:
         _add_untrained(model, source, folder)
     if around is not None:

@@ -18,7 +18,7 @@ from dschat_ppo.algorithms.fused_logprobs import BLOCK_BYTES, GPU_BLOCK_BYTES
 from dschat_ppo.common import dist
 from dschat_ppo.common.host_memory import host_memory
 from dschat_ppo.common.logging import logger, quiet_libraries
-from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo
+from dschat_ppo.config.batch_plan import PPOPlan, plan_ppo, tokens_on_cpu
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.step_config import StepConfig, flatten
 from dschat_ppo.config.supervised_config import FitConfig
@@ -306,15 +306,16 @@ def checkpoint_phase(config: StepConfig, roles: Sequence[Role]) -> Phase:
     return phase
 
 
-def supervised_batch(config: StepConfig) -> tuple[int, int]:
-    """(tokens of a micro-batch on a rank, micro-batches of an update) of steps 1 and 2. A pair
-    takes two rows."""
-    fit = config.training
-    rows = fit.per_device_train_batch_size * (2 if config.step_data.use == "preference" else 1)
-    return (
-        -(-rows * fit.max_seq_len // config.memory.sequence_parallel_size),
-        fit.gradient_accumulation_steps,
-    )
+def supervised_batch(config: StepConfig, ranks: int, on_gpu: bool) -> tuple[int, int]:
+    """(tokens of a pass on a rank, passes of an update) of steps 1 and 2. A pair takes two rows. On
+    a CPU a micro-batch runs in several passes (`supervised/passes.py`)."""
+    fit, shared = config.training, config.memory.sequence_parallel_size
+    of_sample = fit.max_seq_len * (2 if config.step_data.use == "preference" else 1)
+    tokens = fit.per_device_train_batch_size * of_sample
+    in_pass = tokens
+    if not on_gpu and not config.data.streaming:
+        in_pass = min(tokens, tokens_on_cpu(of_sample, ranks))
+    return -(-in_pass // shared), fit.gradient_accumulation_steps * -(-tokens // in_pass)
 
 
 def ppo_batch(plan: PPOPlan) -> tuple[int, int]:
@@ -487,7 +488,7 @@ def plan_step(
         rollout, rows = rollout_phase(config, plan, roles, model_configs["actor"], of_tensors)
         phases += [rollout, scoring_phase(config, roles, tokens)]
     else:
-        tokens, micro_batches = supervised_batch(config)
+        tokens, micro_batches = supervised_batch(config, ranks, on_gpu)
     phases += [
         update_phase(config, roles, role, tokens, micro_batches)
         for role in roles

@@ -60,6 +60,7 @@ from dschat_ppo.run.output_folder import KeptModels, best_is_lost
 from dschat_ppo.run.start_and_end import show_plan
 from dschat_ppo.supervised.best_evaluation import BestEvaluation
 from dschat_ppo.supervised.objective import Batch, Objective, UsedRows, collated
+from dschat_ppo.supervised.passes import filled_up, passes_for
 from dschat_ppo.types import Engine
 
 COLUMNS = {
@@ -192,6 +193,7 @@ class SupervisedTrainer(Generic[Batch]):
         self.plan = plan_batches(
             fit, rows.train, self.packing, config.schedule.max_steps, dist.sequence_ranks()
         )
+        self.passes = passes_for(rows.train, fit.max_seq_len)
         self.objective = objective
         self.fit, self.console, self.seed = fit, config.console, run.seed
         self.saved_form = SavedForm(
@@ -292,7 +294,8 @@ class SupervisedTrainer(Generic[Batch]):
                 self.health.stop_if_due(checkpointer)
 
     def steps_left(self) -> Iterator[list[list[int]]]:
-        """For each optimizer step that is left: the row numbers of this rank's micro-batches."""
+        """For each optimizer step that is left: the row numbers of this rank's micro-batches, or of
+        the passes into which these are divided."""
         per_epoch, total = self.plan.steps_per_epoch, self.plan.total_steps
         epoch, done = divmod(self.steps, per_epoch)
         for number in range(epoch, -(-total // per_epoch)):
@@ -310,11 +313,11 @@ class SupervisedTrainer(Generic[Batch]):
             steps = optimizer_steps(order, micro, accumulation, dist.data_ranks(), dist.data_rank())
             # the last epoch may be cut
             for micro_batches in islice(steps, done, total - number * per_epoch):
-                yield (
-                    [samples_of(packed, part) for part in micro_batches]
-                    if packed
-                    else micro_batches
-                )
+                if packed:
+                    micro_batches = [samples_of(packed, part) for part in micro_batches]
+                if self.passes is not None:
+                    micro_batches = self.passes.divide(micro_batches)
+                yield micro_batches
             done = 0
 
     def _used_rows(self) -> UsedRows:
@@ -346,6 +349,9 @@ class SupervisedTrainer(Generic[Batch]):
         objective = self.objective
         if batches is None:
             batches = [objective.collate(self.rows.train, indices) for indices in micro_batches]
+        if self.passes is not None:
+            collate = partial(objective.collate, self.rows.train)
+            micro_batches, batches = filled_up(micro_batches, batches, collate)
         if objective.complete is not None:
             batches = objective.complete(self.engine, batches)
         counts = torch.stack([objective.counts(batch) for batch in batches]).sum(dim=0)

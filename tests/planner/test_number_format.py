@@ -1,17 +1,14 @@
 """What `--dtype auto` chooses, with measured times that the tests set, and that a run keeps it."""
 
 import json
-import os
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from launch import metrics_of
+from launch import forked, metrics_of, succeed
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dschat_ppo.commands import run_training
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.config.run_flags import RunFlags
@@ -26,7 +23,6 @@ from dschat_ppo.planner.number_format import (
     with_dtype,
 )
 from dschat_ppo.run.output_folder import read_config
-from dschat_ppo.run.rank_log import close_log
 
 
 @pytest.fixture
@@ -182,34 +178,28 @@ def losses_of(folder):
     return [line["loss"] for line in metrics_of(folder) if "loss" in line]
 
 
-@pytest.fixture
-def own_process():
-    """What a run sets for its process ends with the test."""
-    with patch.dict(os.environ):
-        yield
-    close_log()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_process")
-def test_a_run_keeps_its_format_where_the_other_one_is_faster(assets, tmp_path, measured, said):
+@pytest.mark.ranks
+def test_a_run_keeps_its_format_where_the_other_one_is_faster(assets, tmp_path):
     straight, interrupted = tmp_path / "straight", tmp_path / "interrupted"
-    assert run_training("sft", words_of(assets, straight, 4)) == 0
+
+    def run(seconds, folder, steps, *more):
+        words = words_of(assets, folder, steps, *more)
+        return forked(2, "tests/workers/measured_main.py", seconds, *words)
+
+    succeed(run(1.5, straight, 4))
     assert read_config(straight)["dtype"] == "fp32"
-    assert run_training("sft", words_of(assets, interrupted, 2)) == 0
+    succeed(run(1.5, interrupted, 2))
     (interrupted / "result.json").unlink()
-    measured["bf16"] = 0.5  # as on another machine
-    said.clear()
-    assert run_training("sft", words_of(assets, straight, 4)) == 0
+    # from here on as on another machine
+    said = succeed(run(0.5, straight, 4)).stdout
     assert f"dtype: fp32 (as the run in {straight})" in said
-    assert any("this run is done" in line for line in said), "no setting has changed"
-    assert run_training("sft", words_of(assets, interrupted, 4)) == 0
+    assert "this run is done" in said, "no setting has changed"
+    said = succeed(run(0.5, interrupted, 4)).stdout
     assert "dtype: fp32 (as in step_000002)" in said
     assert losses_of(interrupted) == losses_of(straight) and len(losses_of(straight)) == 4
-    assert run_training("sft", words_of(assets, interrupted, 6, "--dtype", "bf16")) == 2
-    never = words_of(assets, interrupted, 1, "--resume", "never", "--overwrite_output_dir")
-    assert run_training("sft", never) == 0 and read_config(interrupted)["dtype"] == "bf16"
+    assert "--dtype: fp32 -> bf16" in run(0.5, interrupted, 6, "--dtype", "bf16").stderr
+    succeed(run(0.5, interrupted, 1, "--resume", "never", "--overwrite_output_dir"))
+    assert read_config(interrupted)["dtype"] == "bf16"
     assert checkpoint_dtype(str(straight)) == checkpoint_dtype(str(interrupted)) == torch.float32
-    half = words_of(assets, tmp_path / "half", 1, "--dtype", "fp32", "--save_dtype", "bf16")
-    assert run_training("sft", half) == 0
+    succeed(run(1.5, tmp_path / "half", 1, "--save_dtype", "bf16"))
     assert checkpoint_dtype(str(tmp_path / "half")) == torch.bfloat16
