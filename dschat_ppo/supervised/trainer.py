@@ -49,6 +49,7 @@ from dschat_ppo.models.saving import (
     save_model,
     saved_dtype,
 )
+from dschat_ppo.models.wrapped_models import WrappedModel
 from dschat_ppo.monitor.health import HealthWatch
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.monitor.step_line import Column, show_step
@@ -180,7 +181,7 @@ class SupervisedTrainer(Generic[Batch]):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: WrappedModel,
         ds_config: Config,
         rows: TokenRows,
         objective: Objective[Batch],
