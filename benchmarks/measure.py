@@ -119,12 +119,17 @@ def read_bandwidth(device: torch.device) -> float:
     return tensor.nbytes / min(seconds(tensor.sum) for _ in range(5))
 
 
-def matmul_rate(device: torch.device, rows: int, width: int, columns: int) -> float:
-    """Floating-point operations per second of a bf16 product (rows, width) x (width, columns) of
-    random numbers: the best of six."""
-    left, right = (
-        torch.randn(size, device=device).bfloat16() for size in ((rows, width), (width, columns))
-    )
+def matmul_rate(
+    device: torch.device,
+    rows: int,
+    width: int,
+    columns: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Floating-point operations per second of a product (rows, width) x (width, columns) of random
+    numbers: the best of six."""
+    left = torch.randn((rows, width), device=device).to(dtype)
+    right = torch.randn((width, columns), device=device).to(dtype)
     return 2 * rows * width * columns / min(seconds(lambda: left @ right) for _ in range(6))
 
 

@@ -3,7 +3,8 @@
     python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--workloads fixed varied group]
         [--compare trl]
 
-31.6 M parameters for each model, random, in bf16; one update per step. "fixed": PPO with actor,
+31.6 M parameters for each model, random, in the format that `--dtype auto` chooses; one update per
+step. "fixed": PPO with actor,
 critic, reference and reward model; 32 prompts, 128 + 128 tokens. "varied": the same with prompts of
 32 to 128 tokens and answers lognormal with mean 63, at most 256. "group": GRPO with actor and
 reference, the KL in the loss, a reward without cost; 16 prompts of 384 tokens, 8 answers of 64
@@ -14,7 +15,8 @@ way. It takes `--micro_batch_tokens 2048`, a quarter of what the plain way has i
 "fixed". Peak memory is compared on "fixed" at a vocabulary of 32768, beyond what models and
 optimizers hold; its ratio is ours to the plain way's (less is better), the others are the plain
 way's cost to ours (more is better). `--compare trl` also runs TRL's GRPO trainer on "group", where
-TRL is installed. `--tiny` makes models and workloads so small that only the script itself is tried.
+TRL is installed, in bf16 and in fp32, and takes the faster. Beside each phase of our step stands
+what its matrix products alone take at the best rate of the machine (`products.py`). `--tiny` makes models and workloads so small that only the script itself is tried.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,7 @@ from typing import Any
 
 import plain
 import ppo_parts
+import products
 from measure import costs, markdown, peak_memory, threads
 from models import Workload, config_of, workload
 from transformers import PretrainedConfig
@@ -81,11 +85,28 @@ def compare(ppo: PPOComponents, work: Workload, repeats: int, cores: int) -> dic
     found, samples = costs(ways_of(ppo, work), repeats, cores), len(work.answer_lengths)
     before, ours = found["plain"], found["dschat_ppo"]
     return {
+        "phases": phases(ppo, work, repeats, cores),
         "ratio_wall": before.wall / ours.wall,
         "ratio_cpu": before.cpu / ours.cpu,
         "samples_per_s": samples / ours.wall,
         "plain_samples_per_s": samples / before.wall,
     }
+
+
+def phases(
+    ppo: PPOComponents, work: Workload, repeats: int, cores: int
+) -> dict[str, dict[str, float]]:
+    """Of our step: the seconds of each phase, and what its products alone take."""
+    taken: dict[str, list[float]] = {}
+    with threads(cores):
+        rate = products.best_rate(ppo.device, ppo.engines.actor.module.config)
+        for _ in range(repeats):
+            ppo.clock.take()
+            ppo_parts.ppo_step(ppo, work)
+            for phase, seconds in ppo.clock.take()[0].items():
+                taken.setdefault(phase, []).append(seconds)
+    medians = {phase: statistics.median(seconds) for phase, seconds in taken.items()}
+    return products.shares_of(medians, products.operations_of_step(ppo, work), rate)
 
 
 def peaks(ppo: PPOComponents, work: Workload, cores: int) -> dict[str, float]:
@@ -127,6 +148,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--old_logprobs", choices=["auto", "rollout", "recompute"], default="auto", help="of ours"
     )
+    parser.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
     parser.add_argument("--compare", choices=["trl"], help="measure another trainer too")
     parser.add_argument("--tiny", action="store_true", help="a trial of the script on tiny sizes")
     return parser.parse_args()
@@ -141,12 +163,12 @@ def main() -> None:
     sizes = TINY if arguments.tiny else FULL
     # in a trial one: threads that wait for each other cost a busy machine most of the time
     cores, results = 1 if arguments.tiny else len(os.sched_getaffinity(0)), dict[str, Any]()
-    common = [
-        "--old_logprobs",
-        arguments.old_logprobs,
-        "--dtype",
-        "fp32" if arguments.tiny else "bf16",
-    ]
+    dtype = arguments.dtype
+    if dtype == "auto":
+        with threads(cores):
+            dtype = "fp32" if arguments.tiny else products.faster_dtype(sizes.model)
+    print(f"dtype: {dtype}", flush=True)
+    common = ["--old_logprobs", arguments.old_logprobs, "--dtype", dtype]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in arguments.workloads:
@@ -161,7 +183,12 @@ def main() -> None:
             from trl_step import samples_per_second
 
             work = sizes.workload("group", sizes.model.vocab_size)
-            results["trl_samples_per_s"] = rate = samples_per_second(folder / "lm", work, cores)
+            rates = {
+                name: samples_per_second(folder / "lm", work, cores, dtype)
+                for name, dtype in products.FORMATS.items()
+            }
+            print("trl", json.dumps(rates), flush=True)
+            results["trl_samples_per_s"] = rate = max(rates.values())
             results["ratio_to_trl"] = results["group"]["samples_per_s"] / rate
         if "fixed" in arguments.workloads:
             work = sizes.workload("fixed", sizes.wide.vocab_size)
@@ -169,6 +196,7 @@ def main() -> None:
             results["peak_memory_gib"] = held = peaks(wide, work, cores)
             results["peak_memory_ratio"] = held["dschat_ppo"] / held["plain"]
     print(table(results))
+    print(products.table({name: results[name]["phases"] for name in WORKLOADS if name in results}))
     print(json.dumps({name: value for name, value in results.items() if name not in WORKLOADS}))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

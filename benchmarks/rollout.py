@@ -3,7 +3,7 @@
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--workloads fixed varied group]
         [--shape llama-32m]
 
-31.6 M random bf16 parameters, sampling from the full distribution at temperature 1. Each contender
+31.6 M random parameters in the format that `--dtype auto` chooses, sampling from the full distribution at temperature 1. Each contender
 runs with batches of 32 and of 128 sequences; the better one is reported. On a GPU, `--shape
 qwen2-0.5b --workloads long` or `--shape llama-7b --workloads long` generates 64 sequences of 512 +
 512 tokens.
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import products
 import torch
 import transformers
 from measure import Cost, costs, markdown, matmul_rate, peak_memory, read_bandwidth, threads, wait
@@ -113,20 +114,23 @@ def memory_limit(model: PreTrainedModel, work: Workload, most_rows: int) -> floa
     key and value once."""
     config: Any = model.config
     head_dim = config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    token_bytes = (
+        2 * model.dtype.itemsize * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    )
     prompt = work.prompts.prompt_mask.sum(dim=1).repeat_interleave(work.samples)
     answer = work.answer_lengths
     own = (answer * (answer + 1) / 2).sum()
     shared = (prompt * answer).view(-1, work.samples)
     kv_bytes = float(own + shared.amax(dim=1).sum()) * token_bytes
     steps = max(float(answer.max()), work.tokens / most_rows)
-    return work.tokens / (steps * 2 * used_weights(model) + kv_bytes) * read_bandwidth(model.device)
+    read = steps * model.dtype.itemsize * used_weights(model) + kv_bytes
+    return work.tokens / read * read_bandwidth(model.device)
 
 
 def compute_limit(model: PreTrainedModel, work: Workload) -> float:
     """Tokens per second if only arithmetic took time."""
     passed = float(work.prompts.prompt_mask.sum()) + work.tokens
-    rate = matmul_rate(model.device, 4096, model.config.hidden_size, 2048)
+    rate = matmul_rate(model.device, 4096, model.config.hidden_size, 2048, model.dtype)
     return work.tokens / (2 * used_weights(model) * passed) * rate
 
 
@@ -153,6 +157,8 @@ def compare(
             "transformers": better(by_transformers, plain, work),
             "dschat_ppo": better(by_us, model, work),
         }
+        count = products.operations_of(model, work, shares=True).generation
+        rate = products.best_rate(model.device, model.config)
         limits = {
             "limit_tokens_per_s": memory_limit(model, work, max(ROWS)),
             "compute_limit_tokens_per_s": compute_limit(model, work),
@@ -168,6 +174,7 @@ def compare(
         "ratio_cpu": theirs.cpu / ours.cpu,
         "tokens_per_s": work.tokens / ours.wall,
         **limits,
+        "products": products.shares_of({"rollout": ours.wall}, {"rollout": count}, rate),
         "transformers_tokens_per_s": work.tokens / theirs.wall,
         "tokens_per_cpu_s": work.tokens / ours.cpu,
         "rows": rows,
@@ -221,18 +228,27 @@ def main() -> None:
     parser.add_argument(
         "--shape", default="llama-32m", choices=list(SHAPES), help="shape of the random model"
     )
+    parser.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    plain, model = (language_model(SHAPES[arguments.shape], device) for _ in range(2))
+    shape, cores = SHAPES[arguments.shape], len(os.sched_getaffinity(0))
+    dtype = arguments.dtype
+    if dtype == "auto":
+        with threads(cores):
+            dtype = products.faster_dtype(shape)
+    print(f"dtype: {dtype}", flush=True)
+    number_format = products.FORMATS[dtype]
+    plain, model = (language_model(shape, device).to(number_format) for _ in range(2))
     use_fast_layers(model)
     results = {}
     for name in arguments.workloads:
         print(
             f"{name}: finding the better batch size of each contender", file=sys.stderr, flush=True
         )
-        results[name] = compare(name, plain, model, arguments.repeats, len(os.sched_getaffinity(0)))
+        results[name] = compare(name, plain, model, arguments.repeats, cores)
         print(name, json.dumps(results[name]), flush=True)
     print(table(results))
+    print(products.table({name: found["products"] for name, found in results.items()}))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 

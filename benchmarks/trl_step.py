@@ -29,7 +29,7 @@ class StepTimes(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def samples_per_second(lm: Path, work: Workload, cores: int) -> float:
+def samples_per_second(lm: Path, work: Workload, cores: int, dtype: torch.dtype) -> float:
     """Samples (generated, scored and trained on) per second of wall time, after the first step.
 
     The KL is in the loss, with one update for the answers to the prompts of `work`, all of one
@@ -51,12 +51,12 @@ def samples_per_second(lm: Path, work: Workload, cores: int) -> float:
     times = StepTimes()
     with tempfile.TemporaryDirectory() as output, threads(cores):
         GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(lm, dtype=torch.bfloat16),
+            model=AutoModelForCausalLM.from_pretrained(lm, dtype=dtype),
             reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
             args=GRPOConfig(
                 output_dir=output,
                 per_device_train_batch_size=min(rows, ROWS),
-                bf16=True,
+                bf16=dtype == torch.bfloat16,
                 seed=0,
                 max_steps=STEPS,
                 gradient_accumulation_steps=max(1, rows // ROWS),

@@ -11,14 +11,18 @@ import torch
 from launch import ROOT, forked, succeed
 from one_rank import one_rank  # noqa: F401
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dschat_ppo.config.cli import parse
+from dschat_ppo.types import PromptBatch
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import curves  # noqa: E402
 import faults  # noqa: E402
 import memory  # noqa: E402
+import products  # noqa: E402
 import trajectories  # noqa: E402
+from models import Workload  # noqa: E402
 
 # curves.py
 
@@ -89,6 +93,32 @@ def test_every_setting_of_memory_parses(name):
 # ppo_step.py
 
 
+def test_operations_by_hand():
+    """One layer: four matrices of 8 x 8, three of 8 x 16, two norms and the last one; a vocabulary
+    of 10; one prompt of 2 tokens with answers of 3 and 1."""
+    config = LlamaConfig(
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=None,
+    )
+    weights = 4 * 64 + 3 * 128 + 3 * 8
+    prompts = PromptBatch(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool))
+    work = Workload(prompts, 2, torch.tensor([3, 1]))
+    model = LlamaForCausalLM(config)
+    alone = products.operations_of(model, work, shares=False)
+    pairs = 2 * 2 + (3 * 2 + 4.5) + (1 * 2 + 0.5)  # of two prompts, and of both answers
+    assert alone.layers == 2 * weights * (2 * 2 + 4) + 4 * 8 * pairs
+    assert alone.head == 2 * 80 * 4
+    shared = products.operations_of(model, work, shares=True)
+    assert shared.layers == 2 * weights * (2 + 4) + 4 * 8 * (pairs - 2)
+    found = products.shares_of({"rollout": 4.0}, {"rollout": 10.0}, rate=5.0)
+    assert found == {"rollout": {"seconds": 4.0, "products": 2.0, "share": 0.5}}
+
+
 @pytest.mark.release
 @pytest.mark.slow
 def test_a_trial_of_ppo_step(tmp_path):
@@ -105,9 +135,11 @@ def test_a_trial_of_ppo_step(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["fixed"]["ratio_wall"] > 0
     assert found["peak_memory_ratio"] >= 0
-    assert [line.split()[1] for line in result.stdout.splitlines() if line.startswith("| ")][
-        2:
-    ] == ["fixed"]
+    first_cells = [line.split()[1] for line in result.stdout.splitlines() if line[:2] == "| "]
+    phases = ["rollout", "train", "score", "reward"]
+    assert first_cells == ["workload", "---", "fixed", "workload", "---", *len(phases) * ["fixed"]]
+    assert list(found["fixed"]["phases"]) == phases
+    assert all(0 < phase["share"] < 1 for phase in found["fixed"]["phases"].values())
 
 
 # trajectories.py
