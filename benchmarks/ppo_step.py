@@ -1,14 +1,13 @@
 """A whole PPO step against the plain way, in one run.
 
     python benchmarks/ppo_step.py [--json FILE] [--repeats 5] [--workloads fixed varied group]
-        [--compare trl]
+        [--dtype auto] [--compare trl]
 
 31.6 M parameters for each model, random, in the format that `--dtype auto` chooses; one update per
-step. "fixed": PPO with actor,
-critic, reference and reward model; 32 prompts, 128 + 128 tokens. "varied": the same with prompts of
-32 to 128 tokens and answers lognormal with mean 63, at most 256. "group": GRPO with actor and
-reference, the KL in the loss, a reward without cost; 16 prompts of 384 tokens, 8 answers of 64
-tokens to each.
+step. "fixed": PPO with actor, critic, reference and reward model; 32 prompts, 128 + 128 tokens.
+"varied": the same with prompts of 32 to 128 tokens and answers lognormal with mean 63, at most 256.
+"group": GRPO with actor and reference, the KL in the loss, a reward without cost; 16 prompts of 384
+tokens, 8 answers of 64 tokens to each.
 
 The plain way is in `plain.py`; both use the same DeepSpeed engines. `--old_logprobs` is that of our
 way. It takes `--micro_batch_tokens 2048`, a quarter of what the plain way has in one pass of
@@ -16,7 +15,8 @@ way. It takes `--micro_batch_tokens 2048`, a quarter of what the plain way has i
 optimizers hold; its ratio is ours to the plain way's (less is better), the others are the plain
 way's cost to ours (more is better). `--compare trl` also runs TRL's GRPO trainer on "group", where
 TRL is installed, in bf16 and in fp32, and takes the faster. Beside each phase of our step stands
-what its matrix products alone take at the best rate of the machine (`products.py`). `--tiny` makes models and workloads so small that only the script itself is tried.
+what its matrix products alone take at the best rate of the machine (`products.py`). `--tiny` makes
+models and workloads so small that only the script itself is tried.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Generation compared with Hugging Face `generate`, in one run.
 
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--workloads fixed varied group]
-        [--shape llama-32m]
+        [--shape llama-32m] [--dtype auto]
 
-31.6 M random parameters in the format that `--dtype auto` chooses, sampling from the full distribution at temperature 1. Each contender
-runs with batches of 32 and of 128 sequences; the better one is reported. On a GPU, `--shape
-qwen2-0.5b --workloads long` or `--shape llama-7b --workloads long` generates 64 sequences of 512 +
-512 tokens.
+31.6 M random parameters in the format that `--dtype auto` chooses, sampling from the full
+distribution at temperature 1. Each contender runs with batches of 32 and of 128 sequences; the
+better one is reported. On a GPU, `--shape qwen2-0.5b --workloads long` or `--shape llama-7b
+--workloads long` generates 64 sequences of 512 + 512 tokens.
 """
 
 from __future__ import annotations
