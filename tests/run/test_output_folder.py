@@ -26,7 +26,7 @@ from dschat_ppo.config.step_config import flatten
 from dschat_ppo.errors import NonFiniteError, StopRequested, UserError
 from dschat_ppo.monitor.writers import write_config
 from dschat_ppo.planner import plan_step
-from dschat_ppo.run import output_folder
+from dschat_ppo.run import output_folder, session
 from dschat_ppo.run.output_folder import (
     KeptModels,
     check_earlier_outputs,
@@ -457,6 +457,7 @@ def test_a_run_uploads_its_model_alone_or_says_how_to(tmp_path, monkeypatch, cap
             raise RuntimeError("the hub is full")
 
     monkeypatch.setattr(HfApi, "upload_folder", upload)
+    monkeypatch.setattr(session, "join_ranks", lambda config: None)
     monkeypatch.setattr(plan_step, "show_memory_plan", lambda config: None)
     monkeypatch.setattr(
         sft, "train_sft", lambda config: writer_of(*OF_THE_MODEL, *OF_A_STEP)(tmp_path)
