@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,7 +114,8 @@ def parts_of(
                 kind: Any = classifier_class(config)
                 model: Any = kind(config_for(kind, config)).to(DTYPES[dtype])
             else:
-                model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+                # a copy, in which transformers notes the format
+                model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=DTYPES[dtype])
         if not on_gpu:
             use_fast_layers(model)
         kv_bytes, state_bytes = (0, 0) if scalar else _cache_bytes(model)

@@ -80,6 +80,7 @@ class Role:
     kept_whole: bool = False
     on_gpu: bool = False  # the device is a GPU
     muon: bool = False  # trains matrices with Muon, which has one momentum in place of two moments
+    saved_itemsize: int = 0  # bytes of a number of the saved model
     bits: int = 0  # of the quantised weights under LoRA (QLoRA); 0: not quantised
 
     @property
@@ -300,9 +301,13 @@ def scoring_phase(config: PPOConfig, roles: Sequence[Role], tokens: int) -> Phas
 
 def checkpoint_phase(config: StepConfig, roles: Sequence[Role]) -> Phase:
     """Saving a checkpoint and the model: rank 0 collects the whole weights of a model that trains
-    in host memory."""
+    in host memory, and brings them into the number format in which they are saved."""
     phase = steady_phase("checkpoint", config, roles)
-    phase.once = max(role.itemsize * role.parts.total for role in roles if role.parts.trained)
+    phase.once = max(
+        max(role.itemsize, role.saved_itemsize) * role.parts.total
+        for role in roles
+        if role.parts.trained
+    )
     return phase
 
 
@@ -498,6 +503,14 @@ def plan_step(
     return Plan(phases, roles, rows, ranks, per_node, device_memory, host_memory)
 
 
+def saved_itemsize(config: StepConfig, model: PretrainedConfig) -> int:
+    """Bytes of a number of a saved model; 0 if its start does not say its format."""
+    wanted = config.run.save_dtype
+    if wanted is not None:
+        return ITEMSIZE[wanted]
+    return model.dtype.itemsize if isinstance(model.dtype, torch.dtype) else 0
+
+
 def roles_of(
     config: StepConfig,
     models: Mapping[str, PretrainedConfig],
@@ -555,6 +568,7 @@ def roles_of(
                 and may_be_whole(made, ITEMSIZE[dtype] * size.total, ranks, device_memory),
                 on_gpu=on_gpu,
                 muon=trains and config.run.optimizer == "muon",
+                saved_itemsize=saved_itemsize(config, model),
                 bits=bits if size.adapted and not shared else 0,
             )
         )

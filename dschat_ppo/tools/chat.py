@@ -109,11 +109,11 @@ def chat(
             "--system needs a chat template, but a tokenizer has none; name one with"
             " --chat_template"
         )
-    dtype = dtype_for_tool(words.dtype, [model.folder for model in checked])
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if interactive:
         import readline  # noqa: F401  `input` then has a history and arrow keys
 
+    folders = [model.folder for model in checked]
     with ExitStack() as at_end:
         if environment.is_used:
             from dschat_ppo.tools.chat_episodes import EpisodeModel, EpisodeRollouts
@@ -124,11 +124,13 @@ def chat(
                 )
                 for model in checked
             ]
+            dtype = dtype_for_tool(words.dtype, folders)
             models: list[ChatModel] = [
                 EpisodeModel(model, dtype, environment, own)
                 for model, own in zip(checked, rollouts, strict=True)
             ]
         else:
+            dtype = dtype_for_tool(words.dtype, folders)
             models = [ChatModel(model, dtype) for model in checked]
         Terminal(models, settings, words.system, interactive).run()
 

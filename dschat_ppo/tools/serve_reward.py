@@ -112,9 +112,15 @@ def text_scorer(
     from dschat_ppo.common import dist
     from dschat_ppo.data.batches import right_padded
     from dschat_ppo.data.encode import encode_finished
-    from dschat_ppo.models.loading import check_vocabulary, load_config, load_sequence_classifier
+    from dschat_ppo.models.loading import (
+        check_sequence_classifier,
+        check_vocabulary,
+        load_config,
+        load_sequence_classifier,
+    )
     from dschat_ppo.models.tokenizers import filler_id, load_tokenizer
     from dschat_ppo.models.wrapped_models import ScalarModel
+    from dschat_ppo.planner.number_format import dtype_for_tool
     from dschat_ppo.rewards.learned_reward import SEPARATOR, most_tokens, scores_in_batches
 
     config = load_config(folder, "--model")
@@ -126,9 +132,11 @@ def text_scorer(
         )
     tokenizer, most, device = load_tokenizer(folder, "--model"), most_tokens(config), dist.device()
     check_vocabulary(tokenizer, config, "--model", folder)
-    model = (
-        ScalarModel(load_sequence_classifier(folder, dtype, None, new_head=False)).to(device).eval()
+    check_sequence_classifier(folder, new_head=False)
+    classifier = load_sequence_classifier(
+        folder, dtype_for_tool(dtype, [folder]), None, new_head=False
     )
+    model = ScalarModel(classifier).to(device).eval()
 
     def score(texts: Sequence[str]) -> list[float]:
         rows = [encode_finished(tokenizer, text) for text in texts]
@@ -182,12 +190,10 @@ def serve(argv: Sequence[str]) -> None:
     # after the flags are checked: these imports take seconds
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.models.model_folders import model_folder
-    from dschat_ppo.planner.number_format import dtype_for_tool
 
     quiet_libraries()
     folder = model_folder(arguments.model, "--model")
-    dtype = dtype_for_tool(arguments.dtype, [folder])
-    scorer = text_scorer(folder, dtype, arguments.max_batch_tokens)
+    scorer = text_scorer(folder, arguments.dtype, arguments.max_batch_tokens)
     print_line(
         f"serving {arguments.model} at http://{host}:{listening.getsockname()[1]}/get_reward"
     )

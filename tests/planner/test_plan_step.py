@@ -167,7 +167,7 @@ def test_answers_of_a_group_share_their_prompt():
 
 
 def test_pairs_take_two_rows_each():
-    words = "--model_name_or_path m --data_path d --output_dir o".split()
+    words = "--model_name_or_path m --data_path d --output_dir o --max_seq_len 2048".split()
     plans = [plan_step(parse(step, words), {"model": SMALL}, 1, 0, HOST) for step in ("sft", "dpo")]
     one, two = (held(plan, "update", "model", "activations") for plan in plans)
     assert two == 2 * one
@@ -360,3 +360,37 @@ def test_one_line_says_what_a_run_needs_of_a_host_or_of_a_gpu(saved_config, caps
     show_memory_plan(saved_config)
     [line] = capsys.readouterr().out.splitlines()
     assert "of 79.0 GiB per device, 0." in line
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "expected"),
+    [
+        ("", 0, (1024, 16)),  # 16 x 512 tokens, of which step 3 would run 1024 at a time
+        ("", 80 * GIB, (16 * 512, 2)),
+        ("--max_seq_len 2048", 0, (2048, 32)),  # one row at a time
+        ("--max_seq_len 32", 0, (512, 2)),
+        ("--streaming --streaming_rows 9", 0, (16 * 512, 2)),
+    ],
+)
+def test_a_micro_batch_of_step_1_runs_in_passes_on_a_cpu(words, device, expected):
+    config = sft(
+        "--per_device_train_batch_size 16 --gradient_accumulation_steps 2 --max_seq_len 512 "
+        + words
+    )
+    assert plan_module.supervised_batch(config, 1, device > 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "start", "size"),
+    [
+        ("--dtype bf16", torch.bfloat16, 2),
+        ("--dtype bf16", torch.float32, 4),
+        ("--dtype bf16", None, 2),
+        ("--dtype fp32", torch.bfloat16, 4),
+        ("--dtype bf16 --save_dtype fp32", torch.bfloat16, 4),
+    ],
+)
+def test_a_model_is_saved_in_its_own_format(words, start, size):
+    model = LlamaConfig(**SMALL.to_diff_dict() | {"dtype": start})
+    plan = plan_step(sft(words), {"model": model}, 1, 0, HOST)
+    assert plan.phases[-1].once == size * plan.roles[0].parts.total

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from dschat_ppo.config.cli import parse
 from dschat_ppo.models.adapters import AdapterSettings
 from dschat_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from dschat_ppo.models.saving import save_model
+from dschat_ppo.models.saving import SavedForm, save_model
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
 from dschat_ppo.run.model_card import model_card
 
@@ -77,7 +77,8 @@ def test_the_code_of_a_card_runs_in_the_folder(
             torch.nn.init.normal_(weight)
     words = ["--model_name_or_path", str(assets / "lm"), "--data_path", "d", "--output_dir", "o"]
     card = partial(model_card, parse(step, words), "model")
-    save_model(SimpleNamespace(module=module), tokenizer, tmp_path, merge=False, card=card)
+    form = SavedForm(merge=False, card=card)
+    save_model(SimpleNamespace(module=module), tokenizer, tmp_path, form=form)
     monkeypatch.chdir(tmp_path)
     [code] = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
     names: dict = {}
