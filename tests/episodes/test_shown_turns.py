@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from chat_tokenizers import SHAPES, shaped
+from datasets import Dataset
 from tiny_experience import record
 
 from dschat_ppo.data.encode import encode_after
@@ -313,6 +314,33 @@ def test_rewards_that_add_up_to_more_than_fp32_holds_fail_the_episode():
     assert (record.rewards, record.problem) == ([3e38], "")
     turns._read(0, Turn(reward=3e38), [])  # of the end
     assert record.rewards == [3e38] and "more than fp32" in record.problem
+
+
+def test_a_rollout_knows_its_failed_episodes_and_the_messages_that_functions_of_trl_read():
+    """Of the two rollouts that ReMax scores together, and of no older one."""
+    tokenizer, _ = shaped("ChatML")
+    rollouts = object.__new__(EpisodeRollouts)
+    rollouts._count, rollouts._last_messages, rollouts._numbers = 0, {}, []
+    rollouts._has_told = rollouts._has_counted = True
+    rollouts._flags, rollouts.episodes = "", SimpleNamespace(end_all=lambda: None)
+    ended = []
+    for name in ("older", "sampled", "greedy"):
+        said = {"role": "assistant", "content": name, "text": f"<think>a</think>{name}"}
+        records = [
+            Record(messages=[said], ends=[0], rewards=[0.5], problem=problem)
+            for problem in ("", "it broke")
+        ]
+        rows = rows_of(tokenizer, [("One.", True, 0.0)], [("Two.", True, 0.0)])
+        turns = SimpleNamespace(records=records, finish=lambda: None)
+        ended.append(rollouts.end(rows, turns, False, True))
+    assert ended[1].failed.tolist() == [False, True]
+    prompts = Dataset.from_dict({"row": ["{}"]})
+    requests = RewardRequests(SimpleNamespace(names=[]), prompts, tokenizer, rollouts)
+    found = [[text.messages for text in requests.request(rows, [0], 0).texts] for rows in ended]
+    assert found == [
+        [None, None],
+        *([[{"role": "assistant", "content": name}]] * 2 for name in ("sampled", "greedy")),
+    ]
 
 
 def test_environments_that_all_fail_at_first_end_the_run():

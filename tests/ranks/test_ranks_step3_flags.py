@@ -27,7 +27,7 @@ def letters(prompts, responses, **columns):
         response.count("e") + response.count("a") - 0.1 * len(response) for response in responses
     ]
 
-def misspelt(reponses, **columns):
+def misspelt(responses, **columns):
     return [len(text) for text in reponses]
 
 def half(response, number):
@@ -96,7 +96,7 @@ def cases_of(data, url: str) -> dict[str, str]:
         ),
         "all bad": (
             f"--advantage_estimator rloo --kl_coef 0 {no_model}"
-            f"--reward_function exact_match?ignore_case=true:0 {functions}:misspelt"
+            f"--reward_function {functions}:letters {functions}:misspelt:0"
         ),
         "routed": (
             f"--advantage_estimator rloo --reward_default -7 --reward_clip 0 {no_model}"
@@ -212,8 +212,8 @@ def test_a_source_that_fails_on_the_first_rollout_or_for_one_rank_stops_all_rank
     """`exact_match` has a weight of 0 and fails first; the function named after it fails too."""
     (first, _, error), (second, _, remote) = runs["all bad"], runs["one rank"]
     assert first == second == []
-    assert "--reward_function exact_match: failed on every one of the first 16 answers" in error
-    assert "column 'answer'" in error and "--remote_reward_url" in remote
+    assert "rewards.py:misspelt: failed on every one of the first 16 answers" in error
+    assert "NameError: name 'reponses'" in error and "--remote_reward_url" in remote
 
 
 def test_reward_models_with_another_tokenizer_and_of_steps(runs):
