@@ -17,7 +17,7 @@ from os.path import commonprefix
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dschat_ppo.data.examples import SAID_BY_TOOLS, Example
-from dschat_ppo.data.rendered import check_calls, check_prompt, remarks_on
+from dschat_ppo.data.rendered import check_calls, check_prompt, known_variables, remarks_on
 from dschat_ppo.data.templates import (
     Messages,
     Span,
@@ -27,9 +27,9 @@ from dschat_ppo.data.templates import (
     render_answer,
     text_answer,
     turn_end,
-    turn_spans,
     without_final,
 )
+from dschat_ppo.data.turn_spans import turn_spans
 from dschat_ppo.errors import UserError, reading
 
 # of a text to encode: the tokenizers library needs up to 300 times as many, and aborts without
@@ -96,21 +96,23 @@ def encode_example(
             )
             for message in prompt
         ]
-        text, is_bare = render(tokenizer, prompt, open_answer=True, tools=example.tools), True
-        check_prompt(tokenizer, text, prompt, example.tools)
+        tools = example.tools
+        variables = known_variables(tokenizer, example.variables, tools)
+        text, is_bare = render(tokenizer, prompt, True, tools, variables), True
+        check_prompt(tokenizer, text, prompt, tools, variables)
         if all_turns:
             said = [
                 number for number, message in enumerate(prompt) if message["role"] == "assistant"
             ]
-            found = zip(said, turn_spans(tokenizer, prompt, text, example.tools), strict=True)
+            found = zip(said, turn_spans(tokenizer, prompt, text, tools, variables), strict=True)
             spans = [span for turn, span in found if turn not in example.context]
         answers = [
-            render_answer(tokenizer, prompt, text, answer, example.tools)
+            render_answer(tokenizer, prompt, text, answer, tools, variables)
             for answer in example.answers
         ]
         for message in example.answers:
             if isinstance(message, dict):
-                check_calls(tokenizer, prompt, message, example.tools)
+                check_calls(tokenizer, prompt, message, tools, variables)
     if prompt == example.prompt:
         ids, prompt_spans = _encode(tokenizer, text, tuple(spans), not is_bare)
     else:

@@ -26,8 +26,10 @@ PARTS = {"sft": 0, "preference": 1, "unpaired": 1, "steps": 1, "prompt": 2}
 # of `--data_split`, the held-out rows and the mixture: the same in all steps and runs
 SPLIT_SEED = 1234
 # What data preparation adds to the JSON of a row besides its columns: the chat messages of the
-# prompt, their tools, and the correct answer, which built-in rules read as `answer`.
-MESSAGES, TOOLS, TRUTH = ADDED = "_messages", "_tools", "_truth"
+# prompt, their tools, the variables of their template, and the correct answer, which built-in rules
+# read as `answer`.
+MESSAGES, TOOLS, VARIABLES, TRUTH = ADDED = "_messages", "_tools", "_variables", "_truth"
+VARIABLES_COLUMN = "chat_template_kwargs"  # of rows, as in SmolTalk2
 ROLES = {  # in lower case
     "system": "system",
     "developer": "developer",
@@ -98,6 +100,7 @@ class Example:
     labels: tuple[float, ...] = ()
     # numbers of the prompt's messages of the assistant that are no targets of SFT
     context: tuple[int, ...] = ()
+    variables: dict[str, Any] | None = None  # for the chat template
 
 
 # Values of fields

@@ -14,7 +14,14 @@ from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.advice import Advice, advice_for, as_known_set
-from dschat_ppo.data.examples import THOUGHTS, Example, Row, has_value, value_at
+from dschat_ppo.data.examples import (
+    THOUGHTS,
+    VARIABLES_COLUMN,
+    Example,
+    Row,
+    has_value,
+    value_at,
+)
 from dschat_ppo.data.form_kinds import FORMS, KINDS, SETS, Kind, set_named
 from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, SYSTEM_COLUMNS, Form, rows_made
 from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES, Scale, scale_of
@@ -107,12 +114,15 @@ def detect_form(
     by_name = () if flags.system_column is not None or kind.is_known_set else SYSTEM_COLUMNS
     system = by_flag.get("system") or next((name for name in by_name if name in columns), None)
     truth, pattern = _truth(chosen.form, rows, flags, by_flag)
+    has_variables = rendering == "chat" and VARIABLES_COLUMN in columns
+    variables = VARIABLES_COLUMN if has_variables else None
     form = replace(
         chosen.form,
         rendering=rendering,
         input_template=None if kind.inside or chosen.is_chat else flags.input_template,
         system=system,
         tools="tools" if "tools" in columns and not kind.is_known_set else None,
+        variables=variables,
         truth=truth,
         truth_pattern=pattern,
         system_message=flags.system_message if rendering == "chat" else None,
@@ -141,7 +151,7 @@ def detect_form(
 
 def _used(form: Form) -> set[str]:
     """The columns of the data set that a form reads."""
-    paths = (*form.columns.values(), form.system, form.tools, form.truth)
+    paths = (*form.columns.values(), form.system, form.tools, form.variables, form.truth)
     used = {path.split(".")[0] for path in paths if path}
     return used | {"margin"} if "rejected" in form.columns else used
 
@@ -182,6 +192,8 @@ def _about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str
         parts.append(f"system messages from '{form.system}'")
     if form.tools:
         parts.append(f"tools from '{form.tools}'")
+    if form.variables:
+        parts.append(f"variables of the chat template from '{form.variables}'")
     used = _used(form)
     unused = [column for column in columns if column not in used and not column.startswith("_")]
     if unused and not form.kind.is_known_set:

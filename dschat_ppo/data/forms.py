@@ -26,6 +26,7 @@ from dschat_ppo.data.examples import (
     checked,
     from_json,
     has_value,
+    json_value,
     leaves_out,
     looks_like_messages,
     margin_of,
@@ -87,6 +88,7 @@ class Form:
     scale: Scale = "words"  # what the numbers of a verdict on two answers are
     system: str | None = None  # a column, as the next two
     tools: str | None = None
+    variables: str | None = None  # of the chat template
     truth: str | None = None
     # finds the correct answer in that column; None takes the whole value
     truth_pattern: str | None = None
@@ -164,6 +166,7 @@ class Form:
                         one.suffix * several,
                         one.labels,
                         context,
+                        self._variables_of(made),
                     )
                     for one in examples
                 ]
@@ -267,6 +270,14 @@ class Form:
             if tools != found[0][1]:
                 raise UserError(f"'{column}' describes other tools than the rest of the row")
         return found[0][1] if found else None
+
+    def _variables_of(self, row: Row) -> dict[str, Any] | None:
+        """The variables that a row has for the chat template; null is none, as in Arrow."""
+        if self.variables is None or not has_value(row, self.variables):
+            return None
+        value = json_value(value_at(row, self.variables))
+        known = checked(value, dict, f"'{self.variables}'", "an object of variables or its JSON")
+        return {name: inner for name, inner in known.items() if inner is not None}
 
     def check_unused(self, row: Row) -> None:
         """Refuse a row with content in a column that the form does not use. It is no loss if its

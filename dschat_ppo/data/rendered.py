@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.data.examples import (
     SAID_BY_TOOLS,
     THOUGHTS,
+    VARIABLES_COLUMN,
     Example,
     Message,
     Messages,
     functions_of,
 )
 from dschat_ppo.data.replies import opens_thought, read_reply
-from dschat_ppo.data.templates import Tools, render
+from dschat_ppo.data.templates import Tools, Variables, render, variables_read
 from dschat_ppo.errors import UserError
 
 # in the formats of Hermes, Mistral and Llama 3
@@ -49,7 +50,11 @@ _PYTHON_CALL = (
 
 
 def check_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, messages: Messages, tools: Tools | None
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    messages: Messages,
+    tools: Tools | None,
+    variables: Variables | None = None,
 ) -> None:
     """Check that `text`, which the template renders of `messages`, holds the questions, the results
     of tools, the tools and their calls. Earlier answers are not checked: templates drop their
@@ -59,19 +64,27 @@ def check_prompt(
         is_needed = message["role"] in ("system", "user", *SAID_BY_TOOLS)
         if is_needed and words not in text and _quoted(words) not in text:
             _refuse(f"the {message['role']} message {words[:60]!r}")
-    _check_tools(tokenizer, messages, tools, open_answer=True)
+    _check_tools(tokenizer, messages, tools, variables, open_answer=True)
 
 
 def check_calls(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, answer: Message, tools: Tools | None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    answer: Message,
+    tools: Tools | None,
+    variables: Variables | None = None,
 ) -> None:
     """Check that the template writes the calls of an answer to `prompt`."""
     if answer.get("tool_calls"):
-        _check_tools(tokenizer, [*prompt, answer], tools, open_answer=False)
+        _check_tools(tokenizer, [*prompt, answer], tools, variables, open_answer=False)
 
 
 def _check_tools(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None, open_answer: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools | None,
+    variables: Variables | None,
+    open_answer: bool,
 ) -> None:
     """Check that the template writes each tool and each call: their names are marked, because the
     plain ones may stand in other texts too."""
@@ -89,7 +102,7 @@ def _check_tools(
                 function["name"] = name + mark
                 needed.append((what, name, mark))
     if needed:
-        text = render(tokenizer, marked_messages, open_answer=open_answer, tools=marked_tools)
+        text = render(tokenizer, marked_messages, open_answer, marked_tools, variables)
         for what, name, mark in needed:
             if mark not in text:
                 _refuse(f"{what} {name!r}")
@@ -105,6 +118,36 @@ def _refuse(what: str) -> Any:
         f"the chat template leaves out {what}; take a template that renders it (--chat_template),"
         " or remove it from the data"
     )
+
+
+# Variables of rows
+
+
+def known_variables(
+    tokenizer: PreTrainedTokenizerBase, variables: Variables | None, tools: Tools | None
+) -> Variables:
+    """Those of the variables of a row that the chat template reads."""
+    if not variables or tokenizer.chat_template is None:
+        return {}
+    readable = variables_read(tokenizer.get_chat_template(None, tools))
+    return {name: value for name, value in variables.items() if name in readable}
+
+
+def check_variables(tokenizer: PreTrainedTokenizerBase, example: Example) -> None:
+    """Check that the chat template reads the variables of an example that hold content, or that the
+    flag sets them. Switches, such as `enable_thinking`, may belong to other templates."""
+    if not example.variables or isinstance(example.prompt, str):
+        return
+    known = known_variables(tokenizer, example.variables, example.tools)
+    template = tokenizer.get_chat_template(None, example.tools)
+    for name, value in example.variables.items():
+        is_content = not isinstance(value, bool) and value not in (None, "", [], {})
+        if is_content and name not in known and f"{{%- set {name} = " not in template:
+            raise UserError(
+                f"the chat template reads no variable '{name}' of '{VARIABLES_COLUMN}',"
+                f" {str(value)[:60]!r}; take one that does (--chat_template), or leave out the"
+                f" column (--ignore_columns {VARIABLES_COLUMN})"
+            )
 
 
 # Remarks

@@ -1,6 +1,6 @@
 """Chat templates: that of a run (`--chat_template`, `--chat_template_kwargs`), chat messages as its
-text, and where answers begin and end in it: the one that follows a prompt, and for `--train_on all`
-those inside it.
+text, and where the answer that follows a prompt begins and ends in it (`turn_spans.py`: those
+inside a prompt).
 
 Both flags become part of the tokenizer's own template text. It is saved with the model, so later
 steps, generation, the reward server and plain transformers render the same text without these
@@ -23,7 +23,6 @@ from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import AddedToken, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from dschat_ppo.common.logging import logger
 from dschat_ppo.config.data_flags import DataFlags
@@ -41,7 +40,7 @@ _GIVEN = {
     "strftime_now",
 }
 # around the assistant's text in some templates
-_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _JINJA = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
 )
@@ -52,8 +51,9 @@ _BAKED = r"\{{%- set {} = [^\n]* %\}}\n"  # a line of `with_variables`
 NAMED = {"chatml": "<|im_end|>", "llama-3": "<|eot_id|>", "zephyr": "", "human-assistant": ""}
 _TEXTS = Path(__file__).parent / "named_templates"  # `checks.jinja` precedes each of them
 Tools = list[Any]
+Variables = dict[str, Any]  # of a chat template
 Span = tuple[int, int]
-_EXAMPLE, _PROBE = "An answer.", "PROBE7f3a"  # stand for the contents of answers
+_EXAMPLE = "An answer."  # stands for the content of an answer
 _LONGEST_TAG = 64  # characters of the text with which a template opens an answer, such as `<think>`
 _BESIDES_CONTENT = ("tool_calls", *THOUGHTS)  # what templates render of an answer
 
@@ -117,10 +117,18 @@ def template_of_file(name: str) -> str:
         text = path.read_text(encoding="utf-8-sig")
         try:
             # also finds unknown filters, which parsing does not
-            _JINJA.from_string(_MARKS.sub("", text))
+            _JINJA.from_string(MARKS.sub("", text))
         except jinja2.TemplateSyntaxError as problem:
             raise UserError(f"{FLAG} {name}, line {problem.lineno}: {problem.message}") from None
     return text
+
+
+@lru_cache(maxsize=16)
+def variables_read(template: str) -> set[str]:
+    """The names of the variables that a template reads besides those of each rendering, and that
+    the flag does not set."""
+    with reading(f"{VARIABLES_FLAG}: the tokenizer's chat template cannot be parsed"):
+        return meta.find_undeclared_variables(_JINJA.parse(MARKS.sub("", template))) - _GIVEN
 
 
 def with_variables(template: str, variables: dict[str, Any]) -> str:
@@ -130,9 +138,7 @@ def with_variables(template: str, variables: dict[str, Any]) -> str:
     for name in variables:
         others = _BAKED.format("[A-Za-z_0-9]+")
         template = re.sub(rf"\A((?:{others})*?){_BAKED.format(re.escape(name))}", r"\1", template)
-    with reading(f"{VARIABLES_FLAG}: the tokenizer's chat template cannot be parsed"):
-        read = meta.find_undeclared_variables(_JINJA.parse(_MARKS.sub("", template)))
-    readable = read - _GIVEN
+    readable = variables_read(template)
     for name in variables:
         if name not in readable:
             known = f"it reads {', '.join(sorted(readable))}" if readable else "it reads none"
@@ -192,10 +198,19 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int) ->
     kept, _, dropped = closing.partition(token) if token else ("", "", closing)
     kept += token
     if not (kept and between.startswith(kept)):
-        earlier = _first_token(tokenizer, between)
+        earlier = first_token(tokenizer, between)
     lead = before[len(opening) :] if before.startswith(opening) else ""
     called = "" if kept else _end_of_call(tokenizer, ask)
     return TurnEnd(kept, dropped, number, earlier, lead, called)
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The start of a text up to and including the added token that begins it, perhaps after white
+    space; "" if none does."""
+    bare = text.lstrip()
+    names = [name for name, _, _ in _added_tokens(tokenizer) if bare.startswith(name)]
+    token = max(names, key=len, default="")
+    return text[: len(text) - len(bare) + len(token)] if token else ""
 
 
 def _end_of_call(tokenizer: PreTrainedTokenizerBase, ask: Message) -> str:
@@ -208,7 +223,7 @@ def _end_of_call(tokenizer: PreTrainedTokenizerBase, ask: Message) -> str:
         whole = render(tokenizer, [*talk, result], open_answer=True)
         result_turn = whole.removeprefix(called)
         if whole.startswith(called) and _EXAMPLE in result_turn:
-            return _first_token(tokenizer, result_turn)
+            return first_token(tokenizer, result_turn)
     return ""
 
 
@@ -284,6 +299,7 @@ def render_answer(
     opening: str,
     answer: str | Message,
     tools: Tools | None,
+    variables: Variables | None = None,
 ) -> tuple[str, int]:
     """(the assistant's turn as the template renders it after `opening`, which is `render` of
     `prompt`; id of the token that ends the answer). The text ends with that token, unless the
@@ -292,7 +308,7 @@ def render_answer(
     message = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
     content, _ = without_final(tokenizer, message.get("content") or "")
     message = {**message, "content": content}
-    whole = render(tokenizer, [*prompt, message], open_answer=False, tools=tools)
+    whole = render(tokenizer, [*prompt, message], False, tools, variables)
     is_opened = whole.startswith(opening)
     is_ended = is_opened and whole.endswith(end.kept + end.dropped)
     turn = whole[len(opening) : len(whole) - len(end.dropped) * is_ended]
@@ -337,9 +353,10 @@ def render(
     messages: Messages,
     open_answer: bool,
     tools: Tools | None = None,
+    variables: Variables | None = None,
 ) -> str:
     """Messages as text by the tokenizer's chat template, with or without the opening of the
-    assistant's turn."""
+    assistant's turn. `variables`: of a row, for the template; those of the flag go first."""
     if tokenizer.chat_template is None:
         raise UserError(
             "the data holds chat messages, but the model's tokenizer has no chat template; give"
@@ -347,7 +364,7 @@ def render(
             " `chat_template.jinja` in the folder of the tokenizer"
         )
     with suppress(UserError):
-        text = _apply(tokenizer, messages, open_answer, tools)
+        text = _apply(tokenizer, messages, open_answer, tools, variables)
         arguments = [function.get("arguments") for function in functions_of(messages)]
         if not any(isinstance(found, dict) and found and str(found) in text for found in arguments):
             return text
@@ -357,135 +374,21 @@ def render(
     for function in functions_of(with_text):
         if isinstance(function.get("arguments"), dict):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return _apply(tokenizer, with_text, open_answer, tools)
+    return _apply(tokenizer, with_text, open_answer, tools, variables)
 
 
 def _apply(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, open_answer: bool, tools: Tools | None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    open_answer: bool,
+    tools: Tools | None,
+    variables: Variables | None,
 ) -> str:
     settings: dict[str, Any] = {
+        **(variables or {}),
         "tools": tools or None,
         "tokenize": False,
         "add_generation_prompt": open_answer,
     }
     with reading("the chat template rejects these messages"):
         return str(tokenizer.apply_chat_template(messages, **settings))
-
-
-# Earlier answers
-
-
-def turn_spans(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, opening: str, tools: Tools | None
-) -> list[Span]:
-    """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the
-    assistant, each with its end-of-turn token: by the `{% generation %}` marks of the template if
-    it has them, or else by what changes where another text takes the place of all answers.
-    `UserError` if one cannot be found for certain."""
-    turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
-    end = turn_end(tokenizer)
-    for find in (_marked, _probed):
-        with suppress(UserError):
-            found = find(tokenizer, prompt, turns, opening, tools) if turns else []
-            spans = [
-                (start, _to_end(tokenizer, opening, start, stop, end)) for start, stop in found
-            ]
-            texts = [opening[start:stop] for start, stop in spans]
-            is_held = all(
-                _holds(text, prompt[turn], end) for text, turn in zip(texts, turns, strict=False)
-            )
-            if len(spans) == len(turns) and is_held:
-                return spans
-    raise UserError(
-        "the earlier answers of the assistant cannot be found for certain in what the chat template"
-        " renders; --train_on last trains the last answer only, or mark them with {% generation %}"
-        " in a --chat_template"
-    )
-
-
-def _marked(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Messages,
-    turns: list[int],
-    opening: str,
-    tools: Tools | None,
-) -> list[Span]:
-    """The ranges that the template's `{% generation %}` marks enclose; [] without marks."""
-    template = tokenizer.get_chat_template(None, tools)
-    if not _MARKS.search(template):
-        return []
-    tokens: dict[str, Any] = tokenizer.special_tokens_map
-    with reading("the chat template rejects these messages"):
-        found: Any = render_jinja_template(
-            conversations=[prompt],
-            tools=tools or None,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=True,
-            **tokens,
-        )
-    (text,), (marks,) = found
-    return [(start, stop) for start, stop in marks if start < stop and text == opening]
-
-
-def _probed(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Messages,
-    turns: list[int],
-    opening: str,
-    tools: Tools | None,
-) -> list[Span]:
-    """The ranges that differ when another text takes the place of the answers, whose tool calls
-    belong to them; [] if the rest is not the same."""
-    probed = [
-        {"role": m["role"], "content": _PROBE} if m["role"] == "assistant" else m for m in prompt
-    ]
-    before, *rest = render(tokenizer, probed, open_answer=True, tools=tools).split(_PROBE)
-    lead = turn_end(tokenizer).lead  # of an answer that is text; one that calls tools may have none
-    before = before.removesuffix(lead) if turns[0] else before
-    rest[:-1] = [after.removesuffix(lead) for after in rest[:-1]]
-    if len(rest) != len(turns) or not opening.startswith(before):
-        return []
-    spans, begin = list[Span](), len(before)
-    for turn, after in zip(turns, rest, strict=True):
-        content = prompt[turn].get("content") or ""
-        stop = opening.find(after, begin) if turn < turns[-1] else len(opening) - len(after)
-        for text in (content, lead + content):  # `after` may be in the content too
-            if opening.startswith(text + after, begin):
-                stop = begin + len(text)
-        if stop < begin or not opening.startswith(after, stop):
-            return []
-        spans.append((begin, stop))
-        begin = stop + len(after)
-    return spans
-
-
-def _to_end(
-    tokenizer: PreTrainedTokenizerBase, text: str, start: int, stop: int, end: TurnEnd
-) -> int:
-    """Where an answer ends that begins at `start` and reaches about to `stop`: after its
-    end-of-turn token. Where templates have none, the first token of the next turn ends it, such as
-    `<|observation|>` after a call of a tool."""
-    for kept, closing in ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier)):
-        for back in range(min(len(closing), stop - start), -1, -1) if kept else ():
-            if text.startswith(kept, stop - back) and closing.startswith(text[stop - back : stop]):
-                return stop - back + len(kept)
-    if end.earlier and not end.kept:
-        return stop + len(_first_token(tokenizer, text[stop:]))
-    return stop
-
-
-def _first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The start of a text up to and including the added token that begins it, perhaps after white
-    space; "" if none does."""
-    bare = text.lstrip()
-    names = [name for name, _, _ in _added_tokens(tokenizer) if bare.startswith(name)]
-    token = max(names, key=len, default="")
-    return text[: len(text) - len(bare) + len(token)] if token else ""
-
-
-def _holds(text: str, answer: Message, end: TurnEnd) -> bool:
-    """Whether `text` is this answer, or the rest of it that the template keeps."""
-    content = (answer.get("content") or "").strip()
-    rest = text.removesuffix(end.kept).removesuffix(end.earlier).strip()
-    return content in text or (bool(rest) and rest in content)

@@ -17,9 +17,19 @@ from transformers import PreTrainedTokenizerBase
 from dschat_ppo.common.stop_requests import raise_if_stop_requested
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.data.encode import EncodedExample, encode_example, joined_steps, labelled_ends
-from dschat_ppo.data.examples import ADDED, MESSAGES, TOOLS, TRUTH, Example, has_value, text_at
+from dschat_ppo.data.examples import (
+    ADDED,
+    MESSAGES,
+    TOOLS,
+    TRUTH,
+    VARIABLES,
+    Example,
+    has_value,
+    text_at,
+)
 from dschat_ppo.data.forms import Form
 from dschat_ppo.data.parts import Raw
+from dschat_ppo.data.rendered import check_variables
 from dschat_ppo.data.templates import added_tokens
 from dschat_ppo.errors import UserError
 
@@ -183,6 +193,7 @@ def _token_rows(
                 " messages"
             )
         example = replace(example, tools=[*(example.tools or ()), *step.tools])
+    check_variables(settings.tokenizer, example)
     ids = encode_example(settings.tokenizer, example, step.all_turns)
     if any(len(answer) <= 1 for answer in ids.answers):
         raise UserError("the answer is empty: it has only the final token")
@@ -328,7 +339,7 @@ def fixed_ends(
 def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) -> str:
     """The columns of a row as JSON for reward functions, and on a second line what they do not hold
     themselves: `data_source`, `answer` and `ground_truth` and `TRUTH` if the row has a correct
-    answer, which the flags may name, `MESSAGES` and `TOOLS` of a chat."""
+    answer, which the flags may name, `MESSAGES`, `TOOLS` and `VARIABLES` of a chat."""
     added: dict[str, Any] = {}
     is_named = (
         settings.step.flags.answer_column is not None
@@ -343,6 +354,8 @@ def row_text(row: dict[str, Any], example: Example, settings: TokeniseSettings) 
         added[MESSAGES] = example.prompt
     if example.tools is not None:
         added[TOOLS] = example.tools
+    if example.variables is not None:
+        added[VARIABLES] = example.variables
     first = json.dumps(
         {name: value for name, value in row.items() if name not in ADDED}, default=str
     )

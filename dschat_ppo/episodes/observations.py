@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat_ppo.data.encode import SPLIT, decoded, divided, encode_after
 from dschat_ppo.data.examples import Message
-from dschat_ppo.data.templates import render, turn_end
+from dschat_ppo.data.templates import Variables, render, turn_end
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.errors import UserError
 
@@ -52,11 +52,14 @@ class ObservationTokens:
                     " (--chat_template)"
                 )
 
-    def __call__(self, turn: Turn, last: int | None = None) -> list[int]:
+    def __call__(
+        self, turn: Turn, last: int | None = None, variables: Variables | None = None
+    ) -> list[int]:
         """The tokens that follow an action, with the opening of the model's next turn. Unless
         `last`, the last token of the action (None: as the template ends it), is the end-of-turn
         token, what ends a turn in the template comes first. Where the next turn begins with the
-        token that ended the action, it is there already."""
+        token that ended the action, it is there already. `variables`: of the row, for the
+        template."""
         if turn.text is not None:
             return self._cut(self._encoded(turn.text))
         messages = [
@@ -65,7 +68,7 @@ class ObservationTokens:
         ]
         if self.tokenizer.chat_template is None:
             return self._encoded("".join(message["content"] for message in messages))
-        ids = self._encoded(self.between(messages))
+        ids = self._encoded(self.between(messages, variables=variables))
         if last is None or last == self.end:
             return ids
         if not self.before and ids[:1] == [last]:
@@ -76,12 +79,18 @@ class ObservationTokens:
         """The tokens of a text after a prompt that is text."""
         return self._encoded(self._as_text(said))
 
-    def opening(self, messages: Sequence[Message], said: str, tools: Sequence[Any]) -> list[int]:
+    def opening(
+        self,
+        messages: Sequence[Message],
+        said: str,
+        tools: Sequence[Any],
+        variables: Variables | None = None,
+    ) -> list[int]:
         """The tokens of a prompt with `said` at the end of its last message, as TRL has it."""
         whole = "\n\n".join(filter(None, [messages[-1].get("content"), self._as_text(said)]))
         last = {**messages[-1], "content": whole}
         return self._encoded(
-            render(self.tokenizer, [*messages[:-1], last], open_answer=True, tools=[*tools] or None)
+            render(self.tokenizer, [*messages[:-1], last], True, [*tools] or None, variables)
         )
 
     def _cut(self, ids: list[int]) -> list[int]:
@@ -89,7 +98,12 @@ class ObservationTokens:
         left = {"left": 0, "middle": self.most // 2, "right": self.most}[self.truncation]
         return ids if len(ids) <= self.most else ids[:left] + ids[len(ids) - self.most + left :]
 
-    def between(self, messages: Sequence[Message], answer: str = "An answer.") -> str:
+    def between(
+        self,
+        messages: Sequence[Message],
+        answer: str = "An answer.",
+        variables: Variables | None = None,
+    ) -> str:
         """What the template writes between an answer and the next one, with `messages` between
         them."""
         messages = [
@@ -116,9 +130,9 @@ class ObservationTokens:
         if calls:
             before[1]["tool_calls"] = calls
         end = turn_end(self.tokenizer)
-        first = render(self.tokenizer, before, open_answer=False, tools=self.tools)
+        first = render(self.tokenizer, before, False, self.tools, variables)
         first = first[: len(first) - len(end.dropped)] if first.endswith(end.dropped) else first
-        whole = render(self.tokenizer, [*before, *messages], open_answer=True, tools=self.tools)
+        whole = render(self.tokenizer, [*before, *messages], True, self.tools, variables)
         if not whole.startswith(first):
             raise UserError(
                 "the chat template renders a turn of the model differently once another message"

@@ -21,7 +21,9 @@ from dschat_ppo.common.logging import print_line
 from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.data.batches import collate_prompts
 from dschat_ppo.data.encode import encode_after
-from dschat_ppo.data.examples import MESSAGES, TOOLS, Message, Row
+from dschat_ppo.data.examples import MESSAGES, TOOLS, VARIABLES, Message, Row
+from dschat_ppo.data.rendered import known_variables
+from dschat_ppo.data.templates import Variables
 from dschat_ppo.episodes.environments import Turn
 from dschat_ppo.episodes.episode_processes import Episodes
 from dschat_ppo.episodes.journal import Journal, JournalledEpisodes
@@ -149,13 +151,12 @@ class EpisodeRollouts:
             openings |= dict(self.episodes.poll(WAIT_SECONDS))
         prompts, records = list[list[int]](), list[Record]()
         for number in range(count):
-            ids, record = data["prompt_ids"][number // samples], Record()
+            ids, row = data["prompt_ids"][number // samples], of_rows[number // samples]
+            variables = known_variables(self.tokenizer, row.get(VARIABLES), row.get(TOOLS))
+            record = Record(variables=variables)
             try:
-                ids = self._prompt(
-                    ids,
-                    of_rows[number // samples],
-                    openings.get(number, CallError("did not begin")),
-                )
+                opening = openings.get(number, CallError("did not begin"))
+                ids = self._prompt(ids, row, opening, variables)
             except (CallError, UserError) as problem:
                 record.problem = str(problem)
             record.is_opened = ends_in_thought(self.tokenizer, ids)
@@ -176,7 +177,13 @@ class EpisodeRollouts:
         )
         return batch, turns
 
-    def _prompt(self, ids: list[int], row: Row, opening: Turn | CallError) -> list[int]:
+    def _prompt(
+        self,
+        ids: list[int],
+        row: Row,
+        opening: Turn | CallError,
+        variables: Variables | None = None,
+    ) -> list[int]:
         """The tokens of a row's prompt, with what its environment says first: in the last message,
         as TRL has it, or after a text."""
         if isinstance(opening, CallError):
@@ -189,7 +196,8 @@ class EpisodeRollouts:
             ids = [*ids, *self.observations.plain(said)]
         elif said:
             # with those of the environment
-            ids = self.observations.opening(messages, said, row.get(TOOLS) or ())
+            tools = row.get(TOOLS) or ()
+            ids = self.observations.opening(messages, said, tools, variables)
         if len(ids) > self.longest:
             raise CallError(
                 f"begins with a prompt of {len(ids)} tokens (--max_prompt_seq_len {self.longest})"

@@ -77,6 +77,7 @@ class Record:
     numbers: dict[str, float] = field(default_factory=dict)
     failed_calls: int = 0
     problem: str = ""  # why its environment could not go on; "" if it did not fail
+    variables: dict[str, Any] | None = None  # of its row, for the chat template
     is_opened: bool = False  # whether the tokens before its next action end inside a thought
 
 
@@ -181,7 +182,8 @@ class EpisodeTurns:
         tokens = list[int]()
         if not turn.done and len(record.ends) < self.most:
             try:
-                tokens = self.observations(turn, self._last.get(sequence))
+                last = self._last.get(sequence)
+                tokens = self.observations(turn, last, record.variables)
             except UserError as problem:  # of the template or the tokenizer; other ranks go on
                 record.problem = f"answered what cannot be rendered: {problem}"
         if tokens:

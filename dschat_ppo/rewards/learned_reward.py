@@ -17,7 +17,7 @@ from dschat_ppo.common.heartbeat import heartbeat
 from dschat_ppo.common.logging import print_line
 from dschat_ppo.data.batches import right_padded
 from dschat_ppo.data.encode import encode_example, step_ends
-from dschat_ppo.data.examples import MESSAGES, TOOLS, Example
+from dschat_ppo.data.examples import MESSAGES, TOOLS, VARIABLES, Example
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.loading import load_config
 from dschat_ppo.models.micro_batches import common_beginnings, even_passes, share_prompts
@@ -128,7 +128,8 @@ def _example(
     # The space that some templates write before an answer is not a part of it; thinking that they
     # open is.
     opened = "<think>\n" if prompt.rstrip().endswith("<think>") else ""
-    return Example(messages, [opened + response.removeprefix(" ")], tools=row.get(TOOLS))
+    answer = opened + response.removeprefix(" ")
+    return Example(messages, [answer], tools=row.get(TOOLS), variables=row.get(VARIABLES))
 
 
 def model_reward(

@@ -1,0 +1,138 @@
+"""Where the earlier answers of a conversation begin and end in the text that its chat template
+renders, for `--train_on all`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from dschat_ppo.data.examples import Message, Messages
+from dschat_ppo.data.templates import (
+    MARKS,
+    Span,
+    Tools,
+    TurnEnd,
+    Variables,
+    first_token,
+    render,
+    turn_end,
+)
+from dschat_ppo.errors import UserError, reading
+
+_PROBE = "PROBE7f3a"  # stands for the contents of answers
+
+
+def turn_spans(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    opening: str,
+    tools: Tools | None,
+    variables: Variables | None = None,
+) -> list[Span]:
+    """Ranges of characters of `opening`, which is `render` of `prompt`, that are answers of the
+    assistant, each with its end-of-turn token: by the `{% generation %}` marks of the template if
+    it has them, or else by what changes where another text takes the place of all answers.
+    `UserError` if one cannot be found for certain."""
+    turns = [number for number, message in enumerate(prompt) if message["role"] == "assistant"]
+    end = turn_end(tokenizer)
+    for find in (_marked, _probed):
+        with suppress(UserError):
+            found = find(tokenizer, prompt, turns, opening, tools, variables) if turns else []
+            spans = [
+                (start, _to_end(tokenizer, opening, start, stop, end)) for start, stop in found
+            ]
+            texts = [opening[start:stop] for start, stop in spans]
+            is_held = all(
+                _holds(text, prompt[turn], end) for text, turn in zip(texts, turns, strict=False)
+            )
+            if len(spans) == len(turns) and is_held:
+                return spans
+    raise UserError(
+        "the earlier answers of the assistant cannot be found for certain in what the chat template"
+        " renders; --train_on last trains the last answer only, or mark them with {% generation %}"
+        " in a --chat_template"
+    )
+
+
+def _marked(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    turns: list[int],
+    opening: str,
+    tools: Tools | None,
+    variables: Variables | None,
+) -> list[Span]:
+    """The ranges that the template's `{% generation %}` marks enclose; [] without marks."""
+    template = tokenizer.get_chat_template(None, tools)
+    if not MARKS.search(template):
+        return []
+    tokens: dict[str, Any] = {**(variables or {}), **tokenizer.special_tokens_map}
+    with reading("the chat template rejects these messages"):
+        found: Any = render_jinja_template(
+            conversations=[prompt],
+            tools=tools or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=True,
+            **tokens,
+        )
+    (text,), (marks,) = found
+    return [(start, stop) for start, stop in marks if start < stop and text == opening]
+
+
+def _probed(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Messages,
+    turns: list[int],
+    opening: str,
+    tools: Tools | None,
+    variables: Variables | None,
+) -> list[Span]:
+    """The ranges that differ when another text takes the place of the answers, whose tool calls
+    belong to them; [] if the rest is not the same."""
+    probed = [
+        {"role": m["role"], "content": _PROBE} if m["role"] == "assistant" else m for m in prompt
+    ]
+    before, *rest = render(tokenizer, probed, True, tools, variables).split(_PROBE)
+    lead = turn_end(tokenizer).lead  # of an answer that is text; one that calls tools may have none
+    before = before.removesuffix(lead) if turns[0] else before
+    rest[:-1] = [after.removesuffix(lead) for after in rest[:-1]]
+    if len(rest) != len(turns) or not opening.startswith(before):
+        return []
+    spans, begin = list[Span](), len(before)
+    for turn, after in zip(turns, rest, strict=True):
+        content = prompt[turn].get("content") or ""
+        stop = opening.find(after, begin) if turn < turns[-1] else len(opening) - len(after)
+        for text in (content, lead + content):  # `after` may be in the content too
+            if opening.startswith(text + after, begin):
+                stop = begin + len(text)
+        if stop < begin or not opening.startswith(after, stop):
+            return []
+        spans.append((begin, stop))
+        begin = stop + len(after)
+    return spans
+
+
+def _to_end(
+    tokenizer: PreTrainedTokenizerBase, text: str, start: int, stop: int, end: TurnEnd
+) -> int:
+    """Where an answer ends that begins at `start` and reaches about to `stop`: after its
+    end-of-turn token. Where templates have none, the first token of the next turn ends it, such as
+    `<|observation|>` after a call of a tool."""
+    for kept, closing in ((end.kept, end.kept + end.dropped), (end.earlier, end.earlier)):
+        for back in range(min(len(closing), stop - start), -1, -1) if kept else ():
+            if text.startswith(kept, stop - back) and closing.startswith(text[stop - back : stop]):
+                return stop - back + len(kept)
+    if end.earlier and not end.kept:
+        return stop + len(first_token(tokenizer, text[stop:]))
+    return stop
+
+
+def _holds(text: str, answer: Message, end: TurnEnd) -> bool:
+    """Whether `text` is this answer, or the rest of it that the template keeps."""
+    content = (answer.get("content") or "").strip()
+    rest = text.removesuffix(end.kept).removesuffix(end.earlier).strip()
+    return content in text or (bool(rest) and rest in content)
