@@ -35,6 +35,7 @@ from dschat_ppo.models.wrapped_models import PolicyModel
 from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.run.launch import leave
+from dschat_ppo.run.session import join_ranks
 from dschat_ppo.supervised import sft, train_preference, trainer
 from workers.quick import be_quick
 
@@ -106,7 +107,9 @@ def main() -> None:
         said = io.StringIO()
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                TRAIN[step](parse(step, words))
+                config = parse(step, words)
+                join_ranks(config)
+                TRAIN[step](config)
         finally:
             print(f"--- {name}\n{said.getvalue()}", flush=True)
         found[name] = said.getvalue()

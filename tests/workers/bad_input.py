@@ -9,11 +9,13 @@ import io
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from dschat_ppo.config.cli import parse
 from dschat_ppo.ppo import train_ppo
 from dschat_ppo.run.launch import run_step
+from dschat_ppo.run.session import join_ranks
 from dschat_ppo.supervised import sft, train_preference
 
 TRAIN = {
@@ -27,13 +29,18 @@ def forbidden(*_args, **_kwargs):
     raise RuntimeError("a model was loaded")
 
 
+def train(step: str, config) -> None:
+    join_ranks(config)
+    TRAIN[step](config)
+
+
 def main() -> None:
     sft.load_causal_lm = train_preference.load_trained_model = train_ppo.RLHFEngine = forbidden
     found = {}
     for name, (step, words) in json.loads(Path(sys.argv[-2]).read_text()).items():
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
-            code = run_step(lambda argv, step=step: parse(step, argv), TRAIN[step], words)
+            code = run_step(partial(parse, step), partial(train, step), words)
         found[name] = [
             code,
             re.search(r"^error:.*", errors.getvalue(), re.M | re.S)[0].splitlines(),
