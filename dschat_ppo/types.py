@@ -56,9 +56,9 @@ class FinishReason(IntEnum):
 
 
 @dataclass(frozen=True)
-class LateEnds:
-    """Tokens that end an answer (`ids`) and cannot be drawn before `minimum` tokens: until then the
-    policy is the distribution over the other tokens, in sampling, scoring and training alike."""
+class MinimumLength:
+    """Tokens that end a response (`ids`) and cannot be drawn before it has `minimum` tokens: until
+    then the policy is the distribution over the other tokens, in sampling, scoring and training."""
 
     ids: tuple[int, ...]
     minimum: int

@@ -38,7 +38,7 @@ from dschat_ppo.models.backbone import (
 from dschat_ppo.models.fast_layers import use_fast_layers
 from dschat_ppo.models.packing import CHECKPOINTING, DividedRows, padded_rows, token_states
 from dschat_ppo.models.router_recorder import record_router, router_arguments
-from dschat_ppo.types import LateEnds, Model, Rollout, chosen_columns, full_sequences
+from dschat_ppo.types import MinimumLength, Model, Rollout, chosen_columns, full_sequences
 
 
 @dataclass(frozen=True)
@@ -372,21 +372,21 @@ def response_logprobs(
     rows: Rollout,
     temperature: float,
     entropy_grad: bool = False,
-    late_ends: LateEnds | None = None,
+    minimum_length: MinimumLength | None = None,
     keeps_layer: bool = False,
     teachings: Sequence[Teaching] = (),
 ) -> ResponseLogprobs:
     """Log-probs of the response tokens under a `PolicyModel`, or the one in an engine, and
-    entropies of what they are drawn from. `late_ends`: tokens that could not be drawn at the
+    entropies of what they are drawn from. `minimum_length`: tokens that could not be drawn at the
     beginning of an answer. `keeps_layer`: give the `layer`. `teachings`: give the `divergences`
     from teachers on the same tokens."""
     input_ids, _ = full_sequences(rows)
     wanted = chosen_columns(rows, input_ids.shape[1])
     forbidden = None
-    if late_ends is not None:
+    if minimum_length is not None:
         slots = torch.arange(input_ids.shape[1], device=input_ids.device)
-        early = slots < rows.prompt_mask.sum(dim=1, keepdim=True) + late_ends.minimum
-        forbidden = wanted & early, late_ends.ids
+        early = slots < rows.prompt_mask.sum(dim=1, keepdim=True) + minimum_length.minimum
+        forbidden = wanted & early, minimum_length.ids
     logprobs, entropy, *extras = engine(
         input_ids, wanted, temperature, entropy_grad, forbidden, keeps_layer, teachings
     )

@@ -29,7 +29,7 @@ from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest, Scores
 from dschat_ppo.types import (
-    LateEnds,
+    MinimumLength,
     Model,
     Rollout,
     ScoredRollout,
@@ -106,7 +106,7 @@ class ForwardPasses:
     # "recompute" also gives entropies; with "update", rows have no old log-probs
     old_logprobs: OldLogprobs
     kl_estimator: str  # form of the KL in the reward; "full" needs "recompute"
-    late_ends: LateEnds | None = None  # of sampling
+    minimum_length: MinimumLength | None = None  # of sampling
     teachers: Teachers | None = None  # whose log-probs advantages need; None: no advantage does
     clock: PhaseClock = field(default_factory=PhaseClock)
 
@@ -140,10 +140,10 @@ class ForwardPasses:
         shares = share_prompts(self.actor, self.reference, self.critic)
         prompts = prompts_of(batch) if shares else None
         parts, own = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
-        part, temperature, late_ends, done = (
+        part, temperature, minimum_length, done = (
             self.clock.part,
             self.temperature,
-            self.late_ends,
+            self.minimum_length,
             list[ScoredRollout](),
         )
         full = self.kl_estimator == "full" and self.reference is not None
@@ -156,7 +156,11 @@ class ForwardPasses:
             if self.reference is not None:
                 with part("reference"):
                     reference = response_logprobs(
-                        self.reference, rows, temperature, late_ends=late_ends, keeps_layer=full
+                        self.reference,
+                        rows,
+                        temperature,
+                        minimum_length=minimum_length,
+                        keeps_layer=full,
                     )
             if reference is not None and reference.layer is not None:
                 teaching = Teaching(reference.layer, Divergence("reverse_kl"))
@@ -166,7 +170,7 @@ class ForwardPasses:
                         self.actor,
                         rows,
                         temperature,
-                        late_ends=late_ends,
+                        minimum_length=minimum_length,
                         teachings=[teaching] if teaching else [],
                     )
                 rows = replace(
@@ -207,7 +211,7 @@ class ForwardPasses:
         for number, part in enumerate(parts):
             rows = select_rows(rollout, part)
             found = response_logprobs(
-                self.actor, rows, self.temperature, late_ends=self.late_ends
+                self.actor, rows, self.temperature, minimum_length=self.minimum_length
             ).logprobs
             if number < own:
                 whole[part, : found.shape[1]] = found

@@ -175,9 +175,9 @@ class PPOComponents:
             config.distill_coef if config.teacher_gives_rewards else 0.0,
             [weight for _, weight in rewards.sources],
         )
-        late_ends = generator.config.stopping.late_ends
+        minimum_length = generator.config.stopping.minimum_length
         reference = engines.reference if algorithm.has_reference else None
-        teachers = teachers_of(config, engines.teachers, engines.reference, late_ends)
+        teachers = teachers_of(config, engines.teachers, engines.reference, minimum_length)
         passes = ForwardPasses(
             engines.actor,
             reference,
@@ -186,7 +186,7 @@ class PPOComponents:
             plan.micro_batch_tokens,
             self.old_logprobs,
             algorithm.kl_estimator,
-            late_ends,
+            minimum_length,
             teachers if config.teacher_gives_rewards else None,
             self.clock,
         )
@@ -226,7 +226,7 @@ class PPOComponents:
                 algorithm.entropy_coef_max,
             )
         self.updates = PPOUpdate(
-            config, late_ends, engines, texts, self.entropy_coef, self.nonfinite, self.clock
+            config, minimum_length, engines, texts, self.entropy_coef, self.nonfinite, self.clock
         )
 
     def critic_pass(self, rows: RewardedRollout, step: int) -> RewardedRollout:

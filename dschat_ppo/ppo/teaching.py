@@ -12,7 +12,7 @@ from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.wrapped_models import ResponseLogprobs, Teaching, response_logprobs
-from dschat_ppo.types import LateEnds, Model, ScoredRollout, select_rows
+from dschat_ppo.types import MinimumLength, Model, ScoredRollout, select_rows
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Teachers:
     engines: Sequence[Model]
     divergence: Divergence
     temperature: float  # of both sides
-    late_ends: LateEnds | None = None
+    minimum_length: MinimumLength | None = None
 
     @torch.no_grad()
     def teachings(self, rows: ScoredRollout) -> list[Teaching]:
@@ -81,26 +81,29 @@ class Teachers:
                         engine,
                         part,
                         self.temperature,
-                        late_ends=self.late_ends,
+                        minimum_length=self.minimum_length,
                         keeps_layer=keeps_layer,
                     ),
                 )
 
 
 def teachers_of(
-    config: PPOConfig, engines: Sequence[Model], reference: Model | None, late_ends: LateEnds | None
+    config: PPOConfig,
+    engines: Sequence[Model],
+    reference: Model | None,
+    minimum_length: MinimumLength | None,
 ) -> Teachers:
     """The teachers of a run that distils; the reference, where the flags name no other."""
     flags = config.teacher
     divergence = Divergence(flags.kind, flags.distill_beta, flags.distill_topk)
     models = engines if reference is None else engines or [reference]
-    return Teachers(models, divergence, config.ppo.temperature, late_ends)
+    return Teachers(models, divergence, config.ppo.temperature, minimum_length)
 
 
 def full_kl_reference(
-    config: PPOConfig, reference: Model | None, late_ends: LateEnds | None
+    config: PPOConfig, reference: Model | None, minimum_length: MinimumLength | None
 ) -> Teachers | None:
     """The reference, if the loss has its exact KL."""
     if reference is None or not config.algorithm.full_kl_loss:
         return None
-    return Teachers([reference], Divergence("reverse_kl"), config.ppo.temperature, late_ends)
+    return Teachers([reference], Divergence("reverse_kl"), config.ppo.temperature, minimum_length)

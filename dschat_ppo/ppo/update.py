@@ -46,7 +46,7 @@ from dschat_ppo.monitor.metric_sums import MetricSums
 from dschat_ppo.nonfinite import NonFinitePolicy
 from dschat_ppo.ppo.mini_dataset import MiniBatch, TextBatches
 from dschat_ppo.ppo.teaching import Teachers, full_kl_reference, teachers_of
-from dschat_ppo.types import Engine, Experience, LateEnds, Model, RewardedRollout, Rollout
+from dschat_ppo.types import Engine, Experience, MinimumLength, Model, RewardedRollout, Rollout
 
 
 class RecordedTokens:
@@ -91,7 +91,7 @@ class ActorLoss:
     reference: Teachers | None  # the reference, which only the full KL as a loss needs
     flags: AlgorithmFlags
     temperature: float
-    late_ends: LateEnds | None = None
+    minimum_length: MinimumLength | None = None
     teachers: Teachers | None = None
     distill_coef: float = 0.0  # weight of the divergence from the teachers
 
@@ -132,7 +132,7 @@ class ActorLoss:
             rows,
             self.temperature,
             entropy_coef > 0,
-            self.late_ends,
+            self.minimum_length,
             teachings=of_reference + of_teachers,
         )
         old_logprobs = current.logprobs.detach() if rows.old_logprobs is None else rows.old_logprobs
@@ -255,7 +255,7 @@ class PPOUpdate:
     """Builds the objectives of actor and critic, and makes optimizer steps."""
 
     config: PPOConfig
-    late_ends: LateEnds | None  # of sampling
+    minimum_length: MinimumLength | None  # of sampling
     engines: RLHFEngine
     texts: TextBatches | None  # blocks for the PTX loss
     entropy_coef: AdaptiveEntropy | FixedCoefficient
@@ -272,13 +272,15 @@ class PPOUpdate:
         self.router = router_settings(coef, actor.module) if coef > 0 else None
         reference, teachers = self.engines.reference, None
         if self.config.distill_loss_coef > 0:
-            teachers = teachers_of(self.config, self.engines.teachers, reference, self.late_ends)
+            teachers = teachers_of(
+                self.config, self.engines.teachers, reference, self.minimum_length
+            )
         self.actor_loss = ActorLoss(
             actor,
-            full_kl_reference(self.config, reference, self.late_ends),
+            full_kl_reference(self.config, reference, self.minimum_length),
             flags,
             temperature,
-            self.late_ends,
+            self.minimum_length,
             teachers,
             self.config.distill_loss_coef,
         )
@@ -317,7 +319,10 @@ class PPOUpdate:
 
         constants = {**_constants(minibatch), "entropy_coef": entropy_coef}
         constants["text_tokens"] = text_tokens
-        constants["late_ends"] = self.late_ends and (self.late_ends.ids, self.late_ends.minimum)
+        constants["minimum_length"] = self.minimum_length and (
+            self.minimum_length.ids,
+            self.minimum_length.minimum,
+        )
         return Objective(
             "actor", actor, [*minibatch.micro_batches, *texts], loss, sums, constants, recorded
         )

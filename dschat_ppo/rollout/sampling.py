@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat_ppo.common.seeding import SPLITMIX_STEP, splitmix64
-from dschat_ppo.types import LateEnds
+from dschat_ppo.types import MinimumLength
 
 BLOCK = 128  # tokens of one block of the two-level search
 # the nucleus is first searched among this many of the likeliest tokens, then among all
@@ -200,10 +200,10 @@ class StoppingCriteria:
         return (*self.eos_ids, *self.stop_ids)
 
     @property
-    def late_ends(self) -> LateEnds | None:
+    def minimum_length(self) -> MinimumLength | None:
         """The tokens that cannot be sampled before `min_new_tokens`; None if there are none."""
         if self.ids and self.min_new_tokens:
-            return LateEnds(self.ids, self.min_new_tokens)
+            return MinimumLength(self.ids, self.min_new_tokens)
         return None
 
     @property

@@ -32,7 +32,7 @@ from dschat_ppo.ppo.teaching import full_kl_reference, teachers_of
 from dschat_ppo.ppo.update import ActorLoss, critic_loss, ptx_loss
 from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.supervised.train_preference import OBJECTIVES
-from dschat_ppo.types import Experience, LateEnds, RewardedRollout, record_of, to_device
+from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, to_device
 
 KINDS: tuple[Any, ...] = (
     SFTBatch,
@@ -138,19 +138,19 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
     minibatch: MiniBatch[Any] = MiniBatch([], over, constants["value_tokens"], constants["share"])
     if what["role"] == "critic":
         return lambda rows: critic_loss(model, rows, minibatch, config.algorithm, sums)
-    late_ends = constants["late_ends"] and LateEnds(*constants["late_ends"])
+    minimum_length = constants["minimum_length"] and MinimumLength(*constants["minimum_length"])
 
     reference = frozen("reference") if config.algorithm.full_kl_loss else None
     coef, teachers = config.distill_loss_coef, None
     if coef > 0:
         roles = [*config.teacher.models] or ["reference"]
-        teachers = teachers_of(config, [frozen(role) for role in roles], None, late_ends)
+        teachers = teachers_of(config, [frozen(role) for role in roles], None, minimum_length)
     actor_loss = ActorLoss(
         model,
-        full_kl_reference(config, reference, late_ends),
+        full_kl_reference(config, reference, minimum_length),
         config.algorithm,
         config.ppo.temperature,
-        late_ends,
+        minimum_length,
         teachers,
         coef,
     )

@@ -5,7 +5,7 @@ import torch
 import transformers
 from tiny_models import KINDS, VOCABULARY, new_model
 
-from dschat_ppo.types import LateEnds, Rollout
+from dschat_ppo.types import MinimumLength, Rollout
 
 # lengths of the rows' prompts: three answers to one, four to another, two alone
 PROMPTS = (11, 11, 11, 9, 9, 9, 9, 10, 1)
@@ -98,7 +98,7 @@ def both(scores) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.logprobs, scores.entropy
 
 
-def scores_alone(lm, rows: Rollout, ends: LateEnds | None = None):
+def scores_alone(lm, rows: Rollout, ends: MinimumLength | None = None):
     """Log-probs and entropies, (total response tokens), row by row without padding."""
     logprobs, entropies = [], []
     for start, ids in rows_alone(rows):

@@ -39,7 +39,7 @@ from dschat_ppo.models.wrapped_models import (
     response_values,
 )
 from dschat_ppo.supervised.policy_objectives import answer_logprobs
-from dschat_ppo.types import LateEnds, Rollout, full_sequences
+from dschat_ppo.types import MinimumLength, Rollout, full_sequences
 
 LAYOUTS = {
     "plain": Layout(fused=False),
@@ -53,7 +53,7 @@ LAYOUTS = {
 HYBRIDS = (*OF_GENERATION, "nemotron-h", "mamba")
 # their scan takes no state to start from
 UNSHARED = {(name, "shared few") for name in ("jamba", "mamba")}
-OF_PACKED, ENDS = ("packed", "shared few"), LateEnds((3, 40), 2)
+OF_PACKED, ENDS = ("packed", "shared few"), MinimumLength((3, 40), 2)
 # family, layout, what else is switched on: (ends that could not be drawn), a value of
 # --attn_implementation, ...
 CASES = [(name, "padded few", None) for name in FAMILIES]
@@ -62,7 +62,7 @@ CASES += [(name, way, None) for name in PACKED for way in OF_PACKED]
 CASES += [
     (name, way, None) for name in ("llama", "gpt2") for way in ("padded", "packed few", "shared")
 ]
-CASES += [("llama", way, "late ends") for way in ("plain", "padded", "shared")]
+CASES += [("llama", way, "minimum length") for way in ("plain", "padded", "shared")]
 CASES += [
     (name, way, "checkpointing") for name in ("mistral-window", "opt-350m") for way in OF_PACKED
 ]
@@ -100,7 +100,7 @@ BEFORE_A_RELEASE += [
     ],
 )
 def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
-    lm, rows, ends = model_of(name), rollout(), ENDS if change == "late ends" else None
+    lm, rows, ends = model_of(name), rollout(), ENDS if change == "minimum length" else None
     if ends is not None:
         rows = replace(
             rows,
@@ -114,7 +114,9 @@ def test_scores_and_gradients_are_those_of_each_row_alone(name, way, change):
     expected = scores_alone(lm, rows, ends)
     if change == "checkpointing":
         policy.train().gradient_checkpointing_enable()
-    found = both(response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True, late_ends=ends))
+    found = both(
+        response_logprobs(policy, rows, TEMPERATURE, entropy_grad=True, minimum_length=ends)
+    )
     assert lm.config._attn_implementation == own
     assert expected[0].std() > 0.2, "all tokens have the same score, so the test shows nothing"
     assert not any(part[~rows.response_mask].any() for part in found)
@@ -175,7 +177,7 @@ def test_ends_that_could_not_be_drawn_have_no_probability_in_fp16(way):
     with torch.no_grad():
         lm.lm_head.weight[40] *= 8
     policy = PolicyModel(lm, LAYOUTS[way])
-    found = response_logprobs(policy, rows, TEMPERATURE, True, late_ends=ENDS)
+    found = response_logprobs(policy, rows, TEMPERATURE, True, minimum_length=ENDS)
     expected, free = scores_alone(lm.float(), rows, ENDS), scores_alone(lm, rows)
     for a, b in zip(both(found), expected, strict=True):
         torch.testing.assert_close(a[rows.response_mask], b, rtol=0, atol=0.05)
@@ -198,11 +200,11 @@ def test_ids_in_padding_change_nothing(name):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("late_ends", [None, ENDS], ids=["free", "late"])
+@pytest.mark.parametrize("minimum_length", [None, ENDS], ids=["free", "late"])
 @pytest.mark.parametrize(
     ("name", "teacher"), [("llama", "qwen3"), ("gemma2", "llama"), ("gpt2", "gemma2")]
 )
-def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teacher, late_ends):
+def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teacher, minimum_length):
     lm, other, rows = model_of(name), model_of(teacher), rollout()
 
     def table(model):
@@ -214,11 +216,11 @@ def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teach
             torch.cat([each[start:-1] for each, start in zip(found, starts, strict=True)])
             / TEMPERATURE
         )
-        if late_ends is not None:
-            early = (torch.arange(max(ANSWERS)) < late_ends.minimum).expand_as(rows.response_mask)[
+        if minimum_length is not None:
+            early = (torch.arange(max(ANSWERS)) < minimum_length.minimum).expand_as(
                 rows.response_mask
-            ]
-            for token in late_ends.ids:
+            )[rows.response_mask]
+            for token in minimum_length.ids:
                 logits = logits.index_put(
                     (early.nonzero().squeeze(1), torch.tensor(token)), torch.tensor(-1e4)
                 )
@@ -226,11 +228,11 @@ def test_divergences_and_their_gradients_are_those_of_each_row_alone(name, teach
 
     with torch.no_grad():
         layer = response_logprobs(
-            PolicyModel(other), rows, TEMPERATURE, late_ends=late_ends, keeps_layer=True
+            PolicyModel(other), rows, TEMPERATURE, minimum_length=minimum_length, keeps_layer=True
         ).layer
     teachings = [Teaching(layer, Divergence(kind)) for kind in ("reverse_kl", "jsd")]
     found = response_logprobs(
-        PolicyModel(lm), rows, TEMPERATURE, late_ends=late_ends, teachings=teachings
+        PolicyModel(lm), rows, TEMPERATURE, minimum_length=minimum_length, teachings=teachings
     ).divergences
     log_p, log_q = table(lm), table(other).detach()
     weights = 0.01 * torch.randn(2, len(log_p), generator=torch.Generator().manual_seed(1))

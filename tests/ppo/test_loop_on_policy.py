@@ -23,7 +23,7 @@ from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.score import texts_of
 from dschat_ppo.ppo.update import ActorLoss, critic_loss
 from dschat_ppo.tools.replay_bundle import read_bundle
-from dschat_ppo.types import Experience, LateEnds, RewardedRollout, record_of, tensors_of
+from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, record_of, tensors_of
 
 ONE_UPDATE = "--per_device_training_batch_size 4 --ppo_epochs 1 --micro_batch_tokens 24"
 GROUPS = f"{ONE_UPDATE} --n_samples_per_prompt 2 --per_device_generation_batch_size 2"
@@ -113,7 +113,9 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
             and line["rollout/logprob_diff_max"] < 1e-4
         )
     scorer = run.ppo.collection.passes
-    assert scorer.late_ends == run.ppo.updates.actor_loss.late_ends == LateEnds(ends, 3)
+    assert (
+        scorer.minimum_length == run.ppo.updates.actor_loss.minimum_length == MinimumLength(ends, 3)
+    )
 
 
 @pytest.mark.parametrize("at", [(0, 1), pytest.param((1, 1), marks=pytest.mark.release)])

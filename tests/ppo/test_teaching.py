@@ -17,7 +17,7 @@ from dschat_ppo.ppo.advantages import AdvantageComputation
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.ppo.update import ActorLoss
-from dschat_ppo.types import Experience, LateEnds, RewardedRollout, concat_rows, select_rows
+from dschat_ppo.types import Experience, MinimumLength, RewardedRollout, concat_rows, select_rows
 
 TEMPERATURE, ANSWERS, PROMPTS, SEEN = 0.8, (4, 2, 0, 3), (3, 5, 2, 1), (6, 5, 2, 4)
 # the second row's tokens count for the critic alone; an observation stands in the middle of the
@@ -117,9 +117,9 @@ def test_log_probs_of_sampled_tokens_come_from_the_rows_teacher_without_what_cou
         [PolicyModel(each) for each in models[1:]],
     )
     end = next(token for token in range(VOCABULARY) if token not in rows.response_ids)
-    found = Teachers(engines, Divergence("reverse_kl"), TEMPERATURE, LateEnds((end,), 2)).logprobs(
-        rows
-    )
+    found = Teachers(
+        engines, Divergence("reverse_kl"), TEMPERATURE, MinimumLength((end,), 2)
+    ).logprobs(rows)
     for number, teacher in ((0, 2), (1, 1)):
         chosen, table = (
             rows.response_ids[number][ACTIONS[number]],

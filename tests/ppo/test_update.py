@@ -28,7 +28,7 @@ from dschat_ppo.ppo import update
 from dschat_ppo.ppo.mini_dataset import MiniBatch
 from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.ppo.update import ActorLoss, PPOUpdate, RecordedTokens, critic_loss
-from dschat_ppo.types import Experience, LateEnds, RewardedRollout
+from dschat_ppo.types import Experience, MinimumLength, RewardedRollout
 
 # Answers of 3 and 2 tokens; the second is cut, so it trains the critic alone.
 RESPONSE = torch.tensor([[True, True, True], [True, True, False]])
@@ -57,7 +57,7 @@ def rows_of(**changes) -> Experience:
     return record(Experience, RESPONSE, **{**made, "loss_weights": WEIGHTS, **changes})
 
 
-ENDS = LateEnds((2,), 1)
+ENDS = MinimumLength((2,), 1)
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def loss_of(monkeypatch):
     asked = []
 
     def response_logprobs(
-        engine, rows, temperature, entropy_grad=False, late_ends=None, teachings=()
+        engine, rows, temperature, entropy_grad=False, minimum_length=None, teachings=()
     ):
-        assert late_ends is ENDS
+        assert minimum_length is ENDS
         asked.append((engine, temperature, entropy_grad, *teachings))
         divergences = [DIVERGENCE * number for number in range(1, len(teachings) + 1)]
         return ResponseLogprobs(rows.old_logprobs + LOG_RATIOS, ENTROPIES, divergences)
@@ -373,7 +373,7 @@ def test_each_engine_sees_its_micro_batches_and_constants(monkeypatch):
         monkeypatch, "--unsup_coef 0.5", texts=texts, policy=policy
     )
     assert engines.losses == {"actor": [(ROWS[0], 0.01), (ROWS[1], 0.01), 0.5 * 6], "critic": ROWS}
-    of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0, "late_ends": None}
+    of_actor = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 6.0, "minimum_length": None}
     assert handled == [
         ("actor", 3, GOOD, "actor", [*ROWS, TEXT], of_actor),
         ("critic", 3, GOOD, "critic", ROWS, CONSTANTS),

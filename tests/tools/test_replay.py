@@ -30,7 +30,7 @@ from dschat_ppo.ppo.update import ActorLoss, critic_loss
 from dschat_ppo.supervised.sft import SFTTeacher, sft_loss
 from dschat_ppo.tools.replay import main
 from dschat_ppo.tools.replay_bundle import first_bad_output
-from dschat_ppo.types import Experience, LateEnds, RewardedRollout
+from dschat_ppo.types import Experience, MinimumLength, RewardedRollout
 
 POISON = 301  # a token whose embedding is not finite in a poisoned model
 WORDS = {
@@ -139,7 +139,7 @@ CONSTANTS = {
     "value_tokens": 6.0,
     "share": 0.25,
 }
-ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 5.0, "late_ends": None}
+ACTOR = {**CONSTANTS, "entropy_coef": 0.01, "text_tokens": 5.0, "minimum_length": None}
 
 # name -> (step, role, kind of model, good records and then the bad one, constants, further words)
 CASES = {
@@ -285,7 +285,7 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, scor
     config = config_of(assets, tmp_path, "ppo")
     actor, critic, rows = engine_of("policy"), engine_of("scalar"), experience()
     loss = ActorLoss(
-        actor.module, None, config.algorithm, config.ppo.temperature, LateEnds((40, 41), 1)
+        actor.module, None, config.algorithm, config.ppo.temperature, MinimumLength((40, 41), 1)
     )
     rows = rows if scored else replace(rows, old_logprobs=None)
     by_run = loss(rows, MINIBATCH, 0.01, MetricSums())
@@ -301,7 +301,7 @@ def test_losses_of_actor_and_critic_match_the_run(assets, tmp_path, capsys, scor
                 "actor",
                 actor,
                 [rows, GOOD_SFT],
-                ACTOR | {"late_ends": ((40, 41), 1)},
+                ACTOR | {"minimum_length": ((40, 41), 1)},
             )
         ]
     )
