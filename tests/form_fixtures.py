@@ -21,17 +21,22 @@ def system(text: str) -> dict[str, str]:
 
 
 def form_of(
-    rows: list[dict], has_template: bool = True, name: str = "d.jsonl", paths: int = 1, **flags: Any
+    rows: list[dict],
+    has_template: bool = True,
+    name: str = "d.jsonl",
+    paths: int = 1,
+    use: str | None = None,
+    **flags: Any,
 ) -> Form:
     columns = list(dict.fromkeys(column for row in rows for column in row))
     filled = [{column: row.get(column) for column in columns} for row in rows]
     settings = DataFlags(data_path=[name, *["other"] * (paths - 1)], **flags)
-    return detect_form(name, columns, filled, has_template, settings, is_only=paths == 1)
+    return detect_form(name, columns, filled, has_template, settings, paths == 1, use)
 
 
 def read(rows: list[dict], use: str, **settings: Any) -> list[Example]:
     """The examples of all rows by the form that is detected."""
-    form = form_of(rows, **settings)
+    form = form_of(rows, use=use, **settings)
     return [example for row in rows for example in form.read(row, use)]
 
 

@@ -24,6 +24,7 @@ DATA_FORMATS = Literal[
     "hh",
     "ranked",
     "kto",
+    "problem_solution",
     "question_answer",
     "verl",
     "text",

@@ -4,57 +4,50 @@ whether its prompts are text or chat."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from dschat_ppo.common.own_functions import file_named, own_function
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.config.schema import is_own_function
 from dschat_ppo.data.advice import Advice, advice_for, as_known_set
-from dschat_ppo.data.examples import (
-    THOUGHTS,
-    VARIABLES_COLUMN,
-    Example,
-    Row,
-    has_value,
-    value_at,
+from dschat_ppo.data.content import (
+    ALWAYS_CONTENT,
+    CONTENT,
+    SYSTEM_COLUMNS,
+    is_of_rewards,
+    names_an_answer,
 )
+from dschat_ppo.data.examples import VARIABLES_COLUMN, Example, Row, has_value, value_at
 from dschat_ppo.data.form_kinds import FORMS, KINDS, SETS, Kind, set_named
-from dschat_ppo.data.forms import ALWAYS_CONTENT, CONTENT, SYSTEM_COLUMNS, Form, rows_made
+from dschat_ppo.data.form_rendering import Candidate, rendering_of
+from dschat_ppo.data.forms import Form, UnreadError, rows_made
+from dschat_ppo.data.readings import tried_ways
 from dschat_ppo.data.verdicts import MEANINGS, TURNING, VERDICT_ROLES, Scale, scale_of
 from dschat_ppo.errors import UserError
 
 FIRST_ROWS = 20
 # Roles that flags name and forms have
 _ROLES = ("prompt", "response", "chosen", "rejected", "messages", "label", *VERDICT_ROLES)
-_OF_REWARDS = {
-    "response",
-    "responses",
-    "completion",
-    "completions",
-    "output",
-    "label",
-    "labels",
-    "steps",
-    *THOUGHTS,
-}
-_SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
-# columns of what a user says, not of text to continue
-_QUESTIONS = "question", "query", "input", "instruction"
 
 
-class Candidate(NamedTuple):
-    """A form with its columns, and what it reads in the first rows: for each use the examples of
-    each row that it can read. `is_chat`: whether it finds chat messages. `fits`: whether it reads
-    at least half of the rows."""
+@dataclass(frozen=True)
+class Sample:
+    """The columns and first rows of a data set, without those that flags ignore, and the flags."""
 
-    form: Form
-    read: dict[Use, list[list[Example]]]
-    is_chat: bool
-    fits: bool
+    name: str
+    names: tuple[str, ...]  # all columns
+    columns: list[str]
+    rows: list[Row]
+    has_template: bool
+    flags: DataFlags
+    by_flag: dict[str, str]  # role -> the column that a flag names, of those that exist
+    of_content: dict[str, str]  # those of the prompt and the answers
+    missing: list[str]  # flags whose columns do not exist
+    advice: Advice
 
 
 def detect_form(
@@ -64,22 +57,51 @@ def detect_form(
     has_template: bool,
     flags: DataFlags,
     is_only: bool = True,
+    use: Use | None = None,
 ) -> Form:
-    """The form of a data set with these columns and first rows. It does not depend on the step.
-    `UserError` if no form fits, the first rows have content that the form does not use, or a flag
-    names no column and `is_only`: there is no other data set, to which the flag may apply."""
+    """The form of a data set with these columns and first rows. The step does not change it.
+    `UserError` if no form fits, the form does not serve `use`, the first rows have content that the
+    form does not use for it (None: for any use), or a flag names no column and `is_only`: there is
+    no other data set, to which the flag may apply. The message names flags that have been tried."""
     rows = rows[:FIRST_ROWS]
     if is_own_function(flags.data_format):
-        return _own_form(name, rows, has_template, flags, is_only)
+        return _own_form(name, rows, has_template, flags, is_only, use)
 
-    # Columns and form
-    names = tuple(columns)
-    columns = [column for column in columns if column not in flags.ignore_columns]
-    rows = [{column: value for column, value in row.items() if column in columns} for row in rows]
+    def detect(given: DataFlags) -> Form:
+        form = _detected(_sample(name, columns, rows, has_template, given, is_only))
+        form.check_unused(rows, use)
+        if use is not None:
+            form.require(use)
+        return form
+
+    try:
+        return detect(flags)
+    except UnreadError as problem:
+        ways = list[str]()
+        if not problem.is_sure and (problem.lost or use is not None):
+            for asked in ("sft", "prompt") if use is None else (use,):
+                ways = ways or tried_ways(detect, columns, rows, flags, asked, problem.lost)
+        ways = ways or [problem.way]
+        where = f"{name}: " if problem.lost else ""
+        raise UserError(f"{where}{problem.what}; {'; '.join(ways)}") from None
+
+
+def _sample(
+    name: str,
+    columns: list[str],
+    rows: list[Row],
+    has_template: bool,
+    flags: DataFlags,
+    is_only: bool,
+) -> Sample:
+    """What is known of a data set. `UserError` if a flag names no column and there is no other data
+    set."""
+    kept = [column for column in columns if column not in flags.ignore_columns]
+    rows = [{column: value for column, value in row.items() if column in kept} for row in rows]
     by_flag = {
         role: column
         for role, column in flags.columns.items()
-        if column and _exists(column, columns, rows)
+        if column and _exists(column, kept, rows)
     }
     missing = [
         f"{flags.name_of(role)} {column}"
@@ -87,20 +109,77 @@ def detect_form(
         if column and role not in by_flag
     ]
     if missing and is_only:
-        raise UserError(
-            f"{', '.join(missing)}: {name} has no such column; it has {_listed(columns)}"
-        )
+        raise UserError(f"{', '.join(missing)}: {name} has no such column; it has {_listed(kept)}")
     of_content = {role: column for role, column in by_flag.items() if role in _ROLES}
     if set(VERDICT_ROLES) & set(of_content):  # then the flags name two answers in any order
         other_names = {"chosen": "first", "rejected": "second"}
         of_content = {other_names.get(role, role): path for role, path in of_content.items()}
-    advice = advice_for(columns, rows)
-    chosen = _chosen(name, columns, rows, flags, of_content, advice)
+    return Sample(
+        name,
+        tuple(columns),
+        kept,
+        rows,
+        has_template,
+        flags,
+        by_flag,
+        of_content,
+        missing,
+        advice_for(kept, rows),
+    )
+
+
+def _detected(sample: Sample) -> Form:
+    """The first form that reads the rows. If it would lose the content of some columns, a later one
+    counts that uses these and loses nothing: the prompt of a row, with its system message, holds
+    the question beside it."""
+    if {"text", "role", "parent_id"} <= set(sample.columns):
+        raise UnreadError(
+            f"{sample.name}: 'text' is one message of a tree ('role', 'parent_id'), and no text by"
+            " itself",
+            "best_paths.py in docs/data.md makes conversations of the best replies;"
+            " --ignore_columns parent_id reads each message as a text",
+            is_sure=True,
+        )
+    first: Form | None = None
+    lost = set[str]()
+    for chosen in _candidates(sample):
+        if first is None:
+            first = _completed(sample, chosen)
+            lost = _lost(first, sample.rows)
+            if not lost:
+                break
+            continue
+        asked = lost
+        if chosen.form.uses == ("prompt",):
+            asked = {column for column in lost if not is_of_rewards(column)}
+        if asked and asked <= _used(chosen.form):
+            with suppress(UserError):
+                form = _completed(sample, chosen)
+                if not _lost(form, sample.rows):
+                    return form
+    assert first is not None  # for mypy: without candidates an error is raised
+    return first
+
+
+def _lost(form: Form, rows: list[Row]) -> set[str]:
+    """The columns whose content a form would lose."""
+    try:
+        form.check_unused(rows)
+    except UnreadError as problem:
+        return set(problem.lost)
+    return set()
+
+
+def _completed(sample: Sample, chosen: Candidate) -> Form:
+    """The form of a candidate, with its rendering and the columns besides prompt and answers."""
+    name, columns, flags, advice = sample.name, sample.columns, sample.flags, sample.advice
     kind = chosen.form.kind
-    rendering, about_prompts, warning = _rendering(name, chosen, has_template, flags, advice)
+    rendering, about_prompts, warning = rendering_of(
+        name, chosen, sample.has_template, flags, advice
+    )
     row_way = ""
     if not chosen.fits:
-        if advice.sets and not of_content:
+        if advice.sets and not sample.of_content:
             raise UserError(
                 f"{name}: has the columns {_listed(columns)}, which do not fit the form"
                 f" {kind.name}; {as_known_set(advice.sets)}"
@@ -109,44 +188,39 @@ def detect_form(
         warning = f"most of the first rows do not fit the form {kind.name}; {way}"
         if kind.name == "ranked" and advice.pairs:  # answers without scores
             row_way = advice.pairs
-
-    # Columns besides prompt and answers
     by_name = () if flags.system_column is not None or kind.is_known_set else SYSTEM_COLUMNS
-    system = by_flag.get("system") or next((name for name in by_name if name in columns), None)
-    truth, pattern = _truth(chosen.form, rows, flags, by_flag)
+    system = next((column for column in by_name if column in columns), None)
+    truth, pattern = _truth(sample, chosen.form)
+    by_role = chosen.form.columns
+    if truth is None and kind.name == "problem_solution":
+        by_role = {role: column for role, column in by_role.items() if role != "truth"}
     has_variables = rendering == "chat" and VARIABLES_COLUMN in columns
-    variables = VARIABLES_COLUMN if has_variables else None
     form = replace(
         chosen.form,
+        columns=by_role,
         rendering=rendering,
         input_template=None if kind.inside or chosen.is_chat else flags.input_template,
-        system=system,
+        system=sample.by_flag.get("system") or system,
         tools="tools" if "tools" in columns and not kind.is_known_set else None,
-        variables=variables,
+        variables=VARIABLES_COLUMN if has_variables else None,
         truth=truth,
         truth_pattern=pattern,
         system_message=flags.system_message if rendering == "chat" else None,
-        names=names,
+        names=sample.names,
         advice=advice,
         row_way=row_way,
         warning=warning,
         about=f"{name}: has the columns {_listed(columns)}, read as form {kind.name}",
     )
-    watched = _watched(form, columns, flags, of_content)
     description = [about_prompts, *_about_columns(form, columns, flags)]
-    description += [f"{', '.join(missing)}: it has no such column"] if missing else []
+    if sample.missing:
+        description.append(f"{', '.join(sample.missing)}: it has no such column")
     roles = ", ".join(f"{role}: {column}" for role, column in form.columns.items())
-    form = replace(
+    return replace(
         form,
-        watched=tuple(sorted(watched)),
+        watched=tuple(sorted(_watched(sample, form))),
         description="; ".join([f"form {kind.name} ({roles})", *description]),
     )
-    try:
-        for row in rows:
-            form.check_unused(row)
-    except UserError as problem:
-        raise UserError(f"{name}: {problem}") from None
-    return form
 
 
 def _used(form: Form) -> set[str]:
@@ -156,28 +230,31 @@ def _used(form: Form) -> set[str]:
     return used | {"margin"} if "rejected" in form.columns else used
 
 
-def _watched(
-    form: Form, columns: list[str], flags: DataFlags, of_content: dict[str, str]
-) -> set[str]:
-    """Columns whose content would be lost: all that some form reads, or fewer of them if flags
-    choose how to read the rows, beside prompts alone, and beside texts, which may have classes."""
-    kind = form.kind
+def _watched(sample: Sample, form: Form) -> set[str]:
+    """Columns whose content would be lost: all that some form reads or whose names tell of answers,
+    or fewer of them if flags choose how to read the rows, beside prompts alone, and beside texts,
+    which may have classes."""
+    kind, flags, of_content = form.kind, sample.flags, sample.of_content
+    if kind.is_known_set:
+        return {column for column in (form.system, form.tools) if column}
     only_prompts = form.uses == ("prompt",)
     of_texts = set(of_content) - {"label", *VERDICT_ROLES}
-    chosen_by_columns = of_texts and kind.by_flag and not only_prompts
-    watched = CONTENT
-    if kind.is_known_set:
-        watched = set()
-    elif flags.data_format != "auto" or chosen_by_columns:
-        watched = ALWAYS_CONTENT
-    watched = watched - {other for role in of_content for other in kind.roles[role].split()}
+    answer_is_chosen = flags.data_format != "auto" or bool(of_texts - {"prompt"})
+    watched = set(CONTENT)
+    if flags.data_format != "auto" or (of_texts and kind.by_flag and not only_prompts):
+        watched = set(ALWAYS_CONTENT)
+    if not answer_is_chosen:
+        watched |= set(filter(names_an_answer, sample.columns))
+        if kind.name == "problem_solution":
+            watched.add("answer")
+    watched -= {other for role in of_content for other in kind.roles[role].split()}
     if {"chosen", "rejected"} <= set(of_content):  # which a verdict may turn around
-        watched = watched | TURNING.intersection(columns)
+        watched |= TURNING.intersection(sample.columns)
     watched -= _used(form) | set(flags.ignore_columns)
     if flags.system_column is not None:
         watched -= set(SYSTEM_COLUMNS)
     if only_prompts:
-        watched -= _OF_REWARDS
+        watched = {column for column in watched if not is_of_rewards(column)}
     elif kind.name == "text":
         watched -= {"label", "labels"}
     if form.rendering == "text":  # which has no place for them
@@ -215,7 +292,12 @@ def _about_columns(form: Form, columns: list[str], flags: DataFlags) -> list[str
 
 
 def _own_form(
-    name: str, rows: list[Row], has_template: bool, flags: DataFlags, is_only: bool
+    name: str,
+    rows: list[Row],
+    has_template: bool,
+    flags: DataFlags,
+    is_only: bool,
+    use: Use | None,
 ) -> Form:
     """The form of the rows that `FILE.py:FUNCTION` makes of the first rows."""
     function = flags.data_format
@@ -233,7 +315,8 @@ def _own_form(
         )
     columns = list(dict.fromkeys(column for row in made for column in row))
     flags = replace(flags, data_format="auto")
-    form = detect_form(f"{name} through {function}", columns, made, has_template, flags, is_only)
+    made_by = f"{name} through {function}"
+    form = detect_form(made_by, columns, made, has_template, flags, is_only, use)
     sha = hashlib.sha256(Path(file_named(function)).read_bytes()).hexdigest()
     return replace(
         form, function=function, file_sha=sha, description=f"{function} makes {form.description}"
@@ -277,23 +360,17 @@ def _located(
     }
 
 
-def _chosen(
-    name: str,
-    columns: list[str],
-    rows: list[Row],
-    flags: DataFlags,
-    by_flag: dict[str, str],
-    advice: Advice,
-) -> Candidate:
-    """The form of a data set: by a flag or its name, or else the first one of the table that reads
-    the rows. `by_flag` are the columns of content that flags name: a form of text or messages may
-    have them in any place, another one if its prompt has the name that the form gives it.
-    `UserError` if no form has the columns."""
-    known = set_named(name) if flags.data_format == "auto" and not by_flag else None
+def _candidates(sample: Sample) -> Iterator[Candidate]:
+    """The forms that read the rows: by a flag or the name of the data set, or else those of the
+    table in their order. A form of text or messages may have the columns that flags name in any
+    place, another one if its prompt has the name that the form gives it. If no form reads most of
+    the rows, the closest one. `UserError` if no form has the columns."""
+    rows, flags, by_flag = sample.rows, sample.flags, sample.of_content
+    known = set_named(sample.name) if flags.data_format == "auto" and not by_flag else None
     wanted = known or (flags.data_format if flags.data_format != "auto" else "")
-    found = list[Candidate]()
+    found, is_given = list[Candidate](), False
     for kind in [FORMS[wanted]] if wanted else KINDS.values():
-        located = _located(kind, columns, rows, by_flag)
+        located = _located(kind, sample.columns, rows, by_flag)
         is_open = (
             wanted
             or not by_flag
@@ -307,7 +384,7 @@ def _chosen(
             located,
             "chat" if kind.rendering in ("chat", "content") else "text",
             role_names=flags.roles,
-            scale=_scale(name, located, rows, by_flag),
+            scale=_scale(sample.name, located, rows, by_flag),
         )
         read: dict[Use, list[list[Example]]] = {use: [] for use in form.uses}
         for use, row in product(read, rows):
@@ -326,24 +403,28 @@ def _chosen(
         )
         one = Candidate(form, read, kind.rendering == "chat" or has_messages, fits)
         if fits and (kind.by_flag or not by_flag):
-            return one
-        found.append(one)
+            is_given = True
+            yield one
+        else:
+            found.append(one)
+    if is_given:
+        return
     if not found:
-        names = (
-            ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values())
-            if wanted
-            else ""
-        )
-        what = f"do not fit the form {wanted} ({names})" if wanted else "fit no known form"
+        what = "fit no known form"
+        if wanted:
+            names = ", ".join(names.replace(" ", "/") for names in FORMS[wanted].roles.values())
+            what = f"do not fit the form {wanted} ({names})"
         hint = "; --data_format FORM reads it in another way than DeepSpeed-Chat" if known else ""
-        raise UserError(
-            f"{name}: has the columns {_listed(columns)}, which {what}; {advice.for_any}{hint}"
+        raise UnreadError(
+            f"{sample.name}: has the columns {_listed(sample.columns)}, which {what}",
+            f"{sample.advice.for_any}{hint}",
+            is_sure=bool(sample.advice.sets),
         )
     # whose reader says what is wrong with each row
     closest = max(
         reversed(found), key=lambda one: (len(one.form.columns), one.form.kind.rendering == "chat")
     )
-    return next((one for one in found if one.fits), closest)
+    yield next((one for one in found if one.fits), closest)
 
 
 def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[str, str]) -> Scale:
@@ -359,88 +440,22 @@ def _scale(name: str, located: dict[str, str], rows: list[Row], by_flag: dict[st
         raise UserError(f"{name}: {problem}") from None
 
 
-# Text or chat
-
-
-def _rendering(
-    name: str, chosen: Candidate, has_template: bool, flags: DataFlags, advice: Advice
-) -> tuple[Literal["chat", "text"], str, str]:
-    """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a
-    warning or "". `UserError` if a flag does not fit the form, or chat messages lack a
-    template."""
-    kind, wanted = chosen.form.kind, flags.apply_chat_template
-    if wanted and kind.rendering == "text":
-        raise UserError(
-            f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
-        )
-    asks = kind.rendering == "content" or (
-        kind.name in ("preference", "better_of_two", "prompt_response", "ranked", "kto")
-        and chosen.form.columns.get("prompt") in _QUESTIONS
-        and flags.prompt_column is None
-    )
-    if (
-        chosen.is_chat
-        or wanted
-        or (asks and wanted is None and flags.input_template is None and has_template)
-    ):
-        if not has_template:
-            raise UserError(
-                f"{name}: its prompts become chat messages, but the model's tokenizer has no chat"
-                " template; --chat_template chatml (or llama-3, zephyr, human-assistant, a file)"
-                " gives it one"
-            )
-        what = (
-            "chat messages, rendered by" if chosen.is_chat else "text and become user messages of"
-        )
-        return "chat", f"prompts are {what} the chat template", ""
-    # plain text has no prompts; other data sets may have some
-    if flags.system_message and kind.name != "text":
-        way = "omit it, or make chat messages of both with --apply_chat_template True"
-        raise UserError(
-            f"{name}: --system_message precedes chat messages, but the prompts are text; {way}"
-        )
-    about = "prompts are text, without the chat template"
-    glued = _glued(chosen)
-    if kind.inside or flags.input_template is not None or wanted is False or not glued:
-        return "text", about, ""
-    ways = "--input_template puts text around a prompt"
-    if has_template:
-        ways = f"--apply_chat_template True makes user messages of the prompts, {ways}"
-    if advice.spaced_sets:
-        ways += f"; {as_known_set(advice.spaced_sets)}"
-    warning = f"nothing separates prompt and answer: {glued}; the text is used as it is; {ways}"
-    return "text", about, warning
-
-
-def _glued(chosen: Candidate) -> str:
-    """The end of a text prompt and the start of its answer, if in more than half of the first rows
-    a word or sentence ends the prompt and a word starts the answer, without a space between
-    them."""
-    read = chosen.read.get("sft") or chosen.read.get("steps") or []
-    texts = [(one[0].prompt, one[0].answers[0]) for one in read if one and one[0].answers]
-    glued = [
-        f"...{prompt[-40:]}{answer[:40]}..."
-        for prompt, answer in texts
-        if isinstance(prompt, str)
-        and isinstance(answer, str)
-        and answer[:1].isalnum()
-        and (prompt[-1:].isalnum() or prompt[-1:] in _SENTENCE_ENDS)
-    ]
-    return repr(glued[0]) if 2 * len(glued) > len(texts) else ""
-
-
-def _truth(
-    form: Form, rows: list[Row], flags: DataFlags, by_flag: dict[str, str]
-) -> tuple[str | None, str | None]:
-    """(column of the correct answer, pattern that finds it there)."""
-    if "answer" in by_flag:
-        return by_flag["answer"], flags.answer_pattern
-    if form.name != "question_answer":
-        return form.columns.get("truth"), None
-    answer = form.columns["response"]
-    # as in GSM8K
-    has_mark = any("####" in str(value_at(row, answer)) for row in rows if has_value(row, answer))
-    return (
-        answer if has_mark or answer == "answer" else None,
-        r"(?s).*####\s*(.*?)\s*$" if has_mark else None,
-    )
+def _truth(sample: Sample, form: Form) -> tuple[str | None, str | None]:
+    """(column of the correct answer, pattern that finds it there). Beside a solution, a short
+    `answer` is the correct one; a long one is another answer."""
+    if "answer" in sample.by_flag:
+        return sample.by_flag["answer"], sample.flags.answer_pattern
+    answer = form.columns.get("truth")
+    if form.name == "question_answer":
+        answer = form.columns["response"]
+    elif form.name != "problem_solution":
+        return answer, None
+    values = {column: "" for column in (answer, form.columns["response"]) if column}
+    for row, column in product(sample.rows, values):
+        if has_value(row, column):
+            values[column] += str(value_at(row, column))
+    if answer is None or len(values[answer]) > len(values[form.columns["response"]]):
+        return None, None
+    if "####" in values[answer]:  # as in GSM8K
+        return answer, r"(?s).*####\s*(.*?)\s*$"
+    return answer if answer == "answer" else None, None

@@ -211,7 +211,14 @@ _DETECTED = (
     ),
     Kind(
         "question_answer",
-        {"prompt": "question", "response": "answer response"},
+        {"prompt": "question problem", "response": "answer response"},
+        (("sft prompt", "prompt response"),),
+        readers.read_columns,
+        rendering="content",
+    ),
+    Kind(
+        "problem_solution",
+        {"prompt": "question problem", "response": "solution", "truth": "answer"},
         (("sft prompt", "prompt response"),),
         readers.read_columns,
         rendering="content",

@@ -17,18 +17,15 @@ from typing import Any, Literal
 from dschat_ppo.common.own_functions import own_function, running_own
 from dschat_ppo.config.data_flags import DataFlags, Use
 from dschat_ppo.data.advice import Advice
+from dschat_ppo.data.content import NO_COPIES, all_in, is_content, is_of_rewards, lines_of
 from dschat_ppo.data.examples import (
     CONTEXT,
-    THOUGHTS,
-    WEIGHTS,
     Example,
     Row,
     checked,
     from_json,
     has_value,
     json_value,
-    leaves_out,
-    looks_like_messages,
     margin_of,
     read_tools,
     tools_beside,
@@ -36,33 +33,11 @@ from dschat_ppo.data.examples import (
     value_at,
     without_context,
 )
-from dschat_ppo.data.form_kinds import KINDS, Kind
-from dschat_ppo.data.form_readers import LABELS, Answer, Cells, Prompt
-from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, VERDICT_ROLES, Scale
+from dschat_ppo.data.form_kinds import Kind
+from dschat_ppo.data.form_readers import Answer, Cells, Prompt
+from dschat_ppo.data.verdicts import TURNING, TWO_ANSWERS, Scale
 from dschat_ppo.errors import UserError, printable_line
 
-PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-# used unless --system_column says otherwise
-SYSTEM_COLUMNS = "system", "system_prompt", "system_message"
-# Columns that no flag can name, and that say what the model sees or what is trained
-ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
-# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is
-# not among them, nor are names that mostly stand for who asked, and which model answered.
-CONTENT = (
-    ALWAYS_CONTENT
-    | {"context", "tools", *SYSTEM_COLUMNS}
-    | {
-        name
-        for kind in KINDS.values()
-        for role, names in kind.roles.items()
-        for name in names.split()
-        if "." not in name
-        and role not in ("source", "truth", "task", "scores", "ranks", *VERDICT_ROLES)
-    }
-    - {"answer", "answers", "user", "model", "bot"}
-)
-# Columns whose values are in texts by chance: a weight of "0" in "10"
-_NO_COPIES = (*PICTURES, *WEIGHTS, *TURNING, "functions")
 _OF_PAIRS = {column for pair in TWO_ANSWERS for column in pair}
 _NEEDED = {
     "sft": "a prompt and an answer",
@@ -74,6 +49,16 @@ _NEEDED = {
     ),
     "prompt": "a prompt",
 }
+
+
+class UnreadError(UserError):
+    """A data set that is not read as it is. `what` is wrong; `way` leads out, where no flags do
+    that have been tried (`readings.py`), or in their place if it `is_sure`. `lost`: the columns
+    whose content would be lost."""
+
+    def __init__(self, what: str, way: str, lost: Sequence[str] = (), is_sure: bool = False):
+        super().__init__(f"{what}; {way}")
+        self.what, self.way, self.lost, self.is_sure = what, way, tuple(lost), is_sure
 
 
 @dataclass(frozen=True)
@@ -132,7 +117,8 @@ class Form:
             way = self.advice.for_use(use)
             if self.kind.labelled and use == "preference":
                 way = "answers with labels are for --objective kto"
-            raise UserError(f"{self.about}; this step needs {_NEEDED[use]}; {way}")
+            what = f"{self.about}; this step needs {_NEEDED[use]}"
+            raise UnreadError(what, way, is_sure=bool(self.advice.sets))
 
     def read(self, row: Row, use: Use) -> list[Example]:
         """The examples of one row, none or more, all with the same prompt. `UserError`, without the
@@ -153,7 +139,9 @@ class Form:
                     )
                     prompt = without_context(prompt)
                 margin = margin_of(made) if "rejected" in self.columns else 0.0
-                truth = truth_of(made, self.truth, self.truth_pattern) if self.truth else None
+                truth = None
+                if self.truth and (use == "prompt" or has_value(made, self.truth)):
+                    truth = truth_of(made, self.truth, self.truth_pattern)
                 tools = self._tools_of(made)
                 several = len(examples) > 1
                 found += [
@@ -170,7 +158,7 @@ class Form:
                     )
                     for one in examples
                 ]
-            self.check_unused(made)
+            self.check_unused([made], use)
         return found
 
     def examples_of(self, row: Row, use: Use) -> list[Example]:
@@ -279,41 +267,60 @@ class Form:
         known = checked(value, dict, f"'{self.variables}'", "an object of variables or its JSON")
         return {name: inner for name, inner in known.items() if inner is not None}
 
-    def check_unused(self, row: Row) -> None:
-        """Refuse a row with content in a column that the form does not use. It is no loss if its
-        lines are in the columns that are used (a conversation next to its prompt and answer), or if
-        it holds all of these but the rejected answer (the same as one text)."""
-        if self._watched_columns.isdisjoint(row):
+    def check_unused(self, rows: list[Row], use: Use | None = None) -> None:
+        """Refuse rows with content in columns that the form does not use for a use (None: for
+        any)."""
+        lost = dict[str, Any]()
+        for row in rows:
+            for column, value in self._lost_in(row).items():
+                if use != "prompt" or not is_of_rewards(column):
+                    lost.setdefault(column, value)
+        if not lost:
             return
+        told = [column for column in lost if column in _OF_PAIRS or column in TURNING]
+        is_sure = bool(told and self.advice.pairs)  # other flags may train pairs upside down
+        column = told[0] if is_sure else next(iter(lost))
+        value = lost[column]
+        flag = f"--ignore_columns {' '.join(lost)}"
+        if column in _OF_PAIRS and self.advice.pairs:
+            way = self.advice.pairs
+        elif column in TURNING and self.advice.pairs:
+            way = f"{self.advice.pairs}; {flag} leaves out the column"
+        else:
+            way = f"{flag} leaves out the column"
+        rest = [repr(other) for other in lost if other != column]
+        others = f" (nor {', '.join(rest)})" if rest else ""
+        raise UnreadError(
+            f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does not"
+            f" use{others}",
+            way,
+            list(lost),
+            is_sure,
+        )
+
+    def _lost_in(self, row: Row) -> dict[str, Any]:
+        """The columns whose content the form does not use, with it. It is no loss if its lines are
+        in the columns that are used (a conversation next to its prompt and answer), or if it holds
+        all of these but the rejected answer (the same as one text)."""
+        if self._watched_columns.isdisjoint(row):
+            return {}
         there = [
             name for name in self.watched if (name in row or "." in name) and has_value(row, name)
         ]
         held = {name: from_json(value_at(row, name)) for name in there}
-        held = {name: value for name, value in held.items() if _is_content(name, value)}
+        held = {name: value for name, value in held.items() if is_content(name, value)}
         filled = {
             role: path for role, path in self.columns.items() if held and has_value(row, path)
         }
-        used = {role: _lines_of(from_json(value_at(row, path))) for role, path in filled.items()}
+        used = {role: lines_of(from_json(value_at(row, path))) for role, path in filled.items()}
         needed = [line for role, lines in used.items() if role != "rejected" for line in lines]
+        lost = dict[str, Any]()
         for column, value in held.items() if needed else ():
-            lines = _lines_of(value)
-            is_copy = bool(lines) and _all_in(lines, sum(used.values(), []))
-            if column in _NO_COPIES or not (is_copy or _all_in(needed, lines)):
-                way = f"--ignore_columns {column} leaves out the column"
-                if column in (self.system, self.tools) and self.kind.rendering != "text":
-                    way += ", --apply_chat_template True uses it"
-                way += (
-                    "; --prompt_column, --response_column, ... and --data_format choose another"
-                    " reading"
-                )
-                if column in _OF_PAIRS and self.advice.pairs:
-                    way = self.advice.pairs
-                elif column in TURNING and self.advice.pairs:
-                    way = f"{self.advice.pairs}; --ignore_columns {column} leaves out the column"
-                raise UserError(
-                    f"'{column}' holds content, {str(value)[:60]!r}, that the form {self.name} does"
-                    f" not use; {way}"
-                )
+            lines = lines_of(value)
+            is_copy = bool(lines) and all_in(lines, sum(used.values(), []))
+            if column in NO_COPIES or not (is_copy or all_in(needed, lines)):
+                lost[column] = value
+        return lost
 
 
 def check_flags_used(forms: Sequence[Form], flags: DataFlags) -> None:
@@ -358,42 +365,3 @@ def _example(prompt: Prompt, taken: list[Answer], labels: tuple[float, ...] = ()
     return Example(
         prompt, [one.value for one in taken], suffix=suffix and f", {suffix}", labels=labels
     )
-
-
-def _is_content(column: str, value: Any) -> bool:
-    """Whether a column that a form does not use holds content: weights of 1 change nothing, nor do
-    measured losses, names of splits (`training: "train"`), switches of thoughts (`reasoning: "on"`)
-    and labels of classes."""
-    if column in ("label", "labels"):
-        return isinstance(value, list) or str(value).strip().lower() in LABELS
-    if column in ("train", "training", "loss") and not isinstance(value, list):
-        return str(value).strip().lower() in ("0", "0.0", "false")
-    if column in WEIGHTS:
-        return leaves_out(value)
-    if column in THOUGHTS and str(value).strip().lower() in (
-        "on",
-        "off",
-        "yes",
-        "no",
-        "true",
-        "false",
-    ):
-        return False
-    return value not in (None, "", [], {})
-
-
-def _lines_of(value: Any) -> list[str]:
-    """The lines of all texts inside a value, without the white space around them; of a message its
-    content alone."""
-    if isinstance(value, dict) and looks_like_messages(value):
-        value = value.get("content", value.get("value"))
-    if isinstance(value, str):
-        return [line.strip() for line in value.splitlines() if line.strip()]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [line for part in inner for line in _lines_of(part)]
-
-
-def _all_in(lines: list[str], others: list[str]) -> bool:
-    """Whether each line is in one of the others."""
-    text = "\n".join(others)
-    return all(line in text for line in lines)

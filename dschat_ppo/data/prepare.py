@@ -35,7 +35,7 @@ from dschat_ppo.common.logging import logger
 from dschat_ppo.common.paths import shown_path
 from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.common.stop_requests import raise_if_stop_requested, subprocesses_may_stop
-from dschat_ppo.config.data_flags import DataFlags, StepData, parse_data_split
+from dschat_ppo.config.data_flags import DataFlags, StepData, Use, parse_data_split
 from dschat_ppo.data.cache import cached, token_key
 from dschat_ppo.data.encode import encode_example
 from dschat_ppo.data.examples import PARTS, SPLIT_SEED, Example
@@ -140,15 +140,14 @@ def prepare(step: StepData, tokenizer: PreTrainedTokenizerBase) -> TokenRows:  #
                 else None
             )
             has_template = tokenizer.chat_template is not None
-            form = detect_form(
-                source.location, columns, first, has_template, flags, len(sources) == 1
-            )
+            # what only training reads is not asked of rows for evaluation
+            own_step = replace(step, teacher_column=None, keeps_answers=False) if is_eval else step
+            use: Use = "sft" if own_step.keeps_answers else step.use
+            is_only = len(sources) == 1
+            form = detect_form(source.location, columns, first, has_template, flags, is_only, use)
             logger().info(f"data: {name}: {form.description}")
             if form.warning:
                 logger().warning(f"data: {name}: {form.warning}")
-            # what only training reads is not asked of rows for evaluation
-            own_step = replace(step, teacher_column=None, keeps_answers=False) if is_eval else step
-            form.require("sft" if own_step.keeps_answers else step.use)
             forms[name] = form
             settings = TokeniseSettings(form, source.name, columns, tokenizer, own_step)
 

@@ -5,6 +5,8 @@ ways."""
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -180,6 +182,22 @@ SHAPES = {
         ["In the hall."],
     ),
     "user_assistant": ({}, "sft", [LAMP], ["In the hall."]),
+    "question_solution_answer": (
+        {},
+        "sft",
+        [LAMP],
+        ["LONG REASONING: The lamp is in the hall. So \\boxed{hall}."],
+    ),
+    "unsloth_gsm8k": (
+        {"prompt_column": "prompt", "ignore_columns": ["question"]},
+        "prompt",
+        [
+            "system: Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n"
+            "...\n</answer>",
+            LAMP,
+        ],
+        [],
+    ),
     "turns_input_output": (
         {},
         "sft",
@@ -260,6 +278,31 @@ def test_turns_are_not_read_where_something_would_be_lost():
 
 def rows_of(name: str) -> list[dict]:
     return [json.loads(line) for line in (INPUTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_messages_of_a_tree_are_refused_and_the_page_makes_conversations_of_them(tmp_path):
+    rows = rows_of("oasst_flat")
+    with pytest.raises(
+        UserError, match="a tree .*best_paths.py in docs/data.md.*_columns parent_id"
+    ):
+        read(rows, "sft")
+    assert read(rows, "sft", ignore_columns=["parent_id"])
+    [script] = re.findall(r"```python\n(# best_paths.py.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    (tmp_path / "best_paths.py").write_text(script)
+    made = tmp_path / "made.jsonl"
+    command = [sys.executable, tmp_path / "best_paths.py", INPUTS / "oasst_flat.jsonl", made]
+    subprocess.run(command, check=True)
+    examples = read([json.loads(line) for line in made.read_text().splitlines()], "sft")
+    assert examples[0] == Example([ASK], ["The lamp is in the hall."])
+    assert len(examples) == sum(row["parent_id"] is None for row in rows)
+
+
+def test_a_conversation_in_one_text_is_told_what_to_do_with():
+    rows = rows_of("glaive_chat_text")
+    with pytest.raises(UserError, match="--data_format FILE.py:FUNCTION makes messages") as caught:
+        read(rows, "sft")
+    [flags] = ways_of(str(caught.value))
+    assert read(rows, "sft", **flags)[0].answers == [rows[0]["chat"]]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -424,6 +467,9 @@ def test_content_that_comes_after_the_first_rows_is_refused_too(column, empty, v
     row = {"prompt": "Q: ", "response": "a", column: empty}
     form = form_of([row] * 21)
     assert form.read(row, use)
+    if column == "thinking" and use == "prompt":  # what reward functions get
+        assert form.read({**row, column: value}, use)
+        return
     with pytest.raises(UserError, match=f"^'{column}' holds content, .*--ignore_columns {column}"):
         form.read({**row, column: value}, use)
     assert form_of([row] * 21, ignore_columns=[column]).read({**row, column: value}, use)
@@ -581,6 +627,141 @@ def test_what_stands_in_the_texts_by_chance_is_no_copy_of_them(row):
 TALK = [user("Why?"), assistant("So.")]
 
 
+def ways_of(message: str) -> list[dict]:
+    """The flags of each way out that a message says to read the rows."""
+    ways = []
+    for way in re.findall(r"; (--[^;]*?) reads ", message):
+        flags: dict = {}
+        for flag in way.removeprefix("--").split(" --"):
+            name, *values = flag.split(" ")
+            flags[name] = values if name == "ignore_columns" else values[0]
+        ways.append(flags)
+    return ways
+
+
+LONG = "The lamp was seen in the hall.\nSo it is in the hall."
+Q = {"question": "Where is the lamp?", "answer": "hall"}
+PROMPT = [{"role": "system", "content": "Think first."}, ASK]
+OF_ANSWERS = [  # rows, use, and for each way out the prompt and the answer
+    ({**Q, "rationale": LONG}, "sft", [("question", "rationale"), ("question", "answer")]),
+    ({**Q, "cot": LONG}, "sft", [("question", "cot"), ("question", "answer")]),
+    ({**Q, "Complex_CoT": LONG}, "sft", [("question", "Complex_CoT"), ("question", "answer")]),
+    (
+        {**Q, "modelExplanation": LONG},
+        "sft",
+        [("question", "modelExplanation"), ("question", "answer")],
+    ),
+    (
+        {**Q, "answer": LONG, "solution": "in the hall, I think"},
+        "sft",
+        [("question", "solution"), ("question", "answer")],
+    ),
+    (
+        {"prompt": "Add. ", "response": "a", "code": "f(1)"},
+        "sft",
+        [("prompt", "code"), ("prompt", "response")],
+    ),
+    (
+        {"text": "Add numbers.", "code": "a+b = c", "test_list": ["t"]},
+        "sft",
+        [("text", "code"), (None, "text")],
+    ),
+    (
+        {
+            "problem": "Why?",
+            "solution": LONG,
+            "answer": "so",
+            "generations": ["So it is.", "No it is."],
+        },
+        "sft",
+        [("problem", "generations.0"), ("problem", "answer"), ("problem", "solution")],
+    ),
+    (
+        {"source": "Where is it?", "rationale": LONG, "target": "hall"},
+        "sft",
+        [("source", "target"), ("source", "rationale")],
+    ),
+    (
+        {"question": "Write it.", "solutions": '["print(1)", "print(2)"]', "difficulty": "easy"},
+        "sft",
+        [("question", "solutions.0")],
+    ),
+    (
+        {"prompt": "Write it.", "canonical_solution": "return a\n"},
+        "sft",
+        [("prompt", "canonical_solution")],
+    ),
+    ({"prompt": [ASK], "answer": "hall"}, "sft", [("prompt", "answer")]),
+    (
+        {**Q, "question": "q lamp", "prompt": PROMPT},
+        "prompt",
+        [("prompt", None), ("question", None)],
+    ),
+    ({"input": "Where?", "output": "Here."}, "sft", [("input", "output")]),
+    ({"Problem": "Why?", "Answer": 4}, "prompt", [("Problem", None)]),
+]
+
+
+@pytest.mark.parametrize(("row", "use", "readings"), OF_ANSWERS)
+def test_each_way_out_of_a_message_reads_what_it_says(row, use, readings):
+    """Columns of answers and thoughts, in step 1; the question beside its prompt, in step 3."""
+    with pytest.raises(UserError) as caught:
+        read([row, row], use)
+    ways = ways_of(str(caught.value))
+    assert len(ways) == len(readings), caught.value
+    for flags, (prompt, answer) in zip(ways, readings, strict=True):
+        [example, _] = read([row, row], use, **flags)
+        asked, said = example.prompt, list(example.answers)
+        if prompt is not None and prompt != "prompt":
+            asked = asked if isinstance(asked, str) else asked[-1]["content"]
+        assert asked == (row[prompt] if prompt else "")
+        if answer is not None and "." not in answer:
+            assert said == [row[answer]]
+        elif answer is not None:
+            assert said in (["So it is."], ["print(1)"])
+
+
+@pytest.mark.parametrize(
+    ("row", "use", "prompt", "answers", "truth"),
+    [
+        ({**Q, "solution": LONG}, "sft", [ASK], [LONG], "hall"),
+        ({**Q, "solution": LONG}, "prompt", [ASK], [], "hall"),
+        ({"problem": ASK["content"], "solution": LONG}, "sft", [ASK], [LONG], None),
+        ({"problem": ASK["content"], "answer": "hall"}, "prompt", [ASK], [], "hall"),
+        (
+            {"problem": ASK["content"], "answer": "hall", "solution": ""},
+            "sft",
+            [ASK],
+            ["hall"],
+            "hall",
+        ),
+        ({**Q, "rationale": LONG, "generations": [LONG]}, "prompt", [ASK], [], "hall"),
+        ({**Q, "prompt": PROMPT}, "prompt", PROMPT, [], None),
+        ({**Q, "prompt": PROMPT, "solution": LONG}, "prompt", PROMPT, [], None),
+        (
+            {"messages": [ASK, assistant(LONG)], "problem": ASK["content"], "solution": LONG},
+            "sft",
+            [ASK],
+            [LONG],
+            None,
+        ),
+        # names of countries, languages and kinds, and switches
+        (
+            {**Q, "country_code": "US", "cot_type": "long text", "solution_is_valid": "Yes it is"},
+            "sft",
+            [ASK],
+            ["hall"],
+            "hall",
+        ),
+    ],
+)
+def test_a_solution_is_the_answer_and_what_only_rewards_use_is_no_loss(
+    row, use, prompt, answers, truth
+):
+    [example, _] = read([row, row], use)
+    assert (example.prompt, list(example.answers), example.truth) == (prompt, answers, truth)
+
+
 @pytest.mark.parametrize(
     ("row", "column", "form", "other"),
     [
@@ -618,11 +799,11 @@ def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(
         form_of([row])
     message = str(caught.value)
     assert message.startswith("d.jsonl: '") and "\n" not in message
-    assert (
-        f"that the form {form} does not use; --ignore_columns " in message
-        and "--data_format" in message
-    )
+    assert f"that the form {form} does not use" in message
     assert f"'{column}' holds content, " in message
+    assert len(ways_of(message)) >= (1 if other == "text" else 2)
+    for flags in ways_of(message):
+        assert form_of([row], **flags)
     for name in (form, other) if other != "text" else (form,):
         assert form_of([row], data_format=name).name == name
 
@@ -658,7 +839,7 @@ def test_a_column_that_another_form_reads_stops_with_the_flags_that_choose(
 )
 def test_two_columns_for_one_role_need_a_choice(row, column, flags, answer):
     with pytest.raises(
-        UserError, match=rf"^d\.jsonl: '{column}' holds .* does not use; --ignore_columns {column}"
+        UserError, match=rf"^d\.jsonl: '{column}' holds .* does not use.*--ignore_columns {column}"
     ):
         form_of([{**row, "response": None, "question": None} | row, row])
     assert [example.answers for example in read([row], "sft", **flags)] == [[answer]]

@@ -188,7 +188,7 @@ def test_the_rendering_follows_template_and_flags(row, flags, has_template, prom
         (
             {"text": "Once.", "system": "Be."},
             {},
-            "'system' holds content, .*--ignore_columns system leaves",
+            "'system' holds content, .*--ignore_columns system",
         ),
     ],
 )
@@ -224,7 +224,8 @@ def test_text_prompts_have_no_place_for_a_system_message_or_tools():
     ):
         row = {"prompt": "a b", column: value}
         with pytest.raises(
-            UserError, match=f"'{column}' holds .*_columns {column}.*--apply_chat_template True"
+            UserError,
+            match=f"'{column}' holds .*--apply_chat_template True .*_columns {column} reads",
         ):
             form_of([row])
         [example] = read([row], "prompt", apply_chat_template=True)

@@ -46,7 +46,7 @@ TICKET = {
 @pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch):
     """The files of the page, in the current folder."""
-    assert len(FILES) == 6
+    assert len(FILES) == 7
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -124,6 +124,25 @@ def test_the_form_serves_all_steps_leaves_rows_out_and_its_identity_is_that_of_i
         detect_form("tickets.jsonl", list(TICKET), [TICKET], has_template, flags).identity
         != form.identity
     )
+
+
+def test_a_conversation_in_one_text_becomes_messages(files):
+    flags = DataFlags(["glaive.jsonl"], data_format="transcripts.py:read")
+    row = {
+        "system": "SYSTEM: You help.",
+        "chat": "USER: Where?\n\n\nASSISTANT: Here. <|endoftext|>\n\n\nUSER: Thanks\n\n\nASSISTANT:"
+        " Any time. <|endoftext|>\n\n\n",
+    }
+    form = detect_form("glaive.jsonl", list(row), [row], True, flags)
+    [example] = form.read(row, "sft")
+    assert [turn["content"] for turn in example.prompt] == [
+        "You help.",
+        "Where?",
+        "Here.",
+        "Thanks",
+    ]
+    assert [turn["role"] for turn in example.prompt] == ["system", "user", "assistant", "user"]
+    assert example.answers == ["Any time."]
 
 
 def test_the_metric_by_hand():

@@ -1,0 +1,112 @@
+"""Which columns of a data set hold content, that no form may leave out without a word."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from dschat_ppo.data.examples import THOUGHTS, WEIGHTS, json_value, leaves_out, looks_like_messages
+from dschat_ppo.data.form_kinds import KINDS
+from dschat_ppo.data.form_readers import LABELS
+from dschat_ppo.data.verdicts import TURNING, VERDICT_ROLES
+
+PICTURES = ("image", "images", "video", "videos", "audio", "audios")
+# used unless --system_column says otherwise
+SYSTEM_COLUMNS = "system", "system_prompt", "system_message"
+# Columns that no flag can name, and that say what the model sees or what is trained
+ALWAYS_CONTENT = {*PICTURES, *WEIGHTS, *THOUGHTS, "history", "functions", "rejected_messages"}
+# Columns that may hold the prompt or the answers of a row in some form. What only rewards use is
+# not among them, nor are names that mostly stand for who asked, and which model answered.
+CONTENT = (
+    ALWAYS_CONTENT
+    | {"context", "tools", *SYSTEM_COLUMNS}
+    | {
+        name
+        for kind in KINDS.values()
+        for role, names in kind.roles.items()
+        for name in names.split()
+        if "." not in name
+        and role not in ("source", "truth", "task", "scores", "ranks", *VERDICT_ROLES)
+    }
+    - {"answer", "answers", "user", "model", "bot"}
+)
+# Columns whose values are in texts by chance: a weight of "0" in "10"
+NO_COPIES = (*PICTURES, *WEIGHTS, *TURNING, "functions")
+# What reward functions get and no prompt needs
+_OF_REWARDS = {
+    "answer",
+    "response",
+    "responses",
+    "completion",
+    "completions",
+    "output",
+    "label",
+    "labels",
+    "steps",
+    *THOUGHTS,
+}
+# The last word of the name of a column that holds an answer, or the thoughts before one
+_OF_AN_ANSWER = re.compile(
+    r"(^|_)(solution|code|rationale|cot|chain_of_thought|explanation|reasoning|thinking|thought"
+    r"|generation|derivation|trajectory|target)s?$|(^|_)trajectories$"
+)
+_OF_TESTS = re.compile(r"^(test|unit|challenge|is|has|num)_")
+_WORDS_OR_CODE = re.compile(r"\S\s+\S|[(){}=]")
+
+
+@cache
+def names_an_answer(column: str) -> bool:
+    """Whether a name tells of an answer or of thoughts, in any spelling: `r1_solution_1`,
+    `Complex_CoT`, `modelRationale`."""
+    words = re.sub(r"([a-z])([A-Z][a-z])", r"\1_\2", column).lower()
+    words = re.sub(r"[\W_\d]+$", "", re.sub(r"\W", "_", words))
+    return bool(_OF_AN_ANSWER.search(words)) and not _OF_TESTS.search(words)
+
+
+def is_of_rewards(column: str) -> bool:
+    """Whether a column tells of answers: with prompts alone it is no loss, and reward functions get
+    it."""
+    return column in _OF_REWARDS or names_an_answer(column)
+
+
+def is_content(column: str, value: Any) -> bool:
+    """Whether a column that a form does not use holds content: weights of 1 change nothing, nor do
+    measured losses, names of splits (`training: "train"`), switches of thoughts (`reasoning: "on"`)
+    and labels of classes. A column whose name tells of an answer holds one if its text has more
+    than one word, or code: it is no name of a country or a language."""
+    if column in ("label", "labels"):
+        return isinstance(value, list) or str(value).strip().lower() in LABELS
+    if column in ("train", "training", "loss") and not isinstance(value, list):
+        return str(value).strip().lower() in ("0", "0.0", "false")
+    if column in WEIGHTS:
+        return leaves_out(value)
+    if column in THOUGHTS and str(value).strip().lower() in (
+        "on",
+        "off",
+        "yes",
+        "no",
+        "true",
+        "false",
+    ):
+        return False
+    if names_an_answer(column):
+        return bool(_WORDS_OR_CODE.search("\n".join(lines_of(json_value(value)))))
+    return value not in (None, "", [], {})
+
+
+def lines_of(value: Any) -> list[str]:
+    """The lines of all texts inside a value, without the white space around them; of a message its
+    content alone."""
+    if isinstance(value, dict) and looks_like_messages(value):
+        value = value.get("content", value.get("value"))
+    if isinstance(value, str):
+        return [line.strip() for line in value.splitlines() if line.strip()]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [line for part in inner for line in lines_of(part)]
+
+
+def all_in(lines: list[str], others: list[str]) -> bool:
+    """Whether each line is in one of the others."""
+    text = "\n".join(others)
+    return all(line in text for line in lines)

@@ -1,0 +1,93 @@
+"""Whether the prompts of a data set are text or chat."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from dschat_ppo.config.data_flags import DataFlags, Use
+from dschat_ppo.data.advice import Advice, as_known_set
+from dschat_ppo.data.examples import Example
+from dschat_ppo.data.forms import Form
+from dschat_ppo.errors import UserError
+
+_SENTENCE_ENDS = ".!?…。！？｡．;；,，、)）]】\"'”’»」』*"
+# columns of what a user says, not of text to continue
+_QUESTIONS = "question", "query", "input", "instruction"
+
+
+class Candidate(NamedTuple):
+    """A form with its columns, and what it reads in the first rows: for each use the examples of
+    each row that it can read. `is_chat`: whether it finds chat messages. `fits`: whether it reads
+    at least half of the rows."""
+
+    form: Form
+    read: dict[Use, list[list[Example]]]
+    is_chat: bool
+    fits: bool
+
+
+def rendering_of(
+    name: str, chosen: Candidate, has_template: bool, flags: DataFlags, advice: Advice
+) -> tuple[Literal["chat", "text"], str, str]:
+    """Whether the prompts of a data set are text or chat, in all three steps; words for the log; a
+    warning or "". `UserError` if a flag does not fit the form, or chat messages lack a
+    template."""
+    kind, wanted = chosen.form.kind, flags.apply_chat_template
+    if wanted and kind.rendering == "text":
+        raise UserError(
+            f"{name}: the form {kind.name} is text, so --apply_chat_template True does not apply"
+        )
+    asks = kind.rendering == "content" or (
+        kind.name in ("preference", "better_of_two", "prompt_response", "ranked", "kto")
+        and chosen.form.columns.get("prompt") in _QUESTIONS
+        and flags.prompt_column is None
+    )
+    if (
+        chosen.is_chat
+        or wanted
+        or (asks and wanted is None and flags.input_template is None and has_template)
+    ):
+        if not has_template:
+            raise UserError(
+                f"{name}: its prompts become chat messages, but the model's tokenizer has no chat"
+                " template; --chat_template chatml (or llama-3, zephyr, human-assistant, a file)"
+                " gives it one"
+            )
+        what = (
+            "chat messages, rendered by" if chosen.is_chat else "text and become user messages of"
+        )
+        return "chat", f"prompts are {what} the chat template", ""
+    # plain text has no prompts; other data sets may have some
+    if flags.system_message and kind.name != "text":
+        way = "omit it, or make chat messages of both with --apply_chat_template True"
+        raise UserError(
+            f"{name}: --system_message precedes chat messages, but the prompts are text; {way}"
+        )
+    about = "prompts are text, without the chat template"
+    glued = _glued(chosen)
+    if kind.inside or flags.input_template is not None or wanted is False or not glued:
+        return "text", about, ""
+    ways = "--input_template puts text around a prompt"
+    if has_template:
+        ways = f"--apply_chat_template True makes user messages of the prompts, {ways}"
+    if advice.spaced_sets:
+        ways += f"; {as_known_set(advice.spaced_sets)}"
+    warning = f"nothing separates prompt and answer: {glued}; the text is used as it is; {ways}"
+    return "text", about, warning
+
+
+def _glued(chosen: Candidate) -> str:
+    """The end of a text prompt and the start of its answer, if in more than half of the first rows
+    a word or sentence ends the prompt and a word starts the answer, without a space between
+    them."""
+    read = chosen.read.get("sft") or chosen.read.get("steps") or []
+    texts = [(one[0].prompt, one[0].answers[0]) for one in read if one and one[0].answers]
+    glued = [
+        f"...{prompt[-40:]}{answer[:40]}..."
+        for prompt, answer in texts
+        if isinstance(prompt, str)
+        and isinstance(answer, str)
+        and answer[:1].isalnum()
+        and (prompt[-1:].isalnum() or prompt[-1:] in _SENTENCE_ENDS)
+    ]
+    return repr(glued[0]) if 2 * len(glued) > len(texts) else ""
