@@ -21,7 +21,7 @@ from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.engine.rlhf_engine import ModelFolders, RLHFEngine
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo import collect as rollouts
+from dschat_ppo.ppo import rollout_sampler
 from dschat_ppo.ppo.loop import make_experience, update
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.ppo.train_ppo import learned_reward
@@ -125,21 +125,18 @@ def make_ppo(
 def given_lengths(ppo: PPOComponents, work: Workload) -> Iterator[None]:
     """Rollouts answer the prompts of `work`, and answer i ends after `work.answer_lengths[i]`
     tokens, at no EOS."""
-    generator, ids, mask = (
-        ppo.collection.generator,
-        work.prompts.prompt_ids,
-        work.prompts.prompt_mask,
-    )
-    kept, limits = generator.config, work.answer_lengths.to(ppo.device)
-    generator.prompts = [
-        {"prompt_ids": row[real].tolist()} for row, real in zip(ids, mask, strict=True)
-    ]
-    generator.config = replace(kept, stopping=StoppingCriteria(int(limits.max())))
-    rollouts.generate = partial(generate, limits=limits)
+    sampler = ppo.collection.sampler
+    config = sampler.config
+    limits = work.answer_lengths.to(ppo.device)
+    rows = zip(work.prompts.prompt_ids, work.prompts.prompt_mask, strict=True)
+    sampler.prompts = [{"prompt_ids": ids[mask].tolist()} for ids, mask in rows]
+    sampler.config = replace(config, stopping=StoppingCriteria(int(limits.max())))
+    rollout_sampler.generate = partial(generate, limits=limits)
     try:
         yield
     finally:
-        generator.config, rollouts.generate = kept, generate
+        sampler.config = config
+        rollout_sampler.generate = generate
 
 
 def ppo_step(ppo: PPOComponents, work: Workload, step: int = 1) -> None:

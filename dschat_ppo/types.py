@@ -15,7 +15,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-Rows = TypeVar("Rows", "PromptBatch", "Rollout", "ScoredRollout", "RewardedRollout", "Experience")
+Rows = TypeVar(
+    "Rows",
+    "PromptBatch",
+    "Rollout",
+    "ForwardedRollout",
+    "ScoredRollout",
+    "RewardedRollout",
+    "Experience",
+)
 
 Record = TypeVar("Record")
 
@@ -111,28 +119,43 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class ScoredRollout(Rollout):
-    """A rollout with log-probs, values and scores of the models. (B, R) tensors are aligned to the
+class ForwardedRollout(Rollout):
+    """A rollout with what forward passes of the models give. (B, R) tensors are aligned to the
     response tokens and 0 outside `response_mask`. A field that the run does not need is None."""
 
-    # (B, R) fp32, log-probs under the policy before its updates; None until an update
+    # (B, R) fp32, log-probs under the policy before its updates; None until an update computes
+    # them, where the only update of a PPO step does (`config/on_policy.py`)
     old_logprobs: Tensor | None
-    #   computes them, where the only update of a PPO step does (`config/on_policy.py`)
     entropies: Tensor | None  # (B, R) fp32, entropy of that policy at each token, in nats
     ref_logprobs: Tensor | None  # (B, R) fp32, log-probs under the reference
     kl: Tensor | None  # (B, R) fp32, KL to the reference, for the penalty in the reward
     values: Tensor | None  # (B, R) fp32, the critic's value before each response token
-    # (B, K) fp32, score by each reward source; NaN where it does not score the row
-    source_scores: Tensor
-    scores: Tensor  # (B,) fp32, weighted sum over the reward sources
-    baselines: Tensor | None  # (B,) fp32, score of the greedy answer to the same prompt, for remax
     groups: Tensor  # (B,) int64, number of the row's prompt in the run
-    # (B,) int64, number of the prompt's data set
+    # (B,) int64, index of the prompt's data set
     data_sources: Tensor | None = field(default=None, kw_only=True)
-    # (B,) int64, number of the row's teacher, -1: none
+    # (B,) int64, index of the row's teacher, -1: none
     teachers: Tensor | None = field(default=None, kw_only=True)
     # (B, R) fp32, log-probs under the teacher
     teacher_logprobs: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def policy_logprobs(self) -> Tensor:
+        """(B, R) fp32, `old_logprobs`; until these are known, the log-probs recorded while
+        sampling."""
+        if self.old_logprobs is not None:
+            return self.old_logprobs
+        return torch.where(self.response_mask, self.rollout_logprobs, 0.0)
+
+
+@dataclass(frozen=True)
+class ScoredRollout(ForwardedRollout):
+    """A rollout with what forward passes give, and with the scores of the reward sources."""
+
+    # (B, K) fp32, score by each reward source; NaN where it does not score the row
+    source_scores: Tensor
+    scores: Tensor  # (B,) fp32, weighted sum over the reward sources
+    # (B,) fp32, score of the greedy response to the same prompt, for remax
+    baselines: Tensor | None
     # (B,) bool, True for rows without a score, which leave their group; None: there are none
     left: Tensor | None = field(default=None, kw_only=True)
     # (B, R) bool, `response_mask` before rows left; None if none did
@@ -144,14 +167,6 @@ class ScoredRollout(Rollout):
         if self.left is None:
             return torch.ones_like(self.groups, dtype=torch.bool)
         return ~self.left
-
-    @property
-    def policy_logprobs(self) -> Tensor:
-        """(B, R) fp32, `old_logprobs`; until these are known, the log-probs recorded while
-        sampling."""
-        if self.old_logprobs is not None:
-            return self.old_logprobs
-        return torch.where(self.response_mask, self.rollout_logprobs, 0.0)
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ class PlainRun:
             )
             self.evaluation = Evaluation(
                 config.validation,
-                collection.generator,
+                collection.sampler,
                 held_out,
                 scorer if engines.reference else None,
                 folder,

@@ -117,7 +117,6 @@ STILL_LONGER = {
     "models/adapters.py",
     "models/loading.py",
     "planner/plan_step.py",
-    "ppo/collect.py",
     "rollout/running_batches.py",
     "supervised/trainer.py",
 }

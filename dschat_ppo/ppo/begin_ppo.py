@@ -37,7 +37,7 @@ from dschat_ppo.models.loading import (
 )
 from dschat_ppo.models.model_folders import base_folder, is_adapter_folder, model_folder, with_bases
 from dschat_ppo.models.tokenizers import filler_id, load_tokenizer, read_tokenizer
-from dschat_ppo.ppo.collect import check_stop_ids
+from dschat_ppo.ppo.generation_settings import check_stop_ids
 from dschat_ppo.ppo.mini_dataset import TextBatches
 from dschat_ppo.ppo.own_algorithms import check_own_functions
 from dschat_ppo.rewards.build_rewards import (

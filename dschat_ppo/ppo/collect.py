@@ -1,37 +1,31 @@
-"""Experience collection: prompts, sampled answers, rewards and log-probs of one PPO step; dynamic
-sampling."""
+"""Experience collection: prompts, rollouts, rewards and log-probs of one PPO step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat_ppo.algorithms.groups import groups_that_differ, groups_within
 from dschat_ppo.checkpoint.manager import CheckpointManager, load_saved
 from dschat_ppo.common import dist, stop_requests
 from dschat_ppo.common.logging import logger, print_line
 from dschat_ppo.common.phases import PhaseClock
 from dschat_ppo.common.progress import report_phase
-from dschat_ppo.common.seeding import row_seeds, shared_generator
+from dschat_ppo.common.seeding import shared_generator
 from dschat_ppo.config.batch_plan import PPOPlan
 from dschat_ppo.config.ppo_config import PPOConfig
-from dschat_ppo.config.ppo_flags import PPOFlags
-from dschat_ppo.data.batches import IndexStream, collate_prompts, right_padded
-from dschat_ppo.data.templates import answer_ends
-from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.episodes.rollouts import EpisodeRollouts
-from dschat_ppo.errors import RolloutCancelled, UserError
-from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.data.batches import IndexStream
+from dschat_ppo.errors import RolloutCancelled
+from dschat_ppo.ppo.generation_settings import greedily
+from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.own_algorithms import OwnSampler
+from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.samples import printed_answers, sample_lines
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import (
@@ -43,219 +37,10 @@ from dschat_ppo.rewards.reward_source import (
     is_routed_to,
     number_means,
 )
-from dschat_ppo.rollout.continuous_batching import never
-from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
-from dschat_ppo.rollout.generator import (
-    EngineName,
-    GenerationConfig,
-    engine_text,
-    generate,
-)
-from dschat_ppo.rollout.kv_cache import rows_for_memory
-from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
-from dschat_ppo.rollout.self_check import choose_engine
-from dschat_ppo.types import (
-    FinishReason,
-    Rollout,
-    ScoredRollout,
-    concat_rows,
-    pad_rows,
-    record_of,
-    repeat_rows,
-    select_rows,
-    tensors_of,
-    to_device,
-)
+from dschat_ppo.types import Rollout, ScoredRollout, to_device
 
 # separates the random stream of `--distill_on` from others of the same seed and step
-SOURCE_OF_ANSWERS = 4
-
-
-def check_stop_ids(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that `--stop_token_ids` are tokens."""
-    for number in ids:
-        if number >= len(tokenizer):
-            raise UserError(
-                f"--stop_token_ids {number}: the tokenizer has {len(tokenizer)} tokens, numbered"
-                " from 0"
-            )
-
-
-def end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end an answer: those that training ends answers with, and the other end
-    tokens of the model's generation config if it lists one of these (a config that lists none of
-    them belongs to another tokenizer)."""
-    trained = answer_ends(tokenizer)
-    listed = model.generation_config.eos_token_id if model.generation_config else None
-    others = listed if isinstance(listed, list) and set(trained) & set(listed) else []
-    return tuple(dict.fromkeys((*trained, *others)))
-
-
-def generation_config(
-    flags: PPOFlags, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> GenerationConfig:
-    """Sampling parameters, stopping criteria and engine that the flags ask for."""
-    stopping = StoppingCriteria(
-        flags.max_answer_seq_len,
-        end_ids(tokenizer, model),
-        tuple(flags.stop_token_ids),
-        tuple(flags.stop_strings),
-        flags.min_answer_seq_len,
-        tokenizer.batch_decode if flags.stop_strings else None,
-    )
-    sampling = SamplingParameters(
-        flags.temperature, flags.top_p, flags.top_k, flags.min_p, flags.repetition_penalty
-    )
-    engine: EngineName = "padded" if flags.rollout_engine == "padded" else "continuous"
-    return GenerationConfig(
-        sampling, stopping, flags.n_samples_per_prompt, flags.rollout_rows, engine=engine
-    )
-
-
-def greedily(config: GenerationConfig) -> GenerationConfig:
-    """The same configuration with greedy decoding; log-probs are still computed at the
-    temperature."""
-    return replace(config, sampling=replace(config.sampling, top_k=1))
-
-
-class RolloutGenerator:
-    """Samples answers of the actor to the prompts of this rank, which are token rows. Constructing
-    it is collective: it checks the generation engine on the model."""
-
-    def __init__(
-        self,
-        flags: PPOFlags,
-        hybrid: HybridEngine,
-        prompts: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        episodes: EpisodeRollouts | None = None,
-    ):
-        self.episodes = episodes
-        self.hybrid = hybrid
-        self.prompts = prompts
-        self.pad_id = filler_id(tokenizer)
-        self.seed = seed
-        self.device = dist.device()
-        self.graphs = RolloutGraphs()
-        config = generation_config(flags, tokenizer, hybrid.model)
-        if len(config.stopping.eos_ids) > 1:
-            names = ", ".join(
-                f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in config.stopping.eos_ids
-            )
-            logger().info(f"rollout: an answer ends with any of {names}")
-        if config.sampling.changes_distribution:
-            logger().info(
-                "note: log-probs, KL and ratios are of the policy before truncation and penalty"
-            )
-        hybrid.check_sharded_layers()
-        with hybrid.generating() as model:
-            self.config = choose_engine(
-                model, config, hybrid.max_over_ranks, self.graphs, has_turns=episodes is not None
-            )
-            self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
-
-    def answer(
-        self,
-        indices: list[int],
-        *path: int,
-        prompts: Dataset | None = None,
-        config: GenerationConfig | None = None,
-        first: int | None = None,
-        cancelled: Callable[[], bool] = never,
-        step: int | None = None,
-    ) -> Rollout:
-        """Answer the prompts at `indices`, at least one and as many on every rank. Collective.
-
-        An answer's seed is derived from the run's seed, `path` (the step, ...) and the answer's
-        number over all ranks, which start at `first` (None: after those of the ranks before), so it
-        does not depend on the rank. Once `cancelled` returns True, this rank stops generating, and
-        its answers are to be discarded. `step`: the PPO step (None: the first number of `path`).
-        """
-        counts, config = prompts is config is None, config or self.config
-        first = dist.rank() * len(indices) * config.samples if first is None else first
-        own, seeds = len(indices), row_seeds(first, len(indices) * config.samples, self.seed, *path)
-        place, parallel = 0, self.hybrid.parallel
-        if parallel is not None:  # the ranks of a group answer the prompts of all of them together
-            shares = dist.gather_objects((indices, seeds), parallel.group)
-            indices = [index for share, _ in shares for index in share]
-            seeds, place = torch.cat([seeds for _, seeds in shares]), parallel.rank
-        rows, turns = self.prompts if prompts is None else prompts, None
-        if self.episodes is None:
-            batch = collate_prompts(rows, indices, self.pad_id)
-        else:
-            of_prompts = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
-            name = "/".join(
-                map(
-                    str,
-                    ("sampled" if counts else "greedy" if prompts is None else "evaluation", *path),
-                )
-            )
-            step = path[0] if step is None else step
-            batch, turns = self.episodes.begin(
-                rows, indices, config.samples, of_prompts, cancelled, step, name, first
-            )
-            config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
-        batch = to_device(batch, self.device)
-        with self.hybrid.generating() as model:
-            largest = self.hybrid.max_over_ranks
-            # as many for each rank of a group
-            if parallel is not None and largest is not None and config.rows == 0:
-                length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
-                config = replace(config, rows=-largest(-rows_for_memory(model, length)))
-            rollout = generate(
-                model,
-                batch,
-                seeds.to(self.device),
-                config,
-                largest,
-                cancelled=cancelled,
-                graphs=self.graphs,
-                turns=turns,
-            )
-        if self.episodes is not None and turns is not None:
-            return self.episodes.end(rollout, turns, cancelled(), counts)
-        if parallel is None:
-            return rollout
-        rows = torch.arange(own * config.samples, device=self.device)
-        return select_rows(rollout, place * len(rows) + rows)
-
-    def answers_of_the_data(self, indices: list[int]) -> Rollout:
-        """The data rows' answers to the prompts at `indices`, cut at `--max_answer_seq_len`,
-        without log-probs."""
-        batch, limit = (
-            collate_prompts(self.prompts, indices, self.pad_id),
-            self.config.stopping.max_new_tokens,
-        )
-        answers = [self.prompts[index]["answers"][0] for index in indices]
-        ids, lengths = right_padded([answer[:limit] for answer in answers], self.pad_id)
-        mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)  # (B, R)
-        reasons = [
-            FinishReason.EOS if len(answer) <= limit else FinishReason.LENGTH for answer in answers
-        ]
-        rollout = Rollout(
-            batch.prompt_ids,
-            batch.prompt_mask,
-            ids,
-            mask,
-            torch.zeros(ids.shape),
-            torch.tensor(reasons, dtype=torch.int8),
-        )
-        return to_device(rollout, self.device)
-
-    def with_teacher_prompts(self, rollout: Rollout, indices: list[int]) -> Rollout:
-        """The rollout with what the teacher reads in place of the prompts at `indices`."""
-        rows = [{"prompt_ids": self.prompts[index]["teacher_prompt_ids"]} for index in indices]
-        seen = to_device(collate_prompts(rows, range(len(rows)), self.pad_id), self.device)
-        seen = repeat_rows(seen, len(rollout.prompt_ids) // len(indices))
-        width = max(seen.prompt_ids.shape[1], rollout.prompt_ids.shape[1])
-        seen, rollout = (
-            pad_rows(seen, width, 0),
-            pad_rows(rollout, width, rollout.response_ids.shape[1]),
-        )
-        return replace(
-            rollout, teacher_prompt_ids=seen.prompt_ids, teacher_prompt_mask=seen.prompt_mask
-        )
+SOURCE_OF_RESPONSES = 4
 
 
 @dataclass(frozen=True)
@@ -266,34 +51,56 @@ class Prompts:
     first: int  # number of the first one among all prompts of the run; it numbers the groups
 
 
+@dataclass(frozen=True)
+class PendingScores:
+    """Scores that functions and services compute meanwhile."""
+
+    pending: Callable[[], Scores]  # waits for them, after the learned reward has scored
+    greedy: Scores | None = None  # of the greedy responses to the same prompts, (B,), for ReMax
+
+    def wait(self) -> Scores:
+        """The scores of B responses. Collective."""
+        scores = self.pending()
+        if self.greedy is None:
+            return scores
+        left = scores.left
+        if left is not None and self.greedy.left is not None:
+            left = left | self.greedy.left  # without a baseline, all responses leave
+        return replace(scores, baselines=self.greedy.total, left=left)
+
+
 @dataclass(eq=False)
 class ExperienceCollection:
     """The steps of `make_experience`. Each is timed, and its tokens are counted."""
 
     config: PPOConfig
     plan: PPOPlan
-    generator: RolloutGenerator
+    sampler: RolloutSampler
     requests: RewardRequests
     passes: ForwardPasses
     pool: GroupPool | None  # the rows of several rounds of dynamic sampling; None without
     clock: PhaseClock
-    # rows carry the number of their prompt's data set, the column `source`
+    # rows carry the index of their prompt's data set, the column `source`
     several_data_sets: bool = False
 
     def __post_init__(self) -> None:
-        prompts, seed, sampler = (
-            self.generator.prompts,
-            self.config.run.seed,
-            self.config.ppo.sampler,
-        )
+        prompts = self.sampler.prompts
+        seed = self.config.run.seed
         self.stream: IndexStream | OwnSampler = IndexStream(prompts, seed)
-        if sampler is not None:
-            self.stream = OwnSampler(sampler, [json.loads(row) for row in prompts["row"]], seed)
+        if self.config.ppo.sampler is not None:
+            data_rows = [json.loads(row) for row in prompts["row"]]
+            self.stream = OwnSampler(self.config.ppo.sampler, data_rows, seed)
         self.metrics: dict[str, float] = {}  # of the last collection
-        self._untaught = set[str]()  # data sources without a teacher that are named already
-        self._round = self._faults = 0
-        self._answers = self._left = 0  # of all rounds; those of them without a score
-        self._numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
+        self._untaught: set[str] = set()  # data sources without a teacher that are named already
+        self._begin_rounds()
+
+    def _begin_rounds(self) -> None:
+        """Begin the rounds of a PPO step."""
+        self._round = 0
+        self._failed_rows = 0
+        self._responses = 0  # of all rounds
+        self._left = 0  # those of them without a score
+        self._score_numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
 
     @contextmanager
     def cancelled_on_stop(self, checkpointer: CheckpointManager) -> Iterator[None]:
@@ -303,9 +110,7 @@ class ExperienceCollection:
         service of a reward before this rank notices the request, so scores computed meanwhile are
         discarded too, and a failed reward is treated as part of the stop."""
         before = self.state_dict()
-        self._round = self._faults = 0
-        self._answers = self._left = 0
-        self._numbers = []
+        self._begin_rounds()
         try:
             yield
             if checkpointer.stop_requested():
@@ -320,106 +125,114 @@ class ExperienceCollection:
     def next_prompts(self) -> Prompts:
         """This rank's prompts of the next round; all ranks take the same number. Dynamic sampling
         takes as many as should fill the step, estimated from the share of rows kept so far."""
-        count, rank, ranks = self.plan.prompts_per_rank, dist.rank(), dist.world_size()
+        count = self.plan.prompts_per_rank
         if self.pool is not None:
             wanted = self.pool.missing / self.plan.samples / max(self.pool.kept_share, 0.1)
-            count = max(1, min(count, -int(-wanted // ranks)))
-        first = self.stream.taken + rank * count
-        return Prompts(self.stream.take(count * ranks)[rank * count : (rank + 1) * count], first)
+            per_rank = -int(-wanted // dist.world_size())  # rounded up
+            count = max(1, min(count, per_rank))
+        first = dist.rank() * count
+        first_group = self.stream.taken + first
+        of_all_ranks = self.stream.take(count * dist.world_size())
+        return Prompts(of_all_ranks[first : first + count], first_group)
 
     def sample(self, prompts: Prompts, step: int, checkpointer: CheckpointManager) -> Rollout:
-        """Sample the answers to each prompt; `RolloutCancelled` if a stop was requested.
-        Collective."""
+        """Sample the responses to each prompt. Collective.
+
+        Raises:
+            RolloutCancelled: a stop was requested.
+        """
         with self.clock.phase("rollout"):
             if self._samples_in(step):
-                rollout = self.generator.answer(
+                rollout = self.sampler.sample(
                     prompts.rows, *self._path(step), cancelled=stop_requests.flag_is_set
                 )
             else:
-                rollout = self.generator.answers_of_the_data(prompts.rows)
+                rollout = self.sampler.responses_of_the_data(prompts.rows)
                 rollout = replace(rollout, rollout_logprobs=self.passes.actor_logprobs(rollout))
             if self.config.distillation.teacher_prompt_column:
-                rollout = self.generator.with_teacher_prompts(rollout, prompts.rows)
+                rollout = self.sampler.with_teacher_prompts(rollout, prompts.rows)
             self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
         if checkpointer.stop_requested():
             raise RolloutCancelled
         return rollout
 
     def _samples_in(self, step: int) -> bool:
-        """Whether the answers of a PPO step are sampled (`--distill_on`); the same on every
+        """Whether the responses of a PPO step are sampled (`--distill_on`); the same on every
         rank."""
-        draw = torch.rand(
-            (), generator=shared_generator(self.config.run.seed, step, 0, SOURCE_OF_ANSWERS)
-        )
+        generator = shared_generator(self.config.run.seed, step, 0, SOURCE_OF_RESPONSES)
+        draw = torch.rand((), generator=generator)
         return float(draw) < self.config.distillation.on_policy_share
 
     def _path(self, step: int) -> tuple[int, ...]:
-        """What the seeds of a round's answers are derived from."""
-        return (step, self._round) if self._round else (step,)
+        """What the seeds of a round's responses are derived from."""
+        if self._round == 0:
+            return (step,)
+        return (step, self._round)
 
-    def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> Callable[[], Scores]:
-        """Let functions and services begin to score the answers; the function that is returned lets
-        the learned reward score them and waits for the others. With ReMax (Li et al. 2024), the
-        greedy answer to each prompt is scored as well. Collective, as is the function."""
-        requests, baselines, unpaired = self.requests, None, None
+    def reward(self, rollout: Rollout, prompts: Prompts, step: int) -> PendingScores:
+        """Let functions and services begin to score the responses. With ReMax (Li et al. 2024), the
+        greedy response to each prompt is scored as well. Collective."""
+        greedy = None
         if self.config.algorithm.advantage_estimator == "remax":
-            with self.clock.phase("rollout"):
-                config = replace(greedily(self.generator.config), samples=1)
-                greedy = self.generator.answer(prompts.rows, *self._path(step), config=config)
-                self.clock.count_tokens("rollout", float(greedy.response_mask.sum()))
-            with self.clock.phase("reward"):
-                request = requests.request(greedy, prompts.rows, step - 1)
-                greedy_scores = requests.mixture(request, greedy)
-                baselines = greedy_scores.total.repeat_interleave(self.plan.samples)  # (B,)
-                if greedy_scores.left is not None:  # without a baseline, all answers leave
-                    unpaired = greedy_scores.left.repeat_interleave(self.plan.samples)  # (B,)
+            greedy = self._greedy_scores(prompts, step)
         with self.clock.phase("reward"):
-            pending = requests.mixture.begin(
-                requests.request(rollout, prompts.rows, step - 1), rollout
+            request = self.requests.request(rollout, prompts.rows, step - 1)
+            pending = self.requests.mixture.begin(request, rollout)
+        return PendingScores(pending, greedy)
+
+    def _greedy_scores(self, prompts: Prompts, step: int) -> Scores:
+        """Scores of the greedy response to each prompt, repeated for each of its rows (B,)."""
+        with self.clock.phase("rollout"):
+            rollout = self.sampler.sample(
+                prompts.rows,
+                *self._path(step),
+                purpose="greedy",
+                config=replace(greedily(self.sampler.config), samples=1),
             )
-
-        def scores() -> Scores:
-            with self.clock.phase("reward"):
-                report_phase(0, len(rollout.response_ids), "answers")
-                found = pending()
-                self._faults += requests.count_failed_rows()
-                self._numbers.append(found.numbers)
-            if found.left is not None and unpaired is not None:
-                found = replace(found, left=found.left | unpaired)
-            return replace(found, baselines=baselines)
-
-        return scores
+            self.clock.count_tokens("rollout", float(rollout.response_mask.sum()))
+        with self.clock.phase("reward"):
+            request = self.requests.request(rollout, prompts.rows, step - 1)
+            scores = self.requests.mixture(request, rollout)
+        left = scores.left
+        if left is not None:
+            left = left.repeat_interleave(self.plan.samples)
+        return Scores(
+            scores.total.repeat_interleave(self.plan.samples),
+            scores.by_source.repeat_interleave(self.plan.samples, dim=0),
+            left=left,
+        )
 
     def forward_passes(
-        self, rollout: Rollout, scores: Callable[[], Scores], prompts: Prompts
+        self, rollout: Rollout, pending: PendingScores, prompts: Prompts
     ) -> ScoredRollout:
         """Add log-probs, KL and values, on-policy the reference's alone, while functions and
         services score; then the scores. Collective."""
+        samples = self.plan.samples
+        device = rollout.prompt_ids.device
         with self.clock.phase("score"):
-            numbers = torch.arange(
-                prompts.first, prompts.first + len(prompts.rows), device=rollout.prompt_ids.device
+            prompt_numbers = torch.arange(
+                prompts.first, prompts.first + len(prompts.rows), device=device
             )
-            groups = numbers.repeat_interleave(self.plan.samples)  # (B,)
-            unknown = torch.full(groups.shape, torch.nan, device=groups.device)
-            scored = self.passes(
-                rollout, Scores(unknown, unknown.unsqueeze(1)), groups, self._teachers(prompts)
-            )
+            groups = prompt_numbers.repeat_interleave(samples)  # (B,)
+            rows = self.passes(rollout, groups, self._teachers(prompts))
             if self.several_data_sets:
-                numbers = torch.tensor(
-                    self.generator.prompts[prompts.rows]["source"], device=groups.device
-                )
-                # (B,)
-                scored = replace(scored, data_sources=numbers.repeat_interleave(self.plan.samples))
-            self.clock.count_tokens(
-                "score", float(rollout.response_mask.sum() + rollout.prompt_mask.sum())
-            )
-        found = scores()
-        return replace(
-            scored,
-            scores=found.total,
-            source_scores=found.by_source,
-            baselines=found.baselines,
-            left=found.left,
+                sources = self.sampler.prompts[prompts.rows]["source"]
+                data_sources = torch.tensor(sources, device=device).repeat_interleave(samples)
+                rows = replace(rows, data_sources=data_sources)  # (B,)
+            tokens = rollout.response_mask.sum() + rollout.prompt_mask.sum()
+            self.clock.count_tokens("score", float(tokens))
+        with self.clock.phase("reward"):
+            report_phase(0, len(rollout.response_ids), "answers")
+            scores = pending.wait()
+            self._failed_rows += self.requests.count_failed_rows()
+            self._score_numbers.append(scores.numbers)
+        columns = {field.name: getattr(rows, field.name) for field in fields(rows)}
+        return ScoredRollout(
+            **columns,
+            source_scores=scores.by_source,
+            scores=scores.total,
+            baselines=scores.baselines,
+            left=scores.left,
         )
 
     def _teachers(self, prompts: Prompts) -> Tensor | None:
@@ -428,32 +241,34 @@ class ExperienceCollection:
         routes = [sources for sources, _ in self.config.teacher.teachers]
         if not any(routes):
             return None
-        data = [json.loads(text) for text in self.generator.prompts[prompts.rows]["row"]]
-        found = [
-            next((n for n, route in enumerate(routes) if is_routed_to(route, row)), -1)
-            for row in data
-        ]
-        sources = {
-            repr(row.get(DATA_SOURCE))
-            for row, teacher in zip(data, found, strict=True)
-            if teacher < 0
-        }
-        if sources - self._untaught and self.config.algorithm.advantage_estimator == "none":
-            self._untaught |= sources
+        teachers = []
+        untaught = set()  # data sources
+        for text in self.sampler.prompts[prompts.rows]["row"]:
+            row = json.loads(text)
+            teacher = -1
+            for index, route in enumerate(routes):
+                if is_routed_to(route, row):
+                    teacher = index
+                    break
+            if teacher == -1:
+                untaught.add(repr(row.get(DATA_SOURCE)))
+            teachers.append(teacher)
+        learns_from_teachers_alone = self.config.algorithm.advantage_estimator == "none"
+        if untaught - self._untaught and learns_from_teachers_alone:
+            self._untaught |= untaught
             print_line(
-                f"warning: rank {dist.rank()}: {found.count(-1)} of {len(found)} prompts have no"
-                f" teacher (data_source {', '.join(sorted(sources)[:MOST_NAMES])}); nothing is"
+                f"warning: rank {dist.rank()}: {teachers.count(-1)} of {len(teachers)} prompts have"
+                f" no teacher (data_source {', '.join(sorted(untaught)[:MOST_NAMES])}); nothing is"
                 " learned from their answers (said once; see distill/taught_share)"
             )
-        return torch.tensor(found, device=self.generator.device).repeat_interleave(
-            self.plan.samples
-        )
+        of_prompts = torch.tensor(teachers, device=self.sampler.device)
+        return of_prompts.repeat_interleave(self.plan.samples)
 
     def add(self, rows: ScoredRollout, step: int) -> ScoredRollout | None:
         """Add the rows of a round, of all ranks. Returns those of the PPO step once it has enough,
         or after the last round, and prints their answers if asked to. Collective."""
         self._round += 1
-        self._answers += len(rows.groups)
+        self._responses += len(rows.groups)
         self._left += int((~rows.kept).sum())
         if isinstance(self.stream, OwnSampler):
             self.stream.update(rows.groups[rows.kept], rows.scores[rows.kept])
@@ -462,13 +277,13 @@ class ExperienceCollection:
             if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:
                 return None
         self.metrics = {
-            "reward/function_faults": float(self._faults),
-            "rollout/left_share": self._left / self._answers,
+            "reward/function_faults": float(self._failed_rows),
+            "rollout/left_share": self._left / self._responses,
         }
-        if self.generator.episodes is not None:
-            self.metrics |= self.generator.episodes.take_metrics()
+        if self.sampler.episodes is not None:
+            self.metrics |= self.sampler.episodes.take_metrics()
         self.metrics |= {
-            f"reward/{name}": mean for name, mean in number_means(self._numbers).items()
+            f"reward/{name}": mean for name, mean in number_means(self._score_numbers).items()
         }
         if self.pool is not None:
             self.metrics["rollout/dynamic_sampling_rounds"] = float(self._round)
@@ -509,75 +324,3 @@ class ExperienceCollection:
                 state["pool"],
                 partial(self.pool.load_state_dict, device=device),
             )
-
-
-@dataclass(eq=False)
-class GroupPool:
-    """Collects the rows of a PPO step from several rounds of sampling: dynamic sampling (Yu et al.
-    2025, DAPO).
-
-    It replaces prompts whose answers all have the same score, so advantage 0, those of which fewer
-    than two answers have a score, and those whose mean score is not within `score_range`. Every
-    rank holds the rows of all ranks, so every rank makes the same decision. Accepted rows beyond
-    what the step needs are kept for the next one.
-    """
-
-    rows_needed: int  # of a PPO step over all ranks, whole groups
-    # (N,) raw -> scaled and clipped scores, which differ in an accepted group
-    shaped: Callable[[Tensor], Tensor]
-    score_range: Sequence[float] = ()  # what the mean of its raw scores is between; empty: any
-    # the scores of a source with a weight may differ instead; empty: of none
-    source_weights: Sequence[float] = ()
-    accepted: list[ScoredRollout] = field(default_factory=list)
-    dropped: list[ScoredRollout] = field(default_factory=list)
-    sampled: int = 0  # rows of this step's rounds
-    kept: int = 0  # those of them that were accepted
-
-    @property
-    def missing(self) -> int:
-        """Rows that the step still needs."""
-        return max(0, self.rows_needed - sum(len(part.groups) for part in self.accepted))
-
-    @property
-    def kept_share(self) -> float:
-        """Share of the rows of this step's rounds that were accepted; 1 before the first round."""
-        return self.kept / self.sampled if self.sampled else 1.0
-
-    def add(self, rows: ScoredRollout) -> None:
-        """Sort the rows of a round (whole groups) into accepted and dropped ones."""
-        scored = rows.kept  # (N,) bool; a group is judged by these answers, and stays whole
-        scores, groups = rows.scores[scored], rows.groups[scored]  # (n,) each
-        differ = groups_that_differ(self.shaped(scores), groups)  # (n,) bool
-        for weight, column in zip(self.source_weights, rows.source_scores.T, strict=False):
-            if weight != 0:
-                differ = differ | groups_that_differ(column[scored].nan_to_num(), groups)
-        if self.score_range:
-            differ = differ & groups_within(scores, groups, *self.score_range)
-        kept = torch.isin(rows.groups, groups[differ])  # (N,) bool
-        self.sampled += len(kept)
-        self.kept += int(kept.sum())
-        for parts, chosen in ((self.accepted, kept), (self.dropped, ~kept)):
-            if chosen.any():
-                parts.append(select_rows(rows, chosen.nonzero().squeeze(1)))
-
-    def take(self) -> tuple[ScoredRollout, int]:
-        """The rows of the step, and how many of them are dropped ones that fill it up. The next
-        step begins."""
-        filled = self.missing
-        rows = concat_rows([*self.accepted, *(self.dropped if filled else [])])
-        taken, left = torch.arange(len(rows.groups), device=rows.groups.device).tensor_split(
-            [self.rows_needed]
-        )
-        self.accepted = [select_rows(rows, left)] if len(left) and not filled else []
-        self.dropped, self.sampled, self.kept = [], 0, 0
-        return select_rows(rows, taken), filled
-
-    def state_dict(self) -> dict[str, Any]:
-        """The accepted rows kept for the next step; call it between two steps."""
-        return {"accepted": tensors_of(self.accepted[0]) if self.accepted else None}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Restore `state_dict()` at the beginning of a step, on `device`."""
-        kept = state["accepted"]
-        self.accepted = [] if kept is None else [to_device(record_of(ScoredRollout, kept), device)]
-        self.dropped, self.sampled, self.kept = [], 0, 0

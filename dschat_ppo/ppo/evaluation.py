@@ -22,7 +22,8 @@ from dschat_ppo.data.batches import PADDING_ROW, optimizer_steps
 from dschat_ppo.episodes.shown_turns import turns_of
 from dschat_ppo.errors import StorageError
 from dschat_ppo.monitor.writers import finite_or_null
-from dschat_ppo.ppo.collect import RolloutGenerator, greedily
+from dschat_ppo.ppo.generation_settings import greedily
+from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.call_forms import ResponseText
 from dschat_ppo.rewards.reward_source import Scores
@@ -206,7 +207,7 @@ class Evaluation:
     """Answers the held-out prompts and remembers the best evaluation."""
 
     flags: EvaluationFlags
-    generator: RolloutGenerator
+    sampler: RolloutSampler
     requests: RewardRequests
     # log-probs under actor and reference; None where there is no reference
     passes: ForwardPasses | None
@@ -217,9 +218,7 @@ class Evaluation:
     best: tuple[float, int] | None = None  # (score, PPO step)
 
     def __post_init__(self) -> None:
-        config = (
-            greedily(self.generator.config) if self.flags.eval_greedy else self.generator.config
-        )
+        config = greedily(self.sampler.config) if self.flags.eval_greedy else self.sampler.config
         self.config = replace(config, samples=self.flags.eval_samples)
 
     def close(self) -> None:
@@ -273,8 +272,16 @@ class Evaluation:
         """Answers to some prompts, with their scores; each list entry is one prompt."""
         samples = self.config.samples
         first = indices[0] * samples  # answers depend neither on batches nor on ranks
-        rollout = self.generator.answer(
-            indices, STREAM, 0, 0, prompts=prompts, config=self.config, first=first, step=step
+        rollout = self.sampler.sample(
+            indices,
+            STREAM,
+            0,
+            0,
+            purpose="evaluation",
+            prompts=prompts,
+            config=self.config,
+            first=first,
+            step=step,
         )
         request = self.requests.request(rollout, indices, step)
         scores = self.requests.mixture(request, rollout)
@@ -283,7 +290,7 @@ class Evaluation:
             groups = torch.arange(len(indices), device=scores.total.device).repeat_interleave(
                 samples
             )
-            scored = self.passes(rollout, scores, groups)
+            scored = self.passes(rollout, groups)
             assert scored.old_logprobs is not None and scored.ref_logprobs is not None
             # one sum per answer
             kl = kl_k1(scored.old_logprobs, scored.ref_logprobs).sum(dim=1).tolist()

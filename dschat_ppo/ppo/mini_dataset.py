@@ -19,6 +19,7 @@ from dschat_ppo.data.batches import IndexStream, SFTBatch, collate_sft
 from dschat_ppo.models.micro_batches import RowPrompts, deal, split_by_tokens
 from dschat_ppo.types import (
     Experience,
+    ForwardedRollout,
     RewardedRollout,
     ScoredRollout,
     pad_rows,
@@ -28,6 +29,7 @@ from dschat_ppo.types import (
     to_device,
 )
 
+Forwarded = TypeVar("Forwarded", ForwardedRollout, ScoredRollout)
 Rewarded = TypeVar("Rewarded", RewardedRollout, Experience)
 
 
@@ -117,12 +119,12 @@ class MiniDataset:
         )
 
 
-def prompts_of(rows: ScoredRollout) -> RowPrompts:
+def prompts_of(rows: ForwardedRollout) -> RowPrompts:
     """Which rows answer the same prompt."""
     return RowPrompts(rows.groups, rows.prompt_mask.sum(dim=1))
 
 
-def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
+def gather_rows(rows: Forwarded, of_group: bool = False) -> Forwarded:
     """The rows of all ranks (equally many each) in rank order, padded to the longest: (N, P) and
     (N, R). Collective. With `of_group` only of the ranks that share rows in training, where several
     do."""
@@ -134,7 +136,7 @@ def gather_rows(rows: ScoredRollout, of_group: bool = False) -> ScoredRollout:
     )
     prompt_length, response_length = dist.all_reduce(widths, "max").tolist()
     padded = pad_rows(rows, prompt_length, response_length)
-    columns = tensors_of(padded)
+    columns: dict[str, Tensor] = tensors_of(padded)
     with block("gather rows"):
         gathered = dist.gather_together([*columns.values()], group)
     return replace(padded, **dict(zip(columns, gathered, strict=True)))

@@ -27,12 +27,12 @@ from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.ppo.response_texts import response_texts, texts_of
 from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.rewards.call_forms import ResponseText
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest, Scores
+from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
 from dschat_ppo.types import (
+    ForwardedRollout,
     MinimumLength,
     Model,
     Rollout,
-    ScoredRollout,
     concat_rows,
     row_lengths,
     select_rows,
@@ -112,107 +112,103 @@ class ForwardPasses:
 
     @torch.no_grad()
     def __call__(
-        self, rollout: Rollout, scores: Scores, groups: Tensor, teachers: Tensor | None = None
-    ) -> ScoredRollout:
-        """B rows with the numbers of one forward pass of each model, in eval mode from here on;
-        `groups` (B,) int64 is the number of each row's prompt, `teachers` (B,) int64 that of its
-        teacher where there are several. Collective; ranks with fewer micro-batches run their last
-        one again. Ranks that share rows (`--sequence_parallel_size`) run those of all of them
-        together."""
+        self, rollout: Rollout, groups: Tensor, teachers: Tensor | None = None
+    ) -> ForwardedRollout:
+        """B rows with the numbers of one forward pass of each model, in eval mode from here on.
+
+        Collective; ranks with fewer micro-batches run their last one again. Ranks that share rows
+        (`--sequence_parallel_size`) run those of all of them together.
+
+        Args:
+            rollout: B rows.
+            groups: (B,) int64, number of each row's prompt.
+            teachers: (B,) int64, index of each row's teacher, where there are several.
+        """
         for model in (self.actor, self.reference, self.critic):
             if model is not None:
                 model.eval()
-        batch = ScoredRollout(
+        batch = ForwardedRollout(
             **tensors_of(rollout),
             old_logprobs=None,
             entropies=None,
             ref_logprobs=None,
             kl=None,
             values=None,
-            source_scores=scores.by_source,
-            scores=scores.total,
-            baselines=scores.baselines,
             groups=groups,
             teachers=teachers,
         )
         if dist.sequence_ranks() > 1:
             batch = gather_rows(batch, of_group=True)
-        shares = share_prompts(self.actor, self.reference, self.critic)
-        prompts = prompts_of(batch) if shares else None
-        parts, own = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
-        part, temperature, minimum_length, done = (
-            self.clock.part,
-            self.temperature,
-            self.minimum_length,
-            list[ScoredRollout](),
-        )
-        full = self.kl_estimator == "full" and self.reference is not None
-        # one forward pass of each model; every tensor is (b, R)
-        for number, own_rows in enumerate(parts, start=1):
+        prompts = None
+        if share_prompts(self.actor, self.reference, self.critic):
+            prompts = prompts_of(batch)
+        micro_batches, count = even_passes(row_lengths(batch), self.micro_batch_tokens, prompts)
+        results: list[ForwardedRollout] = []
+        for number, row_indices in enumerate(micro_batches, start=1):
             heartbeat()
-            rows = select_rows(batch, own_rows)
-            mask = rows.response_mask
-            reference = teaching = None
-            if self.reference is not None:
-                with part("reference"):
-                    reference = response_logprobs(
-                        self.reference,
-                        rows,
-                        temperature,
-                        minimum_length=minimum_length,
-                        keeps_layer=full,
-                    )
-            if reference is not None and reference.layer is not None:
-                teaching = Teaching(reference.layer, Divergence("reverse_kl"))
-            if self.old_logprobs == "recompute":
-                with part("actor"):
-                    actor = response_logprobs(
-                        self.actor,
-                        rows,
-                        temperature,
-                        minimum_length=minimum_length,
-                        teachings=[teaching] if teaching else [],
-                    )
-                rows = replace(
+            results.append(self._micro_batch(select_rows(batch, row_indices)))
+            report_phase(number, len(micro_batches), "batches")
+        order = torch.argsort(torch.cat(micro_batches[:count]))  # the order of the rollout
+        rank_rows = order.chunk(dist.sequence_ranks())[dist.sequence_rank()]
+        return select_rows(concat_rows(results[:count]), rank_rows)
+
+    def _micro_batch(self, rows: ForwardedRollout) -> ForwardedRollout:
+        """One forward pass of each model; every tensor is (b, R)."""
+        has_full_kl = self.kl_estimator == "full" and self.reference is not None
+        reference = None
+        if self.reference is not None:
+            with self.clock.part("reference"):
+                reference = response_logprobs(
+                    self.reference,
                     rows,
-                    old_logprobs=actor.logprobs,
-                    entropies=actor.entropy,
-                    kl=actor.divergences[0] if full else None,
+                    self.temperature,
+                    minimum_length=self.minimum_length,
+                    keeps_layer=has_full_kl,
                 )
-            elif self.old_logprobs == "rollout":
-                rows = replace(rows, old_logprobs=torch.where(mask, rows.rollout_logprobs, 0.0))
-            if reference is not None:
-                kl = (
-                    rows.kl
-                    if full
-                    else KL_ESTIMATORS[self.kl_estimator](rows.policy_logprobs, reference.logprobs)
+        if self.old_logprobs == "recompute":
+            teachings = []
+            if reference is not None and reference.layer is not None:
+                teachings.append(Teaching(reference.layer, Divergence("reverse_kl")))
+            with self.clock.part("actor"):
+                actor = response_logprobs(
+                    self.actor,
+                    rows,
+                    self.temperature,
+                    minimum_length=self.minimum_length,
+                    teachings=teachings,
                 )
-                rows = replace(rows, ref_logprobs=reference.logprobs, kl=kl)
-            if self.teachers is not None:
-                with part("teacher"):
-                    rows = replace(rows, teacher_logprobs=self.teachers.logprobs(rows))
-            if self.critic is not None:
-                with part("critic"):
-                    rows = replace(rows, values=response_values(self.critic, rows))
-            done.append(rows)
-            report_phase(number, len(parts), "batches")
-        order = torch.argsort(torch.cat(parts[:own]))  # the order of the rollout
-        return select_rows(
-            concat_rows(done[:own]), order.chunk(dist.sequence_ranks())[dist.sequence_rank()]
-        )
+            rows = replace(rows, old_logprobs=actor.logprobs, entropies=actor.entropy)
+            if has_full_kl:
+                rows = replace(rows, kl=actor.divergences[0])
+        elif self.old_logprobs == "rollout":
+            old_logprobs = torch.where(rows.response_mask, rows.rollout_logprobs, 0.0)
+            rows = replace(rows, old_logprobs=old_logprobs)
+        if reference is not None:
+            rows = replace(rows, ref_logprobs=reference.logprobs)
+            if not has_full_kl:
+                estimator = KL_ESTIMATORS[self.kl_estimator]
+                rows = replace(rows, kl=estimator(rows.policy_logprobs, reference.logprobs))
+        if self.teachers is not None:
+            with self.clock.part("teacher"):
+                rows = replace(rows, teacher_logprobs=self.teachers.logprobs(rows))
+        if self.critic is not None:
+            with self.clock.part("critic"):
+                rows = replace(rows, values=response_values(self.critic, rows))
+        return rows
 
     @torch.no_grad()
     def actor_logprobs(self, rollout: Rollout) -> Tensor:
         """Log-probs of the response tokens under the actor in eval mode, (B, R) fp32.
         Collective."""
         self.actor.eval()
-        parts, own = even_passes(row_lengths(rollout), self.micro_batch_tokens)
-        whole = torch.zeros(rollout.response_mask.shape, device=rollout.response_mask.device)
-        for number, part in enumerate(parts):
-            rows = select_rows(rollout, part)
-            found = response_logprobs(
+        micro_batches, count = even_passes(row_lengths(rollout), self.micro_batch_tokens)
+        logprobs = torch.zeros(rollout.response_mask.shape, device=rollout.response_mask.device)
+        for number, row_indices in enumerate(micro_batches):
+            rows = select_rows(rollout, row_indices)
+            outputs = response_logprobs(
                 self.actor, rows, self.temperature, minimum_length=self.minimum_length
-            ).logprobs
-            if number < own:
-                whole[part, : found.shape[1]] = found
-        return whole
+            )
+            if number < count:  # the others repeat the last one
+                width = outputs.logprobs.shape[1]
+                logprobs[row_indices, :width] = outputs.logprobs
+        return logprobs

@@ -33,10 +33,12 @@ from dschat_ppo.monitor.rollout_metrics import experience_metrics
 from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.nonfinite import NonFinitePolicy, ReproBundles
 from dschat_ppo.ppo.advantages import AdvantageComputation
-from dschat_ppo.ppo.collect import ExperienceCollection, GroupPool, RolloutGenerator
+from dschat_ppo.ppo.collect import ExperienceCollection
 from dschat_ppo.ppo.evaluation import Evaluation
+from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.mini_dataset import MiniBatch, MiniDataset, TextBatches
 from dschat_ppo.ppo.own_algorithms import own_metrics
+from dschat_ppo.ppo.rollout_sampler import RolloutSampler
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.ppo.teaching import teachers_of
 from dschat_ppo.ppo.update import Objective, Outcome, PPOUpdate, RecordedTokens
@@ -160,7 +162,7 @@ class PPOComponents:
         self.state = PPOState()
         self.clock = PhaseClock()
         self.nonfinite = NonFinitePolicy(config.safety, ReproBundles(config, tokenizer))
-        generator = RolloutGenerator(ppo, engines.hybrid, rows.train, tokenizer, seed, episodes)
+        sampler = RolloutSampler(ppo, engines.hybrid, rows.train, tokenizer, seed, episodes)
         seed_this_rank(seed)
         model_configs = [engine.module.config.to_dict() for engine in engines.trained.values()]
         self.old_logprobs, reason = old_logprobs_source(config, plan, model_configs)
@@ -175,7 +177,7 @@ class PPOComponents:
             config.distill_coef if config.teacher_gives_rewards else 0.0,
             [weight for _, weight in rewards.sources],
         )
-        minimum_length = generator.config.stopping.minimum_length
+        minimum_length = sampler.config.stopping.minimum_length
         reference = engines.reference if algorithm.has_reference else None
         teachers = teachers_of(config, engines.teachers, engines.reference, minimum_length)
         passes = ForwardPasses(
@@ -201,7 +203,7 @@ class PPOComponents:
         self.collection = ExperienceCollection(
             config,
             plan,
-            generator,
+            sampler,
             RewardRequests(rewards, rows.train, tokenizer, episodes),
             passes,
             pool,

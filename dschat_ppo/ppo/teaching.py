@@ -12,7 +12,7 @@ from dschat_ppo.algorithms.divergence import Divergence
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.models.router_recorder import recorded_router
 from dschat_ppo.models.wrapped_models import ResponseLogprobs, Teaching, response_logprobs
-from dschat_ppo.types import MinimumLength, Model, ScoredRollout, select_rows
+from dschat_ppo.types import ForwardedRollout, MinimumLength, Model, select_rows
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Teachers:
     minimum_length: MinimumLength | None = None
 
     @torch.no_grad()
-    def teachings(self, rows: ScoredRollout) -> list[Teaching]:
+    def teachings(self, rows: ForwardedRollout) -> list[Teaching]:
         """What each teacher says of the response tokens of its rows. Every teacher runs on every
         rank, on one row without a response where it has none, because its layers may be
         gathered."""
@@ -44,7 +44,7 @@ class Teachers:
         return found
 
     @torch.no_grad()
-    def logprobs(self, rows: ScoredRollout) -> Tensor:
+    def logprobs(self, rows: ForwardedRollout) -> Tensor:
         """Log-probs of the response tokens under the teachers, (b, R) fp32; 0 in rows that have
         none."""
         whole = torch.zeros(rows.response_mask.shape, device=rows.response_mask.device)
@@ -53,7 +53,7 @@ class Teachers:
         return whole
 
     def _answers(
-        self, rows: ScoredRollout, keeps_layer: bool
+        self, rows: ForwardedRollout, keeps_layer: bool
     ) -> Iterator[tuple[Tensor, ResponseLogprobs]]:
         """For each teacher the numbers of its rows, and its forward pass over them."""
         seen = rows

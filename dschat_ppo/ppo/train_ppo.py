@@ -156,7 +156,7 @@ def show_roles(config: PPOConfig, ppo: PPOComponents, folders: ModelFolders, out
             )
         ),
     }
-    rollout = ("rollout", ppo.collection.generator.engine_text)
+    rollout = ("rollout", ppo.collection.sampler.engine_text)
     show_models(roles, config.run.dtype, output, [rollout], trains=not config.validate_only)
 
 
@@ -257,7 +257,7 @@ def evaluation_of(
         old_logprobs: OldLogprobs = "recompute" if config.recompute_old_logprobs else "rollout"
         scorer = replace(collection.passes, critic=None, teachers=None, old_logprobs=old_logprobs)
 
-    requests = RewardRequests(mixture, rows, tokenizer, collection.generator.episodes)
+    requests = RewardRequests(mixture, rows, tokenizer, collection.sampler.episodes)
     return Evaluation(
-        flags, collection.generator, requests, scorer, kept.output, kept.save_best, data_sources
+        flags, collection.sampler, requests, scorer, kept.output, kept.save_best, data_sources
     )

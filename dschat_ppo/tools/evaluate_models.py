@@ -33,7 +33,6 @@ from dschat_ppo.models.tokenizers import filler_id
 from dschat_ppo.models.wrapped_models import ScalarModel
 from dschat_ppo.monitor.writers import finite_or_null
 from dschat_ppo.planner.number_format import dtype_for_tool
-from dschat_ppo.ppo.collect import end_ids, greedily
 from dschat_ppo.ppo.evaluation import (
     CUT,
     STREAM,
@@ -42,6 +41,7 @@ from dschat_ppo.ppo.evaluation import (
     summary,
     summary_by_source,
 )
+from dschat_ppo.ppo.generation_settings import end_ids, greedily
 from dschat_ppo.ppo.score import RewardRequests
 from dschat_ppo.rewards.build_rewards import build_sources, check_columns, check_sources
 from dschat_ppo.rewards.learned_reward import model_reward

@@ -28,7 +28,7 @@ from dschat_ppo.data.templates import NAMED, TurnEnd, answer_ends, turn_end
 from dschat_ppo.errors import UserError
 from dschat_ppo.models.saving import SavedForm, save_model
 from dschat_ppo.models.wrapped_models import PolicyModel, ScalarModel
-from dschat_ppo.ppo.collect import end_ids
+from dschat_ppo.ppo.generation_settings import end_ids
 from dschat_ppo.run.start_and_end import MOST_CHARACTERS, log_samples, row_sample
 
 TALK = [

@@ -23,14 +23,9 @@ from dschat_ppo.data.prepare import TokenRows
 from dschat_ppo.errors import StopRequested, UserError
 from dschat_ppo.models.backbone import Layout
 from dschat_ppo.models.tokenizers import load_tokenizer
-from dschat_ppo.ppo.collect import (
-    ExperienceCollection,
-    GroupPool,
-    Prompts,
-    check_stop_ids,
-    generation_config,
-    greedily,
-)
+from dschat_ppo.ppo.collect import ExperienceCollection, Prompts
+from dschat_ppo.ppo.generation_settings import check_stop_ids, generation_config, greedily
+from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.ppo.state import PPOComponents
 from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
@@ -89,31 +84,31 @@ def test_a_stop_token_that_is_none_is_refused_by_name(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def generator(assets, tmp_path_factory):
+def sampler(assets, tmp_path_factory):
     words = "--n_samples_per_prompt 2 --temperature 1.3"
-    return PlainRun(assets, tmp_path_factory.mktemp("run"), words).ppo.collection.generator
+    return PlainRun(assets, tmp_path_factory.mktemp("run"), words).ppo.collection.sampler
 
 
-def test_answers_do_not_depend_on_the_rank_that_generates_them(generator, monkeypatch):
-    whole = tokens_of(generator.answer([0, 1, 2, 3], 1))
+def test_answers_do_not_depend_on_the_rank_that_generates_them(sampler, monkeypatch):
+    whole = tokens_of(sampler.sample([0, 1, 2, 3], 1))
     monkeypatch.setattr(dist, "rank", lambda: 1)
-    assert tokens_of(generator.answer([2, 3], 1)) == whole[4:]
+    assert tokens_of(sampler.sample([2, 3], 1)) == whole[4:]
 
 
-def test_a_greedy_rollout_has_one_answer_to_each_prompt_and_the_log_probs_of_sampling(generator):
-    one = replace(greedily(generator.config), samples=1)
-    first, second = (generator.answer([0, 1, 2], step, config=one) for step in (1, 2))
+def test_a_greedy_rollout_has_one_answer_to_each_prompt_and_the_log_probs_of_sampling(sampler):
+    one = replace(greedily(sampler.config), samples=1)
+    first, second = (sampler.sample([0, 1, 2], step, config=one) for step in (1, 2))
     assert tokens_of(first) == tokens_of(second) and len(tokens_of(first)) == 3
-    config = greedily(generator.config)
+    config = greedily(sampler.config)
     assert (config.sampling.top_k, config.sampling.temperature, config.samples) == (1, 1.3, 2)
     assert float(first.rollout_logprobs[first.response_mask].max()) < 0, (
         "not those of a greedy policy"
     )
 
 
-def test_once_a_stop_is_noticed_only_greedy_answers_are_finished(generator, monkeypatch):
-    assert not generator.answer([0, 1], 1, cancelled=lambda: True).response_mask.any()
-    assert generator.answer([0, 1], 1).response_mask.any()
+def test_once_a_stop_is_noticed_only_greedy_answers_are_finished(sampler, monkeypatch):
+    assert not sampler.sample([0, 1], 1, cancelled=lambda: True).response_mask.any()
+    assert sampler.sample([0, 1], 1).response_mask.any()
 
 
 def test_building_the_parts_leaves_the_random_stream_of_the_rank_as_seeded(assets, tmp_path):
@@ -144,7 +139,7 @@ def test_rows_go_to_the_teacher_of_their_source_and_a_source_without_one_is_name
         assets, tmp_path / "run", f"{words} chat={assets}/lm math={assets}/uniform_lm"
     ).ppo
     rows = [{"row": json.dumps({"data_source": source})} for source in ("math", "code", "chat")]
-    ppo.collection.generator.prompts = Dataset.from_list(rows)
+    ppo.collection.sampler.prompts = Dataset.from_list(rows)
     assert ppo.collection._teachers(Prompts([0, 2], 0)).tolist() == [1, 1, 0, 0]
     for count in (1, 0):
         assert ppo.collection._teachers(Prompts([1, 2], 0)).tolist() == [-1, -1, 0, 0]
@@ -162,14 +157,14 @@ def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets,
         " --use_reward_model False "
     )
     ppo = PlainRun(assets, tmp_path / "run", f"{words} {TEACHER} {assets}/uniform_lm").ppo
-    generator, limit = ppo.collection.generator, ppo.config.ppo.max_answer_seq_len
+    sampler, limit = ppo.collection.sampler, ppo.config.ppo.max_answer_seq_len
     answers = [[5, 6], [*range(5, 5 + limit + 1)]]
     rows = [
         {"prompt_ids": [7, 8, 9], "answers": [answers[0]], "teacher_prompt_ids": [4]},
         {"prompt_ids": [7], "answers": [answers[1]], "teacher_prompt_ids": [7, 8, 9, 4]},
     ]
-    generator.prompts = Dataset.from_list(rows)
-    found = generator.answers_of_the_data([1, 0])
+    sampler.prompts = Dataset.from_list(rows)
+    found = sampler.responses_of_the_data([1, 0])
     assert tokens_of(found) == [
         answers[1][:limit],
         answers[0],
@@ -184,7 +179,7 @@ def test_answers_of_the_data_are_cut_and_have_the_log_probs_of_the_actor(assets,
         assert logprobs[number][found.response_mask[number]].tolist() == pytest.approx(
             expected, abs=1e-4
         )
-    seen = generator.with_teacher_prompts(found, [1, 0])
+    seen = sampler.with_teacher_prompts(found, [1, 0])
     assert seen.prompt_ids.shape == seen.teacher_prompt_ids.shape == (2, 4)
     assert seen.teacher_prompt_ids[0].tolist() == [7, 8, 9, 4]
     assert seen.teacher_prompt_mask.sum(dim=1).tolist() == [4, 1]
@@ -229,7 +224,7 @@ def rows(groups: list[int], scores: list[float]) -> ScoredRollout:
     )
 
 
-class Generator:
+class Sampler:
     """Answers of one token: 10 x the prompt's row number + the answer's number; remembers how it
     was asked."""
 
@@ -242,8 +237,11 @@ class Generator:
         )
         self.asked = []
 
-    def answer(self, indices, step, round_number=0, config=config, cancelled=never):
+    def sample(
+        self, indices, step, round_number=0, purpose="sampled", config=config, cancelled=never
+    ):
         greedy = config.sampling.top_k == 1
+        assert greedy is (purpose == "greedy")
         assert cancelled is (never if greedy else stop_requests.flag_is_set), (
             "a stop cancels sampling alone"
         )
@@ -312,7 +310,7 @@ def collection_of(
     plan = plan_ppo(config.ppo, 12, 1)
     passes = ForwardPasses(actor, None, None, 1.0, plan.micro_batch_tokens, old_logprobs, "k1")
     pool = GroupPool(plan.rollout_rows, clipped) if config.algorithm.dynamic_sampling else None
-    parts = config, plan, Generator(), RewardRequests(), passes, pool, PhaseClock()
+    parts = config, plan, Sampler(), RewardRequests(), passes, pool, PhaseClock()
     return ExperienceCollection(*parts, several_data_sets)
 
 
@@ -333,10 +331,10 @@ def test_prompts_answers_scores_and_groups_stay_together():
     collection = collection_of()
     assert collection.plan.prompts_per_rank == 4
     first, second = collect(collection), collect(collection, step=2)
-    assert [call[1:] for call in collection.generator.asked] == [(1, 0, False), (2, 0, False)]
+    assert [call[1:] for call in collection.sampler.asked] == [(1, 0, False), (2, 0, False)]
     assert collection.requests.steps == [0, 1], "those that are done"
     for number, (found, call) in enumerate(
-        zip((first, second), collection.generator.asked, strict=True)
+        zip((first, second), collection.sampler.asked, strict=True)
     ):
         assert found.response_ids[:, 0].tolist() == [
             10 * row + sample for row in call[0] for sample in (0, 1)
@@ -345,7 +343,7 @@ def test_prompts_answers_scores_and_groups_stay_together():
         assert torch.equal(found.source_scores, torch.stack([found.scores, -found.scores], dim=1))
         assert found.groups.tolist() == [4 * number + prompt for prompt in range(4) for _ in (0, 1)]
         assert found.baselines is None
-    taken = [row for call in collection.generator.asked for row in call[0]]
+    taken = [row for call in collection.sampler.asked for row in call[0]]
     assert len(set(taken)) == 8, "each prompt once an epoch"
     assert collection.passes.actor.modes == ["eval"] * 2
     assert collection.metrics == {"reward/function_faults": 2.0, "rollout/left_share": 0.0}
@@ -376,7 +374,7 @@ def test_ranks_share_the_prompts_and_number_their_groups_as_one_rank_does(monkey
 def test_remax_scores_one_greedy_answer_to_each_prompt():
     collection = collection_of("--advantage_estimator remax")
     found = collect(collection)
-    [sampled, greedy] = collection.generator.asked
+    [sampled, greedy] = collection.sampler.asked
     assert sampled[1:] == (1, 0, False) and greedy == (sampled[0], 1, 0, True)
     assert found.baselines.tolist() == [10.0 * row for row in sampled[0] for _ in (0, 1)]
     assert found.scores.tolist() == [10.0 * row + sample for row in sampled[0] for sample in (0, 1)]
@@ -424,7 +422,7 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     found = collect(collection)
     # Of groups 0 to 3 a half is kept; for the 4 rows that are missing, 2 / 0.5 = 4 prompts are
     # taken.
-    assert [(len(call[0]), call[2]) for call in collection.generator.asked] == [(4, 0), (4, 1)]
+    assert [(len(call[0]), call[2]) for call in collection.sampler.asked] == [(4, 0), (4, 1)]
     assert found.groups.tolist() == [0, 0, 1, 1, 5, 5, 6, 6]
     assert collection.metrics == {
         "reward/function_faults": 4.0,
@@ -437,7 +435,7 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     # The next step counts its rounds and faults from 0. 3 prompts are missing and all are expected
     # to be kept.
     collect(collection, step=2)
-    asked = [(len(call[0]), call[1], call[2]) for call in collection.generator.asked[2:]]
+    asked = [(len(call[0]), call[1], call[2]) for call in collection.sampler.asked[2:]]
     assert asked == [(3, 2, 0), (4, 2, 1), (4, 2, 2)]
     assert collection.metrics["rollout/dynamic_sampling_rounds"] == 3
     assert collection.metrics["reward/function_faults"] == 6
@@ -489,7 +487,7 @@ def test_dynamic_sampling_ends_after_its_rounds_with_rows_that_score_alike(said)
     collection = collection_of(DYNAMIC)
     alike(collection, keep={0})
     found = collect(collection)
-    assert [call[2] for call in collection.generator.asked] == [0, 1, 2]
+    assert [call[2] for call in collection.sampler.asked] == [0, 1, 2]
     assert found.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert collection.metrics["rollout/dynamic_sampling_filled_rows"] == 6.0
     assert any("3 rounds gave too few prompts" in line and "6 rows" in line for line in said)
@@ -499,8 +497,8 @@ def test_dynamic_sampling_compares_scores_as_the_baseline_sees_them():
     """The scores of the prompt in row 0 are 0 and 1; all others are clipped to 5."""
     collection = collection_of(DYNAMIC)
     collect(collection)
-    sampled = sum(len(call[0]) for call in collection.generator.asked)
-    rows = [row for call in collection.generator.asked for row in call[0]]
+    sampled = sum(len(call[0]) for call in collection.sampler.asked)
+    rows = [row for call in collection.sampler.asked for row in call[0]]
     assert collection.metrics["rollout/dynamic_sampling_kept_share"] == rows.count(0) / sampled
 
 
@@ -532,11 +530,11 @@ def test_a_stop_is_noticed_after_each_generation_and_at_the_end_and_nothing_is_l
         alike(collection, keep={0, 1, 5, 6, 7})
         collect(collection)  # 0, 1, 5 and 6 fill the first step, and 7 is kept
         alike(collection, keep=())
-    before, done = collection.state_dict(), len(collection.generator.asked)
+    before, done = collection.state_dict(), len(collection.sampler.asked)
     checkpointer = Stops(asked)
     with pytest.raises(StopRequested):
         collect(collection, 2, checkpointer)
-    assert len(collection.generator.asked) - done == calls and checkpointer.saved == 1
+    assert len(collection.sampler.asked) - done == calls and checkpointer.saved == 1
     after = collection.state_dict()
     assert after["stream"] == before["stream"]
     if collection.pool is not None:
@@ -559,7 +557,7 @@ def test_a_reward_that_fails_ends_the_run_unless_it_is_asked_to_stop(failure, wo
     stopped.requests.failure = failure
     with pytest.raises(StopRequested):
         collect(stopped, 1, Stops(2))
-    assert stopped.stream.taken == 0 and len(stopped.generator.asked) == 1
+    assert stopped.stream.taken == 0 and len(stopped.sampler.asked) == 1
 
 
 def test_a_range_of_dynamic_sampling_drops_prompts_by_the_mean_of_their_raw_scores():

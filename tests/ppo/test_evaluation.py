@@ -130,7 +130,7 @@ def test_answers_without_a_score_count_in_none_of_the_scores():
     )
 
 
-class Generator:
+class Sampler:
     """Answers of `index % 3 + 1` tokens, the number of the answer over all prompts; the odd ones
     are cut."""
 
@@ -140,7 +140,8 @@ class Generator:
     def __init__(self):
         self.asked = []
 
-    def answer(self, indices, *path, prompts, config, first, step):
+    def sample(self, indices, *path, purpose, prompts, config, first, step):
+        assert purpose == "evaluation"
         self.asked.append((list(indices), config, first, path))
         numbers = [
             index * config.samples + sample for index in indices for sample in range(config.samples)
@@ -197,7 +198,7 @@ class RewardRequests:
 def evaluation_of(folder, scorer=None, passes=None, on_best=lambda: None, data_sources=(), **flags):
     flags = EvaluationFlags(eval_data_path=["d"], **flags)
     return Evaluation(
-        flags, Generator(), scorer or RewardRequests(), passes, folder, on_best, data_sources
+        flags, Sampler(), scorer or RewardRequests(), passes, folder, on_best, data_sources
     )
 
 
@@ -231,7 +232,7 @@ def test_answers_scores_and_files_do_not_depend_on_batches(tmp_path, batch):
             "eval/f/odd": (1 + 3 + 5) / 3,
         }
     )
-    for indices, config, first, path in evaluation.generator.asked:
+    for indices, config, first, path in evaluation.sampler.asked:
         assert (config.samples, config.sampling.top_k) == (2, 0) and path == (5, 0, 0)
         assert first == 2 * indices[0], "an answer has the same seed in every batch"
     assert lines_of(tmp_path, 4) == [
@@ -278,7 +279,7 @@ def test_each_data_set_has_its_own_summary_beside_that_of_all_prompts(tmp_path):
 def test_the_kl_is_the_sum_of_k1_over_each_answer_and_the_answers_to_a_prompt_are_a_group(tmp_path):
     """Micro-batches of scoring count the prompt of a group once."""
 
-    def passes(rollout, scores, groups):
+    def passes(rollout, groups):
         assert groups.tolist() == [0, 0, 1, 1, 2, 2]
         logprobs = torch.where(rollout.response_mask, 0.25, 0.0)
         return SimpleNamespace(old_logprobs=logprobs, ref_logprobs=logprobs * 3)
@@ -296,7 +297,7 @@ def test_the_kl_is_the_sum_of_k1_over_each_answer_and_the_answers_to_a_prompt_ar
 def test_a_greedy_evaluation_takes_the_most_likely_token(tmp_path):
     evaluation = evaluation_of(tmp_path, eval_greedy=True)
     evaluation.run(0)
-    assert [config.sampling.top_k for _, config, _, _ in evaluation.generator.asked] == [1]
+    assert [config.sampling.top_k for _, config, _, _ in evaluation.sampler.asked] == [1]
 
 
 def test_an_evaluation_in_which_a_function_fails_on_every_answer_writes_nothing(tmp_path):

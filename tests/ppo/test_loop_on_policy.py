@@ -101,7 +101,7 @@ def test_below_the_minimum_length_all_log_probs_are_over_tokens_that_do_not_end_
     """Scoring and training compute what sampling recorded: the ratio starts at 1, and the KL at
     0."""
     run = PlainRun(assets, tmp_path / "run", f"--min_answer_seq_len 3 --old_logprobs {words}")
-    ends = run.ppo.collection.generator.config.stopping.ids
+    ends = run.ppo.collection.sampler.config.stopping.ids
     with torch.no_grad():  # likelier ends
         for policy in (run.ppo.engines.actor.module, run.ppo.engines.reference):
             policy.lm.get_output_embeddings().weight[list(ends)] *= 3

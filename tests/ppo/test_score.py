@@ -3,7 +3,7 @@ that are shown."""
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +21,6 @@ from dschat_ppo.monitor.writers import JsonLines
 from dschat_ppo.ppo import score
 from dschat_ppo.ppo.samples import Samples, printed_answers, sample_lines, shown_rows
 from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
-from dschat_ppo.rewards.reward_source import Scores
 from dschat_ppo.tools import toy
 from dschat_ppo.types import FinishReason, Rollout, ScoredRollout, row_lengths
 
@@ -85,7 +84,13 @@ def scored(
     """The rows with scores of their own number."""
     roles = [({**models, **changes})[name] for name in ("actor", "reference", "critic")]
     score = ForwardPasses(*roles, TEMPERATURE, budget, source, kl)
-    return score(rows, Scores(SCORES, SOURCES, baselines), GROUPS)
+    forwarded = score(rows, GROUPS)
+    return ScoredRollout(
+        **{field.name: getattr(forwarded, field.name) for field in fields(forwarded)},
+        source_scores=SOURCES,
+        scores=SCORES,
+        baselines=baselines,
+    )
 
 
 def tables_alone(model, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:

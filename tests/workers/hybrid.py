@@ -94,7 +94,7 @@ def two_steps(ppo, toggles: int = 0) -> dict:
     first."""
     answers, metrics = [], []
     for step in (1, 2):
-        rollout = ppo.collection.generator.answer(my_prompts(), step)
+        rollout = ppo.collection.sampler.sample(my_prompts(), step)
         for _ in range(toggles):
             generate_some(ppo, 2, 3)
         ids = torch.where(rollout.response_mask, rollout.response_ids, -1)
@@ -115,9 +115,9 @@ def held(ppo) -> list[torch.Tensor]:
 
 
 def generate_some(ppo, count: int, max_new_tokens: int):
-    batch = collate_prompts(ppo.collection.generator.prompts, range(count), 0)
+    batch = collate_prompts(ppo.collection.sampler.prompts, range(count), 0)
     config = replace(
-        ppo.collection.generator.config, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4
+        ppo.collection.sampler.config, stopping=StoppingCriteria(max_new_tokens, (1,)), rows=4
     )
     with ppo.engines.hybrid.generating() as model:
         seeds = row_seeds(count * dist.rank(), count, 0)
@@ -175,7 +175,7 @@ def dropout_in_scoring(assets: Path) -> dict:
     ppo = ppo_with(assets, 3, "--actor_dropout", 0.5, "--critic_dropout", 0.5)
     # the default one of this rank, from which dropout draws
     found = {"stream": float(torch.rand(()))}
-    rollout = ppo.collection.generator.answer(my_prompts(), 1)
+    rollout = ppo.collection.sampler.sample(my_prompts(), 1)
     first, second = (score_answers(ppo, rollout, my_prompts()) for _ in range(2))
     ppo.engines.train()
     with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from dschat_ppo.common import dist
 from dschat_ppo.config.cli import parse
 from dschat_ppo.engine.hybrid_engine import HybridEngine
-from dschat_ppo.ppo import advantages, collect, loop, score, state, update
+from dschat_ppo.ppo import advantages, collect, loop, rollout_sampler, score, state, update
 from dschat_ppo.ppo.train_ppo import train_ppo
 from dschat_ppo.rewards.learned_reward import ModelReward
 from dschat_ppo.run.launch import leave
@@ -106,7 +106,7 @@ def note_everything() -> None:
     for name in ("next_prompts", "sample", "reward", "forward_passes", "add"):
         note(collection, name, name, "ppo/collect.py")
     note(HybridEngine, "generating", "HybridEngine.generating", "engine/hybrid_engine.py")
-    note(collect, "generate", "generate", "rollout/generator.py")
+    note(rollout_sampler, "generate", "generate", "rollout/generator.py")
     note(ModelReward, "__call__", "ModelReward", "rewards/learned_reward.py")
     for module in (score, update):
         note(

@@ -1,0 +1,230 @@
+"""Responses to prompts: sampled by the actor, alone or in episodes, or taken from the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dschat_ppo.common import dist
+from dschat_ppo.common.logging import logger
+from dschat_ppo.common.seeding import row_seeds
+from dschat_ppo.config.ppo_flags import PPOFlags
+from dschat_ppo.data.batches import collate_prompts, right_padded
+from dschat_ppo.engine.hybrid_engine import HybridEngine
+from dschat_ppo.engine.tensor_parallel import TensorParallel
+from dschat_ppo.episodes.rollouts import EpisodeRollouts
+from dschat_ppo.models.tokenizers import filler_id
+from dschat_ppo.ppo.generation_settings import generation_config
+from dschat_ppo.rollout.continuous_batching import Turns, never
+from dschat_ppo.rollout.cuda_graphs import RolloutGraphs
+from dschat_ppo.rollout.generator import GenerationConfig, engine_text, generate
+from dschat_ppo.rollout.kv_cache import rows_for_memory
+from dschat_ppo.rollout.self_check import choose_engine
+from dschat_ppo.types import (
+    FinishReason,
+    PromptBatch,
+    Rollout,
+    pad_rows,
+    repeat_rows,
+    select_rows,
+    to_device,
+)
+
+# "sampled": trained on; "greedy": baselines of ReMax; "evaluation": held-out prompts
+Purpose = Literal["sampled", "greedy", "evaluation"]
+
+
+class RolloutSampler:
+    """Samples responses of the actor to the prompts of this rank, which are token rows.
+
+    Attributes:
+        prompts: the prompts of training.
+        config: how responses to them are generated.
+        pad_id: any id; padding is masked.
+        engine_text: the generation engine, for the log.
+    """
+
+    def __init__(
+        self,
+        flags: PPOFlags,
+        hybrid: HybridEngine,
+        prompts: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        episodes: EpisodeRollouts | None = None,
+    ):
+        """Check the generation engine on the model. Collective."""
+        self.episodes = episodes
+        self.hybrid = hybrid
+        self.prompts = prompts
+        self.pad_id = filler_id(tokenizer)
+        self.seed = seed
+        self.device = dist.device()
+        self.graphs = RolloutGraphs()
+        config = generation_config(flags, tokenizer, hybrid.model)
+        if len(config.stopping.eos_ids) > 1:
+            names = ", ".join(
+                f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in config.stopping.eos_ids
+            )
+            logger().info(f"rollout: an answer ends with any of {names}")
+        if config.sampling.changes_distribution:
+            logger().info(
+                "note: log-probs, KL and ratios are of the policy before truncation and penalty"
+            )
+        hybrid.check_sharded_layers()
+        with hybrid.generating() as model:
+            self.config = choose_engine(
+                model, config, hybrid.max_over_ranks, self.graphs, has_turns=episodes is not None
+            )
+            self.engine_text = engine_text(model, self.config, hybrid.max_over_ranks)
+
+    def sample(
+        self,
+        indices: list[int],
+        *path: int,
+        purpose: Purpose = "sampled",
+        prompts: Dataset | None = None,
+        config: GenerationConfig | None = None,
+        first: int | None = None,
+        cancelled: Callable[[], bool] = never,
+        step: int | None = None,
+    ) -> Rollout:
+        """Sample responses to the prompts at `indices`. Collective.
+
+        The seed of a response is derived from the run's seed, `path` and the index of the response
+        over all ranks. So it does not depend on the rank.
+
+        Args:
+            indices: rows of `prompts`, at least one and as many on every rank.
+            path: the PPO step, and what else tells this rollout from others.
+            purpose: only "sampled" episodes count in the metrics.
+            prompts: token rows; None: those of training.
+            config: None: that of training.
+            first: index of the first response over all ranks; None: after those of the ranks
+                before.
+            cancelled: once it returns True, this rank stops generating, and its responses are to be
+                discarded.
+            step: the PPO step; None: the first of `path`.
+
+        Returns:
+            A row for each response, those of one prompt one after another.
+        """
+        if prompts is None:
+            prompts = self.prompts
+        if config is None:
+            config = self.config
+        if first is None:
+            first = dist.rank() * len(indices) * config.samples
+        if step is None:
+            step = path[0]
+        if self.episodes is not None:
+            # one seed for each prompt: its episodes begin alike
+            seeds = row_seeds(first // config.samples, len(indices), self.seed, *path).tolist()
+            name = "/".join(str(part) for part in (purpose, *path))
+            batch, turns = self.episodes.begin(
+                prompts, indices, config.samples, seeds, cancelled, step, name, first
+            )
+            seeds_of_rows = row_seeds(first, len(indices) * config.samples, self.seed, *path)
+            # some environments begin in several ways: then each row has a prompt of its own
+            samples = len(seeds_of_rows) // len(batch.prompt_ids)
+            rollout = self._generate(
+                batch, seeds_of_rows, replace(config, samples=samples), cancelled, turns
+            )
+            counts = purpose == "sampled"
+            return self.episodes.end(rollout, turns, cancelled(), counts)
+        seeds_of_rows = row_seeds(first, len(indices) * config.samples, self.seed, *path)
+        if self.hybrid.parallel is not None:
+            return self._sample_together(
+                self.hybrid.parallel, prompts, indices, seeds_of_rows, config, cancelled
+            )
+        batch = collate_prompts(prompts, indices, self.pad_id)
+        return self._generate(batch, seeds_of_rows, config, cancelled)
+
+    def _sample_together(
+        self,
+        parallel: TensorParallel,
+        prompts: Dataset,
+        indices: list[int],
+        seeds: Tensor,
+        config: GenerationConfig,
+        cancelled: Callable[[], bool],
+    ) -> Rollout:
+        """The ranks of a group that divides its layers generate the responses of all of them; each
+        rank gets its own."""
+        of_ranks = dist.gather_objects((indices, seeds), parallel.group)
+        group_indices = [index for rank_indices, _ in of_ranks for index in rank_indices]
+        group_seeds = torch.cat([rank_seeds for _, rank_seeds in of_ranks])
+        batch = collate_prompts(prompts, group_indices, self.pad_id)
+        rollout = self._generate(batch, group_seeds, config, cancelled)
+        rows = torch.arange(len(indices) * config.samples, device=self.device)
+        return select_rows(rollout, parallel.rank * len(rows) + rows)
+
+    def _generate(
+        self,
+        batch: PromptBatch,
+        seeds: Tensor,
+        config: GenerationConfig,
+        cancelled: Callable[[], bool],
+        turns: Turns | None = None,
+    ) -> Rollout:
+        """Generate with the actor's weights. Collective."""
+        batch = to_device(batch, self.device)
+        with self.hybrid.generating() as model:
+            max_over_ranks = self.hybrid.max_over_ranks
+            if self.hybrid.parallel is not None and max_over_ranks is not None and config.rows == 0:
+                # the ranks of a group run as many rows: the fewest that fit on one of them
+                length = batch.prompt_ids.shape[1] + config.stopping.max_new_tokens
+                fewest = -max_over_ranks(-rows_for_memory(model, length))
+                config = replace(config, rows=fewest)
+            return generate(
+                model,
+                batch,
+                seeds.to(self.device),
+                config,
+                max_over_ranks,
+                cancelled=cancelled,
+                graphs=self.graphs,
+                turns=turns,
+            )
+
+    def responses_of_the_data(self, indices: list[int]) -> Rollout:
+        """The data rows' responses to the prompts at `indices`, cut at `--max_answer_seq_len`,
+        without log-probs."""
+        batch = collate_prompts(self.prompts, indices, self.pad_id)
+        limit = self.config.stopping.max_new_tokens
+        responses = [self.prompts[index]["answers"][0] for index in indices]
+        ids, lengths = right_padded([response[:limit] for response in responses], self.pad_id)
+        mask = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)  # (B, R)
+        reasons = []
+        for response in responses:
+            if len(response) <= limit:
+                reasons.append(FinishReason.EOS)
+            else:
+                reasons.append(FinishReason.LENGTH)
+        rollout = Rollout(
+            batch.prompt_ids,
+            batch.prompt_mask,
+            ids,
+            mask,
+            torch.zeros(ids.shape),
+            torch.tensor(reasons, dtype=torch.int8),
+        )
+        return to_device(rollout, self.device)
+
+    def with_teacher_prompts(self, rollout: Rollout, indices: list[int]) -> Rollout:
+        """The rollout with what the teacher reads in place of the prompts at `indices`."""
+        rows = [{"prompt_ids": self.prompts[index]["teacher_prompt_ids"]} for index in indices]
+        batch = to_device(collate_prompts(rows, range(len(rows)), self.pad_id), self.device)
+        batch = repeat_rows(batch, len(rollout.prompt_ids) // len(indices))
+        width = max(batch.prompt_ids.shape[1], rollout.prompt_ids.shape[1])
+        batch = pad_rows(batch, width, 0)
+        rollout = pad_rows(rollout, width, rollout.response_ids.shape[1])
+        return replace(
+            rollout, teacher_prompt_ids=batch.prompt_ids, teacher_prompt_mask=batch.prompt_mask
+        )
