@@ -92,7 +92,8 @@ def _ranks_of(run: RunFlags) -> AbstractContextManager[object]:
         return nullcontext()
     from unittest.mock import patch  # not at the top, so that --help does not wait for it
 
-    whole, local = run.dry_run_ranks, local_world_size()
+    whole = run.dry_run_ranks
+    local = local_world_size()
     several = local < world_size() and whole % local == 0
     return patch.dict(
         os.environ, WORLD_SIZE=str(whole), LOCAL_SIZE=str(local if several else whole)
@@ -135,11 +136,14 @@ def start(step: str, argv: Sequence[str]) -> int:
             code = run_training(step, words)
         except KeyboardInterrupt:  # before the run takes it for a request to stop
             return INTERRUPTED
-        return INTERRUPTED if stop_requests.interrupted() else code
+        if stop_requests.interrupted():
+            return INTERRUPTED
+        return code
     command = launch_command(step, words, ranks, "info" if config.console.verbose else "warning")
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     # more threads than cores only spin
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     return os.execv(command[0], command)
@@ -186,7 +190,9 @@ def visible_devices(ranks: int) -> list[int | str]:
     names: list[int | str] = (
         [name.strip() for name in named.split(",")] if named not in ("", "-1") else []
     )
-    return names[:ranks] if len(names) >= ranks else list(range(ranks))
+    if len(names) >= ranks:
+        return names[:ranks]
+    return list(range(ranks))
 
 
 def _free_port() -> int:

@@ -86,9 +86,11 @@ def measure(
         json.loads(line)
         for line in (out / "toy/data/heldout.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    questions, prompts = [Question(**row["about"]) for row in rows], [row["prompt"] for row in rows]
+    questions = [Question(**row["about"]) for row in rows]
+    prompts = [row["prompt"] for row in rows]
     tokenizer = AutoTokenizer.from_pretrained(out / "ppo/actor")
-    reference, actor = load_lm(out / "sft"), load_lm(out / "ppo/actor")
+    reference = load_lm(out / "sft")
+    actor = load_lm(out / "ppo/actor")
     classifier = AutoModelForSequenceClassification.from_pretrained(
         out / "reward", dtype=torch.float32
     )
@@ -162,7 +164,8 @@ def show(
 def next_commands(out: Path, question: str, seed: int) -> dict[str, str]:
     """Purpose -> a command to try on the outputs, for a shell; `question` is what to type in the
     chat of that seed."""
-    sft, actor = out / "sft", out / "ppo/actor"
+    sft = out / "sft"
+    actor = out / "ppo/actor"
     purpose = f"chat with the model after PPO (actor) and before it (sft); type first '{question}'"
     tools = {
         purpose: ["chat", "--model", actor, "--compare", sft, "--seed", seed],

@@ -297,11 +297,15 @@ class AlgorithmFlags:
 
     def _uses(self) -> list[tuple[bool, str, str]]:
         """As `require_used` takes them."""
-        loss, estimator = self.policy_loss, self.advantage_estimator
+        loss = self.policy_loss
+        estimator = self.advantage_estimator
         # they may use any constant
-        own, own_loss = is_own_function(estimator), is_own_function(loss)
-        clips, standardises = own_loss or loss in CLIPPED_LOSSES, own or estimator in STANDARDISED
-        kl_loss, correction = self.kl_loss_coef > 0, self.importance_correction != "none"
+        own = is_own_function(estimator)
+        own_loss = is_own_function(loss)
+        clips = own_loss or loss in CLIPPED_LOSSES
+        standardises = own or estimator in STANDARDISED
+        kl_loss = self.kl_loss_coef > 0
+        correction = self.importance_correction != "none"
         biased_gradient = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")
         adaptive_entropy = self.entropy_target is not None
         penalty = "--kl_coef above 0" + (
@@ -392,7 +396,9 @@ class AlgorithmFlags:
             return self.loss_aggregation
         if self.policy_loss in SEQUENCE_LOSSES:
             return "seq_mean_token_mean"
-        return "constant" if self.advantage_estimator == "dr_grpo" else "token_mean"
+        if self.advantage_estimator == "dr_grpo":
+            return "constant"
+        return "token_mean"
 
     @property
     def full_kl_loss(self) -> bool:

@@ -114,8 +114,10 @@ class PPOPlan:
         return (self.ppo_steps - self.warmup_rollouts) * self.updates_per_rollout
 
     def table(self) -> list[tuple[str, str]]:
-        flags, ranks = self.flags, counted(self.world_size, "rank")
-        rows, passes = self.rows_per_rank, counted(flags.ppo_epochs, "epoch")
+        flags = self.flags
+        ranks = counted(self.world_size, "rank")
+        rows = self.rows_per_rank
+        passes = counted(flags.ppo_epochs, "epoch")
         device = "device" if self.shared == 1 else "group"
         of_prompts = (
             f"{flags.per_device_generation_batch_size} x {flags.generation_batches} prompts"
@@ -169,7 +171,8 @@ def plan_ppo(
         " of this run, or the actor is never trained",
     )
     # per device, or per group of ranks that share rows
-    rows, rows_per_update = plan.rows_per_rank * shared, plan.global_batch * shared // world_size
+    rows = plan.rows_per_rank * shared
+    rows_per_update = plan.global_batch * shared // world_size
     sharing, device = (
         (f" x {shared} ranks that share rows", "group") if shared > 1 else ("", "device")
     )

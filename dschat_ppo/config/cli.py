@@ -132,9 +132,13 @@ def learning_rates(given: dict[str, Any], defaults: dict[str, float]) -> dict[st
     for the weights of a model is also that of its adapter."""
     rates = {}
     for name, default in defaults.items():
-        whole, prefix = name.replace("lora_", ""), name.removesuffix("lora_learning_rate")
+        whole = name.replace("lora_", "")
+        prefix = name.removesuffix("lora_learning_rate")
         is_alone = whole != name and given["only_optimize_lora"] and given[f"{prefix}lora_dim"] > 0
-        rates[name] = given[name] if given[name] is not None or not is_alone else given[whole]
+        if given[name] is not None or not is_alone:
+            rates[name] = given[name]
+        else:
+            rates[name] = given[whole]
         rates[name] = default if rates[name] is None else rates[name]
     return rates
 
@@ -145,7 +149,12 @@ def _named_file(words: Sequence[str]) -> list[str]:
     named = list(words)
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")
-        following = value if equals else words[place + 1] if place + 1 < len(words) else ""
+        if equals:
+            following = value
+        elif place + 1 < len(words):
+            following = words[place + 1]
+        else:
+            following = ""
         if flag == "--deepspeed" and following.endswith(".json"):
             named[place] = "--deepspeed_config" + equals + value
     return named
@@ -260,7 +269,9 @@ def asked_for_help(argv: Sequence[str]) -> str | None:
         if word.startswith("--help="):
             return word.partition("=")[2]
         if word in _WORDS:
-            return argv[position + 1] if position + 1 < len(argv) else ""
+            if position + 1 < len(argv):
+                return argv[position + 1]
+            return ""
     return None
 
 
@@ -279,7 +290,10 @@ def help_text(step: str, parser: FlagParser, topic: str) -> str:
     found = exact or [flag for flag in flags if word in flag.dest]
     if not found:
         near = difflib.get_close_matches(word, [flag.dest for flag in flags])
-        meant = f"; did you mean {' or '.join(f'--help {name}' for name in near)}?" if near else ""
+        if near:
+            meant = f"; did you mean {' or '.join(f'--help {name}' for name in near)}?"
+        else:
+            meant = ""
         raise UserError(
             f"--help {topic}: no flag has this in its name{meant} (all flags: --help all)"
         )
@@ -302,7 +316,10 @@ def _usual(step: str, flags: Sequence[argparse.Action], width: int) -> str:
     for heading, names in usual.items():
         lines.append(f"{heading}:")
         for name in names:
-            end = f" [{default}]" if (default := shown_default(known[name])) else ""
+            if default := shown_default(known[name]):
+                end = f" [{default}]"
+            else:
+                end = ""
             room = width - column - len(end) - 4
             text = textwrap.shorten(first_words(str(known[name].help)), room, placeholder=" ...")
             lines.append(f"  {f'--{name}'.ljust(column)}  {text}{end}")

@@ -96,9 +96,9 @@ class TeacherFlags:
     def kind(self) -> str:
         """`--distill_loss`, or what it is at the ends of `--distill_beta`."""
         ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
-        return (
-            ends.get(self.distill_beta, "jsd") if self.distill_loss == "jsd" else self.distill_loss
-        )
+        if self.distill_loss == "jsd":
+            return ends.get(self.distill_beta, "jsd")
+        return self.distill_loss
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,10 @@ class DistillationFlags:
         """The share of PPO steps whose answers are sampled."""
         text = {"policy": "mix:1", "data": "mix:0"}.get(self.distill_on, self.distill_on)
         try:
-            share = float(text.removeprefix(MIX)) if text.startswith(MIX) else -1.0
+            if text.startswith(MIX):
+                share = float(text.removeprefix(MIX))
+            else:
+                share = -1.0
         except ValueError:
             share = -1.0
         require(

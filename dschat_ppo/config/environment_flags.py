@@ -103,7 +103,9 @@ class EnvironmentFlags:
     def to_go_weight(self) -> float | None:
         """The weight of rewards that are credited turn by turn; None if an episode has one
         score."""
-        return self.environment_reward_weight if self.turn_reward == "to_go" else None
+        if self.turn_reward == "to_go":
+            return self.environment_reward_weight
+        return None
 
     @property
     def given(self) -> dict[str, Any]:

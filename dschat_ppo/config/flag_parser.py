@@ -32,7 +32,8 @@ THEIR_VALUES = {
 }
 LONG_CHOICES = "NAME"  # shown in place of a long list of choices
 _SHORT_CHOICES = 24  # characters; longer lists are part of the help text
-_TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+_TRUE = ("true", "yes", "t", "y", "1")
+_FALSE = ("false", "no", "f", "n", "0")
 _KINDS = {"N": "a whole number", "X": "a number", "BOOL": "true or false"}
 
 
@@ -72,16 +73,24 @@ class FlagParser(argparse.ArgumentParser):
 
     @property
     def _all_flags(self) -> str:
-        return "(all flags: --help all)" if self.helps_by_name else "(all flags: --help)"
+        if self.helps_by_name:
+            return "(all flags: --help all)"
+        return "(all flags: --help)"
 
     def _as_wrong_value(self, message: str) -> str | None:
         """What is wrong with the value of a flag, from the message of argparse; None if that is
         about something else."""
         named = re.fullmatch(r"argument (--?[^:/]+)[^:]*: (.*)", message, re.DOTALL)
-        action = self._option_string_actions.get(named[1]) if named else None
+        if named:
+            action = self._option_string_actions.get(named[1])
+        else:
+            action = None
         if named is None or action is None:
             return None
-        word = f" {named[1].lstrip('-').removeprefix('no_')}" if self.helps_by_name else ""
+        if self.helps_by_name:
+            word = f" {named[1].lstrip('-').removeprefix('no_')}"
+        else:
+            word = ""
         return f"{_wrong_value(named[1], action, named[2])} (see --help{word})"
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -95,7 +104,10 @@ class FlagParser(argparse.ArgumentParser):
             lines.append(f"unknown flags or values {self._all_flags}:")
         for words in groups:
             hint = hints[words[0]]
-            name = printable_line(words[0].split("=")[0]) if len(groups) == 1 else _line(words)
+            if len(groups) == 1:
+                name = printable_line(words[0].split("=")[0])
+            else:
+                name = _line(words)
             if hint:
                 lines.append(f"  {name}: {hint}")
             elif len(groups) > 1:
@@ -112,7 +124,9 @@ class FlagParser(argparse.ArgumentParser):
             return hint
         known = [option[2:] for option in self._option_string_actions]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        return f"did you mean --{near[0]}?" if near else ""
+        if near:
+            return f"did you mean --{near[0]}?"
+        return ""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """A wrong value is noted, and takes no effect until all words are read."""
@@ -217,14 +231,15 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         aliases = [
             word for word in action.option_strings[1:] if word[2:].replace("-", "_") != action.dest
         ]
-        notes = (
-            [f"default: {default}"]
-            if default not in ("", "required") and "(default" not in str(action.help)
-            else []
-        )
+        if default not in ("", "required") and "(default" not in str(action.help):
+            notes = [f"default: {default}"]
+        else:
+            notes = []
         notes += [f"off: --no_{action.dest}"] if getattr(action, "has_off", False) else []
         notes += [f"also: {', '.join(aliases)}"] if aliases else []
-        return f"{action.help} ({'; '.join(notes)})" if notes else str(action.help)
+        if notes:
+            return f"{action.help} ({'; '.join(notes)})"
+        return str(action.help)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
@@ -239,13 +254,11 @@ def shown_default(action: argparse.Action) -> str:
         return ""
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else f"'{value}'"
-        if value in ("", "\\n")
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:g}"
+    if value in ("", "\\n"):
+        return f"'{value}'"
+    return str(value)
 
 
 def _wrong_value(flag: str, action: argparse.Action, problem: str) -> str:
@@ -272,15 +285,16 @@ def _expected(action: argparse.Action) -> str:
     if action.choices:
         return _listed(action.choices)
     kind = _KINDS.get({int: "N", float: "X"}.get(action.type, str(action.metavar)), "text")  # type: ignore[call-overload]
-    return (
-        f"{kind}: {first_words(action.help)}"
-        if action.help and action.help != argparse.SUPPRESS
-        else kind
-    )
+    if action.help and action.help != argparse.SUPPRESS:
+        return f"{kind}: {first_words(action.help)}"
+    return kind
 
 
 def _listed(choices: Iterable[Any]) -> str:
-    own = ", or FILE.py:FUNCTION" if isinstance(choices, OrOwnFunction) else ""
+    if isinstance(choices, OrOwnFunction):
+        own = ", or FILE.py:FUNCTION"
+    else:
+        own = ""
     return f"one of {', '.join(map(str, choices))}{own}"
 
 
@@ -320,13 +334,12 @@ def add_groups(
 
 def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     default = default_of(field)
-    default = argparse.SUPPRESS if default is dataclasses.MISSING else default
+    if default is dataclasses.MISSING:
+        default = argparse.SUPPRESS
     names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-    read, text, commas = (
-        values_of(kind),
-        str(field.metadata["help"]),
-        field.metadata.get("commas", False),
-    )
+    read = values_of(kind)
+    text = str(field.metadata["help"])
+    commas = field.metadata.get("commas", False)
     if range := field.metadata.get("range"):
         read["type"] = partial(_in_range, read["type"], range, text)
     if read["metavar"] == LONG_CHOICES:
@@ -340,7 +353,8 @@ def _add_flag(section: Any, field: dataclasses.Field[Any], kind: Any) -> None:
         **({"nargs": "+"} if commas else {}) | read,
         help=text,
     )
-    action.commas, action.has_off = commas, default is True
+    action.commas = commas
+    action.has_off = default is True
     if default is True:
         section.add_argument(
             f"--no_{field.name}",
@@ -365,7 +379,10 @@ def values_of(kind: Any) -> dict[str, Any]:
         return {**values_of(item), "nargs": "*"}  # a list may be empty, as in DeepSpeed-Chat
     if get_origin(kind) is Literal:
         listed = "{" + ",".join(map(str, get_args(kind))) + "}"
-        metavar = listed if len(listed) <= _SHORT_CHOICES else LONG_CHOICES
+        if len(listed) <= _SHORT_CHOICES:
+            metavar = listed
+        else:
+            metavar = LONG_CHOICES
         return {
             "choices": get_args(kind),
             "type": partial(_choice_of, get_args(kind)),
@@ -398,7 +415,10 @@ def _in_range(kind: Callable[[str], float], range: str, help: str, text: str) ->
         raise argparse.ArgumentTypeError(f"invalid value: {text!r}") from None
     wanted, fits = RANGES[range]
     if not fits(value):
-        zero = re.search(r"\b0 = [^;,)]+", help) if wanted.endswith("0 or above") else None
+        if wanted.endswith("0 or above"):
+            zero = re.search(r"\b0 = [^;,)]+", help)
+        else:
+            zero = None
         raise argparse.ArgumentTypeError(
             f"must be {wanted}, got {value}" + (f"; {zero[0]}" if zero else "")
         )

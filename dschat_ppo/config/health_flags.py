@@ -294,11 +294,9 @@ class FitHealthFlags(HealthFlags):
 
 def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
     """(window, threshold of each rule that has one, rules that are off)."""
-    window, defaults, off = (
-        flags.default_window,
-        {rule.name: rule.threshold for rule in flags.rules},
-        set[str](),
-    )
+    window = flags.default_window
+    defaults = {rule.name: rule.threshold for rule in flags.rules}
+    off = set[str]()
     limits = dict(defaults)
     for text in flags.health:
         name, _, value = text.partition("=")
@@ -322,10 +320,8 @@ def thresholds(flags: HealthFlags) -> tuple[int, dict[str, float], set[str]]:
             least = 1 if limit > 1 else 0
             counts = name == "overfitting" and not number.is_integer()  # evaluations
             if counts or not least <= number * math.copysign(1, limit) < math.inf:
-                sign, kind = (
-                    "below" if limit < 0 else "above",
-                    "whole numbers of " if name == "overfitting" else "",
-                )
+                sign = "below" if limit < 0 else "above"
+                kind = "whole numbers of " if name == "overfitting" else ""
                 raise UserError(f"--health {text}: {name} takes {kind}{least} or {sign}, or off")
             limits[name] = number
             off.discard(name)

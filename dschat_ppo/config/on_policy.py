@@ -25,7 +25,9 @@ def old_logprobs_source(
     reason = _needed_before(config, plan)
     if reason is None and any(router_adds_noise(model) for model in model_configs):
         reason = "the router of a model adds noise in training"
-    return ("update", None) if reason is None else (of_scoring, reason)
+    if reason is None:
+        return ("update", None)
+    return (of_scoring, reason)
 
 
 def describe(source: OldLogprobs, reason: str | None) -> str:
@@ -35,7 +37,9 @@ def describe(source: OldLogprobs, reason: str | None) -> str:
         "rollout": "those recorded while sampling",
         "update": "those of the update, which also gives the values; ratios are 1",
     }[source]
-    return shown if reason is None else f"{shown}, because {reason} (--old_logprobs auto)"
+    if reason is None:
+        return shown
+    return f"{shown}, because {reason} (--old_logprobs auto)"
 
 
 def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
@@ -43,7 +47,8 @@ def _needed_before(config: PPOConfig, plan: PPOPlan) -> str | None:
     in the reward is then that of the log-probs recorded while sampling. In bf16 these differ from
     those of a training forward by 0.05 per token (standard deviation, a model of 260 k parameters),
     around 0, which `abs` sums up to 3.8 in 128 tokens."""
-    ppo, algorithm = config.ppo, config.algorithm
+    ppo = config.ppo
+    algorithm = config.algorithm
     rounds = config.run.dtype != "fp32"
     reasons = {
         f"a PPO step makes {plan.updates_per_rollout} optimizer steps": (

@@ -224,13 +224,18 @@ def what_to_use(
         if not meant:
             return "is for a critic, which only --advantage_estimator gae trains; omit it"
     if meant:
-        micro_batch = "train" if "per_device_train_batch_size" in known else "training"
+        if "per_device_train_batch_size" in known:
+            micro_batch = "train"
+        else:
+            micro_batch = "training"
         remarks = [REMARKS[name] for name in _names_of(given) if name in REMARKS]
         remark = f" ({remarks[0]})" if remarks else ""
         remark = remark.format(micro_batch=f"--per_device_{micro_batch}_batch_size")
         return f"use {' and '.join(f'--{flag}' for flag in meant)}{remark}"
     steps = [f"dschat-{name}" for name, flags in flags_of_steps.items() if given in flags]
-    return f"is a flag of {' and '.join(steps)}" if steps else ""
+    if steps:
+        return f"is a flag of {' and '.join(steps)}"
+    return ""
 
 
 def _is_of_critic(flag: str) -> bool:

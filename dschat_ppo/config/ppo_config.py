@@ -68,16 +68,15 @@ class PPOConfig(StepConfig):
     micro_batch = "per_device_training_batch_size"
 
     def __post_init__(self) -> None:
-        ppo, algorithm, memory, reference = (
-            self.ppo,
-            self.algorithm,
-            self.ppo_memory,
-            self.reference,
-        )
+        ppo = self.ppo
+        algorithm = self.algorithm
+        memory = self.ppo_memory
+        reference = self.reference
         compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
         of_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
         without_policy_loss = algorithm.advantage_estimator == "none"
-        learned, by_model = self.rewards.use_reward_model, algorithm.normalize_rewards == "model"
+        learned = self.rewards.use_reward_model
+        by_model = algorithm.normalize_rewards == "model"
         teacher_alone = ""
         if self.distils:
             teacher_alone = (
@@ -267,8 +266,10 @@ class PPOConfig(StepConfig):
             self._require_shareable_base()
 
     def _require_shareable_base(self) -> None:
-        ppo, has_critic = self.ppo, self.algorithm.has_critic
-        actor, critic = ppo.actor_zero_stage, ppo.critic_zero_stage
+        ppo = self.ppo
+        has_critic = self.algorithm.has_critic
+        actor = ppo.actor_zero_stage
+        critic = ppo.critic_zero_stage
         refuse(
             {
                 (
@@ -313,18 +314,16 @@ class PPOConfig(StepConfig):
     def distill_coef(self) -> float:
         """The weight of the divergence from the teacher, as a loss or in advantages; 0 without a
         teacher."""
-        return (
-            float(self.distils) if self.teacher.distill_coef is None else self.teacher.distill_coef
-        )
+        if self.teacher.distill_coef is None:
+            return float(self.distils)
+        return self.teacher.distill_coef
 
     @property
     def distill_loss_coef(self) -> float:
         """The weight of the divergence as a loss; 0 if there is no such loss."""
-        return (
-            0.0
-            if self.distillation.distill_policy_gradient or not self.distils
-            else self.distill_coef
-        )
+        if self.distillation.distill_policy_gradient or not self.distils:
+            return 0.0
+        return self.distill_coef
 
     @property
     def teacher_gives_rewards(self) -> bool:
@@ -346,7 +345,9 @@ class PPOConfig(StepConfig):
             "actor_": self.ppo.actor_zero_stage,
             "critic_": self.ppo.critic_zero_stage,
         }
-        return stages if self.algorithm.has_critic else {"actor_": self.ppo.actor_zero_stage}
+        if self.algorithm.has_critic:
+            return stages
+        return {"actor_": self.ppo.actor_zero_stage}
 
     @property
     def step_data(self) -> StepData:
@@ -373,7 +374,10 @@ class PPOConfig(StepConfig):
         found = {"actor": ("--actor_model_name_or_path", self.ppo.actor_model_name_or_path)}
         if self.has_reference:
             found["reference"] = named.get("ref", found["actor"])
-        reward = named.get("reward", named.get("critic")) if self.rewards.use_reward_model else None
+        if self.rewards.use_reward_model:
+            reward = named.get("reward", named.get("critic"))
+        else:
+            reward = None
         if self.algorithm.has_critic:  # which gets a new head, if its model is the actor's
             found["critic"] = named.get("critic", reward or found["actor"])
         return found | ({} if reward is None else {"reward": reward}) | self.teacher.models
@@ -389,7 +393,9 @@ class PPOConfig(StepConfig):
         if self.algorithm.reward_clip is not None:
             return self.algorithm.reward_clip
         # 5 as in DeepSpeed-Chat
-        return 5.0 if self.algorithm.has_critic and self.rewards.learned_alone else 0.0
+        if self.algorithm.has_critic and self.rewards.learned_alone:
+            return 5.0
+        return 0.0
 
     @property
     def critic_may_have_new_head(self) -> bool:
@@ -408,7 +414,9 @@ class PPOConfig(StepConfig):
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
-        ppo, algorithm, reasons = self.ppo, self.algorithm, super().idle()
+        ppo = self.ppo
+        algorithm = self.algorithm
+        reasons = super().idle()
         if not algorithm.has_critic:
             names = ("critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate")
             reasons |= dict.fromkeys(

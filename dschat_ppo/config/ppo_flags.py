@@ -388,7 +388,8 @@ class RewardSourceFlags:
     remote_reward_timeout: float = positive(60.0, "timeout of a request, in seconds")
 
     def __post_init__(self) -> None:
-        without, remote = not self.use_reward_model, self.remote_reward_url is not None
+        without = not self.use_reward_model
+        remote = self.remote_reward_url is not None
         score = self.default_score
         refuse(
             {
@@ -434,11 +435,9 @@ class RewardSourceFlags:
     @property
     def remote_urls(self) -> list[str]:
         """The URLs in `--remote_reward_url`; empty if it is not given."""
-        return (
-            []
-            if self.remote_reward_url is None
-            else [url.strip() for url in self.remote_reward_url.split(",")]
-        )
+        if self.remote_reward_url is None:
+            return []
+        return [url.strip() for url in self.remote_reward_url.split(",")]
 
     @property
     def learned_alone(self) -> bool:
@@ -454,6 +453,8 @@ def split_weight(text: str) -> tuple[str, float]:
     weight is 1."""
     before, colon, number = text.rpartition(":")
     try:
-        return (before, float(number)) if colon else (text, 1.0)
+        if colon:
+            return (before, float(number))
+        return (text, 1.0)
     except ValueError:
         return text, 1.0

@@ -153,11 +153,10 @@ class RunFlags:
 
     def idle(self) -> dict[str, str]:
         """Flags of trackers that have no effect with the other flags -> the reason."""
-        found = (
-            {"enable_tensorboard": "--report_to none turns all trackers off"}
-            if "none" in self.report_to
-            else {}
-        )
+        if "none" in self.report_to:
+            found = {"enable_tensorboard": "--report_to none turns all trackers off"}
+        else:
+            found = {}
         if not set(self.trackers) - {"tensorboard"}:
             found |= dict.fromkeys(
                 ("run_name", "project"), "no tracker of --report_to uses run or project names"
@@ -168,8 +167,11 @@ class RunFlags:
     def tensorboard_folder(self) -> Path:
         """`--tensorboard_path`; a relative path is inside `--output_dir`, unless it already leads
         there."""
-        folder, board = Path(self.folder), Path(self.tensorboard_path).expanduser()
-        return board if board.resolve().is_relative_to(folder.resolve()) else folder / board
+        folder = Path(self.folder)
+        board = Path(self.tensorboard_path).expanduser()
+        if board.resolve().is_relative_to(folder.resolve()):
+            return board
+        return folder / board
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,9 @@ def refuse(problems: Mapping[str, bool]) -> None:
 
 def default_of(own: Field[Any]) -> Any:
     """The default of a field; `MISSING` for a flag that must be given."""
-    return own.default if own.default_factory is MISSING else own.default_factory()
+    if own.default_factory is MISSING:
+        return own.default
+    return own.default_factory()
 
 
 def require_used(flags: Any, uses: Iterable[tuple[bool, str, str]]) -> None:
@@ -104,7 +106,10 @@ def read_settings(flag: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as problem:
-        nearest = nearest_path(path) if isinstance(problem, FileNotFoundError) else ""
+        if isinstance(problem, FileNotFoundError):
+            nearest = nearest_path(path)
+        else:
+            nearest = ""
         raise UserError(f"{flag} {path}: cannot be read ({problem.strerror}){nearest}") from None
     except UnicodeDecodeError as problem:
         raise UserError(f"{flag} {path}: is not UTF-8 text ({problem})") from None

@@ -101,15 +101,21 @@ class StepConfig(ABC):
 
     def warmup_steps(self, total: int) -> int:
         """Warm-up steps of a schedule of `total` optimizer steps."""
-        ratio, group = self.schedule.warmup_ratio, self.training
+        ratio = self.schedule.warmup_ratio
+        group = self.training
         if group.lr_scheduler_type == WITHOUT_WARMUP:
             return 0
-        return times(total, ratio) if ratio > 0 else int(group.num_warmup_steps)
+        if ratio > 0:
+            return times(total, ratio)
+        return int(group.num_warmup_steps)
 
     def __post_init__(self) -> None:
-        flags, schedule, group = self.memory, self.schedule, self.training
+        flags = self.memory
+        schedule = self.schedule
+        group = self.training
         stages = {f"--{prefix}zero_stage": stage for prefix, stage in self.stages.items()}
-        names, some = " and ".join(stages), " or ".join(stages)
+        names = " and ".join(stages)
+        some = " or ".join(stages)
         refuse(
             {
                 (
@@ -138,7 +144,9 @@ class StepConfig(ABC):
             }
         )
         self._require_usable_lora()
-        ratio, kind, warmup = schedule.warmup_ratio, group.lr_scheduler_type, group.num_warmup_steps
+        ratio = schedule.warmup_ratio
+        kind = group.lr_scheduler_type
+        warmup = group.num_warmup_steps
         refuse(
             {
                 (
@@ -158,16 +166,17 @@ class StepConfig(ABC):
 
     def _require_usable_lora(self) -> None:
         """Require the LoRA flags to have an effect, and to fit each other."""
-        stages, adapters, dims = self.stages, self.adapters, self._lora_dims
+        stages = self.stages
+        adapters = self.adapters
+        dims = self._lora_dims
         adapted = [prefix for prefix, dim in dims.items() if dim > 0]
         ranks = " or ".join(f"--{prefix}lora_dim" for prefix in stages)
-        bits = (
-            "--load_in_4bit"
-            if adapters.load_in_4bit
-            else "--load_in_8bit"
-            if adapters.load_in_8bit
-            else None
-        )
+        if adapters.load_in_4bit:
+            bits = "--load_in_4bit"
+        elif adapters.load_in_8bit:
+            bits = "--load_in_8bit"
+        else:
+            bits = None
         refuse(
             {
                 (
@@ -216,7 +225,8 @@ class StepConfig(ABC):
 
     def idle(self) -> dict[str, str]:
         """Flags that have no effect with the other flags -> the reason."""
-        found, group = dict[str, str](), self.training
+        found = dict[str, str]()
+        group = self.training
         for prefix, dim in self._lora_dims.items():
             if dim == 0:
                 names = (f"{prefix}lora_module_name", f"{prefix}lora_learning_rate")
@@ -243,7 +253,8 @@ class StepConfig(ABC):
 
 def groups_of(kind: type[StepConfig]) -> dict[str, Any]:
     """Name of a group of flags -> its dataclass; those of the step alone come first."""
-    hints, shared = types_of(kind), {group.name for group in fields(StepConfig)}
+    hints = types_of(kind)
+    shared = {group.name for group in fields(StepConfig)}
     return {
         name: hints[name]
         for name in sorted((group.name for group in fields(kind)), key=shared.__contains__)

@@ -90,7 +90,8 @@ class SFTConfig(FitConfig):
     own_defaults = {"tensorboard_path": "step1_tensorboard"}
 
     def __post_init__(self) -> None:
-        teacher, sequences = self.teacher, self.memory.sequence_parallel_size
+        teacher = self.teacher
+        sequences = self.memory.sequence_parallel_size
         refuse(
             {
                 f"{TEACHER}: step 1 takes one teacher, for all rows": any(
@@ -121,7 +122,8 @@ class SFTConfig(FitConfig):
 
     @property
     def step_data(self) -> StepData:
-        whole, all_turns = self.sft.sft_only_data_path, self.sft.train_on == "all"
+        whole = self.sft.sft_only_data_path
+        all_turns = self.sft.train_on == "all"
         return replace(super().step_data, whole_paths=whole, all_turns=all_turns)
 
 

@@ -57,11 +57,13 @@ ONLY_FOR = {
     "kto_undesirable_weight": ("kto",),
     "step_separator": ("process",),
 }
-DEFAULT_BETA, BETAS = 0.1, {"simpo": 2.0}
+DEFAULT_BETA = 0.1
+BETAS = {"simpo": 2.0}
 NLL_COEFS = {"dpo_nll": 0.2, "cpo": 1.0, "simpo": 0.0}  # by objective
 _USES: dict[str, Use] = {"kto": "unpaired", "process": "steps"}
 EVAL = "eval_"
-_LOWER, _HIGHER = ("loss", "perplexity", "nll", "divergence"), ("accuracy", "margin")
+_LOWER = ("loss", "perplexity", "nll", "divergence")
+_HIGHER = ("accuracy", "margin")
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,9 @@ class BestMetric:
     higher: bool  # whether a higher value is better
 
     def is_better(self, value: float, best: float) -> bool:
-        return value > best if self.higher else value < best
+        if self.higher:
+            return value > best
+        return value < best
 
 
 LOWEST_LOSS = BestMetric("eval_loss", higher=False)
@@ -177,7 +181,8 @@ class BestFlags:
             return LOWEST_LOSS
         text, _, direction = self.metric_for_best.rpartition(":")
         if direction not in ("min", "max"):
-            text, direction = self.metric_for_best, ""
+            text = self.metric_for_best
+            direction = ""
         name = f"{EVAL}{text.removeprefix(EVAL)}"
         # what is measured, without the name of a data set
         kind = name.split("/")[0].rpartition("_")[2]
@@ -313,12 +318,16 @@ class PreferenceFlags:
     @property
     def strength(self) -> float:
         """`--beta`, or its default for the objective."""
-        return BETAS.get(self.objective, DEFAULT_BETA) if self.beta is None else self.beta
+        if self.beta is None:
+            return BETAS.get(self.objective, DEFAULT_BETA)
+        return self.beta
 
     @property
     def nll_weight(self) -> float:
         """`--nll_coef`, or its default for the objective; 0 for an objective without it."""
-        return NLL_COEFS.get(self.objective, 0.0) if self.nll_coef is None else self.nll_coef
+        if self.nll_coef is None:
+            return NLL_COEFS.get(self.objective, 0.0)
+        return self.nll_coef
 
     @property
     def separator(self) -> str:

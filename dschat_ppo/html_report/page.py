@@ -440,16 +440,15 @@ def lines(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
         for number, run in enumerate(runs):
             points = thin(run.metrics.get(name, []), 2 * MOST_POINTS // (len(runs) + 1))
             if any(value is not None for _, value in points):
-                xs, ys = [step for step, _ in points], [rounded(value) for _, value in points]
+                xs = [step for step, _ in points]
+                ys = [rounded(value) for _, value in points]
                 series.append(
                     {"label": name if len(runs) == 1 else run.name, "run": number, "x": xs, "y": ys}
                 )
         found.append({"title": name, "series": series})
-    return (
-        found
-        if len(runs) > 1
-        else [{"title": "", "series": [one for panel in found for one in panel["series"]]}]
-    )
+    if len(runs) > 1:
+        return found
+    return [{"title": "", "series": [one for panel in found for one in panel["series"]]}]
 
 
 def thin(points: Points, most: int) -> Points:
@@ -457,7 +456,8 @@ def thin(points: Points, most: int) -> Points:
     NaN; and the last."""
     if len(points) <= most:
         return points
-    count, kept = most // 2, {points[-1]}
+    count = most // 2
+    kept = {points[-1]}
     for number in range(count):
         stretch = points[number * len(points) // count : (number + 1) * len(points) // count]
         finite = sorted((value, step) for step, value in stretch if value is not None)
@@ -471,13 +471,18 @@ def rounded(value: float | None) -> Any:
     million as integers."""
     if value is not None and abs(value) < 1e6 and value == int(value):
         return int(value)
-    return None if value is None else float(f"{value:.4g}")
+    if value is None:
+        return None
+    return float(f"{value:.4g}")
 
 
 def extent(points: Points) -> list[str]:
     """First, last, lowest and highest finite value, as text; "-" without one."""
     finite = [value for _, value in points if value is not None]
-    ends = [finite[0], finite[-1], min(finite), max(finite)] if finite else []
+    if finite:
+        ends = [finite[0], finite[-1], min(finite), max(finite)]
+    else:
+        ends = []
     return [f"{rounded(value):g}" for value in ends] or ["-"] * 4
 
 
@@ -525,17 +530,17 @@ def state(run: Run, now: float) -> str:
     if run.result is not None:
         return "finished"
     last = run.times[run.steps[-1]]
-    return (
-        f"not finished; last step {duration(max(now - last, 0))} before this report"
-        if last
-        else "not finished"
-    )
+    if last:
+        return f"not finished; last step {duration(max(now - last, 0))} before this report"
+    return "not finished"
 
 
 def change(run: Run, name: str) -> str:
     """The first and the last finite value of a metric."""
     first, last, _, _ = extent(run.metrics.get(name, []))
-    return first if len(run.metrics.get(name, [])) < 2 else f"{first} → {last}"
+    if len(run.metrics.get(name, [])) < 2:
+        return first
+    return f"{first} → {last}"
 
 
 def health(runs: Sequence[Run]) -> Table | None:
@@ -599,11 +604,9 @@ def text_of(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return (
-        json.dumps(value, default=str, ensure_ascii=False)
-        if isinstance(value, (list, dict, bool))
-        else str(value)
-    )
+    if isinstance(value, (list, dict, bool)):
+        return json.dumps(value, default=str, ensure_ascii=False)
+    return str(value)
 
 
 def flags(runs: Sequence[Run]) -> list[tuple[str, Table]]:
@@ -625,7 +628,8 @@ def flags(runs: Sequence[Run]) -> list[tuple[str, Table]]:
             )
         )
     for run in runs:
-        known, title = defaults(run.config), f"Flags of {run.name} that differ from their defaults"
+        known = defaults(run.config)
+        title = f"Flags of {run.name} that differ from their defaults"
         changed = [
             (f"--{flag}", text_of(value))
             for flag, value in run.config.items()

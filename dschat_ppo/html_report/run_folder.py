@@ -67,7 +67,9 @@ class Run:
             return "-"
         if "actor_model_name_or_path" in self.config:
             estimator = self.config.get("advantage_estimator", "gae")
-            return "PPO" if estimator == "gae" else f"PPO ({estimator})"
+            if estimator == "gae":
+                return "PPO"
+            return f"PPO ({estimator})"
         objective = str(self.config.get("objective", "SFT"))
         return {"reward": "reward model", "process": "process reward model"}.get(
             objective, objective.upper()
@@ -104,11 +106,10 @@ def read_run(folder: Path, name: str) -> Run:
         raise UserError(f"{folder}: there is no such folder")
     if not (folder / METRICS).is_file():
         inner = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
-        hint = (
-            f"name its runs: {', '.join(str(folder / run) for run in inner)}"
-            if inner
-            else "name the output folder"
-        )
+        if inner:
+            hint = f"name its runs: {', '.join(str(folder / run) for run in inner)}"
+        else:
+            hint = "name the output folder"
         raise UserError(
             f"{folder}: has no {METRICS}, so it is not the output folder of a run; {hint}"
         )
@@ -150,7 +151,9 @@ def read_run(folder: Path, name: str) -> Run:
 def number_or_none(value: Any) -> float | None:
     """A finite number as it is; None for anything else, also for an integer beyond the range of
     floats."""
-    return value if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
+    if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return value
+    return None
 
 
 def _read_text(path: Path) -> str:
@@ -178,7 +181,10 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     # the last: it is no mapping
     with suppress(ValueError, RecursionError, yaml.YAMLError, AttributeError):
-        found = json.loads(text) if path.suffix == ".json" and text else yaml.safe_load(text)
+        if path.suffix == ".json" and text:
+            found = json.loads(text)
+        else:
+            found = yaml.safe_load(text)
         return {str(name): value for name, value in found.items()}
     return {}
 
@@ -194,13 +200,12 @@ def _answers(path: Path, of_line: Callable[[dict[str, Any]], list[Answer]]) -> l
 
 def _sampled(line: dict[str, Any]) -> list[Answer]:
     scores = {str(name): number_or_none(score) for name, score in line["scores"].items()}
-    score, kl, prompt, text = (
-        number_or_none(line["score"]),
-        number_or_none(line["kl"]),
-        line["prompt"],
-        line["answer"],
-    )
-    ended, tokens = str(line["ended"]), int(line["length"])
+    score = number_or_none(line["score"])
+    kl = number_or_none(line["kl"])
+    prompt = line["prompt"]
+    text = line["answer"]
+    ended = str(line["ended"])
+    tokens = int(line["length"])
     turns = _turns(line.get("turns", ()))
     return [
         Answer(
@@ -227,18 +232,20 @@ def _turns(parts: Sequence[dict[str, Any]]) -> list[Part]:
 def _evaluated(step: int, line: dict[str, Any]) -> list[Answer]:
     """The answers of one line of `eval/step_N.jsonl`, to one prompt. In steps 1 and 2 nothing, or a
     reward model alone, scores them, so that their lines have fewer keys."""
-    texts, found = line["answers"], []
-    scored, turns = (
-        line.get("scores") or [None] * len(texts),
-        line.get("turns") or [()] * len(texts),
-    )
+    texts = line["answers"]
+    found = []
+    scored = line.get("scores") or [None] * len(texts)
+    turns = line.get("turns") or [()] * len(texts)
     columns = zip(texts, scored, line["lengths"], line["ended"], turns, strict=True)
     for number, (text, score, tokens, ended, own_turns) in enumerate(columns):
         scores = {
             str(name): number_or_none(own[number])
             for name, own in line.get("scores_by_source", {}).items()
         }
-        kl = number_or_none(line["kl"][number]) if line.get("kl") is not None else None
+        if line.get("kl") is not None:
+            kl = number_or_none(line["kl"][number])
+        else:
+            kl = None
         per_token = kl / tokens if kl is not None and tokens > 0 else None
         found.append(
             Answer(

@@ -35,7 +35,9 @@ class EpisodeModel(ChatModel):
         self, checked: CheckedModel, dtype: str, flags: EnvironmentFlags, rollouts: EpisodeRollouts
     ):
         super().__init__(checked, dtype)
-        self.flags, self.rollouts, self.tools = flags, rollouts, rollouts.tools
+        self.flags = flags
+        self.rollouts = rollouts
+        self.tools = rollouts.tools
         # tokens of the person's messages
         self.messages = ObservationTokens(self.tokenizer, self.tools, sys.maxsize)
         # tokens of conversations, by the contents of their messages
@@ -55,7 +57,10 @@ class EpisodeModel(ChatModel):
         # what the model drew is not encoded again; an environment that failed starts again
         if before is not None:
             ids = [*before, *self.messages(Turn([messages[-1]]), before[-1])]
-        left, text, remark, reward = settings.max_tokens, "", "", 0.0
+        left = settings.max_tokens
+        text = ""
+        remark = ""
+        reward = 0.0
         try:
             for turn in range(self.flags.max_turns):
                 start = len(ids)
@@ -82,9 +87,10 @@ class EpisodeModel(ChatModel):
                     remark = f"the environment {seen}"
                     break
                 reward += seen.reward
-                tokens = (
-                    self.rollouts.observations(seen, ids[-1]) if seen.messages or seen.text else []
-                )
+                if seen.messages or seen.text:
+                    tokens = self.rollouts.observations(seen, ids[-1])
+                else:
+                    tokens = []
                 if tokens:
                     yield Token(
                         "", "", aside=f"[environment] {observed_text(self.tokenizer, tokens)}"
@@ -110,23 +116,24 @@ class EpisodeModel(ChatModel):
         row, [*earlier, last] = dict[str, Any](), messages
         if self.flags.gives_reward:
             with suppress(ValueError, RecursionError):
-                row = found if isinstance(found := json.loads(last["content"]), dict) else {}
+                if isinstance(found := json.loads(last["content"]), dict):
+                    row = found
+                else:
+                    row = {}
         row = {**row, "prompt": row.get("prompt", "") if row else last["content"]}
-        asked = (
-            row["prompt"]
-            if isinstance(row["prompt"], list)
-            else [{"role": "user", "content": row["prompt"]}]
-        )
+        if isinstance(row["prompt"], list):
+            asked = row["prompt"]
+        else:
+            asked = [{"role": "user", "content": row["prompt"]}]
         if not all(
             isinstance(message, dict) and isinstance(message.get("content"), str)
             for message in asked
         ):
             raise UserError("the prompt of the row must be text or chat messages")
-        earlier = (
-            earlier
-            if self.tools
-            else [message for message in earlier if message["role"] == "system"]
-        )
+        if self.tools:
+            earlier = earlier
+        else:
+            earlier = [message for message in earlier if message["role"] == "system"]
         messages = [*earlier, *asked]
         ids = self.prompt_ids(messages)
         self.is_waiting = False
@@ -136,7 +143,8 @@ class EpisodeModel(ChatModel):
         )
         rows = Dataset.from_dict({"row": [told], "prompt_ids": [ids]})
         batch, _ = self.rollouts.begin(rows, [0], 1, [seed], never)
-        self.is_waiting, begun = True, batch.prompt_ids[0].tolist()
+        self.is_waiting = True
+        begun = batch.prompt_ids[0].tolist()
         first = len(commonprefix([ids, begun]))
         added = begun[first : len(begun) - (len(ids) - first)]
         return begun, str(self.tokenizer.decode(added, skip_special_tokens=True)).strip()

@@ -64,8 +64,12 @@ def check_models(
         names, short_names([Path(name) for _, name in names]), strict=True
     ):
         folder = model_folder(name, flag)
-        config, tokenizer = load_config(folder, flag), load_tokenizer(folder, flag)
-        tokenizer = tokenizer if data is None else with_template_flags(tokenizer, data)
+        config = load_config(folder, flag)
+        tokenizer = load_tokenizer(folder, flag)
+        if data is None:
+            tokenizer = tokenizer
+        else:
+            tokenizer = with_template_flags(tokenizer, data)
         check_vocabulary(tokenizer, config, flag, folder)
         check_sequence_classifier(folder, new_head=False) if is_scorer else check_causal_lm(folder)
         found.append(CheckedModel(name, label, flag, folder, tokenizer))
@@ -131,7 +135,9 @@ class ChatModel:
 
     def room(self, ids: Sequence[int], most: int) -> int:
         """How many of `most` tokens fit after `ids`."""
-        return most if self.positions is None else min(most, self.positions - len(ids))
+        if self.positions is None:
+            return most
+        return min(most, self.positions - len(ids))
 
     def continued(
         self, ids: list[int], settings: SamplingSettings, most: int, *path: int
@@ -208,11 +214,10 @@ class Terminal:
         """Read messages and commands until the end of the input or /quit."""
         if self.interactive:
             for model in self.models:
-                how = (
-                    ""
-                    if model.has_template
-                    else "  (no chat template: the model continues the text)"
-                )
+                if model.has_template:
+                    how = ""
+                else:
+                    how = "  (no chat template: the model continues the text)"
                 note(f"{model.name}  {model.path}{how}")
             note("/help lists the commands, Ctrl-D ends the chat")
         while True:
@@ -259,7 +264,8 @@ class Terminal:
         elif name == "help":
             print(HELP, flush=True)
         elif name == "reset":
-            self.turns, self.number = [[] for _ in self.models], 0
+            self.turns = [[] for _ in self.models]
+            self.number = 0
             note("a new conversation")
         elif not self.turns[0]:
             raise UserError("there is no message yet")
@@ -290,7 +296,9 @@ class Terminal:
         answer = line = remark = ""
         try:
             for token in model.answer(messages, self.settings, self.number):
-                answer, line, remark = answer + token.text, line + token.text, token.note
+                answer = answer + token.text
+                line = line + token.text
+                remark = token.note
                 if self.interactive:
                     print(escaped(token.text), end="", flush=True)
                 if token.aside:

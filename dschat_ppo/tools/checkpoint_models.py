@@ -95,7 +95,9 @@ def open_checkpoint(path: Path) -> SavedRun:
 
 def export(words: argparse.Namespace) -> None:
     """Write the models of a checkpoint to `out`, all or none."""
-    run, out, role = open_checkpoint(words.checkpoint), words.out, words.role
+    run = open_checkpoint(words.checkpoint)
+    out = words.out
+    role = words.role
     roles = run.roles()
     if role is not None and role not in roles:
         raise UserError(f"--role {role}: {run.folder} holds {', '.join(roles)}")
@@ -118,7 +120,10 @@ def export(words: argparse.Namespace) -> None:
         partial = empty_folder(out.with_name(f"{out.name}{PARTIAL}"))
         try:
             for name in wanted:
-                place = partial / name if role is None and run.manifest.kind == "ppo" else partial
+                if role is None and run.manifest.kind == "ppo":
+                    place = partial / name
+                else:
+                    place = partial
                 export_role(run, name, place, words.dtype, given[name], tokenizer)
         except UserError:
             remove_folder(partial)
@@ -126,7 +131,10 @@ def export(words: argparse.Namespace) -> None:
         replace_folder(out, partial)
     except OSError as problem:
         raise StorageError(f"{out}: cannot be written ({problem.strerror})") from None
-    where = f"{out}" if role or wanted == ["model"] else f"{out}/{{{','.join(wanted)}}}"
+    if role or wanted == ["model"]:
+        where = f"{out}"
+    else:
+        where = f"{out}/{{{','.join(wanted)}}}"
     print(f"{run.folder.name}, saved by {run.manifest.world_size} rank(s): exported to {where}")
 
 
@@ -141,10 +149,12 @@ def export_role(
     """Write one model to the folder `place`. `dtype` None: as the run would save it. `given` is the
     model folder that the user names, or None."""
     trained = role.removesuffix("_ema")  # the average is one of the actor's weights
-    states, number_format = run.folder / trained, DTYPES[dtype or run.config.run.dtype]
+    states = run.folder / trained
+    number_format = DTYPES[dtype or run.config.run.dtype]
     common = common_state(states)
     # weights that the checkpoint does not hold
-    frozen, merge = common["frozen"], saves_merged(run, trained)
+    frozen = common["frozen"]
+    merge = saves_merged(run, trained)
     needs_base = bool(frozen) and merge
     base = base_folder(run, trained, given, needs_base)
     module = build_module(run, trained, base, None if needs_base else "meta")
@@ -186,7 +196,8 @@ def export_role(
     described = statistics_of(run, role)
     if not merge:
         state = {name: weight for name, weight in state.items() if is_in_adapter_folder(name)}
-    module, ends = module.to(number_format), answer_ends(tokenizer)
+    module = module.to(number_format)
+    ends = answer_ends(tokenizer)
     card = partial(model_card, run.config, trained)
     if dtype is None:
         state = in_format(state, saved_dtype(module, run.config.run.save_dtype), place)
@@ -200,7 +211,9 @@ def build_module(
     run: SavedRun, role: str, folder: str, device: str | None
 ) -> PolicyModel | ScalarModel:
     """The model as the run builds it from `folder`; `device` "meta": without weights."""
-    config, dtype, resize = run.config, run.config.run.dtype, run.config.run.resize_vocabulary
+    config = run.config
+    dtype = run.config.run.dtype
+    resize = run.config.run.resize_vocabulary
     if role == "model":
         dropout = config.fit.dropout
     else:
@@ -212,7 +225,8 @@ def build_module(
         return ScalarModel(
             load_sequence_classifier(folder, dtype, None, True, dropout, resize, adapter, device)
         )
-    dropout = dropout or 0.0 if run.manifest.kind == "reward" else dropout
+    if run.manifest.kind == "reward":
+        dropout = dropout or 0.0
     return PolicyModel(load_causal_lm(folder, dtype, None, dropout, resize, adapter, device))
 
 

@@ -72,11 +72,10 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     )
     words, others = parser.parse_known_args(argv)
     if words.step is None:
-        data_path = (
-            ""
-            if any(word.split("=")[0] == "--data_path" for word in others)
-            else " and --data_path"
-        )
+        if any(word.split("=")[0] == "--data_path" for word in others):
+            data_path = ""
+        else:
+            data_path = " and --data_path"
         raise UserError(f"required: --step 1, 2, dpo or 3{data_path} (all flags: --help)")
     words.step = STEPS[words.step]
     for name, least in (("rows", 1), ("samples", 0)):
@@ -88,7 +87,10 @@ def read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, Any]:
             "--max_seq_len belongs to steps 1 and 2; --max_prompt_seq_len limits the prompts of"
             " step 3"
         )
-    model = "actor_model_name_or_path" if words.step == "ppo" else "model_name_or_path"
+    if words.step == "ppo":
+        model = "actor_model_name_or_path"
+    else:
+        model = "model_name_or_path"
     known = {"output_dir": ".", model: _UNNAMED}  # not written; not read
     config = parse(
         words.step,

@@ -95,11 +95,9 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
             if hasattr(words, field.name)
         }
 
-    learned, environment, rewards = (
-        words.reward_model_name_or_path,
-        EnvironmentFlags(**of(EnvironmentFlags)),
-        None,
-    )
+    learned = words.reward_model_name_or_path
+    environment = EnvironmentFlags(**of(EnvironmentFlags))
+    rewards = None
     if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
         rewards = RewardSourceFlags(**of(RewardSourceFlags), use_reward_model=learned is not None)
     refuse(

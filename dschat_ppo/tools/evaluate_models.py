@@ -104,14 +104,18 @@ class Evaluated:
 def evaluate(wanted: Wanted) -> Evaluated:
     """Carry out an evaluation. Everything is checked before a model is loaded. `NonFiniteError` if
     the log-probs of a model are not finite."""
-    words, rewards = wanted.words, wanted.rewards
+    words = wanted.words
+    rewards = wanted.rewards
     functions = [] if rewards is None else check_sources(rewards)
     models = check_models([("--model", name) for name in words.model], wanted.prompts)
     longest = words.max_prompt_seq_len + wanted.settings.max_tokens
     for model in models:
         require_length(model.folder, longest, LIMITS)
     name = None if rewards is None else rewards.reward_model_name_or_path
-    reward = check_models([(REWARD_FLAG, name)], wanted.prompts, True)[0] if name else None
+    if name:
+        reward = check_models([(REWARD_FLAG, name)], wanted.prompts, True)[0]
+    else:
+        reward = None
     prompts, names = _prompts(wanted, models)
     check_columns(functions, "--data_path", prompts[0]["row"])
     dtype = dtype_for_tool(words.dtype, [model.folder for model in (*models, reward) if model])
@@ -163,7 +167,8 @@ def _prompts(wanted: Wanted, models: list[CheckedModel]) -> tuple[list[Dataset],
         step = StepData("prompt", wanted.prompts, limit, whole_flag="--data_path")
         tools = described_tools(wanted.environment, model.tokenizer, limit)
         prepared = prepare(replace(step, tools=tools), model.tokenizer)
-        rows, names = prepared.eval, prepared.eval_sources
+        rows = prepared.eval
+        names = prepared.eval_sources
         if rows is None:
             raise UserError(
                 f"--data_path: no row is within --max_prompt_seq_len {limit}; raise it, or use"
@@ -192,7 +197,9 @@ def _results_of(  # noqa: PLR0915
 ) -> list[Result]:
     """Load a model and answer all prompts; one entry for each way of decoding. Answers depend on
     seed and prompt alone, not on batches; step 3 evaluates with the same seeds."""
-    words, settings, rewards = wanted.words, wanted.settings, wanted.rewards
+    words = wanted.words
+    settings = wanted.settings
+    rewards = wanted.rewards
     loaded: Any = load_causal_lm(checked.folder, dtype, None)
     model = loaded.to(dist.device()).eval()
     use_fast_layers(model)
@@ -230,19 +237,26 @@ def _results_of(  # noqa: PLR0915
             )
             at_end.enter_context(closing(episodes))
         others = [] if episodes is None else episodes.reward_sources
-        mixture = build_sources(rewards, learned, others) if rewards else RewardMixture([])
+        if rewards:
+            mixture = build_sources(rewards, learned, others)
+        else:
+            mixture = RewardMixture([])
         requests = RewardRequests(
             at_end.enter_context(closing(mixture)), prompts, checked.tokenizer, episodes
         )
         for decoding in configs if words.decoding == "both" else [words.decoding]:
-            config, every, rows = configs[decoding], list(range(len(prompts))), list[Answered]()
+            config = configs[decoding]
+            every = list(range(len(prompts)))
+            rows = list[Answered]()
             logger().info(
                 f"{checked.label}: {decoding}, {len(every)} prompts, {config.samples} answer(s) to"
                 " each"
             )
             for first in range(0, len(every), words.batch_size):
                 indices = every[first : first + words.batch_size]
-                path, turns, own_config = (settings.seed, STREAM, 0, 0), None, config
+                path = (settings.seed, STREAM, 0, 0)
+                turns = None
+                own_config = config
                 seeds = row_seeds(first * config.samples, len(indices) * config.samples, *path)
                 if episodes is None:
                     batch = collate_prompts(prompts, indices, filler_id(checked.tokenizer))
@@ -252,7 +266,8 @@ def _results_of(  # noqa: PLR0915
                         prompts, indices, config.samples, of_prompts, never
                     )
                     own_config = replace(config, samples=len(seeds) // len(batch.prompt_ids))
-                batch, seeds = to_device(batch, dist.device()), seeds.to(dist.device())
+                batch = to_device(batch, dist.device())
+                seeds = seeds.to(dist.device())
                 rollout = generate(model, batch, seeds, own_config, turns=turns)
                 if episodes is not None and turns is not None:
                     rollout = episodes.end(rollout, turns, cancelled=False, counts=True)
@@ -263,7 +278,8 @@ def _results_of(  # noqa: PLR0915
                 rows += answered_rows(requests, indices, rollout, request.texts, scores, names)
             metrics = summary(rows, words.pass_score) | summary_by_source(rows, words.pass_score)
             metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
-            failed, means = requests.count_failed_rows(), dict[str, float]()
+            failed = requests.count_failed_rows()
+            means = dict[str, float]()
             if rewards is None:
                 metrics = {
                     name: value for name, value in metrics.items() if name.split("/")[0] in UNSCORED
@@ -287,22 +303,27 @@ def _results_of(  # noqa: PLR0915
 
 def number(value: float | None) -> str:
     """A metric with four significant digits; "" if there is none."""
-    return "" if value is None or math.isnan(value) else f"{value:.4g}"
+    if value is None or math.isnan(value):
+        return ""
+    return f"{value:.4g}"
 
 
 def table(found: Evaluated) -> list[str]:
     """Head and one line for each model and way of decoding; with several data sets further lines
     for these."""
-    first, lines = found.results[0], list[list[str]]()
+    first = found.results[0]
+    lines = list[list[str]]()
     names = dict.fromkeys(name for result in found.results for name in result.metrics)
     columns = [name for name in names if "/" not in name or name.startswith("episode/")]
-    sources = list(first.scores_by_source) if len(first.scores_by_source) > 1 else []
+    if len(first.scores_by_source) > 1:
+        sources = list(first.scores_by_source)
+    else:
+        sources = []
     means = [f"reward/{name}_mean" for name in sources]
-    compared = (
-        [f"wins against {first.label} [95 %]"]
-        if any(result.wins for result in found.results)
-        else []
-    )
+    if any(result.wins for result in found.results):
+        compared = [f"wins against {first.label} [95 %]"]
+    else:
+        compared = []
     lines.append(
         ["model", "decoding", *columns, *(f"score of {name}" for name in sources), *compared]
     )
@@ -314,11 +335,10 @@ def table(found: Evaluated) -> list[str]:
         ]:
             cells = [number(result.metrics.get(f"{name}{ending}")) for name in [*columns, *means]]
             wins = result.wins if not ending else None
-            share = (
-                ""
-                if wins is None
-                else f"{100 * wins.share:.1f} % [{100 * wins.low:.1f}, {100 * wins.high:.1f}]"
-            )
+            if wins is None:
+                share = ""
+            else:
+                share = f"{100 * wins.share:.1f} % [{100 * wins.low:.1f}, {100 * wins.high:.1f}]"
             lines.append([label, result.decoding, *cells, *(share for _ in compared)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [

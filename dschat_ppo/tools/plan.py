@@ -134,7 +134,8 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
         )
 
     if config.run.dtype == AUTO:
-        model, on_gpu = next(iter(models.values())), words.device_memory > 0
+        model = next(iter(models.values()))
+        on_gpu = words.device_memory > 0
         chosen = dtype_for_plan(config, model, on_gpu, lambda each: not plan_of(each).missing)
         print(f"{chosen}\n")
         rest = [*rest, "--dtype", chosen.dtype]
@@ -144,7 +145,10 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
         return plan_of(step_config(words.step, [*rest, *more]))
 
     plan = plan_with([])
-    proposal = flags_that_fit(config, plan_with) if plan.missing else None
+    if plan.missing:
+        proposal = flags_that_fit(config, plan_with)
+    else:
+        proposal = None
     if words.json:
         print(json.dumps(json_of(plan, proposal), indent=2))
         return
@@ -172,7 +176,10 @@ def _print_plan(words: argparse.Namespace, rest: list[str]) -> None:
             f" {shlex.join(proposal[0])}"
         )
     elif plan.missing:
-        others = "--optimizer adamw with ZeRO, " if config.run.optimizer == "muon" else ""
+        if config.run.optimizer == "muon":
+            others = "--optimizer adamw with ZeRO, "
+        else:
+            others = ""
         print(
             f"\nNo flags of the planner make it fit: use {others}more devices, a smaller model, or"
             " shorter rows."
@@ -217,11 +224,10 @@ def table(plan: Plan, parts: Sequence[str]) -> str:
     lines = [form.format("phase", "role", *parts, "device", "host")]
     for phase in plan.phases:
         for role in [*dict.fromkeys(role for role, _, _ in phase.held), None]:
-            places = (
-                plan.needs(phase)
-                if role is None
-                else [phase.total(role, on_host=place) for place in (False, True)]
-            )
+            if role is None:
+                places = plan.needs(phase)
+            else:
+                places = (phase.total(role, on_host=False), phase.total(role, on_host=True))
             sizes = [*(phase.total(role, part) for part in parts), *places]
             shown = [f"{size / GIB:.2f}" if size >= 0.005 * GIB else "" for size in sizes]
             if role is None or any(shown):
@@ -256,7 +262,8 @@ def flags_that_fit(
             and (found := tried([*taken, rung]))
             and found[1].missing < best[1].missing
         ):
-            taken, best = [*taken, rung], found
+            taken = [*taken, rung]
+            best = found
     if best is None or best[1].missing:
         return None
     for rung in reversed(taken[:-1]):
@@ -268,7 +275,8 @@ def flags_that_fit(
 
 def _ladder(config: StepConfig, given: Change) -> list[Change]:
     """What makes a run smaller, in the order of what it costs."""
-    prefixes, batch = list(config.stages), config.micro_batch
+    prefixes = list(config.stages)
+    batch = config.micro_batch
     frozen = [f"offload_{role}_model" for role in ("reference", "reward") if role in config.models]
     zero = {
         f"{prefix}zero_stage" for prefix in [*prefixes, *["critic_"] * ("reward" in config.models)]
@@ -276,10 +284,12 @@ def _ladder(config: StepConfig, given: Change) -> list[Change]:
     stage_2, stage_3 = (
         {name: max(stage, given[name]) for name in sorted(zero)} for stage in (2, 3)
     )
-    size, accumulation = given[batch], given["gradient_accumulation_steps"]
+    size = given[batch]
+    accumulation = given["gradient_accumulation_steps"]
     halves: list[Change] = []
     while size % 2 == 0:
-        size, accumulation = size // 2, 2 * accumulation
+        size = size // 2
+        accumulation = 2 * accumulation
         halves.append({batch: size, "gradient_accumulation_steps": accumulation})
     return [
         stage_2,

@@ -37,7 +37,10 @@ def main(argv: Sequence[str]) -> int:
     from dschat_ppo.common.logging import quiet_libraries
     from dschat_ppo.tools.replay_bundle import replay
 
-    changes = ["--dtype", words.dtype, "--attn_implementation", "auto"] if words.dtype else []
+    if words.dtype:
+        changes = ["--dtype", words.dtype, "--attn_implementation", "auto"]
+    else:
+        changes = []
 
     def work() -> int:
         # every value in its files decides what is computed

@@ -64,7 +64,9 @@ def replay(folder: Path, words: list[str]) -> bool:
     of those of the run."""
     what, records = read_bundle(folder)
     config: Any = parse(what["step_name"], ["--config", str(folder / CONFIG), *words])
-    dtype, resize, constants = config.run.dtype, config.run.resize_vocabulary, what["constants"]
+    dtype = config.run.dtype
+    resize = config.run.resize_vocabulary
+    constants = what["constants"]
     print(f"{what['role']}, step {what['step']}: {what['fault']}; replayed in {dtype}")
     layout = Layout(**what["layout"], attention=config.memory.attn_implementation)
     if what["role"] == "critic" or (
@@ -119,7 +121,9 @@ def print_bad(what: str, tensors: Iterable[tuple[str, Tensor]]) -> bool:
 
 def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[Any], Tensor]:
     """The loss of one micro-batch, as in the run, but without the term of `--router_loss_coef`."""
-    constants, sums, device = what["constants"], MetricSums(), dist.device()
+    constants = what["constants"]
+    sums = MetricSums()
+    device = dist.device()
 
     def frozen(role: str) -> Any:  # in place of an engine
         path = model_folder(*reversed(config.models[role]))
@@ -127,9 +131,10 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
         return PolicyModel(lm).to(device).eval().requires_grad_(False)
 
     if what["step_name"] == "sft":
-        of_sft = (
-            SFTTeacher.of(frozen("teacher"), config.teacher) if config.teacher.teachers else None
-        )
+        if config.teacher.teachers:
+            of_sft = SFTTeacher.of(frozen("teacher"), config.teacher)
+        else:
+            of_sft = None
         return lambda batch: sft_loss(model, batch, constants["total"], sums, of_sft)
     if what["step_name"] != "ppo":
         loss: Any = OBJECTIVES[config.reward.objective](0, device, config).loss
@@ -140,8 +145,12 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
         return lambda rows: critic_loss(model, rows, minibatch, config.algorithm, sums)
     minimum_length = constants["minimum_length"] and MinimumLength(*constants["minimum_length"])
 
-    reference = frozen("reference") if config.algorithm.full_kl_loss else None
-    coef, teachers = config.distill_loss_coef, None
+    if config.algorithm.full_kl_loss:
+        reference = frozen("reference")
+    else:
+        reference = None
+    coef = config.distill_loss_coef
+    teachers = None
     if coef > 0:
         roles = [*config.teacher.models] or ["reference"]
         teachers = teachers_of(config, [frozen(role) for role in roles], None, minimum_length)
@@ -167,11 +176,15 @@ def loss_function(what: dict[str, Any], config: Any, model: Any) -> Callable[[An
 def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
     """Yields a list that receives a description of the first module output of `model` that is not
     finite."""
-    names, found = {module: name for name, module in model.named_modules()}, list[str]()
+    names = {module: name for name, module in model.named_modules()}
+    found = list[str]()
 
     def check(module: nn.Module, inputs: Any, output: Any) -> None:
         if module in names and not found and not is_finite(output):
-            state = "its inputs are finite" if is_finite(inputs) else "so are its inputs"
+            if is_finite(inputs):
+                state = "its inputs are finite"
+            else:
+                state = "so are its inputs"
             found.append(f"{names[module] or 'the model'} ({type(module).__name__}; {state})")
 
     with register_module_forward_hook(check):

@@ -130,7 +130,9 @@ def text_scorer(
             " this server scores whole texts; give it to --reward_model_name_or_path of step 3,"
             " with --process_reward"
         )
-    tokenizer, most, device = load_tokenizer(folder, "--model"), most_tokens(config), dist.device()
+    tokenizer = load_tokenizer(folder, "--model")
+    most = most_tokens(config)
+    device = dist.device()
     check_vocabulary(tokenizer, config, "--model", folder)
     check_sequence_classifier(folder, new_head=False)
     classifier = load_sequence_classifier(

@@ -57,7 +57,8 @@ class TextStream:
     def add(self, token: int) -> str:
         """The text that is complete with this token, "" if there is none."""
         self.ids.append(token)
-        before, after = self._text(self.shown), self._text(len(self.ids))
+        before = self._text(self.shown)
+        after = self._text(len(self.ids))
         if len(after) <= len(before) or after.endswith(INCOMPLETE):
             return ""
         self.start, self.shown = self.shown, len(self.ids)

@@ -173,7 +173,10 @@ def make_rows(
     rows["prompts"] = [{"prompt": turn(q)} for q in questions["prompts"]]
     rows["heldout"] = [{"prompt": turn(q), "about": vars(q)} for q in questions["heldout"]]
     for row, first, q in zip(rows["sft"], questions["sft"], questions["second"], strict=False):
-        again = kind_answer if keeps_rule(first, row["messages"][-1]["content"]) else curt_answer
+        if keeps_rule(first, row["messages"][-1]["content"]):
+            again = kind_answer
+        else:
+            again = curt_answer
         row["messages"] += [*turn(q), {"role": "assistant", "content": again(q, rng)}]
     return rows
 
