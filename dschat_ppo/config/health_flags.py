@@ -95,6 +95,19 @@ PPO_RULES: tuple[Rule, ...] = (
         " clips them; use harder prompts, a higher --temperature or more --n_samples_per_prompt",
     ),
     Rule(
+        "groups_equal",
+        "warning",
+        "reward/equal_groups_share",
+        "above it, without a critic",
+        0.9,
+        "the answers to one prompt score alike, although those to other prompts differ, so nearly"
+        " all groups teach nothing: the prompts are too easy or too hard, or the answers are the"
+        " same",
+        "use --dynamic_sampling, harder or easier prompts, more --n_samples_per_prompt or a higher"
+        " --temperature",
+        lasts=True,
+    ),
+    Rule(
         "reward_faults",
         "warning",
         "reward/function_faults",
@@ -104,6 +117,17 @@ PPO_RULES: tuple[Rule, ...] = (
         " is --reward_default",
         "read the first traceback in logs/rank_R.log and correct the function or raise"
         " --reward_timeout",
+    ),
+    Rule(
+        "answers_unscored",
+        "warning",
+        "rollout/unscored_share",
+        "above it",
+        0.1,
+        "no reward source scores many answers: every function returns None for them, or its route"
+        " is of other data",
+        "score each answer in some function, correct the routes of --reward_function, or leave"
+        " such rows out of --data_path",
     ),
     Rule(
         "answers_left",
@@ -125,6 +149,17 @@ PPO_RULES: tuple[Rule, ...] = (
         "the policy collapses to few answers, or the sampling is nearly greedy",
         "raise --kl_coef or --entropy_coef, or sample with a higher --temperature, --top_p or"
         " --top_k",
+    ),
+    Rule(
+        "observations_invented",
+        "warning",
+        "episode/invented_observations",
+        "above it",
+        0.1,
+        "the model writes what its tools or its environment would answer, instead of ending its"
+        " turn, and goes on from that",
+        "end its turn there (--stop_token_ids with the token that begins an observation), train"
+        " step 1 on rows whose calls end the turn, or score such answers lower",
     ),
     Rule(
         "reward_exploited",

@@ -7,6 +7,7 @@ that changes earlier turns is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -41,6 +42,7 @@ class ObservationTokens:
         self.most, self.truncation = most, truncation
         self.before = turn_end(tokenizer).kept
         self.end = turn_end(tokenizer).token
+        self.mark: str | None = None  # what begins an observation, if the template has such a mark
         if tokenizer.chat_template is not None:
             role = "tool" if tools else "user"
             seen = self.between(
@@ -51,6 +53,15 @@ class ObservationTokens:
                     f"the chat template leaves out messages of the {role}; take another"
                     " (--chat_template)"
                 )
+            self.mark = _last_mark(seen.partition(_SEEN)[0])
+            if self.end is not None and self.mark == decoded(tokenizer, [self.end]):
+                self.mark = None  # the model ends its turn with it
+
+    def invented(self, ids: Sequence[int]) -> int:
+        """How many observations the model wrote by itself, in the tokens that it chose."""
+        if self.mark is None:
+            return 0
+        return decoded(self.tokenizer, ids).count(self.mark)
 
     def __call__(
         self, turn: Turn, last: int | None = None, variables: Variables | None = None
@@ -161,6 +172,15 @@ class ObservationTokens:
             for n, part in parts
             for number in encode_after(self.tokenizer, "\n" if n else self.before, part)
         ]
+
+
+def _last_mark(text: str) -> str | None:
+    """The last mark of a text, such as `<tool_response>`, `<|user|>` or `[TOOL_RESULTS]`; None
+    without any."""
+    marks = re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", text)
+    if not marks:
+        return None
+    return str(marks[-1])
 
 
 def observed_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

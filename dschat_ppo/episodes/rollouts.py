@@ -216,9 +216,11 @@ class EpisodeRollouts:
             for end, reward in zip(record.ends, record.rewards, strict=True):
                 rewards[row, end] = reward
             if counts:
+                chosen = rollout.response_ids[row][rollout.response_mask[row]].tolist()
                 self._numbers.append(
                     {
                         **record.numbers,
+                        "invented_observations": self.observations.invented(chosen),
                         "turns": len(record.ends),
                         "failed_calls": record.failed_calls,
                         "failures": bool(record.problem),

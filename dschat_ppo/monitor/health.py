@@ -182,6 +182,18 @@ def scores_equal(history: History) -> str | None:
     return None
 
 
+def groups_equal(history: History) -> str | None:
+    """The answers to each prompt score alike, and an estimator compares them: there is no critic.
+    Where all answers score alike, `scores_equal` says so."""
+    now, limit = history.now, history.limits["groups_equal"]
+    share = now.get("reward/equal_groups_share", 0.0)
+    has_critic = "value/explained_variance" in now
+    all_equal = now.get("reward/score_std", 0.0) < history.limits["scores_equal"]
+    if share <= limit or has_critic or all_equal:
+        return None
+    return f"reward/equal_groups_share is {share:.3g}, above {limit:g}"
+
+
 def reward_faults(history: History) -> str | None:
     """A reward function fails on many answers, which get the default score."""
     faults, count = (
@@ -269,6 +281,7 @@ CHECKS: dict[str, Callable[[History], str | None]] = {
     for function in (
         first_ratio_not_one,
         scores_equal,
+        groups_equal,
         reward_faults,
         duplicate_answers,
         reward_exploited,

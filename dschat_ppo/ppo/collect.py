@@ -31,6 +31,7 @@ from dschat_ppo.ppo.score import ForwardPasses, RewardRequests
 from dschat_ppo.rewards.reward_source import (
     DATA_SOURCE,
     MOST_NAMES,
+    FailedRows,
     RewardFunctionError,
     RewardServiceError,
     Scores,
@@ -97,7 +98,7 @@ class ExperienceCollection:
     def _begin_rounds(self) -> None:
         """Begin the rounds of a PPO step."""
         self._round = 0
-        self._failed_rows = 0
+        self._failed_rows = FailedRows()
         self._responses = 0  # of all rounds
         self._left = 0  # those of them without a score
         self._score_numbers: list[dict[str, Tensor]] = []  # `Scores.numbers` of each round
@@ -224,7 +225,7 @@ class ExperienceCollection:
         with self.clock.phase("reward"):
             report_phase(0, len(rollout.response_ids), "answers")
             scores = pending.wait()
-            self._failed_rows += self.requests.count_failed_rows()
+            self._failed_rows = self._failed_rows.plus(self.requests.count_failed_rows())
             self._score_numbers.append(scores.numbers)
         columns = {field.name: getattr(rows, field.name) for field in fields(rows)}
         return ScoredRollout(
@@ -277,7 +278,8 @@ class ExperienceCollection:
             if self.pool.missing and self._round < self.config.algorithm.dynamic_sampling_rounds:
                 return None
         self.metrics = {
-            "reward/function_faults": float(self._failed_rows),
+            "reward/function_faults": float(self._failed_rows.faults),
+            "rollout/unscored_share": self._failed_rows.unscored / self._responses,
             "rollout/left_share": self._left / self._responses,
         }
         if self.sampler.episodes is not None:

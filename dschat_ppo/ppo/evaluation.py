@@ -244,7 +244,7 @@ class Evaluation:
         rows = sorted(
             (row for part in dist.gather_objects(mine) for row in part), key=lambda row: row.index
         )
-        faults = self.requests.count_failed_rows()
+        faults = self.requests.count_failed_rows().faults
         score = self.flags.eval_pass_score
         metrics = summary(rows, score) | summary_by_source(rows, score)
         metrics["eval/function_faults"] = float(faults)

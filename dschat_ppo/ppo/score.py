@@ -27,7 +27,7 @@ from dschat_ppo.ppo.mini_dataset import gather_rows, prompts_of
 from dschat_ppo.ppo.response_texts import response_texts, texts_of
 from dschat_ppo.ppo.teaching import Teachers
 from dschat_ppo.rewards.call_forms import ResponseText
-from dschat_ppo.rewards.reward_source import RewardMixture, RewardRequest
+from dschat_ppo.rewards.reward_source import FailedRows, RewardMixture, RewardRequest
 from dschat_ppo.types import (
     ForwardedRollout,
     MinimumLength,
@@ -84,8 +84,9 @@ class RewardRequests:
             skip_special_tokens=True,
         )
 
-    def count_failed_rows(self) -> int:
-        """Answers of all ranks that got the default score since the last count. Collective.
+    def count_failed_rows(self) -> FailedRows:
+        """Answers of all ranks since the last count that a function failed on or that no source
+        scored. Collective.
 
         The first count raises `RewardFunctionError` if a function failed on every answer or no
         source scored any: then the function itself or its route is wrong.

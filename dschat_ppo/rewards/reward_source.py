@@ -112,6 +112,18 @@ class CallCounts:
         return CallCounts(self.rows + rows, self.failed + failed, self.cause or cause)
 
 
+@dataclass(frozen=True)
+class FailedRows:
+    """Responses without a score of a function, or of any source."""
+
+    faults: int = 0  # of each function: its call failed; they add up over functions
+    unscored: int = 0  # every source left them to others: it returned None, or is routed elsewhere
+
+    def plus(self, other: FailedRows) -> FailedRows:
+        """With those of another count."""
+        return FailedRows(self.faults + other.faults, self.unscored + other.unscored)
+
+
 def raise_on_any_rank(problem: str | None) -> None:
     """Raise `RewardServiceError` on every rank, for the first problem of any. Collective. Rank 0
     prints it."""
@@ -288,14 +300,15 @@ class RewardMixture:
             )
         self.unscored = self.unscored.plus(len(request), len(rows), cause)
 
-    def count_failed_rows(self, refuse_all: bool) -> int:
-        """Failed calls of functions, and responses that no source scored, of all ranks since the
-        last count. Collective. With `refuse_all` every rank raises
+    def count_failed_rows(self, refuse_all: bool) -> FailedRows:
+        """The responses of all ranks since the last count that functions failed on, or that no
+        source scored. Collective. With `refuse_all` every rank raises
         `RewardFunctionError` if a function failed on every response that it did not leave to other
         sources, or if no source scored any."""
         functions = [source for source, _ in self.sources if isinstance(source, HasWorkers)]
         ranks = dist.gather_objects([*(function.counts for function in functions), self.unscored])
-        self.unscored, failures = CallCounts(), 0
+        self.unscored = CallCounts()
+        failed_rows = list[int]()  # of each function, and of `unscored`
         for function in functions:
             function.counts = CallCounts()
         for number, of_ranks in enumerate(zip(*ranks, strict=True)):
@@ -303,7 +316,7 @@ class RewardMixture:
                 sum(counts.rows for counts in of_ranks),
                 sum(counts.failed for counts in of_ranks),
             )
-            failures += failed
+            failed_rows.append(failed)
             if refuse_all and rows and failed == rows:
                 cause = next(counts.cause for counts in of_ranks if counts.cause)
                 raise RewardFunctionError(
@@ -317,7 +330,7 @@ class RewardMixture:
                         " --reward_function or the data_source of the rows"
                     )
                 )
-        return failures
+        return FailedRows(faults=sum(failed_rows[:-1]), unscored=failed_rows[-1])
 
     def close(self) -> None:
         """End the worker processes of all sources."""

@@ -278,7 +278,8 @@ def _results_of(  # noqa: PLR0915
                 rows += answered_rows(requests, indices, rollout, request.texts, scores, names)
             metrics = summary(rows, words.pass_score) | summary_by_source(rows, words.pass_score)
             metrics = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
-            failed = requests.count_failed_rows()
+            failed_rows = requests.count_failed_rows()
+            failed = failed_rows.faults + failed_rows.unscored
             means = dict[str, float]()
             if rewards is None:
                 metrics = {

@@ -35,6 +35,35 @@ def test_a_result_of_a_tool_follows_its_call():
     assert ObservationTokens(tokenizer, [TOOL], 100)(Turn([{"role": "tool", "content": "a lamp"}]))
 
 
+@pytest.mark.parametrize(
+    ("name", "tools", "invented"),
+    [
+        ("Hermes", [TOOL], "<tool_response>\na lamp\n</tool_response>"),
+        ("Mistral", [TOOL], '[TOOL_RESULTS]{"content": "a lamp"}'),
+        ("Zephyr", [], "<|user|>\nWhere is it?"),
+    ],
+)
+def test_observations_that_the_model_writes_itself_are_counted(name, tools, invented):
+    tokenizer, _ = shaped(name, WITH_TOOLS if tools else SHAPES)
+    read = ObservationTokens(tokenizer, tools, 100)
+
+    def count(text: str) -> int:
+        return read.invented(encode_after(tokenizer, "", text))
+
+    assert count("A tool has a response, and a user asks.") == 0
+    assert count(f"I look.\n{invented}\nA lamp.") == 1
+    assert count(f"I look.\n{invented}\nAgain.\n{invented}") == 2
+    assert read.mark in tokenizer.decode(
+        read(Turn([{"role": "tool" if tools else "user", "content": "x"}]))
+    )
+
+
+def test_a_template_without_marks_has_no_invented_observation():
+    tokenizer, _ = shaped("line break first")
+    read = ObservationTokens(tokenizer, [], 100)
+    assert read.mark is None and read.invented([1, 2, 3]) == 0
+
+
 def test_special_tokens_in_an_observation_are_text():
     tokenizer, _ = shaped("ChatML")
     read = ObservationTokens(tokenizer, [], 100)

@@ -323,6 +323,7 @@ def test_a_rollout_knows_its_failed_episodes_and_the_messages_that_functions_of_
     rollouts._count, rollouts._last_messages, rollouts._numbers = 0, {}, []
     rollouts._has_told = rollouts._has_counted = True
     rollouts._flags, rollouts.episodes = "", SimpleNamespace(end_all=lambda: None)
+    rollouts.observations = SimpleNamespace(invented=len)
     ended = []
     for name in ("older", "sampled", "greedy"):
         said = {"role": "assistant", "content": name, "text": f"<think>a</think>{name}"}
@@ -347,6 +348,7 @@ def test_environments_that_all_fail_at_first_end_the_run():
     rollouts = object.__new__(EpisodeRollouts)
     rollouts._has_told = rollouts._has_counted = False
     rollouts._count, rollouts._last_messages = 0, {}
+    rollouts.observations = SimpleNamespace(invented=lambda ids: 3 * len(ids))
     forgotten = []
     rollouts.journalled = SimpleNamespace(
         journal=SimpleNamespace(forget=lambda: forgotten.append(1))
@@ -357,7 +359,8 @@ def test_environments_that_all_fail_at_first_end_the_run():
         SimpleNamespace(end_all=lambda: None),
     )
     one = torch.zeros(2, 1)
-    rollout = Rollout(one.long(), one.bool(), one.long(), one.bool(), one, one[:, 0].to(torch.int8))
+    chosen = torch.tensor([[True], [False]])
+    rollout = Rollout(one.long(), one.bool(), one.long(), chosen, one, one[:, 0].to(torch.int8))
 
     def end(*problems, cancelled=False):
         records = [Record(ends=[0], rewards=[0.5], problem=problem) for problem in problems]
@@ -371,6 +374,7 @@ def test_environments_that_all_fail_at_first_end_the_run():
     ):
         end("x", "y")
     assert forgotten == [1], "the next start asks again"
+    assert [numbers["invented_observations"] for numbers in rollouts._numbers[-2:]] == [3, 0]
     rollouts._has_counted = False
     end("x", "")
     assert end("x", "y").turn_rewards.tolist() == [[0.5], [0.5]], (

@@ -106,6 +106,16 @@ CASES = {
     "entropy_explosion": (*after("policy/entropy", 6.1, 5.9), ["6.1", "2", "times 3"]),
     "scores_equal": (*at_once("reward/score_std", 0.0009, 0.0011), ["0.0009", "0.001", "score 1"]),
     "reward_faults": (*at_once("reward/function_faults", 7, 6), ["7", "64"]),
+    "answers_unscored": (*at_once("rollout/unscored_share", 0.11, 0.1), ["0.11", "0.1"]),
+    "groups_equal": (
+        lasting(11, reward__equal_groups_share=0.91, value__explained_variance=math.nan),
+        lasting(11, reward__equal_groups_share=0.9, value__explained_variance=math.nan),
+        ["0.91", "0.9", "11 steps"],
+    ),
+    "observations_invented": (
+        *at_once("episode/invented_observations", 0.11, 0.1),
+        ["0.11", "0.1"],
+    ),
     "answers_left": (*at_once("rollout/left_share", 0.11, 0.1), ["0.11", "0.1"]),
     "duplicate_answers": (
         *at_once("rollout/distinct_share", 0.49, 0.51),
@@ -212,6 +222,14 @@ def test_scores_that_are_equal_after_the_clip_alone_are_seen():
         and "100% are clipped" in event.seen
     )
     assert events_of(ppo_watch(), [{**clipped, "reward/clipped_std": 0.1}] * 20) == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"value/explained_variance": math.nan, "reward/score_std": 0.0}]
+)
+def test_equal_groups_are_no_event_with_a_critic_or_where_all_scores_are_equal(changes):
+    events = events_of(ppo_watch(), [{"reward/equal_groups_share": 1.0, **changes}] * 20)
+    assert [event.name for event in events if event.name == "groups_equal"] == []
 
 
 def test_without_a_reference_the_length_alone_counts():

@@ -28,7 +28,12 @@ from dschat_ppo.ppo.generation_settings import check_stop_ids, generation_config
 from dschat_ppo.ppo.group_pool import GroupPool
 from dschat_ppo.ppo.score import ForwardPasses
 from dschat_ppo.ppo.state import PPOComponents
-from dschat_ppo.rewards.reward_source import RewardFunctionError, RewardServiceError, Scores
+from dschat_ppo.rewards.reward_source import (
+    FailedRows,
+    RewardFunctionError,
+    RewardServiceError,
+    Scores,
+)
 from dschat_ppo.rollout.continuous_batching import never
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
@@ -282,7 +287,7 @@ class RewardRequests:
     def count_failed_rows(self):
         if self.failure is not None:
             raise self.failure
-        return 2
+        return FailedRows(faults=2, unscored=1)
 
 
 class Stops:
@@ -346,7 +351,11 @@ def test_prompts_answers_scores_and_groups_stay_together():
     taken = [row for call in collection.sampler.asked for row in call[0]]
     assert len(set(taken)) == 8, "each prompt once an epoch"
     assert collection.passes.actor.modes == ["eval"] * 2
-    assert collection.metrics == {"reward/function_faults": 2.0, "rollout/left_share": 0.0}
+    assert collection.metrics == {
+        "reward/function_faults": 2.0,
+        "rollout/unscored_share": 1 / 8,
+        "rollout/left_share": 0.0,
+    }
 
 
 def test_rows_carry_the_number_of_their_data_set_if_there_are_several():
@@ -426,6 +435,7 @@ def test_dynamic_sampling_samples_until_the_step_is_full_and_keeps_the_rest():
     assert found.groups.tolist() == [0, 0, 1, 1, 5, 5, 6, 6]
     assert collection.metrics == {
         "reward/function_faults": 4.0,
+        "rollout/unscored_share": 2 / 16,
         "rollout/left_share": 0.0,
         "rollout/dynamic_sampling_rounds": 2.0,
         "rollout/dynamic_sampling_kept_share": 5 / 8,

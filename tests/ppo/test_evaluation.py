@@ -14,7 +14,7 @@ from dschat_ppo.config.ppo_flags import EvaluationFlags
 from dschat_ppo.errors import StorageError
 from dschat_ppo.ppo.evaluation import Answered, Evaluation, final_answer, summary, summary_by_source
 from dschat_ppo.rewards.call_forms import ResponseText
-from dschat_ppo.rewards.reward_source import RewardFunctionError, Scores
+from dschat_ppo.rewards.reward_source import FailedRows, RewardFunctionError, Scores
 from dschat_ppo.rollout.generator import GenerationConfig
 from dschat_ppo.rollout.sampling import SamplingParameters, StoppingCriteria
 from dschat_ppo.types import FinishReason, Rollout
@@ -192,7 +192,7 @@ class RewardRequests:
     def count_failed_rows(self):
         if isinstance(self.faults, Exception):
             raise self.faults
-        return self.faults
+        return FailedRows(faults=self.faults, unscored=5)
 
 
 def evaluation_of(folder, scorer=None, passes=None, on_best=lambda: None, data_sources=(), **flags):

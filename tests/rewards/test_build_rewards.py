@@ -23,6 +23,7 @@ from dschat_ppo.rewards.build_rewards import (
 from dschat_ppo.rewards.function_reward import FunctionReward, parse_function
 from dschat_ppo.rewards.reward_source import (
     CallCounts,
+    FailedRows,
     RewardFunctionError,
     RewardMixture,
     RewardRequest,
@@ -91,7 +92,7 @@ def test_functions_without_a_learned_reward():
     # number, so numeric_match fails on both
     assert mixed.by_source[:, :2].tolist() == [[1, 0], [0, 0.5]]
     assert mixed.by_source[:, 2].isnan().all() and mixed.total.isnan().all() and mixed.left.all()
-    assert mixture.count_failed_rows(refuse_all=False) == 2
+    assert mixture.count_failed_rows(refuse_all=False) == FailedRows(faults=2)
     mixture.default = 0.0
     mixed = mixture(REQUEST, ROLLOUT)
     assert mixed.by_source.tolist() == [[1, 0, 0], [0, 0.5, 0]]
@@ -246,7 +247,7 @@ def test_the_learned_reward_and_the_service_can_have_a_route(monkeypatch):
         assert column == pytest.approx(expected, nan_ok=True)
     assert mixed.total.tolist() == [0.5, 7, 1.5 + 7, -1]
     assert asked == [["pb", "pc"]] and mixture.names == ["model", "remote"]
-    assert mixture.count_failed_rows(refuse_all=True) == 1
+    assert mixture.count_failed_rows(refuse_all=True) == FailedRows(unscored=1)
     for names, flag in (
         (["chat", "code"], "--reward_model_sources"),
         (["chat", "math"], "--remote_reward_sources"),
@@ -341,8 +342,8 @@ def test_failed_calls_are_counted_and_close_ends_the_workers():
     mixture = RewardMixture(sources, default=0.25)
     # the last row has no answer: the default
     assert mixture(THREE, THREE_ROWS).total.tolist() == [3, 2, 3.5]
-    assert mixture.count_failed_rows(refuse_all=True) == 1
-    assert mixture.count_failed_rows(refuse_all=True) == 0, "no rows are no failure"
+    assert mixture.count_failed_rows(refuse_all=True) == FailedRows(faults=1)
+    assert mixture.count_failed_rows(refuse_all=True) == FailedRows(), "no rows are no failure"
     mixture.close()
     assert [worker.process for worker in sources[0][0].pool.workers] == [None]
 
@@ -404,14 +405,13 @@ def test_a_function_that_fails_on_every_row_of_all_ranks_is_an_error(
         return RewardMixture([(Fixed("a", [1, 2, 3]), 1), *functions])
 
     if isinstance(expected, int):
-        assert mixture().count_failed_rows(refuse_all=True) == expected
+        assert mixture().count_failed_rows(refuse_all=True) == FailedRows(faults=expected)
         return
     with pytest.raises(RewardFunctionError, match=expected) as refused:
         mixture().count_failed_rows(refuse_all=True)
     assert len(str(refused.value).splitlines()) == 1
-    assert mixture().count_failed_rows(refuse_all=False) == sum(
-        calls.failed for calls in [*first, *second]
-    )
+    failed = sum(calls.failed for calls in [*first, *second])
+    assert mixture().count_failed_rows(refuse_all=False) == FailedRows(faults=failed)
 
 
 def test_after_a_failure_the_other_sources_still_run():
@@ -500,10 +500,10 @@ def test_responses_without_a_source_are_counted_and_all_of_them_are_an_error(mon
     )
     again = mixture(CallCounts(3, 1))
     assert [again.count_failed_rows(refuse_all=first) for first in (True, False)] == [
-        4,
-        1,
+        FailedRows(unscored=4),
+        FailedRows(unscored=1),
     ], "counted once"
-    assert mixture(CallCounts(3, 3)).count_failed_rows(refuse_all=False) == 6
+    assert mixture(CallCounts(3, 3)).count_failed_rows(refuse_all=False) == FailedRows(unscored=6)
     problem = (
         r"^no reward source scored any of the first 6 answers \(data_source 'a', 'b'\): every"
         r" function returned None"
@@ -532,7 +532,7 @@ def test_means_are_over_the_responses_that_have_the_number(monkeypatch):
 def test_without_any_weight_a_score_of_weight_0_is_a_score():
     mixture = RewardMixture([(Function("a", [1, NAN, 2], counts=CallCounts(2)), 0)], default=7.0)
     assert mixture(THREE, THREE_ROWS).total.tolist() == [0, 7, 0]
-    assert mixture.count_failed_rows(refuse_all=True) == 1
+    assert mixture.count_failed_rows(refuse_all=True) == FailedRows(unscored=1)
 
 
 def test_other_numbers_carry_the_name_of_their_source():
