@@ -17,7 +17,7 @@ from learning import ROOT, call, points, prepare
 MADE, TOY = "{work}/preference/made", "training_scripts/toy"  # MADE: by `prepare` of `learning.py`
 PPO = (
     f"{TOY}/run_step3_ppo.sh {MADE}/toy {MADE}/sft {MADE}/reward {{out}} --enable_test_mode True"
-    " --test_stop_step 24"
+    " --test_stop_step 24 --reward_clip 5"
 )
 GRPO = f"{TOY}/run_grpo_addition.sh {{work}}/addition --output_dir {{out}} --eval_interval 4"
 LENGTH = f"""{PPO} --use_reward_model False --reward_function length:0.02 --advantage_estimator

@@ -178,6 +178,10 @@ def next_commands(out: Path, question: str, seed: int) -> dict[str, str]:
             out / "toy/data/heldout.jsonl",
             "--reward_model_name_or_path",
             out / "reward",
+            "--max_prompt_seq_len",  # as in run_step3_ppo.sh; the toy model has few positions
+            64,
+            "--max_tokens",
+            48,
             "--show",
             3,
         ],

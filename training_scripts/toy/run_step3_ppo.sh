@@ -22,6 +22,7 @@ launch "$top/training/step3_ppo/main.py" \
     --max_answer_seq_len 48 \
     --per_device_generation_batch_size $((2 * micro_batch)) \
     --per_device_training_batch_size "$micro_batch" \
+    --reward_clip 10 \
     --ppo_epochs 2 \
     --actor_learning_rate 1e-4 \
     --critic_learning_rate 2e-4 \
