@@ -195,7 +195,9 @@ def test_routed_functions_score_their_rows(runs):
     prompts = 20  # of a PPO step
     total = sum(range(0, 40, 2)) / 2 + 10 - 7 * 10
     assert sum(line["reward/score_mean"] for line in lines) * prompts == pytest.approx(total)
-    assert sum(line["reward/function_faults"] for line in lines) == 10 * 4
+    assert sum(line["reward/function_faults"] for line in lines) == 0, "None is no fault"
+    unscored = sum(line["rollout/unscored_share"] for line in lines) * prompts
+    assert unscored == pytest.approx(10)
     even = [line for line in lines if "reward/half_mean" in line]
     shares = [line.get("reward/half_share", 1) for line in even]
     for name, total in (("reward/half_mean", 190), ("reward/half/fourth", 10)):
