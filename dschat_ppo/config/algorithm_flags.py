@@ -11,11 +11,11 @@ from dschat_ppo.config.schema import (
     is_own_function,
     not_negative,
     positive,
-    refuse,
     require_used,
     share,
     unit,
 )
+from dschat_ppo.errors import UserError
 
 ESTIMATOR = Literal[
     "gae",
@@ -257,109 +257,159 @@ class AlgorithmFlags:
     )
 
     def __post_init__(self) -> None:
-        require_used(self, self._uses())
-        between = self.dynamic_sampling_range
-        refuse(
-            {
-                f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}": not (
-                    self.dual_clip == 0 or self.dual_clip > 1
-                ),
-                f"--importance_cap must be above 1, got {self.importance_cap}": (
-                    not self.importance_cap > 1
-                ),
-                (
-                    f"--importance_floor {self.importance_floor} must be below --importance_cap "
-                    f"{self.importance_cap}"
-                ): (
-                    self.importance_floor is not None
-                    and self.importance_floor >= self.importance_cap
-                ),
-                (
-                    "--advantage_estimator gdpo standardises each reward source; --reward_clip "
-                    "and --normalize_rewards running act on their sum, so omit them"
-                ): (
-                    self.advantage_estimator == "gdpo"
-                    and (bool(self.reward_clip) or self.normalize_rewards == "running")
-                ),
-                "the lower clip, --clip_eps_low or --clip_eps, must be below 1": (
-                    (self.clip_eps_low or self.clip_eps) >= 1
-                ),
-                (
-                    f"--dynamic_sampling_range {' '.join(map(str, between))}: expected two "
-                    "numbers, the lower one first"
-                ): (bool(between) and not (len(between) == 2 and between[0] < between[1])),
-                (
-                    f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max "
-                    f"{self.entropy_coef_max}"
-                ): (self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max),
-            }
+        self._check_effects_of_losses()
+        self._check_effects_of_advantages()
+        self._check_effects_of_kl()
+        self._check_effects_of_rollouts()
+        if not (self.dual_clip == 0 or self.dual_clip > 1):
+            raise UserError(f"--dual_clip must be 0 (off) or above 1, got {self.dual_clip}")
+        if not self.importance_cap > 1:
+            raise UserError(f"--importance_cap must be above 1, got {self.importance_cap}")
+        if self.importance_floor is not None and self.importance_floor >= self.importance_cap:
+            raise UserError(
+                f"--importance_floor {self.importance_floor} must be below --importance_cap "
+                f"{self.importance_cap}"
+            )
+        if self.advantage_estimator == "gdpo" and (
+            bool(self.reward_clip) or self.normalize_rewards == "running"
+        ):
+            raise UserError(
+                "--advantage_estimator gdpo standardises each reward source; --reward_clip "
+                "and --normalize_rewards running act on their sum, so omit them"
+            )
+        if (self.clip_eps_low or self.clip_eps) >= 1:
+            raise UserError("the lower clip, --clip_eps_low or --clip_eps, must be below 1")
+        limits = self.dynamic_sampling_range
+        is_range = len(limits) == 2 and limits[0] < limits[1]
+        if limits and not is_range:
+            raise UserError(
+                f"--dynamic_sampling_range {' '.join(map(str, limits))}: expected two numbers, the"
+                " lower one first"
+            )
+        if self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max:
+            raise UserError(
+                f"--entropy_coef {self.entropy_coef} is above --entropy_coef_max "
+                f"{self.entropy_coef_max}"
+            )
+
+    def _check_effects_of_losses(self) -> None:
+        """Refuse flags of policy losses that the loss does not have, and of an entropy without a
+        target. A loss of one's own may use any constant."""
+        loss = self.policy_loss
+        is_own = is_own_function(loss)
+        require_used(
+            self,
+            "clip_eps clip_eps_low clip_eps_high",
+            when=is_own or loss in CLIPPED_LOSSES,
+            purpose=_one_of("policy_loss", CLIPPED_LOSSES),
+        )
+        require_used(
+            self,
+            "dual_clip",
+            when=is_own or loss in ("ppo", "clip_cov", "gspo"),
+            purpose="--policy_loss ppo, clip_cov or gspo",
+        )
+        require_used(
+            self,
+            "sapo_tau_positive sapo_tau_negative",
+            when=is_own or loss == "sapo",
+            purpose="--policy_loss sapo",
+        )
+        require_used(
+            self,
+            "covariance_share",
+            when=self.selects_tokens,
+            purpose=_one_of("policy_loss", COVARIANCE_LOSSES),
+        )
+        require_used(
+            self,
+            "entropy_delta entropy_coef_max",
+            when=self.entropy_target is not None,
+            purpose="--entropy_target",
         )
 
-    def _uses(self) -> list[tuple[bool, str, str]]:
-        """As `require_used` takes them."""
-        loss = self.policy_loss
+    def _check_effects_of_advantages(self) -> None:
+        """Refuse flags of advantages that the estimator does not have. An estimator of one's own
+        may use any constant of discounted and standardised ones."""
         estimator = self.advantage_estimator
-        # they may use any constant
-        own = is_own_function(estimator)
-        own_loss = is_own_function(loss)
-        clips = own_loss or loss in CLIPPED_LOSSES
-        standardises = own or estimator in STANDARDISED
-        kl_loss = self.kl_loss_coef > 0
-        correction = self.importance_correction != "none"
-        biased_gradient = kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs")
-        adaptive_entropy = self.entropy_target is not None
-        penalty = "--kl_coef above 0" + (
-            f" (for {estimator} it is 0 unless given)" if self.kl_coef is None else ""
+        is_own = is_own_function(estimator)
+        standardises = is_own or estimator in STANDARDISED
+        require_used(
+            self,
+            "critic_warmup_rollouts gae_lambda value_clip_eps",
+            when=self.has_critic,
+            purpose="--advantage_estimator gae",
         )
-        return [
-            (clips, _one_of("policy_loss", CLIPPED_LOSSES), "clip_eps clip_eps_low clip_eps_high"),
-            (
-                own_loss or loss in ("ppo", "clip_cov", "gspo"),
-                "--policy_loss ppo, clip_cov or gspo",
-                "dual_clip",
-            ),
-            (
-                own_loss or loss == "sapo",
-                "--policy_loss sapo",
-                "sapo_tau_positive sapo_tau_negative",
-            ),
-            (self.selects_tokens, _one_of("policy_loss", COVARIANCE_LOSSES), "covariance_share"),
-            (
-                self.has_critic,
-                "--advantage_estimator gae",
-                "critic_warmup_rollouts gae_lambda value_clip_eps",
-            ),
-            (own or estimator in DISCOUNTED, _one_of("advantage_estimator", DISCOUNTED), "gamma"),
-            (estimator in WHITENED, _one_of("advantage_estimator", WHITENED), "whiten_advantages"),
-            (
-                estimator != "none",
-                "advantages from rewards, which 'none' has not",
-                " ".join(OF_REWARDS),
-            ),
-            (standardises, _one_of("advantage_estimator", STANDARDISED), "normalize_group_std"),
-            (
-                standardises and self.normalize_group_std,
-                "--normalize_group_std of grpo or grpo_pass_at_k",
-                "group_std",
-            ),
-            (adaptive_entropy, "--entropy_target", "entropy_delta entropy_coef_max"),
-            (self.kl_reward_coef > 0, f"a {penalty}, which it adapts", "kl_target"),
-            (self.kl_target is not None, "--kl_target", "kl_horizon"),
-            (kl_loss, "--kl_loss_coef above 0", "kl_loss_estimator"),
-            (biased_gradient, "a KL loss k1, k3 or abs", "kl_straight_through"),
-            (self.kl_reward_coef > 0, penalty, "kl_estimator"),
-            (
-                correction,
-                "--importance_correction",
-                "importance_mode importance_cap importance_floor",
-            ),
-            (self.overlong_buffer > 0, "--overlong_buffer", "overlong_penalty"),
-            (
-                self.dynamic_sampling,
-                "--dynamic_sampling",
-                "dynamic_sampling_rounds dynamic_sampling_range",
-            ),
-        ]
+        require_used(
+            self,
+            "gamma",
+            when=is_own or estimator in DISCOUNTED,
+            purpose=_one_of("advantage_estimator", DISCOUNTED),
+        )
+        require_used(
+            self,
+            "whiten_advantages",
+            when=estimator in WHITENED,
+            purpose=_one_of("advantage_estimator", WHITENED),
+        )
+        require_used(
+            self,
+            " ".join(OF_REWARDS),
+            when=estimator != "none",
+            purpose="advantages from rewards, which 'none' has not",
+        )
+        require_used(
+            self,
+            "normalize_group_std",
+            when=standardises,
+            purpose=_one_of("advantage_estimator", STANDARDISED),
+        )
+        require_used(
+            self,
+            "group_std",
+            when=standardises and self.normalize_group_std,
+            purpose="--normalize_group_std of grpo or grpo_pass_at_k",
+        )
+
+    def _check_effects_of_kl(self) -> None:
+        """Refuse flags of a KL to the reference that is neither in the reward nor a loss."""
+        in_reward = "--kl_coef above 0"
+        if self.kl_coef is None:
+            in_reward += f" (for {self.advantage_estimator} it is 0 unless given)"
+        has_kl_loss = self.kl_loss_coef > 0
+        require_used(
+            self,
+            "kl_target",
+            when=self.kl_reward_coef > 0,
+            purpose=f"a {in_reward}, which it adapts",
+        )
+        require_used(self, "kl_horizon", when=self.kl_target is not None, purpose="--kl_target")
+        require_used(self, "kl_loss_estimator", when=has_kl_loss, purpose="--kl_loss_coef above 0")
+        require_used(
+            self,
+            "kl_straight_through",
+            when=has_kl_loss and self.kl_loss_estimator in ("k1", "k3", "abs"),
+            purpose="a KL loss k1, k3 or abs",
+        )
+        require_used(self, "kl_estimator", when=self.kl_reward_coef > 0, purpose=in_reward)
+
+    def _check_effects_of_rollouts(self) -> None:
+        """Refuse settings of a correction, a penalty or a choice of responses that is off."""
+        require_used(
+            self,
+            "importance_mode importance_cap importance_floor",
+            when=self.importance_correction != "none",
+            purpose="--importance_correction",
+        )
+        require_used(
+            self, "overlong_penalty", when=self.overlong_buffer > 0, purpose="--overlong_buffer"
+        )
+        require_used(
+            self,
+            "dynamic_sampling_rounds dynamic_sampling_range",
+            when=self.dynamic_sampling,
+            purpose="--dynamic_sampling",
+        )
 
     @property
     def has_critic(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_ppo.config.schema import flag, positive, refuse, require
+from dschat_ppo.config.schema import flag, positive, require
 from dschat_ppo.errors import UserError
 
 DATA_FORMATS = Literal[
@@ -203,30 +203,29 @@ class DataFlags:
                 all(name.strip() for name in better.split(",")) and better.count(",") < 2,
                 f"--better_column '{better}': expected a column, or two with a comma between them",
             )
-        refuse(
-            {
-                "--data_path is required: name at least one data set": not self.data_path,
-                "--answer_pattern needs --answer_column, in which it finds the correct answer": (
-                    self.answer_pattern is not None and self.answer_column is None
-                ),
-                (
-                    "--streaming and --streaming_rows need each other: the number of rows sets "
-                    "the length of an epoch"
-                ): (self.streaming != (self.streaming_rows is not None)),
-                f"--input_template '{template}' must contain {{}}, which stands for the prompt": (
-                    template is not None and "{}" not in template
-                ),
-                (
-                    f"--input_template '{template}' contains a backslash and the letter n; in "
-                    "bash, $'...' makes line breaks of them"
-                ): (template is not None and "\\n" in template),
-            }
-            | {
-                f"--{name} is empty; name a column or omit the flag": vars(self)[name] == ""
-                for name in COLUMN_FLAGS
-                if name != "system_column"
-            }
-        )
+        if not self.data_path:
+            raise UserError("--data_path is required: name at least one data set")
+        if self.answer_pattern is not None and self.answer_column is None:
+            raise UserError(
+                "--answer_pattern needs --answer_column, in which it finds the correct answer"
+            )
+        if self.streaming != (self.streaming_rows is not None):
+            raise UserError(
+                "--streaming and --streaming_rows need each other: the number of rows sets the"
+                " length of an epoch"
+            )
+        if template is not None and "{}" not in template:
+            raise UserError(
+                f"--input_template '{template}' must contain {{}}, which stands for the prompt"
+            )
+        if template is not None and "\\n" in template:
+            raise UserError(
+                f"--input_template '{template}' contains a backslash and the letter n; in bash,"
+                " $'...' makes line breaks of them"
+            )
+        for name in COLUMN_FLAGS:
+            if name != "system_column" and vars(self)[name] == "":
+                raise UserError(f"--{name} is empty; name a column or omit the flag")
         if self.answer_pattern is not None:
             try:
                 groups = re.compile(self.answer_pattern).groups

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, not_negative, refuse, require, require_used, unit
+from dschat_ppo.config.schema import flag, not_negative, require, require_used, unit
+from dschat_ppo.errors import UserError
 
 MIX = "mix:"
 TEACHER = "--teacher_model_name_or_path"
@@ -44,31 +45,22 @@ class TeacherFlags:
     )
 
     def __post_init__(self) -> None:
-        sources = [source for routed, _ in self.teachers for source in routed]
-        refuse(
-            {
-                f"{TEACHER} must not be an empty string": not all(
-                    name for _, name in self.teachers
-                ),
-                (
-                    f"{TEACHER}: of several teachers each needs SOURCE= in front, with sources of "
-                    "its own"
-                ): (
-                    len(self.teachers) > 1
-                    and not (
-                        all(routed for routed, _ in self.teachers)
-                        and len(sources) == len({*sources})
-                    )
-                ),
-            }
-        )
+        all_sources: list[str] = []
+        for sources, name in self.teachers:
+            if not name:
+                raise UserError(f"{TEACHER} must not be an empty string")
+            all_sources += sources
+        each_has_sources = all(sources for sources, _ in self.teachers)
+        are_distinct = len(all_sources) == len(set(all_sources))
+        if len(self.teachers) > 1 and not (each_has_sources and are_distinct):
+            raise UserError(
+                f"{TEACHER}: of several teachers each needs SOURCE= in front, with sources of its"
+                " own"
+            )
         require_used(
-            self,
-            [
-                (self.distill_loss == "jsd", "--distill_loss jsd", "distill_beta"),
-                (bool(self.teachers), TEACHER, "offload_teacher_model"),
-            ],
+            self, "distill_beta", when=self.distill_loss == "jsd", purpose="--distill_loss jsd"
         )
+        require_used(self, "offload_teacher_model", when=bool(self.teachers), purpose=TEACHER)
 
     @property
     def teachers(self) -> list[tuple[tuple[str, ...], str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_ppo.config.schema import finite, flag, positive, refuse, require_used
+from dschat_ppo.config.schema import finite, flag, positive, require_used
+from dschat_ppo.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -55,38 +56,30 @@ class EnvironmentFlags:
     )
 
     def __post_init__(self) -> None:
-        alone = [
-            name
+        environment_flags = [
+            f"--{name}"
             for name in ("environment", "tool_config", "agent_func_path")
             if vars(self)[name] is not None
         ]
-        refuse(
-            {
-                f"{' and '.join(f'--{name}' for name in alone)}: name one of them": len(alone) > 1,
-                (
-                    f"--tools beside --{alone[0] if alone else ''}: its environment has no other "
-                    "tools; omit one of the two"
-                ): (bool(self.tools) and bool(alone) and alone != ["environment"]),
-            }
-        )
-        settings = (
+        if len(environment_flags) > 1:
+            raise UserError(f"{' and '.join(environment_flags)}: name one of them")
+        if self.tools and environment_flags not in ([], ["--environment"]):
+            raise UserError(
+                f"--tools beside {environment_flags[0]}: its environment has no other tools; omit"
+                " one of the two"
+            )
+        require_used(
+            self,
             "max_turns max_observation_tokens observation_truncation environment_workers"
-            " environment_timeout"
+            " environment_timeout",
+            when=self.is_used,
+            purpose="--environment, --tools, --tool_config or --agent_func_path",
         )
         require_used(
             self,
-            [
-                (
-                    self.is_used,
-                    "--environment, --tools, --tool_config or --agent_func_path",
-                    settings,
-                ),
-                (
-                    self.gives_reward,
-                    "--environment, --tool_config or --agent_func_path",
-                    "environment_reward_weight turn_reward",
-                ),
-            ],
+            "environment_reward_weight turn_reward",
+            when=self.gives_reward,
+            purpose="--environment, --tool_config or --agent_func_path",
         )
 
     @property

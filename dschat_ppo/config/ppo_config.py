@@ -17,8 +17,9 @@ from dschat_ppo.config.ppo_flags import (
     PPOMemoryFlags,
     RewardSourceFlags,
 )
-from dschat_ppo.config.schema import flag, not_negative, refuse, require_used, share
+from dschat_ppo.config.schema import flag, not_negative, require_used, share
 from dschat_ppo.config.step_config import StepConfig
+from dschat_ppo.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class ReferenceFlags:
     )
 
     def __post_init__(self) -> None:
-        require_used(self, [(self.ref_sync_interval > 0, "--ref_sync_interval", "ref_sync_mixup")])
+        require_used(
+            self, "ref_sync_mixup", when=self.ref_sync_interval > 0, purpose="--ref_sync_interval"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,233 +71,268 @@ class PPOConfig(StepConfig):
     micro_batch = "per_device_training_batch_size"
 
     def __post_init__(self) -> None:
+        self._check_rollouts()
+        self._check_reference()
+        self._check_rewards()
+        self._check_teacher()
+        self._check_episodes()
+        self._check_memory()
+        self._check_sequence_parallel()
+        self._check_effects()
+        super().__post_init__()
+        if self.lora.share_base:
+            self._check_shared_base()
+
+    def _check_rollouts(self) -> None:
+        """Refuse numbers and sources of responses that the algorithm cannot use."""
         ppo = self.ppo
         algorithm = self.algorithm
-        memory = self.ppo_memory
-        reference = self.reference
         compares = "compares the answers to one prompt: set --n_samples_per_prompt to 2 or more"
-        of_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
-        without_policy_loss = algorithm.advantage_estimator == "none"
-        learned = self.rewards.use_reward_model
-        by_model = algorithm.normalize_rewards == "model"
-        teacher_alone = ""
-        if self.distils:
-            teacher_alone = (
-                ", or to learn from the teacher alone, --use_reward_model False "
-                "--advantage_estimator none"
+        if algorithm.compares_answers and ppo.n_samples_per_prompt == 1:
+            raise UserError(f"--advantage_estimator {algorithm.advantage_estimator} {compares}")
+        if ppo.sampler is not None and self.data.streaming:
+            raise UserError(
+                "--sampler chooses among all prompts, which --streaming does not know; use one of"
+                " the two"
             )
-        refuse(
-            {
-                f"--advantage_estimator {algorithm.advantage_estimator} {compares}": (
-                    algorithm.compares_answers and ppo.n_samples_per_prompt == 1
-                ),
-                (
-                    "--sampler chooses among all prompts, which --streaming does not know; use "
-                    "one of the two"
-                ): (ppo.sampler is not None and self.data.streaming),
-                f"--dynamic_sampling {compares}": (
-                    algorithm.dynamic_sampling and ppo.n_samples_per_prompt == 1
-                ),
-                (
-                    "--old_logprobs rollout skips the forward pass that --importance_correction, "
-                    "--high_entropy_share and --kl_estimator full need; use recompute or auto"
-                ): (ppo.old_logprobs == "rollout" and algorithm.needs_training_logprobs),
-                (
-                    f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len "
-                    f"{ppo.max_answer_seq_len}"
-                ): (algorithm.overlong_buffer > ppo.max_answer_seq_len),
-                # the reference
-                (
-                    "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the "
-                    "changes of the actor are in its adapter; omit one of the two"
-                ): (reference.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0),
-                (
-                    "--ref_model_name_or_path: with --share_base the reference is the shared "
-                    "base; omit one of the two"
-                ): (reference.ref_model_name_or_path is not None and self.lora.share_base),
-                # the learned reward
-                (
-                    "the learned reward needs --critic_model_name_or_path or "
-                    "--reward_model_name_or_path (or set --use_reward_model False and give "
-                    f"--reward_function or --remote_reward_url{teacher_alone})"
-                ): (learned and "reward" not in self.models),
-                (
-                    "--normalize_rewards model needs a learned reward, but --use_reward_model is "
-                    "False"
-                ): (by_model and not learned),
-                (
-                    "--normalize_rewards model uses the mean of scores at last tokens, not of "
-                    "--process_reward scores; use --normalize_rewards running"
-                ): (by_model and self.rewards.process_reward is not None),
-                (
-                    "--use_reward_model False leaves no reward: give --reward_function, "
-                    "--remote_reward_url, --environment, --tool_config or --agent_func_path; or a "
-                    "teacher (--teacher_model_name_or_path) and, to learn from it alone, "
-                    "--advantage_estimator none"
-                ): (not self.has_rewards and not without_policy_loss),
-                # the teacher
-                (
-                    "--advantage_estimator none has no policy loss; give a teacher to learn from "
-                    f"({TEACHER})"
-                ): (without_policy_loss and not self.distils),
-                "--distill_coef 0 leaves the teacher without effect; omit it": (
-                    self.distils and self.distill_coef == 0
-                ),
-                (
-                    "--eval_data_path: a teacher gives no score to held-out answers; give "
-                    "--eval_reward_function as well"
-                ): (
-                    bool(self.validation.eval_data_path)
-                    and not self.has_rewards
-                    and self.validation.eval_reward_function is None
-                ),
-                (
-                    f"--distill_on {self.distillation.distill_on}: answers of the data are no "
-                    "samples of the policy, so they take --advantage_estimator none and one "
-                    "answer to a prompt (--n_samples_per_prompt 1), and neither episodes nor "
-                    "--distill_policy_gradient"
-                ): (
-                    self.distillation.on_policy_share < 1
-                    and not (
-                        without_policy_loss
-                        and ppo.n_samples_per_prompt == 1
-                        and not self.environment.is_used
-                        and not self.distillation.distill_policy_gradient
-                    )
-                ),
-                (
-                    "--offload_teacher_model needs --actor_zero_stage 3: only ZeRO-3 keeps "
-                    "parameters in host memory"
-                ): (self.teacher.offload_teacher_model and ppo.actor_zero_stage < 3),
-                # episodes
-                "--process_reward scores the steps of one answer, not of episodes; omit it": (
-                    self.environment.is_used and self.rewards.process_reward is not None
-                ),
-                "--min_answer_seq_len is not for episodes: an action may be short; omit it": (
-                    self.environment.is_used and ppo.min_answer_seq_len > 0
-                ),
-                (
-                    f"--advantage_estimator {algorithm.advantage_estimator} compares scores of "
-                    "whole episodes; use --turn_reward sum"
-                ): (
-                    self.environment.to_go_weight is not None
-                    and algorithm.advantage_estimator in ("remax", "gdpo")
-                ),
-                (
-                    f"--inference_tp_size {memory.inference_tp_size}: the ranks of a group would "
-                    "each run the episodes of all; set it to 1"
-                ): (self.environment.is_used and memory.inference_tp_size > 1),
-                # memory
-                (
-                    f"--inference_tp_size {memory.inference_tp_size} divides the layers, and "
-                    "--unpin_actor_parameters gathers each layer whole; use one of the two"
-                ): (memory.inference_tp_size > 1 and ppo.unpin_actor_parameters),
-                (
-                    "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim "
-                    "above 0 and --dtype fp16: DeepSpeed quantises only frozen fp16 weights of "
-                    "ZeRO-3"
-                ): (
-                    memory.enable_mixed_precision_lora
-                    and not (
-                        ppo.actor_zero_stage == 3
-                        and self.lora.actor_lora_dim > 0
-                        and self.run.dtype == "fp16"
-                    )
-                ),
-                (
-                    "--offload needs "
-                    f"{' and '.join(f'--{prefix}zero_stage' for prefix in self.stages)} 1, 2 or 3: "
-                    "stage 0 keeps everything on the device"
-                ): (ppo.offload and min(self.stages.values()) == 0),
-            }
-            | {
-                (
-                    f"--sequence_parallel_size {self.memory.sequence_parallel_size}: {what} needs "
-                    "whole rows on a rank; use 1"
-                ): (self.memory.sequence_parallel_size > 1 and holds)
-                for what, holds in {
-                    "--kl_estimator full": algorithm.kl_estimator == "full",
-                    "--kl_loss_estimator full": algorithm.kl_loss_estimator == "full",
-                    "a divergence from a teacher": self.distill_loss_coef > 0,
-                }.items()
-            }
+        if algorithm.dynamic_sampling and ppo.n_samples_per_prompt == 1:
+            raise UserError(f"--dynamic_sampling {compares}")
+        if ppo.old_logprobs == "rollout" and algorithm.needs_training_logprobs:
+            raise UserError(
+                "--old_logprobs rollout skips the forward pass that --importance_correction,"
+                " --high_entropy_share and --kl_estimator full need; use recompute or auto"
+            )
+        if algorithm.overlong_buffer > ppo.max_answer_seq_len:
+            raise UserError(
+                f"--overlong_buffer {algorithm.overlong_buffer} is above --max_answer_seq_len"
+                f" {ppo.max_answer_seq_len}"
+            )
+
+    def _check_reference(self) -> None:
+        """Refuse a reference that LoRA rules out."""
+        if self.reference.ref_sync_interval > 0 and self.lora.actor_lora_dim > 0:
+            raise UserError(
+                "--ref_sync_interval mixes whole weights, but with --actor_lora_dim the changes of"
+                " the actor are in its adapter; omit one of the two"
+            )
+        if self.reference.ref_model_name_or_path is not None and self.lora.share_base:
+            raise UserError(
+                "--ref_model_name_or_path: with --share_base the reference is the shared base; omit"
+                " one of the two"
+            )
+
+    def _check_rewards(self) -> None:
+        """Refuse a run that nothing rewards, and a learned reward without a model."""
+        has_model = self.rewards.use_reward_model
+        if has_model and "reward" not in self.models:
+            teacher_alone = ""
+            if self.distils:
+                teacher_alone = (
+                    ", or to learn from the teacher alone, --use_reward_model False"
+                    " --advantage_estimator none"
+                )
+            raise UserError(
+                "the learned reward needs --critic_model_name_or_path or"
+                " --reward_model_name_or_path (or set --use_reward_model False and give"
+                f" --reward_function or --remote_reward_url{teacher_alone})"
+            )
+        normalizes_by_model = self.algorithm.normalize_rewards == "model"
+        if normalizes_by_model and not has_model:
+            raise UserError(
+                "--normalize_rewards model needs a learned reward, but --use_reward_model is False"
+            )
+        if normalizes_by_model and self.rewards.process_reward is not None:
+            raise UserError(
+                "--normalize_rewards model uses the mean of scores at last tokens, not of"
+                " --process_reward scores; use --normalize_rewards running"
+            )
+        if not self.has_rewards and self.algorithm.advantage_estimator != "none":
+            raise UserError(
+                "--use_reward_model False leaves no reward: give --reward_function,"
+                " --remote_reward_url, --environment, --tool_config or --agent_func_path; or a"
+                " teacher (--teacher_model_name_or_path) and, to learn from it alone,"
+                " --advantage_estimator none"
+            )
+
+    def _check_teacher(self) -> None:
+        """Refuse a teacher that the other flags leave without effect, and learning without one."""
+        from_teacher_alone = self.algorithm.advantage_estimator == "none"
+        if from_teacher_alone and not self.distils:
+            raise UserError(
+                "--advantage_estimator none has no policy loss; give a teacher to learn from"
+                f" ({TEACHER})"
+            )
+        if self.distils and self.distill_coef == 0:
+            raise UserError("--distill_coef 0 leaves the teacher without effect; omit it")
+        evaluates = bool(self.validation.eval_data_path)
+        has_scores = self.has_rewards or self.validation.eval_reward_function is not None
+        if evaluates and not has_scores:
+            raise UserError(
+                "--eval_data_path: a teacher gives no score to held-out answers; give"
+                " --eval_reward_function as well"
+            )
+        fits_responses_of_data = (
+            from_teacher_alone
+            and self.ppo.n_samples_per_prompt == 1
+            and not self.environment.is_used
+            and not self.distillation.distill_policy_gradient
         )
-        has_reference = self.has_reference
-        has_policy_loss = not without_policy_loss or self.teacher_gives_rewards
+        if self.distillation.on_policy_share < 1 and not fits_responses_of_data:
+            raise UserError(
+                f"--distill_on {self.distillation.distill_on}: answers of the data are no samples"
+                " of the policy, so they take --advantage_estimator none and one answer to a prompt"
+                " (--n_samples_per_prompt 1), and neither episodes nor --distill_policy_gradient"
+            )
+        if self.teacher.offload_teacher_model and self.ppo.actor_zero_stage < 3:
+            raise UserError(
+                "--offload_teacher_model needs --actor_zero_stage 3: only ZeRO-3 keeps parameters"
+                " in host memory"
+            )
+
+    def _check_episodes(self) -> None:
+        """Refuse flags of single responses beside those of episodes."""
+        has_episodes = self.environment.is_used
+        if has_episodes and self.rewards.process_reward is not None:
+            raise UserError(
+                "--process_reward scores the steps of one answer, not of episodes; omit it"
+            )
+        if has_episodes and self.ppo.min_answer_seq_len > 0:
+            raise UserError(
+                "--min_answer_seq_len is not for episodes: an action may be short; omit it"
+            )
+        estimator = self.algorithm.advantage_estimator
+        if self.environment.to_go_weight is not None and estimator in ("remax", "gdpo"):
+            raise UserError(
+                f"--advantage_estimator {estimator} compares scores of whole episodes; use"
+                " --turn_reward sum"
+            )
+        ranks_of_group = self.ppo_memory.inference_tp_size
+        if has_episodes and ranks_of_group > 1:
+            raise UserError(
+                f"--inference_tp_size {ranks_of_group}: the ranks of a group would each run the"
+                " episodes of all; set it to 1"
+            )
+
+    def _check_memory(self) -> None:
+        """Refuse flags of memory that exclude each other or need another ZeRO stage."""
+        ppo = self.ppo
+        ranks_of_group = self.ppo_memory.inference_tp_size
+        if ranks_of_group > 1 and ppo.unpin_actor_parameters:
+            raise UserError(
+                f"--inference_tp_size {ranks_of_group} divides the layers, and"
+                " --unpin_actor_parameters gathers each layer whole; use one of the two"
+            )
+        can_quantise = (
+            ppo.actor_zero_stage == 3 and self.lora.actor_lora_dim > 0 and self.run.dtype == "fp16"
+        )
+        if self.ppo_memory.enable_mixed_precision_lora and not can_quantise:
+            raise UserError(
+                "--enable_mixed_precision_lora needs --actor_zero_stage 3, --actor_lora_dim above 0"
+                " and --dtype fp16: DeepSpeed quantises only frozen fp16 weights of ZeRO-3"
+            )
+        if ppo.offload and min(self.stages.values()) == 0:
+            stage_flags = " and ".join(f"--{prefix}zero_stage" for prefix in self.stages)
+            raise UserError(
+                f"--offload needs {stage_flags} 1, 2 or 3: stage 0 keeps everything on the device"
+            )
+
+    def _check_sequence_parallel(self) -> None:
+        """Refuse what compares whole distributions where ranks share rows."""
+        ranks_of_row = self.memory.sequence_parallel_size
+        if ranks_of_row == 1:
+            return
+        if self.algorithm.kl_estimator == "full":
+            undivided = "--kl_estimator full"
+        elif self.algorithm.kl_loss_estimator == "full":
+            undivided = "--kl_loss_estimator full"
+        elif self.distill_loss_coef > 0:
+            undivided = "a divergence from a teacher"
+        else:
+            return
+        raise UserError(
+            f"--sequence_parallel_size {ranks_of_row}: {undivided} needs whole rows on a rank;"
+            " use 1"
+        )
+
+    def _check_effects(self) -> None:
+        """Refuse flags that the rest of the configuration leaves without effect."""
         require_used(
-            algorithm,
-            [
-                (
-                    has_policy_loss,
-                    (
-                        "a policy loss, which --advantage_estimator none has only with"
-                        " --distill_policy_gradient"
-                    ),
-                    (
-                        "policy_loss clip_eps clip_eps_low clip_eps_high dual_clip"
-                        " high_entropy_share importance_correction off_policy_delta"
-                    ),
-                ),
-            ],
+            self.algorithm,
+            "policy_loss clip_eps clip_eps_low clip_eps_high dual_clip high_entropy_share"
+            " importance_correction off_policy_delta",
+            when=self.algorithm.advantage_estimator != "none" or self.teacher_gives_rewards,
+            purpose="a policy loss, which --advantage_estimator none has only with"
+            " --distill_policy_gradient",
         )
-        of_loss = f"{'a teacher' if not self.distils else 'the loss of a divergence'} ({TEACHER})"
+        with_teacher = f"a teacher ({TEACHER})"
+        with_divergence_loss = with_teacher
+        if self.distils:
+            with_divergence_loss = f"the loss of a divergence ({TEACHER})"
+        require_used(self.teacher, "distill_coef", when=self.distils, purpose=with_teacher)
         require_used(
             self.teacher,
-            [
-                (self.distils, f"a teacher ({TEACHER})", "distill_coef"),
-                (self.distill_loss_coef > 0, of_loss, "distill_loss distill_topk"),
-            ],
+            "distill_loss distill_topk",
+            when=self.distill_loss_coef > 0,
+            purpose=with_divergence_loss,
         )
         require_used(
             self.distillation,
-            [
-                (self.distils, f"a teacher ({TEACHER})", "distill_on distill_policy_gradient"),
-            ],
+            "distill_on distill_policy_gradient",
+            when=self.distils,
+            purpose=with_teacher,
+        )
+        with_reference = "the reference, which --kl_coef or --kl_loss_coef above 0 compares with"
+        require_used(
+            self.reference,
+            "ref_model_name_or_path ref_sync_interval",
+            when=self.has_reference,
+            purpose=with_reference,
         )
         require_used(
-            reference, [(has_reference, of_reference, "ref_model_name_or_path ref_sync_interval")]
+            self.ppo,
+            "offload_reference_model",
+            when=self.has_reference,
+            purpose=with_reference,
         )
         require_used(
-            ppo,
-            [
-                (has_reference, of_reference, "offload_reference_model"),
-                (learned, "--use_reward_model", "offload_reward_model"),
-            ],
+            self.ppo,
+            "offload_reward_model",
+            when=self.rewards.use_reward_model,
+            purpose="--use_reward_model",
         )
-        super().__post_init__()
-        if self.lora.share_base:
-            self._require_shareable_base()
 
-    def _require_shareable_base(self) -> None:
-        ppo = self.ppo
+    def _check_shared_base(self) -> None:
+        """Refuse `--share_base` where the models cannot share the weights of the actor's base."""
         has_critic = self.algorithm.has_critic
-        actor = ppo.actor_zero_stage
-        critic = ppo.critic_zero_stage
-        refuse(
-            {
-                (
-                    "--share_base needs --only_optimize_lora: several models cannot share weights "
-                    "that train"
-                ): (not self.adapters.only_optimize_lora),
-                "--share_base needs --actor_lora_dim above 0": self.lora.actor_lora_dim == 0,
-                (
-                    "--share_base: there is neither a critic nor a reward model that could use "
-                    "the actor's base; omit it"
-                ): (not has_critic and not self.rewards.use_reward_model),
-                "--share_base needs --critic_lora_dim above 0": (
-                    has_critic and self.lora.critic_lora_dim == 0
-                ),
-                (
-                    "--share_base: ZeRO-3 partitions the base for both models or for none; set "
-                    f"--actor_zero_stage {actor} and --critic_zero_stage {critic} both to 3 or "
-                    "both below"
-                ): (has_critic and (actor == 3) != (critic == 3)),
-                (
-                    "--share_base: the layers of the base have one dropout; set --actor_dropout "
-                    "and --critic_dropout to the same value"
-                ): (has_critic and (ppo.actor_dropout or 0.0) != (ppo.critic_dropout or 0.0)),
-            }
-        )
+        if not self.adapters.only_optimize_lora:
+            raise UserError(
+                "--share_base needs --only_optimize_lora: several models cannot share weights that"
+                " train"
+            )
+        if self.lora.actor_lora_dim == 0:
+            raise UserError("--share_base needs --actor_lora_dim above 0")
+        if not has_critic and not self.rewards.use_reward_model:
+            raise UserError(
+                "--share_base: there is neither a critic nor a reward model that could use the"
+                " actor's base; omit it"
+            )
+        if has_critic and self.lora.critic_lora_dim == 0:
+            raise UserError("--share_base needs --critic_lora_dim above 0")
+        actor_stage = self.ppo.actor_zero_stage
+        critic_stage = self.ppo.critic_zero_stage
+        if has_critic and (actor_stage == 3) != (critic_stage == 3):
+            raise UserError(
+                "--share_base: ZeRO-3 partitions the base for both models or for none; set"
+                f" --actor_zero_stage {actor_stage} and --critic_zero_stage {critic_stage} both to"
+                " 3 or both below"
+            )
+        actor_dropout = self.ppo.actor_dropout or 0.0
+        critic_dropout = self.ppo.critic_dropout or 0.0
+        if has_critic and actor_dropout != critic_dropout:
+            raise UserError(
+                "--share_base: the layers of the base have one dropout; set --actor_dropout and"
+                " --critic_dropout to the same value"
+            )
 
     @property
     def has_rewards(self) -> bool:
@@ -341,13 +379,10 @@ class PPOConfig(StepConfig):
 
     @property
     def stages(self) -> dict[str, int]:
-        stages: dict[str, int] = {
-            "actor_": self.ppo.actor_zero_stage,
-            "critic_": self.ppo.critic_zero_stage,
-        }
+        stages: dict[str, int] = {"actor_": self.ppo.actor_zero_stage}
         if self.algorithm.has_critic:
-            return stages
-        return {"actor_": self.ppo.actor_zero_stage}
+            stages["critic_"] = self.ppo.critic_zero_stage
+        return stages
 
     @property
     def step_data(self) -> StepData:
@@ -362,25 +397,29 @@ class PPOConfig(StepConfig):
 
     @property
     def models(self) -> dict[str, tuple[str, str]]:
-        given = {
-            "actor": self.ppo.actor_model_name_or_path,
-            "critic": self.ppo.critic_model_name_or_path,
-            "reward": self.rewards.reward_model_name_or_path,
-            "ref": self.reference.ref_model_name_or_path,
-        }
-        named = {
-            role: (f"--{role}_model_name_or_path", name) for role, name in given.items() if name
-        }
-        found = {"actor": ("--actor_model_name_or_path", self.ppo.actor_model_name_or_path)}
-        if self.has_reference:
-            found["reference"] = named.get("ref", found["actor"])
+        ppo = self.ppo
+        actor = ("--actor_model_name_or_path", ppo.actor_model_name_or_path)
+        critic = None
+        if ppo.critic_model_name_or_path:
+            critic = ("--critic_model_name_or_path", ppo.critic_model_name_or_path)
+        reward = None
         if self.rewards.use_reward_model:
-            reward = named.get("reward", named.get("critic"))
-        else:
-            reward = None
+            reward = critic
+            if self.rewards.reward_model_name_or_path:
+                reward = ("--reward_model_name_or_path", self.rewards.reward_model_name_or_path)
+        models = {"actor": actor}
+        if self.has_reference:
+            models["reference"] = actor
+            if self.reference.ref_model_name_or_path:
+                models["reference"] = (
+                    "--ref_model_name_or_path",
+                    self.reference.ref_model_name_or_path,
+                )
         if self.algorithm.has_critic:  # which gets a new head, if its model is the actor's
-            found["critic"] = named.get("critic", reward or found["actor"])
-        return found | ({} if reward is None else {"reward": reward}) | self.teacher.models
+            models["critic"] = critic or reward or actor
+        if reward is not None:
+            models["reward"] = reward
+        return models | self.teacher.models
 
     @property
     def validate_only(self) -> bool:
@@ -414,18 +453,13 @@ class PPOConfig(StepConfig):
         return self.ppo.align_overflow and self.run.dtype == "fp16" and self.algorithm.has_critic
 
     def idle(self) -> dict[str, str]:
-        ppo = self.ppo
-        algorithm = self.algorithm
         reasons = super().idle()
-        if not algorithm.has_critic:
-            names = ("critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate")
-            reasons |= dict.fromkeys(
-                names, f"--advantage_estimator {algorithm.advantage_estimator} has no critic"
-            )
-        if (
-            self.actor_base_is_frozen
-            and ppo.actor_learning_rate != self.lora.actor_lora_learning_rate
-        ):
+        if not self.algorithm.has_critic:
+            reason = f"--advantage_estimator {self.algorithm.advantage_estimator} has no critic"
+            for name in ("critic_lora_dim", "critic_lora_module_name", "critic_lora_learning_rate"):
+                reasons[name] = reason
+        adapter_rate = self.lora.actor_lora_learning_rate
+        if self.actor_base_is_frozen and self.ppo.actor_learning_rate != adapter_rate:
             reasons["actor_learning_rate"] = (
                 "only the actor's LoRA parameters train, with --actor_lora_learning_rate"
             )

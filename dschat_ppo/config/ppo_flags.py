@@ -20,10 +20,10 @@ from dschat_ppo.config.schema import (
     fraction,
     not_negative,
     positive,
-    refuse,
     require_used,
     share,
 )
+from dschat_ppo.errors import UserError
 
 EMA_DECAY = 0.992  # as in DeepSpeed-Chat
 
@@ -199,35 +199,36 @@ class PPOFlags:
     )
 
     def __post_init__(self) -> None:
-        refuse(
-            {
-                (
-                    f"--temperature {self.temperature}: must be above 0; --top_k 1 takes the most "
-                    "likely token (greedy)"
-                ): (not 0 < self.temperature < math.inf),
-                (
-                    f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len "
-                    f"{self.max_answer_seq_len}"
-                ): (self.min_answer_seq_len > self.max_answer_seq_len),
-                "--stop_token_ids must be 0 or above": any(
-                    number < 0 for number in self.stop_token_ids
-                ),
-                "--stop_strings must not contain an empty string": not all(self.stop_strings),
-                (
-                    "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps "
-                    "parameters in host memory"
-                ): (self.offload_reference_model and self.actor_zero_stage < 3),
-                (
-                    "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps "
-                    "parameters in host memory"
-                ): (self.offload_reward_model and self.critic_zero_stage < 3),
-                (
-                    "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step "
-                    "needs --enable_test_mode"
-                ): (self.enable_test_mode != (self.test_stop_step > 0)),
-            }
-        )
-        require_used(self, [(self.enable_ema, "--enable_ema", "ema_decay")])
+        if not 0 < self.temperature < math.inf:
+            raise UserError(
+                f"--temperature {self.temperature}: must be above 0; --top_k 1 takes the most "
+                "likely token (greedy)"
+            )
+        if self.min_answer_seq_len > self.max_answer_seq_len:
+            raise UserError(
+                f"--min_answer_seq_len {self.min_answer_seq_len} is above --max_answer_seq_len "
+                f"{self.max_answer_seq_len}"
+            )
+        if any(token_id < 0 for token_id in self.stop_token_ids):
+            raise UserError("--stop_token_ids must be 0 or above")
+        if not all(self.stop_strings):
+            raise UserError("--stop_strings must not contain an empty string")
+        if self.offload_reference_model and self.actor_zero_stage < 3:
+            raise UserError(
+                "--offload_reference_model needs --actor_zero_stage 3: only ZeRO-3 keeps "
+                "parameters in host memory"
+            )
+        if self.offload_reward_model and self.critic_zero_stage < 3:
+            raise UserError(
+                "--offload_reward_model needs --critic_zero_stage 3: only ZeRO-3 keeps "
+                "parameters in host memory"
+            )
+        if self.enable_test_mode != (self.test_stop_step > 0):
+            raise UserError(
+                "--enable_test_mode needs --test_stop_step N, N above 0, and --test_stop_step "
+                "needs --enable_test_mode"
+            )
+        require_used(self, "ema_decay", when=self.enable_ema, purpose="--enable_ema")
 
 
 @dataclass(frozen=True)
@@ -316,18 +317,15 @@ class EvaluationFlags:
     )
 
     def __post_init__(self) -> None:
-        refuse(
-            {
-                "--validate_only needs held-out prompts: give --eval_data_path": (
-                    self.validate_only and not self.eval_data_path
-                ),
-                "--eval_greedy gives the same answer every time: omit --eval_samples": (
-                    self.eval_greedy and self.eval_samples > 1
-                ),
-            }
+        if self.validate_only and not self.eval_data_path:
+            raise UserError("--validate_only needs held-out prompts: give --eval_data_path")
+        if self.eval_greedy and self.eval_samples > 1:
+            raise UserError("--eval_greedy gives the same answer every time: omit --eval_samples")
+        names = [flag_field.name for flag_field in fields(self)]
+        names.remove("eval_data_path")
+        require_used(
+            self, " ".join(names), when=bool(self.eval_data_path), purpose="--eval_data_path"
         )
-        others = " ".join(own.name for own in fields(self) if own.name != "eval_data_path")
-        require_used(self, [(bool(self.eval_data_path), "--eval_data_path", others)])
 
 
 @dataclass(frozen=True)
@@ -388,32 +386,31 @@ class RewardSourceFlags:
     remote_reward_timeout: float = positive(60.0, "timeout of a request, in seconds")
 
     def __post_init__(self) -> None:
-        without = not self.use_reward_model
-        remote = self.remote_reward_url is not None
         score = self.default_score
-        refuse(
-            {
-                (
-                    "--reward_timeout and --remote_reward_timeout must be at most 10^6 seconds, "
-                    "eleven days"
-                ): (max(self.reward_timeout, self.remote_reward_timeout) > 10**6),
-                (f"--reward_default {self.reward_default}: expected 'leave' or a finite number"): (
-                    score is not None and not math.isfinite(score)
-                ),
-                "--reward_function must not be an empty string": not all(self.reward_function),
-                "--remote_reward_url contains an empty URL": not all(self.remote_urls),
-            }
+        if max(self.reward_timeout, self.remote_reward_timeout) > 10**6:
+            raise UserError(
+                "--reward_timeout and --remote_reward_timeout must be at most 10^6 seconds, "
+                "eleven days"
+            )
+        if score is not None and not math.isfinite(score):
+            raise UserError(
+                f"--reward_default {self.reward_default}: expected 'leave' or a finite number"
+            )
+        if not all(self.reward_function):
+            raise UserError("--reward_function must not be an empty string")
+        if not all(self.remote_urls):
+            raise UserError("--remote_reward_url contains an empty URL")
+        require_used(
+            self,
+            "reward_model_name_or_path process_reward reward_model_sources",
+            when=self.use_reward_model,
+            purpose="--use_reward_model",
         )
         require_used(
             self,
-            [
-                (
-                    not without,
-                    "--use_reward_model",
-                    "reward_model_name_or_path process_reward reward_model_sources",
-                ),
-                (remote, "--remote_reward_url", "remote_reward_sources"),
-            ],
+            "remote_reward_sources",
+            when=self.remote_reward_url is not None,
+            purpose="--remote_reward_url",
         )
 
     @property
@@ -443,18 +440,19 @@ class RewardSourceFlags:
     def learned_alone(self) -> bool:
         """Whether scores are those of the learned reward: the other sources, if there are any, are
         only logged."""
-        others = [split_weight(text)[1] for text in self.reward_function]
-        others += [self.remote_reward_weight] if self.remote_urls else []
-        return self.use_reward_model and not any(others)
+        weights = [split_weight(text)[1] for text in self.reward_function]
+        if self.remote_urls:
+            weights.append(self.remote_reward_weight)
+        return self.use_reward_model and not any(weights)
 
 
 def split_weight(text: str) -> tuple[str, float]:
     """`"name:0.5"` of a `--reward_function` -> ("name", 0.5); without a number at its end the
     weight is 1."""
-    before, colon, number = text.rpartition(":")
+    name, colon, weight = text.rpartition(":")
+    if not colon:
+        return text, 1.0
     try:
-        if colon:
-            return (before, float(number))
-        return (text, 1.0)
+        return name, float(weight)
     except ValueError:
         return text, 1.0

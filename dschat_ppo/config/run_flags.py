@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from dschat_ppo.config.schema import flag, fraction, not_negative, positive, refuse, require, share
+from dschat_ppo.config.schema import flag, fraction, not_negative, positive, require, share
+from dschat_ppo.errors import UserError
 
 AUTO, NEVER = "auto", "never"
 _ONE_END = "answers end with the chat template's end-of-turn token, or with EOS after a text prompt"
@@ -113,27 +114,24 @@ class RunFlags:
     )
 
     def __post_init__(self) -> None:
-        refuse(
-            {
-                "--output_dir is required: name the folder for the model and its metrics": (
-                    self.output_dir is None
-                ),
-                (
-                    f"--report_to {' '.join(self.report_to)}: none cannot be combined with other "
-                    "trackers; omit it or them"
-                ): ("none" in self.report_to and len(set(self.report_to)) > 1),
-                f"--push_to_hub {self.push_to_hub}: name the repository as OWNER/NAME": (
-                    self.push_to_hub is not None and self.push_to_hub.count("/") != 1
-                ),
-                (
-                    "--optimizer muon and --muon_learning_rate need each other (--help muon says "
-                    "which rate is usual)"
-                ): ((self.optimizer == "muon") != (self.muon_learning_rate is not None)),
-                "--dry_run_ranks needs --dry_run": (
-                    self.dry_run_ranks is not None and not self.dry_run
-                ),
-            }
-        )
+        if self.output_dir is None:
+            raise UserError(
+                "--output_dir is required: name the folder for the model and its metrics"
+            )
+        if "none" in self.report_to and len(set(self.report_to)) > 1:
+            raise UserError(
+                f"--report_to {' '.join(self.report_to)}: none cannot be combined with other "
+                "trackers; omit it or them"
+            )
+        if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
+            raise UserError(f"--push_to_hub {self.push_to_hub}: name the repository as OWNER/NAME")
+        if (self.optimizer == "muon") != (self.muon_learning_rate is not None):
+            raise UserError(
+                "--optimizer muon and --muon_learning_rate need each other (--help muon says "
+                "which rate is usual)"
+            )
+        if self.dry_run_ranks is not None and not self.dry_run:
+            raise UserError("--dry_run_ranks needs --dry_run")
 
     @property
     def folder(self) -> str:
@@ -147,21 +145,20 @@ class RunFlags:
         """The trackers of `--report_to` and `--enable_tensorboard`, each once."""
         if "none" in self.report_to:
             return ()
-        return tuple(
-            dict.fromkeys([*self.report_to, *(["tensorboard"] if self.enable_tensorboard else [])])
-        )
+        names = list(self.report_to)
+        if self.enable_tensorboard:
+            names.append("tensorboard")
+        return tuple(dict.fromkeys(names))
 
     def idle(self) -> dict[str, str]:
         """Flags of trackers that have no effect with the other flags -> the reason."""
+        reasons: dict[str, str] = {}
         if "none" in self.report_to:
-            found = {"enable_tensorboard": "--report_to none turns all trackers off"}
-        else:
-            found = {}
+            reasons["enable_tensorboard"] = "--report_to none turns all trackers off"
         if not set(self.trackers) - {"tensorboard"}:
-            found |= dict.fromkeys(
-                ("run_name", "project"), "no tracker of --report_to uses run or project names"
-            )
-        return found
+            reasons["run_name"] = "no tracker of --report_to uses run or project names"
+            reasons["project"] = reasons["run_name"]
+        return reasons
 
     @property
     def tensorboard_folder(self) -> Path:
@@ -224,14 +221,11 @@ class SafetyFlags:
     )
 
     def __post_init__(self) -> None:
-        refuse(
-            {
-                (
-                    f"--collective_timeout {self.collective_timeout}: must be at least 1 second, "
-                    "because progress is checked every half second, and at most 10^8, three years"
-                ): (not 1 <= self.collective_timeout <= 10**8),
-            }
-        )
+        if not 1 <= self.collective_timeout <= 10**8:
+            raise UserError(
+                f"--collective_timeout {self.collective_timeout}: must be at least 1 second, "
+                "because progress is checked every half second, and at most 10^8, three years"
+            )
 
 
 @dataclass(frozen=True)
@@ -251,7 +245,9 @@ class OldFlags:
     release_inference_cache: bool = flag(False, "the KV cache is always released after a rollout")
 
 
-WITHOUT_EFFECT = {old.name: old.metadata["help"] for old in fields(OldFlags)}  # -> why, for a note
+WITHOUT_EFFECT = {  # flag -> why, for a note
+    flag_field.name: flag_field.metadata["help"] for flag_field in fields(OldFlags)
+}
 
 
 @dataclass(frozen=True)
@@ -356,7 +352,9 @@ def possible_sizes(ranks: int, heads: int | None = None) -> str:
         for size in range(1, ranks + 1)
         if ranks % size == 0 and (heads is None or heads % size == 0)
     ]
-    return " or ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
+    if len(sizes) == 1:
+        return sizes[0]
+    return f"{', '.join(sizes[:-1])} or {sizes[-1]}"
 
 
 def check_sequence_parallel_size(flags: MemoryFlags, ranks: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -52,15 +52,21 @@ def flag(default: Any, help: str, *aliases: str, commas: bool = False, range: st
     too, and a text has such parts, which may also be words of their own. `range`: of `RANGES`,
     which the parser checks."""
     metadata: dict[str, Any] = {"help": help, "aliases": [f"--{name}" for name in aliases]}
-    metadata |= ({"commas": True} if commas else {}) | ({"range": range} if range else {})
+    if commas:
+        metadata["commas"] = True
+    if range:
+        metadata["range"] = range
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-positive, not_negative, fraction, finite, unit, share = (
-    partial(flag, range=name) for name in RANGES
-)
+positive = partial(flag, range="positive")
+not_negative = partial(flag, range="not_negative")
+fraction = partial(flag, range="fraction")
+finite = partial(flag, range="finite")
+unit = partial(flag, range="unit")
+share = partial(flag, range="share")
 
 
 def require(condition: bool, message: str) -> None:
@@ -69,28 +75,29 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def refuse(problems: Mapping[str, bool]) -> None:
-    """Raise `UserError` with the first message of a table whose condition holds."""
-    for message, holds in problems.items():
-        require(not holds, message)
-
-
-def default_of(own: Field[Any]) -> Any:
+def default_of(flag_field: Field[Any]) -> Any:
     """The default of a field; `MISSING` for a flag that must be given."""
-    if own.default_factory is MISSING:
-        return own.default
-    return own.default_factory()
+    if flag_field.default_factory is MISSING:
+        return flag_field.default
+    return flag_field.default_factory()
 
 
-def require_used(flags: Any, uses: Iterable[tuple[bool, str, str]]) -> None:
-    """Refuse a flag of a group that is given but has no effect. `uses`: (whether other flags let
-    these flags have an effect, what these flags are for, their names)."""
-    defaults = {own.name: default_of(own) for own in fields(flags)}
-    for applies, purpose, names in uses:
-        for name in names.split():
-            value = vars(flags)[name]
-            message = f"--{name} {value} has no effect: it is for {purpose}; omit it"
-            require(applies or value == defaults[name], message)
+def require_used(flags: Any, names: str, when: bool, purpose: str) -> None:
+    """Refuse flags that are given but have no effect.
+
+    Args:
+        flags: The group of flags.
+        names: Names of fields of the group, with spaces between them.
+        when: Whether other flags let these flags have an effect.
+        purpose: What these flags are for, in the words of the error.
+    """
+    if when:
+        return
+    defaults = {flag_field.name: default_of(flag_field) for flag_field in fields(flags)}
+    for name in names.split():
+        value = vars(flags)[name]
+        if value != defaults[name]:
+            raise UserError(f"--{name} {value} has no effect: it is for {purpose}; omit it")
 
 
 def is_own_function(name: str) -> bool:
@@ -100,16 +107,15 @@ def is_own_function(name: str) -> bool:
 
 def read_settings(flag: str, path: str) -> str:
     """The text of the settings file that `flag` names."""
-    special = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-    # a pipe would be waited for, on each rank
-    require(not special, f"{flag} {path}: is not a regular file")
+    is_special = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    if is_special:  # a pipe would be waited for, on each rank
+        raise UserError(f"{flag} {path}: is not a regular file")
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as problem:
+        nearest = ""
         if isinstance(problem, FileNotFoundError):
             nearest = nearest_path(path)
-        else:
-            nearest = ""
         raise UserError(f"{flag} {path}: cannot be read ({problem.strerror}){nearest}") from None
     except UnicodeDecodeError as problem:
         raise UserError(f"{flag} {path}: is not UTF-8 text ({problem})") from None

@@ -19,12 +19,13 @@ from dschat_ppo.config.run_flags import (
     RunFlags,
     SafetyFlags,
 )
-from dschat_ppo.config.schema import default_of, fraction, not_negative, refuse, types_of
-from dschat_ppo.errors import without_credentials
+from dschat_ppo.config.schema import default_of, fraction, not_negative, types_of
+from dschat_ppo.errors import UserError, without_credentials
 
 # the others are constant after the warm-up
-DECAYING = "linear", "cosine", "cosine_with_restarts", "polynomial"
+DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 WITHOUT_WARMUP = "constant"
+QUANTISED = ("load_in_4bit", "load_in_8bit")  # flags that quantise weights, of which one is given
 POLYNOMIAL_END = 1e-7  # where transformers' polynomial schedule ends
 
 
@@ -101,122 +102,118 @@ class StepConfig(ABC):
 
     def warmup_steps(self, total: int) -> int:
         """Warm-up steps of a schedule of `total` optimizer steps."""
-        ratio = self.schedule.warmup_ratio
-        group = self.training
-        if group.lr_scheduler_type == WITHOUT_WARMUP:
+        if self.training.lr_scheduler_type == WITHOUT_WARMUP:
             return 0
-        if ratio > 0:
-            return times(total, ratio)
-        return int(group.num_warmup_steps)
+        if self.schedule.warmup_ratio > 0:
+            return times(total, self.schedule.warmup_ratio)
+        return int(self.training.num_warmup_steps)
 
     def __post_init__(self) -> None:
-        flags = self.memory
-        schedule = self.schedule
-        group = self.training
-        stages = {f"--{prefix}zero_stage": stage for prefix, stage in self.stages.items()}
-        names = " and ".join(stages)
-        some = " or ".join(stages)
-        refuse(
-            {
-                (
-                    f"--offload_optimizer needs {names} 1, 2 or 3: stage 0 keeps everything on the "
-                    "device"
-                ): (flags.offload_optimizer and min(stages.values()) == 0),
-                (
-                    f"--zero_hpz_partition_size (ZeRO++) needs {some} 3: the other stages do not "
-                    "partition weights"
-                ): (flags.zero_hpz_partition_size > 1 and 3 not in stages.values()),
-                # elsewhere a skipped update also changes Muon's momentum, or a checkpoint could not
-                # divide it
-                (
-                    f"--optimizer muon needs {names} 0, with --dtype bf16 at most 1, and neither "
-                    "fp16 nor offload: elsewhere DeepSpeed clips Muon's update in place of the "
-                    "gradient, which makes it many times smaller"
-                ): (
-                    self.run.optimizer == "muon"
-                    and (
-                        self.run.dtype == "fp16"
-                        or group.offload
-                        or flags.offload_optimizer
-                        or max(stages.values()) > (self.run.dtype in (AUTO, "bf16"))
-                    )
-                ),
-            }
-        )
-        self._require_usable_lora()
-        ratio = schedule.warmup_ratio
-        kind = group.lr_scheduler_type
-        warmup = group.num_warmup_steps
-        refuse(
-            {
-                (
-                    f"--warmup_ratio {ratio} and --num_warmup_steps {warmup} both set the warm-up; "
-                    "use one of the two"
-                ): (ratio > 0 and warmup != type(group).num_warmup_steps),
-                (
-                    f"--warmup_ratio {ratio}: --lr_scheduler_type {kind} has no warm-up; use "
-                    "constant_with_warmup, or omit it"
-                ): (ratio > 0 and kind == WITHOUT_WARMUP),
-                (
-                    f"--min_lr_ratio {schedule.min_lr_ratio}: --lr_scheduler_type {kind} does not "
-                    f"decay; use one of {', '.join(DECAYING)}, or omit it"
-                ): (schedule.min_lr_ratio > 0 and kind not in DECAYING),
-            }
-        )
+        self._check_zero_stages()
+        self._check_muon()
+        self._check_lora()
+        self._check_schedule()
 
-    def _require_usable_lora(self) -> None:
+    @property
+    def _stages_by_flag(self) -> dict[str, int]:
+        """`stages` with the names of whole flags."""
+        return {f"--{prefix}zero_stage": stage for prefix, stage in self.stages.items()}
+
+    def _check_zero_stages(self) -> None:
+        """Refuse flags of memory that need another ZeRO stage."""
+        stages = self._stages_by_flag
+        if self.memory.offload_optimizer and min(stages.values()) == 0:
+            raise UserError(
+                f"--offload_optimizer needs {' and '.join(stages)} 1, 2 or 3: stage 0 keeps"
+                " everything on the device"
+            )
+        if self.memory.zero_hpz_partition_size > 1 and 3 not in stages.values():
+            raise UserError(
+                f"--zero_hpz_partition_size (ZeRO++) needs {' or '.join(stages)} 3: the other"
+                " stages do not partition weights"
+            )
+
+    def _check_muon(self) -> None:
+        """Refuse Muon where a skipped update would change its momentum too, or a checkpoint could
+        not divide it."""
+        if self.run.optimizer != "muon":
+            return
+        stages = self._stages_by_flag
+        highest_stage = 1 if self.run.dtype in (AUTO, "bf16") else 0
+        offloads = self.training.offload or self.memory.offload_optimizer
+        if self.run.dtype == "fp16" or offloads or max(stages.values()) > highest_stage:
+            raise UserError(
+                f"--optimizer muon needs {' and '.join(stages)} 0, with --dtype bf16 at most 1, and"
+                " neither fp16 nor offload: elsewhere DeepSpeed clips Muon's update in place of the"
+                " gradient, which makes it many times smaller"
+            )
+
+    def _check_lora(self) -> None:
         """Require the LoRA flags to have an effect, and to fit each other."""
-        stages = self.stages
         adapters = self.adapters
-        dims = self._lora_dims
-        adapted = [prefix for prefix, dim in dims.items() if dim > 0]
-        ranks = " or ".join(f"--{prefix}lora_dim" for prefix in stages)
-        if adapters.load_in_4bit:
-            bits = "--load_in_4bit"
-        elif adapters.load_in_8bit:
-            bits = "--load_in_8bit"
-        else:
-            bits = None
-        refuse(
-            {
-                (
-                    f"--{name} needs LoRA: set {ranks}, or omit --{name}; without LoRA all weights "
-                    "train, and 1e-5 to 2e-5 is a usual learning rate"
-                ): (not adapted and vars(adapters)[name])
-                for name in (
-                    "only_optimize_lora",
-                    "use_rslora",
-                    "use_dora",
-                    "load_in_4bit",
-                    "load_in_8bit",
+        adapted = [prefix for prefix, dim in self._lora_dims.items() if dim > 0]
+        dim_flags = " or ".join(f"--{prefix}lora_dim" for prefix in self.stages)
+        for name in ("only_optimize_lora", "use_rslora", "use_dora", *QUANTISED):
+            if vars(adapters)[name] and not adapted:
+                raise UserError(
+                    f"--{name} needs LoRA: set {dim_flags}, or omit --{name}; without LoRA all"
+                    " weights train, and 1e-5 to 2e-5 is a usual learning rate"
                 )
-            }
-            | {
-                (
-                    f"{bits} needs --{prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition "
-                    "quantised weights"
-                ): (bits is not None and stages[prefix] == 3)
-                for prefix in adapted
-            }
-            | {
-                (
-                    "--optimizer muon is for whole matrices, not for the two factors of LoRA: "
-                    f"omit {ranks}, or use adamw"
-                ): (bool(adapted) and self.run.optimizer == "muon"),
-                (
-                    "--resize_vocabulary adds rows to the embedding and the head, which "
-                    "--only_optimize_lora would freeze: omit one of the two"
-                ): (bool(adapted) and adapters.only_optimize_lora and self.run.resize_vocabulary),
-                f"{bits} freezes the weights that it quantises: add --only_optimize_lora": (
-                    bits is not None and not adapters.only_optimize_lora
-                ),
-                (
-                    f"{bits} with --lora_merge would save the rounding errors of quantised "
-                    "weights: omit --lora_merge; an adapter folder is merged into unquantised "
-                    "weights wherever it is loaded"
-                ): (bits is not None and adapters.lora_merge),
-            }
-        )
+        self._check_quantised_weights(adapted)
+        if adapted and self.run.optimizer == "muon":
+            raise UserError(
+                "--optimizer muon is for whole matrices, not for the two factors of LoRA: omit"
+                f" {dim_flags}, or use adamw"
+            )
+        if adapted and adapters.only_optimize_lora and self.run.resize_vocabulary:
+            raise UserError(
+                "--resize_vocabulary adds rows to the embedding and the head, which"
+                " --only_optimize_lora would freeze: omit one of the two"
+            )
+
+    def _check_quantised_weights(self, adapted: list[str]) -> None:
+        """Refuse quantised weights that would be partitioned, trained or saved. `adapted`: the
+        prefixes of the flags of the models that have LoRA."""
+        for name in QUANTISED:
+            if not vars(self.adapters)[name]:
+                continue
+            for prefix in adapted:
+                if self.stages[prefix] == 3:
+                    raise UserError(
+                        f"--{name} needs --{prefix}zero_stage 0, 1 or 2: ZeRO-3 cannot partition"
+                        " quantised weights"
+                    )
+            if not self.adapters.only_optimize_lora:
+                raise UserError(
+                    f"--{name} freezes the weights that it quantises: add --only_optimize_lora"
+                )
+            if self.adapters.lora_merge:
+                raise UserError(
+                    f"--{name} with --lora_merge would save the rounding errors of quantised"
+                    " weights: omit --lora_merge; an adapter folder is merged into unquantised"
+                    " weights wherever it is loaded"
+                )
+
+    def _check_schedule(self) -> None:
+        """Refuse a warm-up or a lowest rate that the schedule does not have."""
+        ratio = self.schedule.warmup_ratio
+        group = self.training
+        if ratio > 0 and group.num_warmup_steps != type(group).num_warmup_steps:
+            raise UserError(
+                f"--warmup_ratio {ratio} and --num_warmup_steps {group.num_warmup_steps} both set"
+                " the warm-up; use one of the two"
+            )
+        if ratio > 0 and group.lr_scheduler_type == WITHOUT_WARMUP:
+            raise UserError(
+                f"--warmup_ratio {ratio}: --lr_scheduler_type {group.lr_scheduler_type} has no"
+                " warm-up; use constant_with_warmup, or omit it"
+            )
+        if self.schedule.min_lr_ratio > 0 and group.lr_scheduler_type not in DECAYING:
+            raise UserError(
+                f"--min_lr_ratio {self.schedule.min_lr_ratio}: --lr_scheduler_type"
+                f" {group.lr_scheduler_type} does not decay; use one of {', '.join(DECAYING)}, or"
+                " omit it"
+            )
 
     @property
     def _lora_dims(self) -> dict[str, int]:
@@ -225,50 +222,55 @@ class StepConfig(ABC):
 
     def idle(self) -> dict[str, str]:
         """Flags that have no effect with the other flags -> the reason."""
-        found = dict[str, str]()
+        reasons = dict[str, str]()
         group = self.training
         for prefix, dim in self._lora_dims.items():
             if dim == 0:
-                names = (f"{prefix}lora_module_name", f"{prefix}lora_learning_rate")
-                found |= dict.fromkeys(names, f"--{prefix}lora_dim is 0, so there is no LoRA")
+                without_lora = f"--{prefix}lora_dim is 0, so there is no LoRA"
+                reasons[f"{prefix}lora_module_name"] = without_lora
+                reasons[f"{prefix}lora_learning_rate"] = without_lora
         if not any(self._lora_dims.values()):
-            found |= dict.fromkeys(
-                ("lora_alpha", "lora_dropout", "lora_merge"), "no model has LoRA (rank 0)"
-            )
+            for name in ("lora_alpha", "lora_dropout", "lora_merge"):
+                reasons[name] = "no model has LoRA (rank 0)"
         elif not self.adapters.only_optimize_lora:
-            merged = (
+            reasons["lora_merge"] = (
                 "other weights train too (no --only_optimize_lora), so the adapter is merged in any"
                 " case"
             )
-            found["lora_merge"] = merged
         if self.schedule.max_steps > 0 and group.num_train_epochs != 1:
-            found["num_train_epochs"] = "--max_steps sets the length of the run"
+            reasons["num_train_epochs"] = "--max_steps sets the length of the run"
         default = type(group).num_warmup_steps
         if group.num_warmup_steps not in (0, default) and group.lr_scheduler_type == WITHOUT_WARMUP:
-            found["num_warmup_steps"] = (
+            reasons["num_warmup_steps"] = (
                 "--lr_scheduler_type constant has no warm-up (constant_with_warmup has one)"
             )
-        return found
+        return reasons
 
 
 def groups_of(kind: type[StepConfig]) -> dict[str, Any]:
     """Name of a group of flags -> its dataclass; those of the step alone come first."""
     hints = types_of(kind)
     shared = {group.name for group in fields(StepConfig)}
-    return {
-        name: hints[name]
-        for name in sorted((group.name for group in fields(kind)), key=shared.__contains__)
-    }
+    names = [group.name for group in fields(kind)]
+    of_step = [name for name in names if name not in shared]
+    of_all_steps = [name for name in names if name in shared]
+    return {name: hints[name] for name in of_step + of_all_steps}
 
 
 def flatten(config: StepConfig) -> dict[str, Any]:
     """The configuration of a step as flag name -> value, to be saved and compared, without
     credentials."""
-    groups = [vars(getattr(config, name)) for name in groups_of(type(config))]
-    return {name: without_credentials(value) for group in groups for name, value in group.items()}
+    values: dict[str, Any] = {}
+    for group_name in groups_of(type(config)):
+        for name, value in vars(getattr(config, group_name)).items():
+            values[name] = without_credentials(value)
+    return values
 
 
 def defaults_of(kind: type[StepConfig]) -> dict[str, Any]:
     """Flag -> its default in a step; `MISSING` for a flag that must be given."""
-    every = [own for group in groups_of(kind).values() for own in fields(group)]
-    return {own.name: default_of(own) for own in every} | kind.own_defaults
+    defaults: dict[str, Any] = {}
+    for group in groups_of(kind).values():
+        for flag_field in fields(group):
+            defaults[flag_field.name] = default_of(flag_field)
+    return defaults | kind.own_defaults

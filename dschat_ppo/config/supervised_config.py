@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dschat_ppo.config.data_flags import StepData
 from dschat_ppo.config.distillation_flags import TEACHER, TeacherFlags
 from dschat_ppo.config.health_flags import FitHealthFlags
-from dschat_ppo.config.schema import refuse, require_used
+from dschat_ppo.config.schema import require_used
 from dschat_ppo.config.step_config import StepConfig
 from dschat_ppo.config.supervised_flags import (
     BestFlags,
@@ -17,6 +17,7 @@ from dschat_ppo.config.supervised_flags import (
     SFTFlags,
     SupervisedFlags,
 )
+from dschat_ppo.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +30,11 @@ class FitConfig(StepConfig):
     health: FitHealthFlags
 
     def __post_init__(self) -> None:
-        refuse(
-            {
-                (
-                    "--packing needs the length of every training row before the first step, "
-                    "which --streaming does not know; use one of the two"
-                ): (self.fit.packing and self.data.streaming),
-            }
-        )
+        if self.fit.packing and self.data.streaming:
+            raise UserError(
+                "--packing needs the length of every training row before the first step, "
+                "which --streaming does not know; use one of the two"
+            )
         super().__post_init__()
 
     @property
@@ -61,11 +59,12 @@ class FitConfig(StepConfig):
         return False
 
     def idle(self) -> dict[str, str]:
-        found = super().idle()
-        alone = self.lora.lora_dim > 0 and self.adapters.only_optimize_lora and not self.has_head
-        if alone and self.fit.learning_rate != self.lora.lora_learning_rate:
-            found["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
-        return found
+        reasons = super().idle()
+        trains_adapter = self.lora.lora_dim > 0 and self.adapters.only_optimize_lora
+        is_alone = trains_adapter and not self.has_head
+        if is_alone and self.fit.learning_rate != self.lora.lora_learning_rate:
+            reasons["learning_rate"] = "only LoRA parameters train, with --lora_learning_rate"
+        return reasons
 
     @property
     def step_data(self) -> StepData:
@@ -91,29 +90,35 @@ class SFTConfig(FitConfig):
 
     def __post_init__(self) -> None:
         teacher = self.teacher
-        sequences = self.memory.sequence_parallel_size
-        refuse(
-            {
-                f"{TEACHER}: step 1 takes one teacher, for all rows": any(
-                    sources for sources, _ in teacher.teachers
-                ),
-                (
-                    f"--distill_coef {teacher.distill_coef} is the share of the divergence in the "
-                    "loss; it must be above 0 and at most 1"
-                ): (teacher.distill_coef is not None and not 0 < teacher.distill_coef <= 1),
-                (
-                    f"--sequence_parallel_size {sequences}: a divergence from a teacher needs "
-                    "whole rows on a rank; use 1"
-                ): (bool(teacher.teachers) and sequences > 1),
-                (
-                    "--offload_teacher_model needs --zero_stage 3: only ZeRO-3 keeps parameters "
-                    "in host memory"
-                ): (teacher.offload_teacher_model and self.fit.zero_stage < 3),
-            }
+        has_teacher = bool(teacher.teachers)
+        ranks_of_row = self.memory.sequence_parallel_size
+        if any(sources for sources, _ in teacher.teachers):
+            raise UserError(f"{TEACHER}: step 1 takes one teacher, for all rows")
+        if teacher.distill_coef is not None and not 0 < teacher.distill_coef <= 1:
+            raise UserError(
+                f"--distill_coef {teacher.distill_coef} is the share of the divergence in the "
+                "loss; it must be above 0 and at most 1"
+            )
+        if has_teacher and ranks_of_row > 1:
+            raise UserError(
+                f"--sequence_parallel_size {ranks_of_row}: a divergence from a teacher needs "
+                "whole rows on a rank; use 1"
+            )
+        if teacher.offload_teacher_model and self.fit.zero_stage < 3:
+            raise UserError(
+                "--offload_teacher_model needs --zero_stage 3: only ZeRO-3 keeps parameters "
+                "in host memory"
+            )
+        require_used(
+            teacher,
+            "distill_coef distill_loss distill_topk",
+            when=has_teacher,
+            purpose=f"a teacher ({TEACHER})",
         )
-        flags = "distill_coef distill_loss distill_topk"
-        require_used(teacher, [(bool(teacher.teachers), f"a teacher ({TEACHER})", flags)])
-        self.best.require_metric(("loss", "perplexity", *["divergence"] * bool(teacher.teachers)))
+        metrics = ["loss", "perplexity"]
+        if has_teacher:
+            metrics.append("divergence")
+        self.best.require_metric(metrics)
         super().__post_init__()
 
     @property
@@ -122,9 +127,11 @@ class SFTConfig(FitConfig):
 
     @property
     def step_data(self) -> StepData:
-        whole = self.sft.sft_only_data_path
-        all_turns = self.sft.train_on == "all"
-        return replace(super().step_data, whole_paths=whole, all_turns=all_turns)
+        return replace(
+            super().step_data,
+            whole_paths=self.sft.sft_only_data_path,
+            all_turns=self.sft.train_on == "all",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +149,11 @@ class PreferenceConfig(FitConfig):
     }
 
     def __post_init__(self) -> None:
-        refuse(
-            {
-                (
-                    f"--objective {self.reward.objective} computes log-probs of the reference for "
-                    "all rows before training, so it does not go with --streaming"
-                ): (self.reward.has_reference and self.data.streaming),
-            }
-        )
+        if self.reward.has_reference and self.data.streaming:
+            raise UserError(
+                f"--objective {self.reward.objective} computes log-probs of the reference for "
+                "all rows before training, so it does not go with --streaming"
+            )
         self.best.require_metric(self.reward.eval_metrics)
         super().__post_init__()
 

@@ -20,11 +20,11 @@ from dschat_ppo.config.schema import (
     fraction,
     not_negative,
     positive,
-    refuse,
     require,
     require_used,
     share,
 )
+from dschat_ppo.errors import UserError
 
 OBJECTIVES = Literal[
     "reward",
@@ -130,17 +130,15 @@ class SupervisedFlags:
     validate_only: bool = flag(False, VALIDATE_ONLY)
 
     def __post_init__(self) -> None:
-        refuse(
-            {
-                (
-                    "--max_seq_len must be at least 2 (a prompt and an answer token), got "
-                    f"{self.max_seq_len}"
-                ): (self.max_seq_len < 2),
-                "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device": (
-                    self.offload and self.zero_stage == 0
-                ),
-            }
-        )
+        if self.max_seq_len < 2:
+            raise UserError(
+                "--max_seq_len must be at least 2 (a prompt and an answer token), got "
+                f"{self.max_seq_len}"
+            )
+        if self.offload and self.zero_stage == 0:
+            raise UserError(
+                "--offload needs --zero_stage 1, 2 or 3: stage 0 keeps everything on the device"
+            )
 
 
 @dataclass(frozen=True)
@@ -291,29 +289,21 @@ class PreferenceFlags:
     )
 
     def __post_init__(self) -> None:
-        require_used(
-            self,
-            (
-                (self.objective in objectives, f"--objective {' or '.join(objectives)}", name)
-                for name, objectives in ONLY_FOR.items()
-            ),
-        )
-        refuse(
-            {
-                "--step_separator must not be an empty string": not self.step_separator,
-                (
-                    "--label_smoothing must be above 0 and below 0.5 for --objective "
-                    f"{self.objective}, got {self.label_smoothing}"
-                ): (
-                    self.objective in ONLY_FOR["label_smoothing"]
-                    and not 0 < self.label_smoothing < 0.5
-                ),
-                (
-                    "--nll_coef must be above 0 for --objective dpo_nll; --objective dpo has no "
-                    "NLL term"
-                ): (self.objective == "dpo_nll" and self.nll_weight == 0),
-            }
-        )
+        for name, objectives in ONLY_FOR.items():
+            purpose = f"--objective {' or '.join(objectives)}"
+            require_used(self, name, when=self.objective in objectives, purpose=purpose)
+        if not self.step_separator:
+            raise UserError("--step_separator must not be an empty string")
+        if self.objective in ONLY_FOR["label_smoothing"] and not 0 < self.label_smoothing < 0.5:
+            raise UserError(
+                "--label_smoothing must be above 0 and below 0.5 for --objective "
+                f"{self.objective}, got {self.label_smoothing}"
+            )
+        if self.objective == "dpo_nll" and self.nll_weight == 0:
+            raise UserError(
+                "--nll_coef must be above 0 for --objective dpo_nll; --objective dpo has no "
+                "NLL term"
+            )
 
     @property
     def strength(self) -> float:

@@ -29,7 +29,7 @@ from dschat_ppo.config.environment_flags import EnvironmentFlags
 from dschat_ppo.config.flag_parser import add_groups, flag_parser
 from dschat_ppo.config.ppo_config import PPOConfig
 from dschat_ppo.config.ppo_flags import RewardSourceFlags
-from dschat_ppo.config.schema import flag, not_negative, positive, refuse
+from dschat_ppo.config.schema import flag, not_negative, positive
 from dschat_ppo.errors import StorageError, UserError
 from dschat_ppo.tools import exit_code_of
 from dschat_ppo.tools.sampling_settings import Wanted, add_sampling_flags, settings_of
@@ -100,30 +100,27 @@ def read_arguments(argv: Sequence[str]) -> Wanted:
     rewards = None
     if learned or words.reward_function or words.remote_reward_url or environment.gives_reward:
         rewards = RewardSourceFlags(**of(RewardSourceFlags), use_reward_model=learned is not None)
-    refuse(
-        {
-            "give --model and --data_path: the models answer the prompts of a data set": (
-                not words.model or not words.data_path
-            ),
-            "--model names a model twice": len(set(words.model)) < len(words.model),
-            "--samples has no effect with --decoding greedy; omit one of them": (
-                words.decoding == "greedy" and words.samples > 1
-            ),
-            "--write_best and --write_pairs are for single answers, not for episodes; omit them": (
-                environment.is_used and bool(words.write_best or words.write_pairs)
-            ),
-            "--process_reward scores the steps of one answer, not of episodes; omit it": (
-                environment.is_used and words.process_reward is not None
-            ),
-            (
-                "--write_pairs compares the scores of several answers: give --samples 2 or more, "
-                "and a reward"
-            ): (words.write_pairs is not None and (words.samples == 1 or rewards is None)),
-            "--write_best takes the answer with the best score: give a reward, or --samples 1": (
-                words.write_best is not None and words.samples > 1 and rewards is None
-            ),
-        }
-    )
+    if not words.model or not words.data_path:
+        raise UserError("give --model and --data_path: the models answer the prompts of a data set")
+    if len(set(words.model)) < len(words.model):
+        raise UserError("--model names a model twice")
+    if words.decoding == "greedy" and words.samples > 1:
+        raise UserError("--samples has no effect with --decoding greedy; omit one of them")
+    if environment.is_used and bool(words.write_best or words.write_pairs):
+        raise UserError(
+            "--write_best and --write_pairs are for single answers, not for episodes; omit them"
+        )
+    if environment.is_used and words.process_reward is not None:
+        raise UserError("--process_reward scores the steps of one answer, not of episodes; omit it")
+    if words.write_pairs is not None and (words.samples == 1 or rewards is None):
+        raise UserError(
+            "--write_pairs compares the scores of several answers: give --samples 2 or more, "
+            "and a reward"
+        )
+    if words.write_best is not None and words.samples > 1 and rewards is None:
+        raise UserError(
+            "--write_best takes the answer with the best score: give a reward, or --samples 1"
+        )
     # rows that are too long: as in step 3
     truncation = words.truncation or PPOConfig.own_defaults["truncation"]
     return Wanted(
