@@ -37,17 +37,28 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: bool) -> None:
-    """Check that the model at `folder`, which passed the other checks, suits the flags, without its
-    weights."""
+    """Check, without loading weights, that a model suits the attention that is asked for and, with
+    sequence parallelism, that ranks can divide its rows.
+
+    Args:
+        flags: `--attn_implementation` and `--sequence_parallel_size` are read.
+        flag: the option that names the model, for messages.
+        folder: the model's folder, which passed the other checks.
+        scalar: build a classifier, for a reward model or a critic, instead of a language model.
+
+    Raises:
+        UserError: the model does not suit the flags.
+    """
     choice = flags.attn_implementation
-    if flags.sequence_parallel_size == 1 and choice == "auto":
+    size = flags.sequence_parallel_size
+    if size == 1 and choice == "auto":
         return
     with reading(f"{flag} {folder}: no model can be built from its config.json"):
         config = load_config(folder, flag)
-        kind: Any = classifier_class(config) if scalar else None
         with torch.device("meta"):
             if scalar:
-                backbone = kind(config_for(kind, config)).base_model
+                model_class: Any = classifier_class(config)
+                backbone = model_class(config_for(model_class, config)).base_model
             else:
                 backbone = backbone_of(lm_without_weights(config))
     name = type(backbone).__name__
@@ -57,26 +68,26 @@ def check_long_sequences(flags: MemoryFlags, flag: str, folder: str, scalar: boo
             f"--attn_implementation {choice}: {flag} {folder}: {name} cannot use it, because"
             f" {reason}; use auto"
         )
-    if flags.sequence_parallel_size > 1:
-        given = f"--sequence_parallel_size {flags.sequence_parallel_size}: {flag} {folder}: {name}"
+    if size > 1:
+        subject = f"--sequence_parallel_size {size}: {flag} {folder}: {name}"
         reason = reason_not_to_divide(backbone)
         if reason is not None:
-            raise UserError(f"{given} cannot be divided, because {reason}; use 1")
+            raise UserError(f"{subject} cannot be divided, because {reason}; use 1")
         heads = backbone.config.get_text_config().num_attention_heads
-        if heads % flags.sequence_parallel_size:
+        if heads % size:
             raise UserError(
-                f"{given} has {heads} attention heads, which the size must divide; with"
+                f"{subject} has {heads} attention heads, which the size must divide; with"
                 f" {world_size()} ranks use {possible_sizes(world_size(), heads)}"
             )
 
 
 def reason_against(choice: str, backbone: PreTrainedModel) -> str | None:
     """Why the model cannot use the attention that `--attn_implementation` names; None if it can."""
-    own = backbone.config._attn_implementation
-    if choice in ("auto", own):
+    attention = backbone.config._attn_implementation
+    if choice in ("auto", attention):
         return None
     if not backbone._supports_attention_backend:
-        return f"transformers does not let its attention, '{own}', be replaced"
+        return f"transformers does not let its attention, '{attention}', be replaced"
     if choice == "sdpa":
         return "it needs a soft cap or sinks, which SDPA does not have"
     return None
@@ -86,24 +97,23 @@ def reason_not_to_divide(backbone: PreTrainedModel) -> str | None:
     """Why ranks cannot divide the columns of rows among them; None if they can, as far as the
     configuration tells."""
     config = backbone.config.get_text_config()
-    if layers := state_layers(backbone):
-        return f"its {type(layers[0]).__name__} carries a state from token to token"
+    layers_with_states = state_layers(backbone)
+    if layers_with_states:
+        return f"its {type(layers_with_states[0]).__name__} carries a state from token to token"
     if not backbone._supports_attention_backend:
         return "transformers does not let its attention be replaced"
-    if backbone.config._attn_implementation not in ("sdpa", "eager"):
-        return (
-            f"its attention is '{backbone.config._attn_implementation}', and not 'sdpa' or 'eager'"
-        )
-    if (
-        config.model_type in MASK_IS_READ
-        or getattr(config, "attention_chunk_size", None) is not None
-    ):
+    attention = backbone.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        return f"its attention is '{attention}', and not 'sdpa' or 'eager'"
+    is_chunked = getattr(config, "attention_chunk_size", None) is not None
+    if is_chunked or config.model_type in MASK_IS_READ:
         return "its attention needs a mask, which divided rows do not have"
     if not accepts(backbone, "position_ids"):
         return "it does not take the positions of tokens"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
-    if others:
-        return f"it has layers of the type {', '.join(others)}"
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    foreign_types = sorted(layer_types - ATTENTION_LAYERS)
+    if foreign_types:
+        return f"it has layers of the type {', '.join(foreign_types)}"
     if not isinstance(config.num_attention_heads, int):
         return "its layers differ in their numbers of attention heads"
     return None
@@ -123,7 +133,8 @@ def apply_memory_flags(
     )
 
 
-ROWS, TOKENS = 3, 16
+PROBE_ROWS = 3
+PROBE_TOKENS = 16
 # mean difference of log-probs and entropies, in nats
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # mean difference between packed and padded rows, relative to the standard deviation of the numbers
@@ -135,36 +146,43 @@ LEAK_TOLERANCE = 1e-3  # the same products in the same order: only their groupin
 
 @torch.no_grad()
 def select_kernels(engine: Model, pack_on_gpu: bool = False) -> str | None:
-    """Set the `layout` of the model inside: what gives the numbers of its whole, padded forward
-    pass. Collective: all ranks make the same choice. Returns why rows are not packed; None if they
-    are. On a GPU they are where FlashAttention computes all of them in one call, in half precision;
-    `pack_on_gpu` also allows kernels for each row. `UserError` if ranks share rows and the model
-    cannot run with a part of the columns on each of them."""
+    """Set the `layout` of the model inside to the fastest ways of running rows that give the
+    numbers of its own forward pass over padded rows. Collective: all ranks make the same choice.
+
+    Args:
+        engine: a `PolicyModel` or `ScalarModel`, or an engine around one.
+        pack_on_gpu: on a GPU rows are packed where FlashAttention computes all of them in one
+            call, in half precision. This also allows kernels for each row.
+
+    Returns:
+        Why rows are not packed; None if they are.
+
+    Raises:
+        UserError: ranks share rows, and the model cannot run with a part of the columns on each.
+    """
     module: Any = unwrap(engine)
     was_training = module.training
     engine.eval()
     size = module.config.get_text_config().vocab_size
-    ids = torch.linspace(0, size - 1, ROWS * TOKENS, device=engine.device).long().view(ROWS, TOKENS)
+    ids = torch.linspace(0, size - 1, PROBE_ROWS * PROBE_TOKENS, device=engine.device).long()
+    ids = ids.view(PROBE_ROWS, PROBE_TOKENS)
     if isinstance(module, PolicyModel):
         _select_fused(engine, module, ids)
     reason = reason_not_to_pack(module.backbone, module.layout.attention)
     in_one_call = False
     if reason is None:
         reason, in_one_call = _select_packed(engine, module, ids)
-    quick = engine.device.type == "cpu" or in_one_call
-    if reason is None and not (quick or pack_on_gpu):
+    packing_is_quick = engine.device.type == "cpu" or in_one_call
+    if reason is None and not (packing_is_quick or pack_on_gpu):
         _set(module, packed=False)
         reason = "no kernel computes the attention of all of them in one call on this GPU"
-    if (
-        reason is None
-        and quick
-        and sequence_ranks() == 1
-        and not (was_training and _draws_noise(module))
-    ):
-        _select_shared(engine, module, ids)
+    # Dropout and router noise would draw other numbers for fewer tokens.
+    is_random = was_training and _draws_noise(module)
     if sequence_ranks() > 1:
         _divide(engine, module, ids)
-    elif not (was_training and _draws_noise(module)):
+    elif not is_random:
+        if reason is None and packing_is_quick:
+            _select_shared(engine, module, ids)
         _select_read_tokens(engine, module, ids)
     engine.train(was_training)
     if reason is not None:
@@ -179,18 +197,20 @@ def _set(module: PolicyModel | ScalarModel, **ways: Any) -> None:
 
 
 def _select_fused(engine: Model, policy: PolicyModel, ids: Tensor) -> None:
-    reason = ""
+    """Go through the vocabulary in blocks, if that gives the numbers of whole logits; else warn."""
+    error = ""
     if policy.layout.fused:
         _set(policy, fused=False)
-        fused, whole, reason = _compared(engine, policy, ids, fused=True)
-        _set(
-            policy, fused=_largest((fused - whole).abs().mean(dim=-1)) < TOLERANCE[policy.lm.dtype]
-        )
+        fused, from_logits, error = _compare_ways(engine, policy, ids, fused=True)
+        difference = _largest((fused - from_logits).abs().mean(dim=-1))
+        _set(policy, fused=difference < TOLERANCE[policy.lm.dtype])
     if not policy.layout.fused:
+        reason = "its output head is more than a matrix product with a known scale and soft cap"
+        if error:
+            reason += f": {error}"
         logger().warning(
-            f"{type(policy.lm).__name__}: its output head is more than a matrix product with a"
-            f" known scale and soft cap{reason and f': {reason}'}; log-probs are computed from"
-            " whole logits, which costs memory and time"
+            f"{type(policy.lm).__name__}: {reason}; log-probs are computed from whole logits,"
+            " which costs memory and time"
         )
 
 
@@ -198,28 +218,36 @@ def _select_packed(
     engine: Model, module: PolicyModel | ScalarModel, ids: Tensor
 ) -> tuple[str | None, bool]:
     """Pack rows if that gives the numbers of padded rows, and if the first row does not influence
-    the others. Layers other than attention may carry a state along the packed row. Returns why rows
-    are not packed, or None, and whether the attention computed all of them in one call."""
+    the others: layers other than attention may carry a state along the packed row.
+
+    Returns:
+        Why rows are not packed, or None; and whether one call of the attention computed all rows.
+    """
     with recorded_attention() as recorded:
-        packed, padded, error = _compared(engine, module, ids, packed=True)
+        packed, padded, error = _compare_ways(engine, module, ids, packed=True)
     needs_mask = not error and hidden_window(module.config, recorded.windows)
-    changed, error = (
-        (packed, error) if error else _tried(engine, torch.cat([ids[:1].flip(1), ids[1:]]), padded)
-    )
-    if isinstance(module, ScalarModel):
-        of_first_row = TOKENS
-    else:
-        of_first_row = TOKENS - 1
-    spread = padded.std(dim=-1)  # of log-probs, entropies or values, each by itself
-    difference = (
-        (packed - padded).abs().mean(dim=-1) / spread / PACKED_TOLERANCE[module.backbone.dtype]
-    )
-    leak = (packed - changed)[..., of_first_row:].abs().amax(dim=-1) / spread / LEAK_TOLERANCE
-    text = module.config.get_text_config()
-    # in training; here it is off
-    dropped = any(getattr(text, name, None) for name in ATTENTION_DROPOUTS)
-    several_calls = torch.full_like(leak, dropped or not recorded.in_one_call)
-    differs, leaks, several = (_largest(values) for values in (difference, leak, several_calls))
+    changed = packed
+    if not error:
+        with_other_first_row = torch.cat([ids[:1].flip(1), ids[1:]])
+        changed, error = _outputs_or_error(engine, with_other_first_row, padded)
+
+    # log-probs, entropies or values are compared each by itself
+    spread = padded.std(dim=-1)
+    tolerance = PACKED_TOLERANCE[module.backbone.dtype]
+    difference = (packed - padded).abs().mean(dim=-1) / spread / tolerance
+    first_row_outputs = PROBE_TOKENS
+    if isinstance(module, PolicyModel):
+        first_row_outputs = PROBE_TOKENS - 1  # the first token of a row has no log-prob
+    change = (packed - changed)[..., first_row_outputs:].abs().amax(dim=-1)
+    leak = change / spread / LEAK_TOLERANCE
+    config = module.config.get_text_config()
+    # dropout takes another kernel in training; here it is off
+    has_dropout = any(getattr(config, name, None) for name in ATTENTION_DROPOUTS)
+    several_calls = torch.full_like(leak, has_dropout or not recorded.in_one_call)
+    largest_difference = _largest(difference)
+    leaks = _largest(leak)
+    in_one_call = _largest(several_calls) == 0
+
     reason = None
     if error:
         reason = f"with packed rows {error}"
@@ -227,27 +255,29 @@ def _select_packed(
         reason = "its sliding window is in its mask, which packed rows do not have"
     elif not leaks < 1:
         reason = "a row's numbers depend on the row before it"
-        if layers := state_layers(module.backbone):
+        layers = state_layers(module.backbone)
+        if layers:
             reason = f"its {type(layers[0]).__name__} does not keep rows apart: {reason}"
-    elif not differs < 1:
+    elif not largest_difference < 1:
         reason = "packed rows do not give the numbers of padded rows"
     _set(module, packed=reason is None)
-    return reason, not several
+    return reason, in_one_call
 
 
 def _select_shared(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
     """Run the beginning that rows share once, if that gives the numbers of packed rows."""
     if isinstance(module, PolicyModel) and not module.layout.fused:
         return
-    if unfit_layers := [
-        type(layer).__name__ for layer in state_layers(module.backbone) if not can_go_on(layer)
-    ]:
-        logger().info(
-            f"{type(module.backbone).__name__}: its {unfit_layers[0]} takes no state, so prompts"
-            " are not shared"
-        )
-        return
-    alike = torch.cat([ids[:1, : TOKENS // 2].expand(ROWS, -1), ids[:, TOKENS // 2 :]], dim=1)
+    for layer in state_layers(module.backbone):
+        if not can_go_on(layer):
+            logger().info(
+                f"{type(module.backbone).__name__}: its {type(layer).__name__} takes no state,"
+                " so prompts are not shared"
+            )
+            return
+    half = PROBE_TOKENS // 2
+    beginning = ids[:1, :half].expand(PROBE_ROWS, -1)
+    alike = torch.cat([beginning, ids[:, half:]], dim=1)
     _keep_if_close(engine, module, alike, "shares", "shared prompts")
 
 
@@ -255,13 +285,12 @@ def _select_read_tokens(engine: Model, module: PolicyModel | ScalarModel, ids: T
     """Run the last MLP only for the tokens whose states are read, if these then have the same
     numbers. Dropout would draw other numbers for fewer tokens, so a model that trains with it runs
     all tokens."""
-    if last_mlp(module.backbone) is None or (
-        isinstance(module, PolicyModel) and not module.layout.fused
-    ):
+    if last_mlp(module.backbone) is None:
         return
-    _keep_if_close(
-        engine, module, ids, "reads_few", "a last MLP for some tokens", first=TOKENS // 2
-    )
+    if isinstance(module, PolicyModel) and not module.layout.fused:
+        return
+    description = "a last MLP for some tokens"
+    _keep_if_close(engine, module, ids, "reads_few", description, first_column=PROBE_TOKENS // 2)
 
 
 def _keep_if_close(
@@ -269,31 +298,37 @@ def _keep_if_close(
     module: PolicyModel | ScalarModel,
     ids: Tensor,
     way: str,
-    described: str,
-    first: int = 0,
+    description: str,
+    first_column: int = 0,
 ) -> None:
     """Switch a way of the layout on if it gives the numbers of the model without it."""
-    found, own, error = _compared(engine, module, ids, first, **{way: True})
-    _set(module, **{way: _is_close(found, own, module.backbone.dtype)})
+    outputs, expected, error = _compare_ways(engine, module, ids, first_column, **{way: True})
+    _set(module, **{way: _is_close(outputs, expected, module.backbone.dtype)})
     if error:
-        logger().info(
-            f"{type(module.backbone).__name__}: with {described} {error}, so it runs without"
-        )
+        name = type(module.backbone).__name__
+        logger().info(f"{name}: with {description} {error}, so it runs without")
 
 
 def _draws_noise(module: PolicyModel | ScalarModel) -> bool:
     """Whether training is random, in the same way for all rows that share a beginning."""
-    text = module.config.get_text_config()
-    layers = any(isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in module.modules())
+    config = module.config.get_text_config()
+    has_layers = any(
+        isinstance(layer, torch.nn.Dropout) and layer.p > 0 for layer in module.modules()
+    )
     of_heads = "classifier_dropout"  # which the heads of this project do not have
-    by_config = any(getattr(text, name, None) for name in DROPOUTS if name != of_heads)
-    return layers or by_config or router_adds_noise(module.config.to_dict())
+    by_config = any(getattr(config, name, None) for name in DROPOUTS if name != of_heads)
+    return has_layers or by_config or router_adds_noise(module.config.to_dict())
 
 
 def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> None:
+    """Let the ranks that share rows divide their columns.
+
+    Raises:
+        UserError: that does not give the numbers of whole rows.
+    """
     with recorded_attention() as recorded:
-        divided, whole, error = _compared(engine, module, ids, divided=True)
-    is_close = _is_close(divided, whole, module.backbone.dtype)
+        divided, undivided, error = _compare_ways(engine, module, ids, divided=True)
+    is_close = _is_close(divided, undivided, module.backbone.dtype)
     reason = None
     if error:
         reason = f"with divided rows {error}"
@@ -308,45 +343,57 @@ def _divide(engine: Model, module: PolicyModel | ScalarModel, ids: Tensor) -> No
         )
 
 
-def _compared(
-    engine: Model, module: PolicyModel | ScalarModel, ids: Tensor, first: int = 0, **ways: bool
+def _compare_ways(
+    engine: Model,
+    module: PolicyModel | ScalarModel,
+    ids: Tensor,
+    first_column: int = 0,
+    **ways: bool,
 ) -> tuple[Tensor, Tensor, str]:
-    """`_outputs` of the model in these ways, which it keeps, and as it was; why the first raised,
-    or ""."""
-    own = _outputs(engine, ids, first)
+    """Switch `ways` of the layout on, and leave them on.
+
+    Returns:
+        The model's outputs with them and as it was before; and why the former raised, or "".
+    """
+    expected = _outputs(engine, ids, first_column)
     _set(module, **ways)
-    found, error = _tried(engine, ids, own, first)
-    return found, own, error
+    outputs, error = _outputs_or_error(engine, ids, expected, first_column)
+    return outputs, expected, error
 
 
-def _tried(engine: Model, ids: Tensor, own: Tensor, first: int = 0) -> tuple[Tensor, str]:
-    """`_outputs` of a way that the model may not fit, and ""; on all ranks infinity, and why, if
-    one raises."""
+def _outputs_or_error(
+    engine: Model, ids: Tensor, expected: Tensor, first_column: int = 0
+) -> tuple[Tensor, str]:
+    """`_outputs` of a way that the model may not fit, and ""; if it raises on any rank, on all
+    ranks infinity in the shape of the `expected` outputs, and why."""
     with attempt() as tried:
-        found = _outputs(engine, ids, first)
-    error = of_any_rank(unfit(tried), own.device)
-    return torch.full_like(own, torch.inf) if error else found, error
+        outputs = _outputs(engine, ids, first_column)
+    error = of_any_rank(unfit(tried), expected.device)
+    if error:
+        return torch.full_like(expected, torch.inf), error
+    return outputs, ""
 
 
 def _largest(values: Tensor) -> float:
+    """The largest value on all ranks; infinity if any is NaN. Collective."""
     return float(all_reduce(values.nan_to_num(torch.inf).max(), "max"))
 
 
-def _is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def _is_close(outputs: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Whether log-probs, entropies or values (kinds, N), each kind by itself, are near on all
     ranks."""
-    return (
-        _largest((found - expected).abs().mean(dim=-1) / expected.std(dim=-1))
-        < PACKED_TOLERANCE[dtype]
-    )
+    difference = (outputs - expected).abs().mean(dim=-1) / expected.std(dim=-1)
+    return _largest(difference) < PACKED_TOLERANCE[dtype]
 
 
-def _outputs(engine: Model, ids: Tensor, first: int = 0) -> Tensor:
-    """For uneven rows, from column `first` on: log-probs and entropies (2, N), or values (N),
-    without padding."""
-    lengths = torch.arange(TOKENS, 0, -TOKENS // (2 * ROWS), device=ids.device)[:ROWS]
-    slots = torch.arange(TOKENS, device=ids.device)
-    real = (slots < lengths.unsqueeze(1)) & (slots >= first)
+def _outputs(engine: Model, ids: Tensor, first_column: int = 0) -> Tensor:
+    """For uneven rows, from column `first_column` on: log-probs and entropies (2, N), or values
+    (N,), without padding."""
+    lengths = torch.arange(PROBE_TOKENS, 0, -PROBE_TOKENS // (2 * PROBE_ROWS), device=ids.device)[
+        :PROBE_ROWS
+    ]
+    slots = torch.arange(PROBE_TOKENS, device=ids.device)
+    is_read = (slots < lengths.unsqueeze(1)) & (slots >= first_column)
     if isinstance(unwrap(engine), ScalarModel):
-        return engine(ids, lengths, wanted=real)
-    return torch.stack(engine(ids, real))
+        return engine(ids, lengths, wanted=is_read)
+    return torch.stack(engine(ids, is_read))
